@@ -1,0 +1,29 @@
+# The CPU library. csrc/cpu/<op>.cpp is compiled once per instruction set, in a namespace of its own; threads and the choice
+# of instruction set live in csrc/cpu/dispatch*.cpp, compiled for the baseline like everything that includes torch.
+file(GLOB cpu_baseline CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/dispatch*.cpp" "${CMAKE_SOURCE_DIR}/csrc/cpu/gemm*.cpp")
+file(GLOB cpu_kernels CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp")
+list(REMOVE_ITEM cpu_kernels ${cpu_baseline})
+
+add_library(liger_ext_cpu SHARED csrc/schemas.cpp ${LIGER_OPS} ${cpu_baseline})
+target_include_directories(liger_ext_cpu PRIVATE csrc)
+target_compile_definitions(liger_ext_cpu PRIVATE LIGER_BACKEND=cpu LIGER_DISPATCH_KEY=CPU LIGER_IS_GPU=0)
+target_link_libraries(liger_ext_cpu PRIVATE liger_torch)
+
+set(isas baseline)
+set(flags_baseline "")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(APPEND isas avx2 avx512)
+  set(flags_avx2 -mavx2 -mfma -mf16c)
+  set(flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -mprefer-vector-width=512)
+endif()
+foreach(isa ${isas})
+  add_library(liger_cpu_${isa} OBJECT ${cpu_kernels})
+  target_include_directories(liger_cpu_${isa} PRIVATE csrc)
+  target_compile_definitions(liger_cpu_${isa} PRIVATE LIGER_BACKEND=cpu LIGER_ISA=${isa})
+  # No contraction surprises between instruction sets are promised; -fno-math-errno lets sqrt vectorise.
+  target_compile_options(liger_cpu_${isa} PRIVATE ${flags_${isa}} -O3 -fno-math-errno -Wno-psabi -Wno-ignored-attributes)
+  target_link_libraries(liger_ext_cpu PRIVATE $<TARGET_OBJECTS:liger_cpu_${isa}>)
+  string(TOUPPER ${isa} upper)
+  target_compile_definitions(liger_ext_cpu PRIVATE LIGER_HAS_${upper}=1)
+endforeach()
+install(TARGETS liger_ext_cpu LIBRARY DESTINATION liger_ext/lib)

@@ -1,0 +1,14 @@
+# liger_ext._C: torch-free, so that it works (and explains what is missing) where torch's libraries do not load.
+set(PYBIND11_FINDPYTHON ON)
+find_package(pybind11 CONFIG QUIET)
+if(NOT pybind11_FOUND)
+  execute_process(COMMAND "${Python_EXECUTABLE}" -m pybind11 --cmakedir OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE)
+  find_package(pybind11 CONFIG REQUIRED)
+endif()
+pybind11_add_module(_C csrc/python/module.cpp csrc/launch/plan.cpp)
+target_include_directories(_C PRIVATE csrc)
+target_compile_definitions(_C PRIVATE
+  LIGER_EXT_VERSION="${SKBUILD_PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
+  LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}")
+set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/..")
+install(TARGETS _C LIBRARY DESTINATION liger_ext)

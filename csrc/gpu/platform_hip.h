@@ -1,0 +1,78 @@
+// HIP's words for platform.h. Wave width is a fact of the target: gfx9 has 64 lanes, gfx10 and later 32.
+#pragma once
+#include <hip/hip_fp16.h>
+#include <hip/hip_runtime.h>
+
+#include "kernels/errors.h"
+
+#define LIGER_DEVICE __device__ __forceinline__
+#define LIGER_HOST_DEVICE __host__ __device__ __forceinline__
+
+namespace liger::gpu {
+
+template <class To, class From>
+LIGER_DEVICE To bit_cast(const From& from) {
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+LIGER_DEVICE float half_to_float(uint16_t bits) { return float(bit_cast<_Float16>(bits)); }
+LIGER_DEVICE uint16_t float_to_half(float v) { return bit_cast<uint16_t>(_Float16(v)); }
+LIGER_DEVICE uint16_t float_to_bf16(float v) { return bit_cast<uint16_t>(__bf16(v)); }
+
+LIGER_DEVICE int thread_id() { return int(threadIdx.x); }
+LIGER_DEVICE int block_threads() { return int(blockDim.x); }
+LIGER_DEVICE int64_t block_id() { return int64_t(blockIdx.x); }
+LIGER_DEVICE int64_t grid_blocks() { return int64_t(gridDim.x); }
+#if defined(__GFX9__)
+LIGER_DEVICE constexpr int warp_width() { return 64; }
+#else
+LIGER_DEVICE constexpr int warp_width() { return 32; }
+#endif
+LIGER_DEVICE int lane_id() { return thread_id() % warp_width(); }
+LIGER_DEVICE int warp_id() { return thread_id() / warp_width(); }
+LIGER_DEVICE void block_barrier() { __syncthreads(); }
+LIGER_DEVICE void warp_barrier() { __builtin_amdgcn_wave_barrier(); }
+LIGER_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor(v, mask, warp_width()); }
+LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor(v, mask, warp_width()); }
+LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
+LIGER_DEVICE float fast_exp2(float v) { return exp2f(v); }
+
+// Vectors of the compiler's own, since its non-temporal builtins take no structs.
+template <int Bytes> struct NativeWord { using type = uint32_t; };
+template <> struct NativeWord<8> { using type = uint32_t __attribute__((ext_vector_type(2))); };
+template <> struct NativeWord<16> { using type = uint32_t __attribute__((ext_vector_type(4))); };
+template <int Bytes>
+LIGER_DEVICE void streaming_load(void* to, const void* from) {
+  using W = typename NativeWord<Bytes>::type;
+  *static_cast<W*>(to) = __builtin_nontemporal_load(static_cast<const W*>(from));
+}
+template <int Bytes>
+LIGER_DEVICE void streaming_store(void* to, const void* from) {
+  using W = typename NativeWord<Bytes>::type;
+  __builtin_nontemporal_store(*static_cast<const W*>(from), static_cast<W*>(to));
+}
+
+LIGER_DEVICE unsigned char* shared_memory() {
+  extern __shared__ __attribute__((aligned(16))) unsigned char dynamic[];
+  return dynamic;
+}
+
+LIGER_DEVICE int atomic_claim(int* flag) { return atomicCAS_system(flag, 0, 1); }
+LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
+
+template <class K>
+__global__ void __launch_bounds__(K::max_threads) entry(const typename K::Args args) { K::run(args); }
+
+[[noreturn]] void throw_unsupported_dtype();
+[[noreturn]] void throw_launch_error(int code, const char* what);
+
+template <class K>
+void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
+  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
+  const auto code = hipLaunchKernel(reinterpret_cast<const void*>(&entry<K>), dim3(plan.grid), dim3(plan.block), parameters,
+                                    plan.smem, static_cast<hipStream_t>(stream.handle));
+  if (code != hipSuccess) throw_launch_error(code, "launching a kernel");
+}
+
+}  // namespace liger::gpu

@@ -1,0 +1,100 @@
+// Cross entropy of rows of logits, its gradient, and the fused loss's in-place kernel.
+//
+// Per row i with target y, x' = softcap(x) = c * tanh(x / c) (or x), lse = log(sum(exp(x'))), p = exp(x' - lse),
+// class weights w (ones if absent), smoothing e, z-loss factor s = lse_square_scale, t = p[y] with token scaling, else 1:
+//   ce_i = t * ((1 - e) * w[y] * (lse - x'[y]) + e / V * sum_j w[j] * (lse - x'[j])),      z_i = t * s * lse^2
+//   d ce_i / dx'[j] = t * ((1 - e) * w[y] * (p[j] - [j == y]) + e / V * (W * p[j] - w[j])),  W = sum_j w[j]
+//   d z_i  / dx'[j] = t * 2 * s * lse * p[j];        dx[j] = dx'[j] * (1 - (x'[j] / c)^2);   t is a constant (detached).
+// Ignored rows (target == ignore_index): losses and gradients 0, accuracy 0, prediction -1. A target outside [0, V) that is
+// not ignore_index: std::out_of_range on the CPU; on a GPU NaN in the row's loss and gradient, and a record for the host.
+//
+// Accumulator type A is float, and double for double logits: every float-like array here is of A.
+#pragma once
+#include "kernels/types.h"
+
+namespace liger {
+
+enum class Reduction : int32_t { none, mean, sum };
+
+struct CrossEntropyOptions {
+  int64_t ignore_index = -100;
+  double label_smoothing = 0, lse_square_scale = 0;
+  double softcap = 0;  // 0: none
+  bool token_scaling = false;
+  Reduction reduction = Reduction::mean;
+};
+
+// Sums over all rows that the loss needs; made on the device before the first row is read, so that nothing waits for a host.
+//   counts[valid], counts[target_weight] = sum of w[y] over valid rows, counts[weight] = W,
+//   counts[ce_scale], counts[z_scale]: what reduction (and normalizer) multiply the sums of ce_i and z_i by; 0 when nothing is valid.
+struct CrossEntropyCounts {
+  enum Slot { valid, target_weight, weight, ce_scale, z_scale, slots = 8 };
+  int64_t rows, vocab;
+  const int64_t* target;
+  Vector class_weight;     // of A
+  const void* normalizer;  // one A, or nullptr: replaces the mean's denominators (and the sum's 1)
+  CrossEntropyOptions options;
+  Dtype accumulator;       // f32 or f64
+  void* counts;            // [slots] of A
+};
+
+// What a pass over rows of logits reads and writes per row; an output pointer may be nullptr: not wanted.
+struct CrossEntropyRows {
+  int64_t rows, vocab;
+  int64_t first_row;      // of this chunk in the whole batch: for error messages; the arrays below are the chunk's already
+  Rows logits;
+  const int64_t* target;
+  Vector class_weight;
+  const void* counts;
+  CrossEntropyOptions options;
+  const char* op;         // name for error messages
+  void *ce, *z, *lse, *accuracy;  // [rows] of A (accuracy: always float); ce and z are unreduced
+  int64_t* predicted;     // argmax, first on ties
+};
+
+// dlogits = grad_ce * counts[ce_scale] * dce + grad_ce * counts[z_scale] * dz, row by row; logits read once, dlogits written once.
+struct CrossEntropyBackward {
+  int64_t rows, vocab, first_row;
+  Rows logits;
+  const int64_t* target;
+  Vector class_weight;
+  const void* counts;
+  CrossEntropyOptions options;
+  const char* op;
+  const void* lse;
+  Rows grad;              // of the loss: one element (stride 0) or one per row (stride 1), any dtype
+  MutableRows dlogits;
+};
+
+// The fused loss's kernel: one pass gives the row's losses and overwrites its logits by the UNREDUCED gradient
+//   row_grad[i] * (dce + (z_scale / ce_scale) * dz) * gradient_scale,
+// so that neither the mean's denominator nor the loss scale is in it: they multiply the results of the matmuls, and
+// fp16 gradients do not underflow.
+struct CrossEntropyInPlace {
+  CrossEntropyRows row;
+  MutableRows gradient;   // may be row.logits' own memory
+  Rows row_grad;          // data == nullptr: ones; else one element per row (reduction "none" with recomputation)
+  double gradient_scale;
+};
+
+// Per-row losses to results: none: loss[i] = ce[i] + z[i]; else loss = ce_scale * sum(ce) + z_scale * sum(z), z_loss likewise;
+// accuracy: sum / valid. Sums in a fixed order.
+struct CrossEntropyReduce {
+  int64_t rows;
+  const void *ce, *z;
+  const float* accuracy;
+  const void* counts;
+  Reduction reduction;
+  Dtype accumulator;
+  void *loss, *z_loss;      // [rows] or one, of A
+  float* token_accuracy;    // one float: only for mean and sum (with none, per-row accuracy is the result)
+};
+
+namespace LIGER_BACKEND {
+void cross_entropy_counts(const CrossEntropyCounts&, Stream);
+void cross_entropy_forward(const CrossEntropyRows&, Stream);
+void cross_entropy_backward(const CrossEntropyBackward&, Stream);
+void cross_entropy_in_place(const CrossEntropyInPlace&, Stream);
+void cross_entropy_reduce(const CrossEntropyReduce&, Stream);
+}  // namespace LIGER_BACKEND
+}  // namespace liger

@@ -1,0 +1,51 @@
+// Small passes that the fused loss is built from.
+#pragma once
+#include "kernels/types.h"
+
+namespace liger {
+
+// out = in * scale * (row_scale[row]), rounded to out.dtype. scale and row_scale may be absent. in and out must not overlap
+// unless they are the same memory with the same dtype.
+struct ScaleCast {
+  int64_t rows, cols;
+  Rows in;
+  MutableRows out;
+  const void* scale;     // one value of accumulator(in.dtype) in device memory, or nullptr
+  Rows row_scale;        // one element a row, any dtype, stride in elements; or data == nullptr
+};
+
+// matrix += row vector (a bias added to logits), in place.
+struct AddBias {
+  int64_t rows, cols;
+  MutableRows matrix;
+  Vector bias;
+};
+
+// sum (accumulator type, [cols]) = (accumulate ? sum : 0) + column sums of `in`, each row times row_scale if there is one.
+// Fixed order.
+struct ColumnSum {
+  int64_t rows, cols;
+  Rows in;
+  Rows row_scale;
+  void* sum;
+  bool accumulate;
+  void* workspace;
+};
+
+// out[0] = scale * (a ? a[0] : 1) * (b ? b[0] : 1); all but `a` of the accumulator type.
+struct ScalarProduct {
+  Vector a;
+  const void* b;
+  double scale;
+  Dtype accumulator;
+  void* out;
+};
+
+namespace LIGER_BACKEND {
+void scale_cast(const ScaleCast&, Stream);
+void add_bias(const AddBias&, Stream);
+int64_t column_sum_workspace(const ColumnSum&, Stream);
+void column_sum(const ColumnSum&, Stream);
+void scalar_product(const ScalarProduct&, Stream);
+}  // namespace LIGER_BACKEND
+}  // namespace liger

@@ -1,0 +1,54 @@
+// What every backend shares: element types, the stream, errors. Plain C++, no torch, no CUDA.
+//
+// A kernel header describes one op as structs of pointers, sizes and scalars ("arguments"), and declares what a backend
+// implements in namespace liger::LIGER_BACKEND (cpu or gpu, set by the build). Strides are in elements.
+#pragma once
+#include <cstdint>
+
+#ifndef LIGER_BACKEND
+#error "LIGER_BACKEND is cpu or gpu: the build sets it"
+#endif
+
+namespace liger {
+
+enum class Dtype : int32_t { f32, bf16, f16, f64 };
+
+constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+
+// Statistics and accumulators: fp32, and fp64 for fp64 tensors.
+constexpr Dtype accumulator(Dtype dtype) { return dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
+
+// torch.promote_types for the floating types: equal types stay, two different 16-bit ones meet in fp32.
+constexpr Dtype promote(Dtype a, Dtype b) {
+  return a == b ? a : a == Dtype::f64 || b == Dtype::f64 ? Dtype::f64 : Dtype::f32;
+}
+
+// Where the work is queued. The CPU ignores it.
+struct Stream {
+  int device = 0;
+  void* handle = nullptr;
+};
+
+// A matrix of rows whose columns are contiguous; `stride` elements from one row to the next.
+struct Rows {
+  const void* data = nullptr;
+  int64_t stride = 0;
+  Dtype dtype = Dtype::f32;
+};
+struct MutableRows {
+  void* data = nullptr;
+  int64_t stride = 0;
+  Dtype dtype = Dtype::f32;
+};
+
+// A vector of parameters (weight, bias, cos table row …); data == nullptr: absent.
+struct Vector {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+};
+struct MutableVector {
+  void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+};
+
+}  // namespace liger

@@ -1,0 +1,166 @@
+#include "ops/tensor.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#if LIGER_IS_GPU
+#include "gpu/device.h"
+#endif
+
+namespace liger::LIGER_BACKEND {
+
+const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return "torch.float32";
+    case ScalarType::Double: return "torch.float64";
+    case ScalarType::BFloat16: return "torch.bfloat16";
+    case ScalarType::Half: return "torch.float16";
+    case ScalarType::Long: return "torch.int64";
+    case ScalarType::Int: return "torch.int32";
+    case ScalarType::Short: return "torch.int16";
+    case ScalarType::Char: return "torch.int8";
+    case ScalarType::Byte: return "torch.uint8";
+    case ScalarType::Bool: return "torch.bool";
+    case ScalarType::ComplexFloat: return "torch.complex64";
+    case ScalarType::ComplexDouble: return "torch.complex128";
+    default: return "an unsupported dtype";
+  }
+}
+
+std::string shape_text(const Tensor& t) {
+  std::string out = "(";
+  for (int64_t i = 0; i < t.dim(); ++i) out += text(i ? ", " : "", t.size(i));
+  return out + ")";
+}
+
+Dtype dtype_of(ScalarType type, const char* name) {
+  switch (type) {
+    case ScalarType::Float: return Dtype::f32;
+    case ScalarType::BFloat16: return Dtype::bf16;
+    case ScalarType::Half: return Dtype::f16;
+#if !LIGER_IS_GPU
+    case ScalarType::Double: return Dtype::f64;
+#endif
+    default: break;
+  }
+  throw std::invalid_argument(text(name, " has dtype ", dtype_name(type), ", expected float32, bfloat16 or float16",
+                                   LIGER_IS_GPU ? " (float64 works on the CPU only)" : ", or float64"));
+}
+Dtype dtype_of(const Tensor& t, const char* name) { return dtype_of(t.scalar_type(), name); }
+
+ScalarType scalar_type(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::f32: return ScalarType::Float;
+    case Dtype::bf16: return ScalarType::BFloat16;
+    case Dtype::f16: return ScalarType::Half;
+    default: return ScalarType::Double;
+  }
+}
+
+void check_device(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
+  require(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && t.get_device_index() == like.get_device_index(), op, ": ",
+          name, " is on another device than ", like_name, "; move both to one device");
+}
+
+void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
+  bool same = t.dim() == static_cast<int64_t>(shape.size());
+  std::string expected = "(";
+  int64_t i = 0;
+  for (int64_t n : shape) {
+    expected += text(i ? ", " : "", n);
+    same = same && t.size(i) == n;
+    ++i;
+  }
+  require(same, op, ": ", name, " has shape ", shape_text(t), ", expected ", expected, ")");
+}
+
+void check_same_shape(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
+  bool same = t.dim() == like.dim();
+  for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == like.size(i);
+  require(same, op, ": ", name, " has shape ", shape_text(t), ", expected that of ", like_name, ", ", shape_text(like));
+}
+
+Scope::Scope(const char* op, const Tensor& t) : op_(op) {
+#if LIGER_IS_GPU
+  stream_.device = t.get_device_index();
+  guard_.emplace(stream_.device);
+  aoti_torch_get_current_cuda_stream(stream_.device, &stream_.handle);
+  gpu::raise_reported_targets();
+#else
+  (void)t;
+#endif
+}
+
+std::vector<int64_t> sizes_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
+Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t numel = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = std::max<int64_t>(numel, 1);
+    numel *= std::max<int64_t>(sizes[i], 1);
+  }
+  int32_t device_type = 0;
+  aoti_torch_get_device_type(like.get(), &device_type);
+  AtenTensorHandle handle = nullptr;
+  const auto code = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                             torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device_type,
+                                             like.get_device_index(), &handle);
+  if (code != 0) {
+    const int64_t bytes = numel * (type == ScalarType::Double || type == ScalarType::Long ? 8 : type == ScalarType::Float ? 4 : 2);
+    const auto message = text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", "liger_ext::", scope.op(), " tried to allocate ",
+                              bytes >> 20, " MiB");
+    throw std::runtime_error(message);
+  }
+  return Tensor(handle);
+}
+Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like) {
+  return allocate(scope, sizes, scalar_type(dtype), like);
+}
+Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype) { return allocate(scope, sizes_of(like), dtype, like); }
+Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, sizes_of(like), like.scalar_type(), like); }
+Tensor empty_output(const Scope& scope, const Tensor& like) { return allocate(scope, {0}, like.scalar_type(), like); }
+Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like) {
+  return allocate(scope, {(bytes + 3) / 4}, ScalarType::Float, like);
+}
+
+RowsView as_rows(const char* op, const Tensor& t, const char* name) {
+  require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected (..., hidden_size)");
+  RowsView out{t, 1, t.size(t.dim() - 1), {}};
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) out.rows *= t.size(i);
+  // One stride for all rows: every leading dimension longer than 1 must continue the one inside it.
+  int64_t stride = out.cols, span = 0;
+  bool first = true;
+  bool regular = out.cols <= 1 || t.stride(t.dim() - 1) == 1;
+  for (int64_t i = t.dim() - 2; regular && i >= 0; --i) {
+    if (t.size(i) <= 1) continue;
+    if (first) stride = t.stride(i);
+    else regular = t.stride(i) == span;
+    first = false;
+    span = t.stride(i) * t.size(i);
+  }
+  if (!regular || stride < 0) {
+    out.tensor = torch::stable::contiguous(t);
+    stride = out.cols;
+  }
+  out.view = {out.tensor.data_ptr(), stride, dtype_of(t, name)};
+  return out;
+}
+
+MutableRows mutable_rows(const Tensor& t, const char* name) {
+  return {t.data_ptr(), t.dim() == 0 ? 1 : t.size(t.dim() - 1), dtype_of(t, name)};
+}
+
+Vector vector_of(const OptionalTensor& t, const char* name) {
+  if (!t.has_value()) return {};
+  return {t->data_ptr(), dtype_of(*t, name)};
+}
+
+OptionalTensor contiguous(const OptionalTensor& t) {
+  if (!t.has_value() || t->is_contiguous()) return t;
+  return torch::stable::contiguous(*t);
+}
+
+}  // namespace liger::LIGER_BACKEND

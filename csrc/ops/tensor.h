@@ -1,0 +1,69 @@
+// Tensors for ops/: checks, views as rows, allocation, the caller's stream. The only header that joins torch's stable ABI to
+// the backends. Each ops file is compiled once for the CPU library and once for the GPU library.
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "kernels/errors.h"
+#include "kernels/types.h"
+
+namespace liger::LIGER_BACKEND {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+const char* dtype_name(ScalarType type);
+std::string shape_text(const Tensor& t);
+
+// Throws ValueError (as all checks here), naming the argument, when the dtype is none that kernels take.
+Dtype dtype_of(const Tensor& t, const char* name);
+Dtype dtype_of(ScalarType type, const char* name);
+ScalarType scalar_type(Dtype dtype);
+
+// Same device as `like`, and on this backend's kind of device.
+void check_device(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name);
+void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<int64_t> shape);
+void check_same_shape(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name);
+
+// A guard for the tensor's device and its current stream, for as long as an op runs.
+class Scope {
+ public:
+  Scope(const char* op, const Tensor& t);
+  operator Stream() const { return stream_; }
+  const char* op() const { return op_; }
+
+ private:
+  const char* op_;
+  Stream stream_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+// A failed allocation becomes "CUDA out of memory. liger_ext::<op> tried to allocate N MiB".
+Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like);
+Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like);
+Tensor allocate_like(const Scope& scope, const Tensor& like);                        // contiguous
+Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype);
+Tensor empty_output(const Scope& scope, const Tensor& like);                         // zero elements: an output not wanted
+Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like);
+std::vector<int64_t> sizes_of(const Tensor& t);
+
+// A tensor seen as a matrix of rows over its last dimension. Keeps a contiguous copy alive where its strides allow no such view.
+struct RowsView {
+  Tensor tensor;
+  int64_t rows = 0, cols = 0;
+  Rows view;
+  operator Rows() const { return view; }
+};
+RowsView as_rows(const char* op, const Tensor& t, const char* name);
+MutableRows mutable_rows(const Tensor& t, const char* name);      // a tensor this op allocated, contiguous
+Vector vector_of(const OptionalTensor& t, const char* name);      // contiguous; data nullptr if absent
+OptionalTensor contiguous(const OptionalTensor& t);
+inline const Tensor* get(const OptionalTensor& t) { return t.has_value() ? &*t : nullptr; }
+
+}  // namespace liger::LIGER_BACKEND

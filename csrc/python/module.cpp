@@ -1,0 +1,42 @@
+// liger_ext._C: what was built, device profiles and launch plans, for Python. Knows nothing of torch.
+#include <pybind11/pybind11.h>
+
+#include "launch/plan.h"
+
+namespace py = pybind11;
+using namespace liger::launch;
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Build information, device profiles and launch plans of liger_ext";
+  m.attr("torch_version") = LIGER_TORCH_VERSION;
+  m.attr("gpu_backend") = LIGER_GPU_BACKEND;
+  m.attr("gpu_architectures") = LIGER_GPU_ARCHS;
+
+  py::enum_<Path>(m, "Path").value("regs", Path::regs).value("reread", Path::reread);
+  py::class_<DeviceProfile>(m, "DeviceProfile")
+      .def(py::init<>())
+      .def_readwrite("arch", &DeviceProfile::arch)
+      .def_readwrite("warp", &DeviceProfile::warp)
+      .def_readwrite("multiprocessors", &DeviceProfile::multiprocessors)
+      .def_readwrite("max_block_threads", &DeviceProfile::max_block_threads);
+  py::class_<RowTiling>(m, "RowTiling")
+      .def(py::init<>())
+      .def_readwrite("vec", &RowTiling::vec)
+      .def_readwrite("max_k", &RowTiling::max_k)
+      .def_readwrite("max_block", &RowTiling::max_block)
+      .def_readwrite("min_block", &RowTiling::min_block)
+      .def_readwrite("prefer_k", &RowTiling::prefer_k);
+  py::class_<LaunchPlan>(m, "LaunchPlan")
+      .def_readonly("path", &LaunchPlan::path)
+      .def_readonly("vec", &LaunchPlan::vec)
+      .def_readonly("k", &LaunchPlan::k)
+      .def_readonly("threads_per_row", &LaunchPlan::threads_per_row)
+      .def_readonly("block", &LaunchPlan::block)
+      .def_readonly("grid", &LaunchPlan::grid)
+      .def_readonly("smem", &LaunchPlan::smem)
+      .def_readonly("warp", &LaunchPlan::warp)
+      .def_readonly("partial_rows", &LaunchPlan::partial_rows);
+  m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"));
+  m.def("plan_persistent_rows", &plan_persistent_rows, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"),
+        py::arg("blocks_per_multiprocessor"));
+}

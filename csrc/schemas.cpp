@@ -1,0 +1,61 @@
+// The table of contents of torch.ops.liger_ext: every op's schema. Forwards return what their backwards need; all ops are
+// functional. An output that an option leaves out has zero elements. Modes are integers here, names in Python:
+//   casting_mode 0 llama, 1 gemma, -1 none;  activation 0 silu, 1 gelu by tanh, 2 exact gelu;  reduction 0 none, 1 mean, 2 sum.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(liger_ext, m) {
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset, int casting_mode) -> (Tensor y, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, bool need_dx, bool need_dweight)"
+      " -> (Tensor dx, Tensor dweight)");
+  m.def(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int casting_mode)"
+      " -> (Tensor y, Tensor sum, Tensor rstd)");
+  m.def(
+      "add_rms_norm_backward(Tensor? dy, Tensor? dsum, Tensor sum, Tensor? weight, Tensor rstd, float offset, bool need_dx,"
+      " bool need_dweight) -> (Tensor dx, Tensor dweight)");
+
+  m.def(
+      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, ScalarType? bias_dtype, bool need_dx,"
+      " bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+
+  m.def("glu(Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
+  m.def(
+      "glu_backward(Tensor dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier)"
+      " -> (Tensor dgate, Tensor dup)");
+  m.def("glu_packed(Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
+  m.def(
+      "glu_packed_backward(Tensor dh, Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
+
+  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)");
+  m.def("rope_backward(Tensor dq, Tensor dk, Tensor cos, Tensor sin) -> (Tensor dq_in, Tensor dk_in)");
+
+  m.def("softmax(Tensor x) -> Tensor");
+  m.def("softmax_backward(Tensor dy, Tensor y) -> Tensor");
+
+  m.def(
+      "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, int reduction, float label_smoothing,"
+      " float lse_square_scale, float? softcap, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens)"
+      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor lse, Tensor counts)");
+  m.def(
+      "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor counts,"
+      " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap) -> Tensor");
+
+  // chunk_rows: rows of logits that exist at a time. With one chunk and a gradient wanted, `saved` holds the unreduced
+  // gradient of the logits and the backward runs the matmuls; with several, dx and dweight (accum) hold unreduced gradients.
+  m.def(
+      "fused_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? normalizer,"
+      " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling,"
+      " bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, ScalarType? accum_dtype,"
+      " ScalarType? compute_dtype, int chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
+      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor counts, Tensor saved,"
+      " Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "fused_linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias,"
+      " Tensor? ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias, int ignore_index, int reduction,"
+      " float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling, ScalarType? accum_dtype,"
+      " ScalarType? compute_dtype, int chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
+      " -> (Tensor dx, Tensor dweight, Tensor dbias)");
+}
