@@ -1,0 +1,86 @@
+#include "kernels/cross_entropy.h"
+
+#include "ops/loss.h"
+
+namespace liger::LIGER_BACKEND {
+namespace {
+
+CrossEntropyRows rows_of(const Scope& scope, const RowsView& logits, const Tensor& target, const OptionalTensor& weight, const Tensor& counts,
+                         const CrossEntropyOptions& options) {
+  CrossEntropyRows args{};
+  args.rows = logits.rows;
+  args.vocab = logits.cols;
+  args.logits = logits;
+  args.target = static_cast<const int64_t*>(target.data_ptr());
+  args.class_weight = vector_of(weight, "weight");
+  args.counts = counts.data_ptr();
+  args.options = options;
+  args.op = scope.op();
+  return args;
+}
+
+void check_logits(const char* op, const Tensor& logits) {
+  require(logits.dim() == 2 && logits.size(1) > 0, op, ": logits has shape ", shape_text(logits), ", expected (rows, vocab_size) with vocab_size > 0");
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tensor logits, Tensor target, OptionalTensor weight,
+                                                                            int64_t ignore_index, int64_t reduction, double label_smoothing,
+                                                                            double lse_square_scale, std::optional<double> softcap,
+                                                                            bool return_z_loss, bool return_token_accuracy,
+                                                                            bool return_predicted_tokens) {
+  const Scope scope("cross_entropy", logits);
+  const CrossEntropyOptions options =
+      checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, /*token_scaling=*/false);
+  check_logits(scope.op(), logits);
+  const RowsView rows = as_rows(scope.op(), logits, "logits");
+  const Dtype acc = accumulator(rows.view.dtype);
+  target = checked_target(scope.op(), target, rows.rows, logits, "logits");
+  weight = checked_class_weight(scope.op(), weight, "weight", rows.cols, acc, logits);
+
+  const Tensor counts = count_targets(scope, target, weight, nullptr, rows.cols, options, acc);
+  LossRows losses(scope, logits, rows.rows, acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
+  Tensor lse = allocate(scope, {rows.rows}, acc, logits);
+  CrossEntropyRows args = rows_of(scope, rows, target, weight, counts, options);
+  losses.point(args, 0);
+  args.lse = lse.data_ptr();
+  if (rows.rows > 0) cross_entropy_forward(args, scope);
+  losses.finish(counts);
+  return {losses.loss, losses.z_loss, losses.token_accuracy, losses.predicted_tokens, lse, counts};
+}
+
+Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, OptionalTensor weight, Tensor lse, Tensor counts,
+                                 int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
+                                 std::optional<double> softcap) {
+  const Scope scope("cross_entropy_backward", logits);
+  const CrossEntropyOptions options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, false);
+  check_logits(scope.op(), logits);
+  const RowsView rows = as_rows(scope.op(), logits, "logits");
+  const Dtype acc = accumulator(rows.view.dtype);
+  target = checked_target(scope.op(), target, rows.rows, logits, "logits");
+  weight = checked_class_weight(scope.op(), weight, "weight", rows.cols, acc, logits);
+  const bool per_row = options.reduction == Reduction::none;
+  require(dloss.numel() == (per_row ? rows.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
+  require(lse.numel() == rows.rows && lse.is_contiguous() && dtype_of(lse, "lse") == acc && counts.numel() == CrossEntropyCounts::slots &&
+              dtype_of(counts, "counts") == acc,
+          scope.op(), ": lse and counts are not what the forward returned for these logits");
+  for (const auto& [t, name] : {std::pair{&dloss, "dloss"}, std::pair{&lse, "lse"}, std::pair{&counts, "counts"}})
+    check_device(scope.op(), *t, name, logits, "logits");
+
+  Tensor dlogits = allocate_like(scope, logits);
+  if (rows.rows == 0) return dlogits;
+  const CrossEntropyRows r = rows_of(scope, rows, target, weight, counts, options);
+  dloss = torch::stable::contiguous(dloss);
+  cross_entropy_backward({r.rows, r.vocab, 0, r.logits, r.target, r.class_weight, r.counts, options, scope.op(), lse.data_ptr(),
+                          Rows{dloss.data_ptr(), per_row ? 1 : 0, dtype_of(dloss, "dloss")}, mutable_rows(dlogits, "logits")},
+                         scope);
+  return dlogits;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
+  m.impl("cross_entropy", TORCH_BOX(&cross_entropy_op));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward_op));
+}
+
+}  // namespace liger::LIGER_BACKEND

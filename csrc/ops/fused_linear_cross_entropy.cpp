@@ -1,0 +1,347 @@
+// The language-model head and its loss without the logits: chunks of rows go through one buffer. Per chunk: logits by a matmul,
+// one in-place pass that leaves their gradient, then the gradients' matmuls. Nothing waits for the host: denominators and loss
+// scale stay in device memory and multiply the results of the matmuls, so what is stored in 16 bits is never scaled by 1/N.
+//
+// Three ways to the gradients, chosen from the arguments alone (liger_ext/ops/fused_linear_cross_entropy.py says the same):
+//   deferred     one chunk and dweight or dbias wanted: the gradient of the logits is saved and the backward runs the matmuls,
+//                with alpha = grad_output * scale. No fp32 copy of dweight exists, and reduction "none" costs nothing extra.
+//   accumulated  several chunks (or only dx wanted): the forward adds up unreduced dx, dweight, dbias; the backward scales.
+//   recomputed   reduction "none", several chunks, dweight or dbias wanted: the backward runs the chunks again with each row's
+//                own grad_output.
+#include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
+#include "kernels/gemm.h"
+#include "ops/loss.h"
+
+namespace liger::LIGER_BACKEND {
+namespace {
+
+struct Wanted {
+  bool dx, dweight, dbias;
+  bool any() const { return dx || dweight || dbias; }
+  bool parameters() const { return dweight || dbias; }
+};
+
+enum class Gradients { none, deferred, accumulated, recomputed };
+
+Gradients gradients_of(const Wanted& wanted, int64_t rows, int64_t chunk_rows, Reduction reduction) {
+  if (!wanted.any()) return Gradients::none;
+  if (chunk_rows >= rows && wanted.parameters()) return Gradients::deferred;
+  if (reduction != Reduction::none || !wanted.parameters()) return Gradients::accumulated;
+  return Gradients::recomputed;
+}
+
+// fp16 holds no gradient below 6e-8: the stored ones are multiplied by this, and the matmuls' alpha takes it out again.
+double gradient_scale_of(Dtype compute) { return compute == Dtype::f16 ? 64.0 : 1.0; }
+
+// 16-bit rows of an odd vocabulary would start unaligned; a row stride of whole 64 elements keeps every vector access aligned.
+int64_t padded(int64_t vocab) { return (vocab + 63) / 64 * 64; }
+
+MutableRows row_range(const Tensor& t, int64_t first, int64_t stride, Dtype dtype) {
+  return {static_cast<char*>(t.data_ptr()) + first * stride * size_of(dtype), stride, dtype};
+}
+Rows row_range(const RowsView& v, int64_t first) {
+  return {static_cast<const char*>(v.view.data) + first * v.view.stride * size_of(v.view.dtype), v.view.stride, v.view.dtype};
+}
+Rows readable(const MutableRows& r) { return {r.data, r.stride, r.dtype}; }
+Matrix matrix(const Rows& r, bool transposed = false) { return {r.data, r.stride, r.dtype, transposed}; }
+
+// A checked call: operands in the compute dtype.
+class Problem {
+ public:
+  Problem(const Scope& scope, const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+          const OptionalTensor& ce_weight, const CrossEntropyOptions& options, std::optional<ScalarType> accum_dtype,
+          std::optional<ScalarType> compute_dtype, int64_t chunk_rows, Wanted wanted)
+      : scope(scope), options(options), wanted(wanted) {
+    const char* op = scope.op();
+    require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, hidden_size)");
+    rows = x.size(0);
+    hidden = x.size(1);
+    require(weight.dim() == 2 && weight.size(1) == hidden && weight.size(0) > 0, op, ": weight has shape ", shape_text(weight),
+            ", expected (vocab_size, ", hidden, ")");
+    vocab = weight.size(0);
+    check_device(op, weight, "weight", x, "x");
+    compute = compute_dtype ? dtype_of(*compute_dtype, "compute_dtype") : promote(dtype_of(x, "x"), dtype_of(weight, "weight"));
+    acc = accumulator(compute);
+    accum = accum_dtype ? dtype_of(*accum_dtype, "accum_dtype") : acc;
+    require(accum == acc || accum == compute, op, ": accum_dtype is ", dtype_name(scalar_type(accum)), ", expected ",
+            dtype_name(scalar_type(acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(compute)));
+    this->target = checked_target(op, target, rows, x, "x");
+    this->ce_weight = checked_class_weight(op, ce_weight, "ce_weight", vocab, acc, x);
+    if (bias) {
+      check_device(op, *bias, "bias", x, "x");
+      check_shape(op, *bias, "bias", {vocab});
+      dtype_of(*bias, "bias");
+    }
+    this->bias = contiguous(bias);
+    this->wanted.dbias = wanted.dbias && bias.has_value();
+    require(chunk_rows > 0 || rows == 0, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
+    chunk = std::max<int64_t>(1, std::min(chunk_rows, rows));
+    mode = gradients_of(this->wanted, rows, chunk_rows, options.reduction);
+    x_ = as_rows(op, x, "x");
+    weight_ = as_rows(op, weight, "weight");
+    gradient_scale = gradient_scale_of(compute);
+  }
+
+  // The operands in the compute dtype; cast at the first use, since a backward may need neither.
+  const RowsView& x_rows() const { return in_compute_dtype(x_, "x"); }
+  const RowsView& weight_rows() const { return in_compute_dtype(weight_, "weight"); }
+
+  // One chunk: logits into `buffer`, then its losses (`losses`, or nullptr) and, in place, its unreduced gradient.
+  void run_chunk(int64_t first, int64_t count, const MutableRows& buffer, const Tensor& counts, const LossRows* losses, bool gradient,
+                 const Rows& row_grad) const {
+    gemm({count, vocab, hidden, matrix(row_range(x_rows(), first)), matrix(weight_rows(), true), buffer.data, buffer.stride, compute, nullptr, false},
+         scope);
+    if (bias) add_bias({count, vocab, buffer, vector_of(bias, "bias")}, scope);
+    CrossEntropyRows args{};
+    args.rows = count;
+    args.vocab = vocab;
+    args.first_row = first;
+    args.logits = readable(buffer);
+    args.target = static_cast<const int64_t*>(target.data_ptr()) + first;
+    args.class_weight = vector_of(ce_weight, "ce_weight");
+    args.counts = counts.data_ptr();
+    args.options = options;
+    args.op = "fused_linear_cross_entropy";
+    if (losses != nullptr) losses->point(args, first);
+    if (gradient) cross_entropy_in_place({args, buffer, row_grad, gradient_scale}, scope);
+    else cross_entropy_forward(args, scope);
+  }
+
+  // dx[first .. first + count) = alpha * G @ W
+  void input_gradient(int64_t first, int64_t count, const MutableRows& gradient, const Tensor& dx, Dtype dx_dtype, const void* alpha) const {
+    gemm({count, hidden, vocab, matrix(readable(gradient)), matrix(weight_rows()), row_range(dx, first, hidden, dx_dtype).data, hidden, dx_dtype,
+          alpha, false},
+         scope);
+  }
+  // dweight (+)= alpha * G^T @ x
+  void weight_gradient(int64_t count, const MutableRows& gradient, const Rows& x_chunk, const Tensor& dweight, Dtype dtype, const void* alpha,
+                       bool accumulate) const {
+    gemm({vocab, hidden, count, matrix(readable(gradient), true), matrix(x_chunk), dweight.data_ptr(), hidden, dtype, alpha, accumulate}, scope);
+  }
+  // dbias (+)= column sums of G
+  void bias_gradient(int64_t count, const MutableRows& gradient, const Rows& row_scale, const Tensor& dbias, bool accumulate) const {
+    ColumnSum args{count, vocab, readable(gradient), row_scale, dbias.data_ptr(), accumulate, nullptr};
+    const Tensor space = workspace(scope, column_sum_workspace(args, scope), target);
+    args.workspace = space.data_ptr();
+    column_sum(args, scope);
+  }
+
+  // May a matmul of the compute dtype write this dtype?
+  bool writes(Dtype dtype) const { return dtype == compute || dtype == acc; }
+
+  const Scope& scope;
+  CrossEntropyOptions options;
+  Wanted wanted;
+  int64_t rows = 0, hidden = 0, vocab = 0, chunk = 0;
+  Dtype compute{}, acc{}, accum{};
+  Tensor target;
+  OptionalTensor bias, ce_weight;
+  Gradients mode{};
+  double gradient_scale = 1;
+
+ private:
+  const RowsView& in_compute_dtype(RowsView& operand, const char* name) const {
+    if (operand.view.dtype != compute) {
+      const Tensor copy = allocate_like(scope, operand.tensor, compute);
+      const MutableRows out = mutable_rows(copy, name);
+      if (copy.numel() > 0) scale_cast({operand.rows, operand.cols, operand, out, nullptr, {}}, scope);
+      operand = {copy, operand.rows, operand.cols, readable(out)};
+    }
+    return operand;
+  }
+
+  mutable RowsView x_, weight_;
+};
+
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor bias, OptionalTensor ce_weight, OptionalTensor normalizer,
+                         int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
+                         std::optional<double> softcap, bool use_token_scaling, bool return_z_loss, bool return_token_accuracy,
+                         bool return_predicted_tokens, std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
+                         int64_t chunk_rows, bool need_dx, bool need_dweight, bool need_dbias) {
+  const Scope scope("fused_linear_cross_entropy", x);
+  const auto options =
+      checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
+  const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows, {need_dx, need_dweight, need_dbias});
+
+  const Tensor counts = count_targets(scope, p.target, p.ce_weight, get(normalizer), p.vocab, options, p.acc);
+  LossRows losses(scope, x, p.rows, p.acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
+  const bool accumulated = p.mode == Gradients::accumulated, deferred = p.mode == Gradients::deferred;
+  const auto output = [&](bool wanted, std::vector<int64_t> sizes, Dtype dtype) {
+    return allocate(scope, wanted ? sizes : std::vector<int64_t>{0}, dtype, x);
+  };
+  Tensor saved = output(deferred, {p.rows, padded(p.vocab)}, p.compute);
+  Tensor dx = output(accumulated && p.wanted.dx, {p.rows, p.hidden}, p.compute);
+  Tensor dweight = output(accumulated && p.wanted.dweight, {p.vocab, p.hidden}, p.accum);
+  Tensor dbias = output(accumulated && p.wanted.dbias, {p.vocab}, p.acc);
+
+  if (p.rows > 0) {
+    const Tensor buffer = deferred ? saved : allocate(scope, {p.chunk, padded(p.vocab)}, p.compute, x);
+    const MutableRows logits = row_range(buffer, 0, padded(p.vocab), p.compute);
+    for (int64_t first = 0; first < p.rows; first += p.chunk) {
+      const int64_t count = std::min(p.chunk, p.rows - first);
+      p.run_chunk(first, count, logits, counts, &losses, deferred || accumulated, {});
+      if (!accumulated) continue;
+      if (p.wanted.dx) p.input_gradient(first, count, logits, dx, p.compute, nullptr);
+      if (p.wanted.dweight) p.weight_gradient(count, logits, row_range(p.x_rows(), first), dweight, p.accum, nullptr, first > 0);
+      if (p.wanted.dbias) p.bias_gradient(count, logits, {}, dbias, first > 0);
+    }
+  } else {
+    for (Tensor* t : {&dweight, &dbias}) torch::stable::zero_(*t);
+  }
+  losses.finish(counts);
+  return {losses.loss, losses.z_loss, losses.token_accuracy, losses.predicted_tokens, counts, saved, dx, dweight, dbias};
+}
+
+// The results in their parameters' dtypes, and how each mode writes them.
+class Backward {
+ public:
+  Backward(const Problem& p, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& dloss, const Tensor& counts)
+      : p_(p), counts_(counts), per_row_(p.options.reduction == Reduction::none) {
+    const auto output = [&](bool wanted, const std::vector<int64_t>& sizes, ScalarType type) {
+      return allocate(p.scope, wanted ? sizes : std::vector<int64_t>{0}, type, x);
+    };
+    dx = output(p.wanted.dx, {p.rows, p.hidden}, x.scalar_type());
+    dweight = output(p.wanted.dweight, {p.vocab, p.hidden}, weight.scalar_type());
+    dbias = output(p.wanted.dbias, {p.vocab}, bias ? bias->scalar_type() : scalar_type(p.acc));
+
+    dloss_ = torch::stable::contiguous(dloss);
+    if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, dtype_of(dloss_, "dloss")};
+    // alpha = [grad_output *] ce_scale / gradient_scale: one number in device memory, the scale of every result.
+    alpha_ = allocate(p.scope, {1}, p.acc, x);
+    const Vector grad = per_row_ ? Vector{} : Vector{dloss_.data_ptr(), dtype_of(dloss_, "dloss")};
+    const void* ce_scale = static_cast<const char*>(counts_.data_ptr()) + CrossEntropyCounts::ce_scale * size_of(p.acc);
+    scalar_product({grad, ce_scale, 1 / p.gradient_scale, p.acc, alpha_.data_ptr()}, p.scope);
+  }
+
+  void from_saved_gradient(const Tensor& saved) {
+    const MutableRows gradient = row_range(saved, 0, padded(p_.vocab), p_.compute);
+    if (p_.wanted.dx) {
+      into(dx, [&](const Tensor& out, Dtype dtype) { p_.input_gradient(0, p_.rows, gradient, out, dtype, alpha()); });
+      if (per_row_) {
+        const MutableRows out = mutable_rows(dx, "x");
+        scale_cast({p_.rows, p_.hidden, readable(out), out, nullptr, row_grad_}, p_.scope);
+      }
+    }
+    if (p_.wanted.dweight) {
+      Rows x = p_.x_rows();
+      Tensor scaled;
+      if (per_row_) {
+        scaled = allocate(p_.scope, {p_.rows, p_.hidden}, p_.compute, counts_);
+        scale_cast({p_.rows, p_.hidden, x, mutable_rows(scaled, "x"), nullptr, row_grad_}, p_.scope);
+        x = readable(mutable_rows(scaled, "x"));
+      }
+      into(dweight, [&](const Tensor& out, Dtype dtype) { p_.weight_gradient(p_.rows, gradient, x, out, dtype, alpha(), false); });
+    }
+    if (p_.wanted.dbias) {
+      const Tensor sum = allocate(p_.scope, {p_.vocab}, p_.acc, counts_);
+      p_.bias_gradient(p_.rows, gradient, row_grad_, sum, false);
+      scale(sum, dbias, {});
+    }
+  }
+
+  void from_accumulated(const Tensor& dx_sum, const Tensor& dweight_sum, const Tensor& dbias_sum) {
+    if (p_.wanted.dx) scale(dx_sum, dx, row_grad_);
+    if (p_.wanted.dweight) scale(dweight_sum, dweight, {});
+    if (p_.wanted.dbias) scale(dbias_sum, dbias, {});
+  }
+
+  void by_recomputing() {
+    const Tensor buffer = allocate(p_.scope, {p_.chunk, padded(p_.vocab)}, p_.compute, counts_);
+    const MutableRows gradient = row_range(buffer, 0, padded(p_.vocab), p_.compute);
+    Tensor dweight_sum, dbias_sum, dx_sum;
+    if (p_.wanted.dx) dx_sum = allocate(p_.scope, {p_.rows, p_.hidden}, p_.compute, counts_);
+    if (p_.wanted.dweight) dweight_sum = allocate(p_.scope, {p_.vocab, p_.hidden}, p_.accum, counts_);
+    if (p_.wanted.dbias) dbias_sum = allocate(p_.scope, {p_.vocab}, p_.acc, counts_);
+    for (int64_t first = 0; first < p_.rows; first += p_.chunk) {
+      const int64_t count = std::min(p_.chunk, p_.rows - first);
+      const Rows row_grad{static_cast<const char*>(row_grad_.data) + first * size_of(row_grad_.dtype), 1, row_grad_.dtype};
+      p_.run_chunk(first, count, gradient, counts_, nullptr, true, row_grad);
+      if (p_.wanted.dx) p_.input_gradient(first, count, gradient, dx_sum, p_.compute, nullptr);
+      if (p_.wanted.dweight) p_.weight_gradient(count, gradient, row_range(p_.x_rows(), first), dweight_sum, p_.accum, nullptr, first > 0);
+      if (p_.wanted.dbias) p_.bias_gradient(count, gradient, {}, dbias_sum, first > 0);
+    }
+    row_grad_ = {};  // is in the sums already
+    from_accumulated(dx_sum, dweight_sum, dbias_sum);
+  }
+
+  Tensor dx, dweight, dbias;
+
+ private:
+  const void* alpha() const { return alpha_.data_ptr(); }
+
+  // out = in * alpha [* each row's grad_output]
+  void scale(const Tensor& in, const Tensor& out, const Rows& row_grad) const {
+    const int64_t cols = in.size(in.dim() - 1), rows = in.numel() / cols;
+    scale_cast({rows, cols, readable(mutable_rows(in, "gradient")), mutable_rows(out, "gradient"), alpha(), row_grad}, p_.scope);
+  }
+
+  // Runs a matmul into `out`, by way of the accumulator dtype where a matmul cannot write out's.
+  template <class F>
+  void into(const Tensor& out, F matmul) const {
+    const Dtype dtype = dtype_of(out, "gradient");
+    if (p_.writes(dtype)) return matmul(out, dtype);
+    const Tensor wide = allocate_like(p_.scope, out, p_.acc);
+    matmul(wide, p_.acc);
+    scale_cast({out.size(0), out.size(1), readable(mutable_rows(wide, "gradient")), mutable_rows(out, "gradient"), nullptr, {}}, p_.scope);
+  }
+
+  const Problem& p_;
+  Tensor counts_, dloss_, alpha_;
+  Rows row_grad_;
+  bool per_row_;
+};
+
+std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor weight, Tensor target, OptionalTensor bias,
+                                               OptionalTensor ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias,
+                                               int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
+                                               std::optional<double> softcap, bool use_token_scaling, std::optional<ScalarType> accum_dtype,
+                                               std::optional<ScalarType> compute_dtype, int64_t chunk_rows, bool need_dx, bool need_dweight,
+                                               bool need_dbias) {
+  const Scope scope("fused_linear_cross_entropy_backward", x);
+  const auto options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
+  const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows, {need_dx, need_dweight, need_dbias});
+  const bool per_row = options.reduction == Reduction::none;
+  check_device(scope.op(), dloss, "dloss", x, "x");
+  require(dloss.numel() == (per_row ? p.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
+  require(counts.numel() == CrossEntropyCounts::slots && dtype_of(counts, "counts") == p.acc, scope.op(),
+          ": counts is not what the forward returned");
+
+  Backward backward(p, x, weight, bias, dloss, counts);
+  if (p.rows == 0) {
+    for (Tensor* t : {&backward.dweight, &backward.dbias}) torch::stable::zero_(*t);
+    return {backward.dx, backward.dweight, backward.dbias};
+  }
+  const auto expect = [&](const Tensor& t, const char* name, bool wanted, int64_t numel, Dtype dtype) {
+    if (!wanted) return;
+    check_device(scope.op(), t, name, x, "x");
+    require(t.numel() == numel && t.is_contiguous() && dtype_of(t, name) == dtype, scope.op(), ": ", name,
+            " is not what the forward returned for these arguments");
+  };
+  switch (p.mode) {
+    case Gradients::none: break;
+    case Gradients::deferred:
+      expect(saved, "saved", true, p.rows * padded(p.vocab), p.compute);
+      backward.from_saved_gradient(saved);
+      break;
+    case Gradients::accumulated:
+      expect(dx, "dx", p.wanted.dx, p.rows * p.hidden, p.compute);
+      expect(dweight, "dweight", p.wanted.dweight, p.vocab * p.hidden, p.accum);
+      expect(dbias, "dbias", p.wanted.dbias, p.vocab, p.acc);
+      backward.from_accumulated(dx, dweight, dbias);
+      break;
+    case Gradients::recomputed: backward.by_recomputing(); break;
+  }
+  return {backward.dx, backward.dweight, backward.dbias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
+  m.impl("fused_linear_cross_entropy", TORCH_BOX(&forward_op));
+  m.impl("fused_linear_cross_entropy_backward", TORCH_BOX(&backward_op));
+}
+
+}  // namespace liger::LIGER_BACKEND

@@ -1,0 +1,78 @@
+#include "kernels/layer_norm.h"
+
+#include "ops/tensor.h"
+
+namespace liger::LIGER_BACKEND {
+namespace {
+
+void check_parameter(const char* op, const OptionalTensor& parameter, const char* name, const Tensor& x, int64_t cols) {
+  if (!parameter) return;
+  check_device(op, *parameter, name, x, "x");
+  check_shape(op, *parameter, name, {cols});
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight, OptionalTensor bias, double eps) {
+  const Scope scope("layer_norm", x);
+  const RowsView rows = as_rows(scope.op(), x, "x");
+  check_parameter(scope.op(), weight, "weight", x, rows.cols);
+  check_parameter(scope.op(), bias, "bias", x, rows.cols);
+  weight = contiguous(weight);
+  bias = contiguous(bias);
+
+  Tensor y = allocate_like(scope, x);
+  auto leading = sizes_of(x);
+  leading.pop_back();
+  const Dtype stats = accumulator(rows.view.dtype);
+  Tensor mean = allocate(scope, leading, stats, x), rstd = allocate(scope, leading, stats, x);
+  if (x.numel() > 0)
+    layer_norm_forward({rows.rows, rows.cols, rows, vector_of(weight, "weight"), vector_of(bias, "bias"), mutable_rows(y, "y"), mean.data_ptr(),
+                        rstd.data_ptr(), eps},
+                       scope);
+  return {y, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x, OptionalTensor weight, Tensor mean, Tensor rstd,
+                                                          std::optional<ScalarType> bias_dtype, bool need_dx, bool need_dweight,
+                                                          bool need_dbias) {
+  const Scope scope("layer_norm_backward", x);
+  const RowsView rows = as_rows(scope.op(), x, "x");
+  check_same_shape(scope.op(), dy_in, "dy", x, "x");
+  check_device(scope.op(), dy_in, "dy", x, "x");
+  check_parameter(scope.op(), weight, "weight", x, rows.cols);
+  weight = contiguous(weight);
+  need_dweight = need_dweight && weight.has_value();
+  need_dbias = need_dbias && bias_dtype.has_value();
+  const Dtype stats = accumulator(rows.view.dtype);
+  for (const auto& [t, name] : {std::pair{&mean, "mean"}, std::pair{&rstd, "rstd"}})
+    require(t->numel() == rows.rows && dtype_of(*t, name) == stats && t->is_contiguous(), scope.op(), ": ", name,
+            " is not what the forward returned for x of shape ", shape_text(x));
+
+  Tensor dx = need_dx ? allocate_like(scope, x) : empty_output(scope, x);
+  Tensor dweight = need_dweight ? allocate_like(scope, *weight) : empty_output(scope, weight ? *weight : x);
+  const ScalarType dbias_type = bias_dtype.value_or(x.scalar_type());
+  Tensor dbias = allocate(scope, {need_dbias ? rows.cols : 0}, dbias_type, x);
+  if (!need_dx && !need_dweight && !need_dbias) return {dx, dweight, dbias};
+  if (x.numel() == 0) {
+    torch::stable::zero_(dweight);
+    torch::stable::zero_(dbias);
+    return {dx, dweight, dbias};
+  }
+  const RowsView dy = as_rows(scope.op(), dy_in, "dy");
+  LayerNormBackward args{rows.rows, rows.cols, dy, rows, vector_of(weight, "weight"), mean.data_ptr(), rstd.data_ptr(), {}, {}, {}, nullptr};
+  if (need_dx) args.dx = mutable_rows(dx, "dx");
+  if (need_dweight) args.dweight = {dweight.data_ptr(), dtype_of(dweight, "weight")};
+  if (need_dbias) args.dbias = {dbias.data_ptr(), dtype_of(dbias, "bias")};
+  const Tensor space = workspace(scope, layer_norm_backward_workspace(args, scope), x);
+  args.workspace = space.data_ptr();
+  layer_norm_backward(args, scope);
+  return {dx, dweight, dbias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
+  m.impl("layer_norm", TORCH_BOX(&layer_norm_op));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward_op));
+}
+
+}  // namespace liger::LIGER_BACKEND

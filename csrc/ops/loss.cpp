@@ -1,0 +1,76 @@
+#include "ops/loss.h"
+
+namespace liger::LIGER_BACKEND {
+
+CrossEntropyOptions checked_options(const char* op, int64_t ignore_index, int64_t reduction, double label_smoothing,
+                                    double lse_square_scale, std::optional<double> softcap, bool token_scaling) {
+  require(reduction >= 0 && reduction <= 2, op, ": reduction is ", reduction, ", expected 0 (none), 1 (mean) or 2 (sum)");
+  require(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing is ", label_smoothing, ", expected a number in [0, 1]");
+  require(!softcap || *softcap > 0, op, ": softcap is ", softcap.value_or(0), ", expected None or a number greater than 0");
+  return {ignore_index, label_smoothing, lse_square_scale, softcap.value_or(0), token_scaling, static_cast<Reduction>(reduction)};
+}
+
+Tensor checked_target(const char* op, const Tensor& target, int64_t rows, const Tensor& like, const char* like_name) {
+  check_device(op, target, "target", like, like_name);
+  require(target.scalar_type() == ScalarType::Long, op, ": target has dtype ", dtype_name(target.scalar_type()), ", expected torch.int64");
+  check_shape(op, target, "target", {rows});
+  return torch::stable::contiguous(target);
+}
+
+OptionalTensor checked_class_weight(const char* op, const OptionalTensor& weight, const char* name, int64_t vocab, Dtype accumulator,
+                                    const Tensor& like) {
+  if (!weight) return weight;
+  check_device(op, *weight, name, like, "the logits");
+  check_shape(op, *weight, name, {vocab});
+  require(weight->scalar_type() == scalar_type(accumulator), op, ": ", name, " has dtype ", dtype_name(weight->scalar_type()), ", expected ",
+          dtype_name(scalar_type(accumulator)));
+  return contiguous(weight);
+}
+
+Tensor count_targets(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const Tensor* normalizer, int64_t vocab,
+                     const CrossEntropyOptions& options, Dtype accumulator) {
+  Tensor counts = allocate(scope, {CrossEntropyCounts::slots}, accumulator, target);
+  if (normalizer != nullptr) {
+    require(normalizer->numel() == 1 && normalizer->scalar_type() == scalar_type(accumulator), scope.op(),
+            ": normalizer must be one number of dtype ", dtype_name(scalar_type(accumulator)));
+    check_device(scope.op(), *normalizer, "normalizer", target, "target");
+  }
+  cross_entropy_counts({target.size(0), vocab, static_cast<const int64_t*>(target.data_ptr()), vector_of(class_weight, "weight"),
+                        normalizer != nullptr ? normalizer->data_ptr() : nullptr, options, accumulator, counts.data_ptr()},
+                       scope);
+  return counts;
+}
+
+LossRows::LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype accumulator, const CrossEntropyOptions& options,
+                   bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens)
+    : scope_(scope), rows_(rows), accumulator_(accumulator), options_(options), has_z_(options.lse_square_scale != 0 || return_z_loss),
+      return_z_(return_z_loss), return_accuracy_(return_token_accuracy), return_predicted_(return_predicted_tokens) {
+  const bool per_row = options.reduction == Reduction::none;
+  const std::vector<int64_t> result = per_row ? std::vector<int64_t>{rows} : std::vector<int64_t>{}, nothing{0};
+  loss = allocate(scope, result, accumulator, like);
+  z_loss = allocate(scope, return_z_loss ? result : nothing, accumulator, like);
+  token_accuracy = allocate(scope, return_token_accuracy ? result : nothing, Dtype::f32, like);
+  predicted_tokens = allocate(scope, {return_predicted_tokens ? rows : 0}, ScalarType::Long, like);
+  ce_ = allocate(scope, {rows}, accumulator, like);
+  if (has_z_) z_ = allocate(scope, {rows}, accumulator, like);
+  if (return_token_accuracy) accuracy_ = per_row ? token_accuracy : allocate(scope, {rows}, Dtype::f32, like);
+}
+
+void LossRows::point(CrossEntropyRows& args, int64_t first_row) const {
+  const auto at = [&](const Tensor& t, int64_t bytes) -> void* { return static_cast<char*>(t.data_ptr()) + first_row * bytes; };
+  args.ce = at(ce_, size_of(accumulator_));
+  args.z = has_z_ ? at(z_, size_of(accumulator_)) : nullptr;
+  args.accuracy = return_accuracy_ ? at(accuracy_, sizeof(float)) : nullptr;
+  args.predicted = return_predicted_ ? static_cast<int64_t*>(at(predicted_tokens, sizeof(int64_t))) : nullptr;
+}
+
+void LossRows::finish(const Tensor& counts) {
+  const bool per_row = options_.reduction == Reduction::none;
+  cross_entropy_reduce({rows_, ce_.data_ptr(), has_z_ ? z_.data_ptr() : nullptr,
+                        return_accuracy_ ? static_cast<const float*>(accuracy_.data_ptr()) : nullptr, counts.data_ptr(), options_.reduction,
+                        accumulator_, loss.data_ptr(), return_z_ ? z_loss.data_ptr() : nullptr,
+                        return_accuracy_ && !per_row ? static_cast<float*>(token_accuracy.data_ptr()) : nullptr},
+                       scope_);
+}
+
+}  // namespace liger::LIGER_BACKEND

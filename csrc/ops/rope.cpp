@@ -1,0 +1,82 @@
+#include "kernels/rope.h"
+
+#include <algorithm>
+
+#include "ops/tensor.h"
+
+namespace liger::LIGER_BACKEND {
+namespace {
+
+// Do the strides place every element in its own slot with no gaps, in some order of dimensions? Then an output can have them.
+bool dense(const Tensor& t) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t i = 0; i < t.dim(); ++i)
+    if (t.size(i) != 1) dims.emplace_back(t.stride(i), t.size(i));
+  std::sort(dims.begin(), dims.end());
+  int64_t expected = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride != expected) return false;
+    expected *= size;
+  }
+  return true;
+}
+
+// As torch.empty_like: the input's strides where they are dense (Hugging Face's transposed layout stays), else contiguous.
+Tensor output_like(const Scope& scope, const Tensor& t) {
+  if (t.is_contiguous() || !dense(t)) return allocate_like(scope, t);
+  return torch::stable::empty_like(t);
+}
+
+// A view's last dimension must be contiguous; else a copy is.
+Tensor readable(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t); }
+
+RopeHeads heads_of(const Tensor& in, const Tensor& out) {
+  return {in.data_ptr(), out.data_ptr(), in.size(1), in.stride(0), in.stride(1), in.stride(2), out.stride(0), out.stride(1), out.stride(2)};
+}
+
+void check_table(const char* op, const Tensor& table, const char* name, const Tensor& q) {
+  check_device(op, table, name, q, "q");
+  require(table.dim() == 3 && (table.size(0) == 1 || table.size(0) == q.size(0)) && table.size(1) == q.size(2), op, ": ", name, " has shape ",
+          shape_text(table), ", expected (1 or ", q.size(0), ", ", q.size(2), ", rotary_dim)");
+  require(table.size(2) % 2 == 0 && table.size(2) <= q.size(3), op, ": ", name, " has rotary_dim ", table.size(2),
+          ", expected an even number of at most head_dim ", q.size(3));
+}
+
+std::tuple<Tensor, Tensor> run(const char* op, Tensor q, Tensor k, Tensor cos, Tensor sin, bool transpose) {
+  const Scope scope(op, q);
+  require(q.dim() == 4, op, ": q has shape ", shape_text(q), ", expected (batch, heads, seq, head_dim)");
+  require(k.dim() == 4 && k.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(3) == q.size(3), op, ": k has shape ", shape_text(k),
+          ", expected (", q.size(0), ", heads, ", q.size(2), ", ", q.size(3), ")");
+  check_device(op, k, "k", q, "q");
+  require(k.scalar_type() == q.scalar_type(), op, ": k has dtype ", dtype_name(k.scalar_type()), ", expected that of q, ", dtype_name(q.scalar_type()));
+  check_table(op, cos, "cos", q);
+  check_table(op, sin, "sin", q);
+  require(cos.size(2) == sin.size(2) && cos.scalar_type() == sin.scalar_type(), op, ": cos and sin differ in rotary_dim or dtype");
+  const Dtype dtype = dtype_of(q, "q");
+
+  if (cos.size(2) > 1 && cos.stride(2) != 1) cos = torch::stable::contiguous(cos);
+  if (sin.size(2) > 1 && sin.stride(2) != 1) sin = torch::stable::contiguous(sin);
+  Tensor q_out = output_like(scope, q), k_out = output_like(scope, k);
+  if (q.numel() + k.numel() == 0) return {q_out, k_out};
+  q = readable(q);
+  k = readable(k);
+  const auto batch_stride = [](const Tensor& t) { return t.size(0) == 1 ? 0 : t.stride(0); };
+  rope({q.size(0), q.size(2), q.size(3), cos.size(2), dtype, heads_of(q, q_out), heads_of(k, k_out), cos.data_ptr(), sin.data_ptr(),
+        dtype_of(cos, "cos"), batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), transpose},
+       scope);
+  return {q_out, k_out};
+}
+
+std::tuple<Tensor, Tensor> rope_op(Tensor q, Tensor k, Tensor cos, Tensor sin) { return run("rope", q, k, cos, sin, false); }
+std::tuple<Tensor, Tensor> rope_backward_op(Tensor dq, Tensor dk, Tensor cos, Tensor sin) {
+  return run("rope_backward", dq, dk, cos, sin, true);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
+  m.impl("rope", TORCH_BOX(&rope_op));
+  m.impl("rope_backward", TORCH_BOX(&rope_backward_op));
+}
+
+}  // namespace liger::LIGER_BACKEND

@@ -1,0 +1,35 @@
+#include "kernels/softmax.h"
+
+#include "ops/tensor.h"
+
+namespace liger::LIGER_BACKEND {
+namespace {
+
+Tensor softmax_op(Tensor x) {
+  const Scope scope("softmax", x);
+  const RowsView rows = as_rows(scope.op(), x, "x");
+  Tensor y = allocate_like(scope, x);
+  if (x.numel() > 0) softmax_forward({rows.rows, rows.cols, rows, mutable_rows(y, "y")}, scope);
+  return y;
+}
+
+Tensor softmax_backward_op(Tensor dy, Tensor y) {
+  const Scope scope("softmax_backward", y);
+  check_device(scope.op(), dy, "dy", y, "y");
+  check_same_shape(scope.op(), dy, "dy", y, "y");
+  require(dy.scalar_type() == y.scalar_type(), scope.op(), ": dy has dtype ", dtype_name(dy.scalar_type()), ", expected that of y, ",
+          dtype_name(y.scalar_type()));
+  const RowsView dy_rows = as_rows(scope.op(), dy, "dy"), y_rows = as_rows(scope.op(), y, "y");
+  Tensor dx = allocate_like(scope, y);
+  if (y.numel() > 0) softmax_backward({y_rows.rows, y_rows.cols, dy_rows, y_rows, mutable_rows(dx, "dx")}, scope);
+  return dx;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
+  m.impl("softmax", TORCH_BOX(&softmax_op));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_op));
+}
+
+}  // namespace liger::LIGER_BACKEND
