@@ -58,4 +58,7 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling, ScalarType? accum_dtype,"
       " ScalarType? compute_dtype, int chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
+
+  // The benchmarks' measuring stick: a copy at the speed of the memory (kernels/stream_copy.h).
+  m.def("stream_copy(Tensor x, int per_thread) -> Tensor");
 }

@@ -1,0 +1,100 @@
+"""The fused loss, forward and backward, beside its floor: the three matmuls of the same operands, back to back, same run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import liger_ext.functional as LF
+
+from .timing import Timing, time_cpu
+
+SHAPES_CUDA = [(4096, 2048, 128256), (4096, 4096, 128256), (8192, 4096, 128256), (8192, 4096, 32000), (16384, 2048, 128256)]
+SHAPES_CPU = [(1024, 576, 49152), (512, 2048, 32000)]
+
+
+@dataclass
+class Result:
+    shape: str
+    dtype: str
+    floor: Timing
+    times: dict[str, Timing | str]
+    peak_mib: dict[str, float]  # above the inputs (CUDA only)
+
+
+def _eager(x, w, t):
+    return F.cross_entropy((x @ w.T).float(), t)
+
+
+def _providers() -> dict[str, Callable]:
+    out = {"liger_ext": LF.fused_linear_cross_entropy, "torch": _eager, "torch.compile": torch.compile(_eager, dynamic=False)}
+    if torch.cuda.is_available() and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fn
+
+        out["liger"] = lambda x, w, t: Fn.apply(x, w, t)[0]
+    if torch.cuda.is_available() and importlib.util.find_spec("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        out["cce"] = lambda x, w, t: linear_cross_entropy(x, w, t)
+    if torch.cuda.is_available() and importlib.util.find_spec("quack"):
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        out["quack"] = lambda x, w, t: chunked_linear_cross_entropy(x, w, t, chunk_size=4096)
+    return out
+
+
+def _time_cuda(call: Callable[[], object], repeats: int = 8) -> Timing:
+    """Whole steps as a user runs them: long enough that host time hides behind the device."""
+    for _ in range(2):
+        call()
+    samples = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3)
+    return Timing.of(samples)
+
+
+def run(dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterator[Result]:
+    for rows, hidden, vocab in SHAPES_CPU if device == "cpu" else SHAPES_CUDA:
+        x = torch.randn(rows, hidden, device=device, dtype=dtype, requires_grad=True)
+        w = (torch.randn(vocab, hidden, device=device) * hidden**-0.5).to(dtype).requires_grad_()
+        t = torch.randint(vocab, (rows,), device=device)
+
+        def floor(x=x.detach(), w=w.detach()):
+            logits = x @ w.T
+            return logits @ w, logits.T @ x
+
+        def step(function, x=x, w=w, t=t):
+            return lambda: torch.autograd.grad(function(x, w, t), (x, w))
+
+        calls = {n: step(f) for n, f in _providers().items() if providers is None or n in providers}
+        peaks: dict[str, float] = {}
+        times: dict[str, Timing | str] = {}
+        if device == "cpu":
+            timed = time_cpu({"floor": floor} | calls, seconds=2.0)
+            limit, times = timed.pop("floor"), dict(timed)
+        else:
+            limit = _time_cuda(floor)
+            for name, call in calls.items():
+                try:
+                    times[name] = _time_cuda(call)
+                    torch.cuda.synchronize()
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                    call()
+                    torch.cuda.synchronize()
+                    peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+                except Exception as error:  # a peer that cannot run this shape must not end the run
+                    times[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+                    torch.cuda.synchronize()
+        yield Result(f"{rows}x{hidden}x{vocab}", str(dtype).removeprefix("torch."), limit, times, peaks)
+        del x, w, t, calls
