@@ -8,7 +8,7 @@ endif()
 pybind11_add_module(_C csrc/python/module.cpp csrc/launch/plan.cpp)
 target_include_directories(_C PRIVATE csrc)
 target_compile_definitions(_C PRIVATE
-  LIGER_EXT_VERSION="${SKBUILD_PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
+  LIGER_EXT_VERSION="${PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
   LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}")
 set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/..")
 install(TARGETS _C LIBRARY DESTINATION liger_ext)

@@ -27,18 +27,19 @@ struct f16 { uint16_t bits; };
 
 template <class T> constexpr Dtype dtype_of = std::is_same_v<T, float> ? Dtype::f32 : std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16;
 
-LIGER_DEVICE inline float to_float(float v) { return v; }
-LIGER_DEVICE inline float to_float(bf16 v) { return bit_cast<float>(uint32_t{v.bits} << 16); }
-LIGER_DEVICE inline float to_float(f16 v) { return half_to_float(v.bits); }
+LIGER_DEVICE float to_float(float v) { return v; }
+LIGER_DEVICE float to_float(bf16 v) { return bit_cast<float>(uint32_t{v.bits} << 16); }
+LIGER_DEVICE float to_float(f16 v) { return half_to_float(v.bits); }
 template <class T>
-LIGER_DEVICE inline T from_float(float v) {
+LIGER_DEVICE T from_float(float v) {
   if constexpr (std::is_same_v<T, float>) return v;
   else if constexpr (std::is_same_v<T, bf16>) return bf16{float_to_bf16(v)};
   else return f16{float_to_half(v)};
 }
-template <class T> LIGER_DEVICE inline float round_to(float v) { return to_float(from_float<T>(v)); }
+template <class T> LIGER_DEVICE float round_to(float v) { return to_float(from_float<T>(v)); }
 
-// N elements moved by one access of up to 16 bytes.
+// N elements in memory order, accessed one by one. In registers a 16-bit element takes a whole register: what is kept for long
+// is kept Packed.
 template <class T, int N>
 struct alignas(sizeof(T) * N > 16 ? 16 : sizeof(T) * N) Vec {
   T data[N];
@@ -46,57 +47,101 @@ struct alignas(sizeof(T) * N > 16 ? 16 : sizeof(T) * N) Vec {
   LIGER_DEVICE const T& operator[](int i) const { return data[i]; }
 };
 
+// N elements as they lie in memory, two 16-bit ones to a register; widened where they are used.
+template <class T, int N>
+struct Packed {
+  static constexpr int bytes = N * int(sizeof(T));
+  using Word = std::conditional_t<bytes % 4 == 0, uint32_t, uint16_t>;
+  static constexpr int words = bytes / int(sizeof(Word)), elements_per_word = int(sizeof(Word) / sizeof(T));
+  alignas(bytes > 16 ? 16 : bytes) Word data[words];
+
+  LIGER_DEVICE float operator[](int i) const {
+    const Word word = data[i / elements_per_word];
+    if constexpr (std::is_same_v<T, float>) return bit_cast<float>(word);
+    else if constexpr (sizeof(Word) == 2) return to_float(T{word});
+    else if constexpr (std::is_same_v<T, bf16>) return bit_cast<float>(i % 2 ? word & 0xffff0000u : word << 16);
+    else return to_float(T{uint16_t(i % 2 ? word >> 16 : word)});
+  }
+  LIGER_DEVICE void set(const float (&values)[N]) {
+#pragma unroll
+    for (int w = 0; w < words; ++w) {
+      if constexpr (std::is_same_v<T, float>) data[w] = bit_cast<uint32_t>(values[w]);
+      else if constexpr (sizeof(Word) == 2) data[w] = from_float<T>(values[w]).bits;
+      else if constexpr (std::is_same_v<T, bf16>) data[w] = floats_to_bf16s(values[2 * w], values[2 * w + 1]);
+      else data[w] = floats_to_halves(values[2 * w], values[2 * w + 1]);
+    }
+  }
+};
+
 // keep: ordinary caching. stream: read or written once, should not push other data out of the L2. A template argument, since
-// as an ordinary one the compiler was seen to drop it.
+// as an ordinary one the compiler was seen to drop it. A streaming load may be moved over stores of the same kernel: it is for
+// memory that the kernel has not written.
 enum class Hint { keep, stream };
 
-template <Hint H = Hint::keep, class T, int N>
-LIGER_DEVICE inline void load(Vec<T, N>& out, const T* from) {
-  if constexpr (H == Hint::stream && sizeof(Vec<T, N>) >= 4) streaming_load<sizeof(Vec<T, N>)>(&out, from);
-  else out = *reinterpret_cast<const Vec<T, N>*>(from);
+// Moves a Vec or Packed. Hints apply to accesses of 4 to 16 bytes; larger vectors move as several of 16.
+template <Hint H = Hint::keep, class V, class T>
+LIGER_DEVICE void load(V& out, const T* from) {
+  constexpr int bytes = sizeof(V), step = bytes < 16 ? bytes : 16;
+  if constexpr (H == Hint::stream && step >= 4) {
+#pragma unroll
+    for (int at = 0; at < bytes; at += step)
+      streaming_load<step>(reinterpret_cast<char*>(&out) + at, reinterpret_cast<const char*>(from) + at);
+  } else {
+    out = *reinterpret_cast<const V*>(from);
+  }
 }
-template <Hint H = Hint::keep, class T, int N>
-LIGER_DEVICE inline void store(T* to, const Vec<T, N>& in) {
-  if constexpr (H == Hint::stream && sizeof(Vec<T, N>) >= 4) streaming_store<sizeof(Vec<T, N>)>(to, &in);
-  else *reinterpret_cast<Vec<T, N>*>(to) = in;
+template <Hint H = Hint::keep, class V, class T>
+LIGER_DEVICE void store(T* to, const V& in) {
+  constexpr int bytes = sizeof(V), step = bytes < 16 ? bytes : 16;
+  if constexpr (H == Hint::stream && step >= 4) {
+#pragma unroll
+    for (int at = 0; at < bytes; at += step)
+      streaming_store<step>(reinterpret_cast<char*>(to) + at, reinterpret_cast<const char*>(&in) + at);
+  } else {
+    *reinterpret_cast<V*>(to) = in;
+  }
+}
+
+// Calls f with a value of the element type that `dtype` names, on the device.
+template <class F>
+LIGER_DEVICE void with_dtype(Dtype dtype, F&& f) {
+  if (dtype == Dtype::f32) f(float{});
+  else if (dtype == Dtype::bf16) f(bf16{});
+  else f(f16{});
 }
 
 // N consecutive elements as floats, of a type known only at run time: parameters whose dtype differs from the activations'.
-template <int N>
-LIGER_DEVICE inline void load_any(float (&out)[N], const void* data, Dtype dtype, int64_t at) {
-  auto read = [&](auto tag) {
+template <int N, Hint H = Hint::keep>
+LIGER_DEVICE void load_any(float (&out)[N], const void* data, Dtype dtype, int64_t at) {
+  with_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr int step = sizeof(T) * N > 16 ? 16 / int(sizeof(T)) : N;
-    const T* from = static_cast<const T*>(data) + at;
+    Vec<T, N> v;
+    load<H>(v, static_cast<const T*>(data) + at);
 #pragma unroll
-    for (int i = 0; i < N; i += step) {
-      Vec<T, step> v;
-      load(v, from + i);
-#pragma unroll
-      for (int j = 0; j < step; ++j) out[i + j] = to_float(v[j]);
-    }
-  };
-  if (dtype == Dtype::f32) read(float{});
-  else if (dtype == Dtype::bf16) read(bf16{});
-  else read(f16{});
+    for (int i = 0; i < N; ++i) out[i] = to_float(v[i]);
+  });
 }
-LIGER_DEVICE inline float load_one(const void* data, Dtype dtype, int64_t at) {
+LIGER_DEVICE float load_one(const void* data, Dtype dtype, int64_t at) {
   float out[1];
   load_any<1>(out, data, dtype, at);
   return out[0];
 }
-LIGER_DEVICE inline void store_one(void* data, Dtype dtype, int64_t at, float value) {
-  if (dtype == Dtype::f32) static_cast<float*>(data)[at] = value;
-  else if (dtype == Dtype::bf16) static_cast<bf16*>(data)[at] = from_float<bf16>(value);
-  else static_cast<f16*>(data)[at] = from_float<f16>(value);
+LIGER_DEVICE void store_one(void* data, Dtype dtype, int64_t at, float value) {
+  with_dtype(dtype, [&](auto tag) { static_cast<decltype(tag)*>(data)[at] = from_float<decltype(tag)>(value); });
+}
+
+// a / b for a >= 0, b > 0; most of the time 32 bits are enough, and a fraction of the instructions.
+LIGER_DEVICE int64_t quotient(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) return uint32_t(a) / uint32_t(b);
+  return a / b;
 }
 
 // Reductions over `width` neighbouring lanes (a power of two, at most the warp); every lane gets the result.
-LIGER_DEVICE inline float group_sum(float v, int width) {
+LIGER_DEVICE float group_sum(float v, int width) {
   for (int mask = width / 2; mask > 0; mask /= 2) v += shfl_xor(v, mask);
   return v;
 }
-LIGER_DEVICE inline float group_max(float v, int width) {
+LIGER_DEVICE float group_max(float v, int width) {
   for (int mask = width / 2; mask > 0; mask /= 2) v = max_nan(v, shfl_xor(v, mask));
   return v;
 }
@@ -104,7 +149,7 @@ LIGER_DEVICE inline float group_max(float v, int width) {
 // The block's dynamic shared memory, the only kind there is. On a GPU a plain pointer; the host target checks it.
 template <class T> using Shared = T*;
 template <class T>
-LIGER_DEVICE inline Shared<T> shared(int byte_offset) { return reinterpret_cast<T*>(shared_memory() + byte_offset); }
+LIGER_DEVICE Shared<T> shared(int byte_offset) { return reinterpret_cast<T*>(shared_memory() + byte_offset); }
 
 // Calls f with a value of the element type that `dtype` names; fp64 has no GPU path.
 template <class F>

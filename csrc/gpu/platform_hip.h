@@ -20,6 +20,10 @@ LIGER_DEVICE float half_to_float(uint16_t bits) { return float(bit_cast<_Float16
 LIGER_DEVICE uint16_t float_to_half(float v) { return bit_cast<uint16_t>(_Float16(v)); }
 LIGER_DEVICE uint16_t float_to_bf16(float v) { return bit_cast<uint16_t>(__bf16(v)); }
 
+// Two at once, `low` in the lower half.
+LIGER_DEVICE uint32_t floats_to_bf16s(float low, float high) { return float_to_bf16(low) | uint32_t{float_to_bf16(high)} << 16; }
+LIGER_DEVICE uint32_t floats_to_halves(float low, float high) { return float_to_half(low) | uint32_t{float_to_half(high)} << 16; }
+
 LIGER_DEVICE int thread_id() { return int(threadIdx.x); }
 LIGER_DEVICE int block_threads() { return int(blockDim.x); }
 LIGER_DEVICE int64_t block_id() { return int64_t(blockIdx.x); }
@@ -36,7 +40,19 @@ LIGER_DEVICE void warp_barrier() { __builtin_amdgcn_wave_barrier(); }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor(v, mask, warp_width()); }
 LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor(v, mask, warp_width()); }
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
-LIGER_DEVICE float fast_exp2(float v) { return exp2f(v); }
+// One instruction, 1 ulp; results below the normal range become 0.
+LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
+template <class T>
+LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
+
+// The compiler takes the words for new ones: nothing that it computed from them earlier stays in registers.
+template <int N>
+LIGER_DEVICE void forget(uint32_t (&words)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+v"(words[i]));
+}
+template <int N>
+LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
 
 // Vectors of the compiler's own, since its non-temporal builtins take no structs.
 template <int Bytes> struct NativeWord { using type = uint32_t; };

@@ -1,6 +1,18 @@
 #include "launch/plan.h"
 
+#include <limits>
+#include <stdexcept>
+
 namespace liger::launch {
+namespace {
+
+// A kernel's grid covers all of its work; more than a grid can have is an error, not a part of the work.
+int grid_of(int64_t blocks) {
+  if (blocks > std::numeric_limits<int32_t>::max()) throw std::length_error("a tensor needs more blocks than one launch can have");
+  return static_cast<int>(std::max<int64_t>(1, blocks));
+}
+
+}  // namespace
 
 LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, const RowTiling& tiling) {
   LaunchPlan plan;
@@ -8,8 +20,10 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   plan.vec = tiling.vec;
   const int max_block = std::min(tiling.max_block, device.max_block_threads);
   const int64_t vectors = std::max<int64_t>(1, ceil_div(cols, tiling.vec));
-  // Enough threads that each has about prefer_k vectors; k grows only where the block cannot.
-  const int64_t threads = std::min<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), max_block);
+  // Enough threads that each has about prefer_k vectors, and that together they read 128 bytes at a time; k grows where the
+  // block cannot.
+  const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
+  const int64_t threads = std::clamp<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), coalesced, max_block);
   const int64_t k = next_pow2(ceil_div(vectors, threads));
   plan.path = k <= tiling.max_k ? Path::regs : Path::reread;
   plan.k = static_cast<int>(std::min<int64_t>(k, tiling.max_k));
@@ -17,7 +31,7 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   plan.block = static_cast<int>(std::max<int64_t>(threads, std::min(tiling.min_block, max_block)));
   plan.block = static_cast<int>(round_up(plan.block, device.warp));
   const int64_t rows_per_block = plan.block / plan.threads_per_row;
-  plan.grid = static_cast<int>(std::min<int64_t>(std::max<int64_t>(1, ceil_div(rows, rows_per_block)), 1 << 30));
+  plan.grid = grid_of(ceil_div(rows, rows_per_block));
   return plan;
 }
 
@@ -26,6 +40,48 @@ LaunchPlan plan_persistent_rows(const DeviceProfile& device, int64_t rows, int64
   LaunchPlan plan = plan_row(device, rows, cols, tiling);
   plan.grid = std::min(plan.grid, device.multiprocessors * blocks_per_multiprocessor);
   plan.partial_rows = plan.grid * (plan.block / plan.threads_per_row);
+  return plan;
+}
+
+LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+  // Few rows: more threads for each, since the device is not full.
+  return plan_row(device, rows, cols, {.vec = vec, .prefer_k = rows < 2 * device.multiprocessors ? 1 : 4});
+}
+
+LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+  LaunchPlan plan;
+  plan.path = Path::reread;
+  plan.warp = device.warp;
+  plan.vec = vec;
+  plan.block = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, 4 * vec)), device.warp, device.max_block_threads));
+  plan.threads_per_row = plan.block;
+  plan.grid = grid_of(rows);
+  return plan;
+}
+
+LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+  const int k = vec == 1 ? 4 : 16 / vec;
+  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = k, .min_block = 256, .prefer_k = k});
+  // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
+  // number of rows take no longer and leave fewer partial rows.
+  const int64_t resident = int64_t{device.multiprocessors} * (plan.block <= 256 ? 2 : 1);
+  plan.grid = grid_of(ceil_div(plan.grid, ceil_div(plan.grid, resident)));
+  plan.partial_rows = plan.grid;
+  return plan;
+}
+
+LaunchPlan plan_norm_tiles(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+  LaunchPlan plan;
+  plan.path = Path::reread;
+  plan.warp = device.warp;
+  plan.vec = vec;
+  plan.block = static_cast<int>(std::clamp<int64_t>(round_up(ceil_div(cols, vec), device.warp), device.warp, 256));
+  plan.threads_per_row = plan.block;
+  const int64_t tiles = ceil_div(cols, int64_t{plan.block} * vec);
+  const int64_t ranges = std::clamp<int64_t>(4 * device.multiprocessors / tiles, 1, std::max<int64_t>(1, rows));
+  // Whole ranges of equal length, none empty.
+  plan.partial_rows = static_cast<int>(std::max<int64_t>(1, ceil_div(rows, ceil_div(std::max<int64_t>(1, rows), ranges))));
+  plan.grid = grid_of(tiles * plan.partial_rows);
   return plan;
 }
 
@@ -47,6 +103,59 @@ LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, in
   plan.block = static_cast<int>(std::min<int64_t>(32 * groups, device.max_block_threads));
   plan.smem = plan.block * static_cast<int>(sizeof(float));
   plan.grid = static_cast<int>(std::max<int64_t>(1, ceil_div(cols, 32)));
+  return plan;
+}
+
+LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash) {
+  constexpr int vectors_per_thread = 8, min_threads = 8, max_threads = 512, max_resident = 2;
+  constexpr int reserved_shared = 1024;  // what a driver takes of a multiprocessor's shared memory for each block
+  LaunchPlan plan;
+  plan.warp = device.warp;
+  plan.vec = vec;
+  plan.path = Path::reread;
+  const int64_t vectors = std::max<int64_t>(1, ceil_div(vocab, vec));
+  // min_threads: the elements behind the last whole vector are one thread's each.
+  auto spread = [&](int limit) {
+    limit = std::min(limit, device.max_block_threads);
+    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(vectors, vectors_per_thread)), min_threads, limit));
+    plan.block = std::max(plan.threads_per_row, 128);
+  };
+  spread(max_threads);
+  plan.k = 0;
+  plan.smem = shared_bytes;
+  // As many blocks on a multiprocessor as leave no more unstashed than the L2 holds; the last resort is one large block.
+  for (int resident = max_resident; stash && resident >= 1; --resident) {
+    if (resident == 1 && plan.threads_per_row == max_threads) spread(2 * max_threads);
+    const int64_t room = std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved_shared) - shared_bytes;
+    const int64_t slot = int64_t{plan.block} * vec * element_bytes;
+    const int64_t slots = std::clamp<int64_t>(room / slot, 0, ceil_div(vectors, plan.threads_per_row));
+    const int64_t left = std::max<int64_t>(0, vectors - slots * plan.threads_per_row) * vec * element_bytes;
+    plan.k = static_cast<int>(slots);
+    plan.smem = static_cast<int>(shared_bytes + slots * slot);
+    if (left == 0) plan.path = Path::regs;
+    const int64_t in_flight = left * (plan.block / plan.threads_per_row) * resident * device.multiprocessors;
+    if (in_flight <= device.l2_bytes / 5 * 4) break;
+  }
+  plan.grid = grid_of(ceil_div(rows, plan.block / plan.threads_per_row));
+  return plan;
+}
+
+LaunchPlan plan_block_sum(const DeviceProfile& device, int64_t n, int bytes) {
+  LaunchPlan plan;
+  plan.warp = device.warp;
+  plan.block = static_cast<int>(std::min<int64_t>(std::max<int64_t>(next_pow2(ceil_div(n, 4)), 64), device.max_block_threads));
+  plan.threads_per_row = plan.block;
+  plan.smem = plan.block * bytes;
+  return plan;
+}
+
+LaunchPlan plan_pieces(const DeviceProfile& device, int64_t rows, int64_t vectors, int per_thread) {
+  LaunchPlan plan;
+  plan.warp = device.warp;
+  plan.k = per_thread;
+  plan.block = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(vectors, per_thread)), 64, 256));
+  plan.threads_per_row = plan.block;
+  plan.grid = grid_of(rows * std::max<int64_t>(1, ceil_div(vectors, int64_t{plan.block} * per_thread)));
   return plan;
 }
 

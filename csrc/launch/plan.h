@@ -44,10 +44,31 @@ LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowT
 // partial row of every column sum; partial_rows is the number of such rows.
 LaunchPlan plan_persistent_rows(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&, int blocks_per_multiprocessor);
 
+// The forward of the norms and softmax: a row in registers where 4 vectors a thread hold it, else one block a row that reads twice.
+LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
+// One block a row, however long.
+LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
+
+// The backward of the norms: persistent blocks, 16 columns a thread (4 where vec is 1); partial_rows: one a block.
+LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
+// Its re-read path: tiles of block * vec columns times ranges of rows; partial_rows: the number of ranges.
+LaunchPlan plan_norm_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
+
 // `work` independent items (vectors), `per_thread` each.
 LaunchPlan plan_elementwise(const DeviceProfile&, int64_t work, int per_thread, int block = 256);
 
 // Sums `partial_rows` rows of `cols` floats: a block owns 32 columns and all rows.
 LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t cols);
+
+// Rows of logits (cross entropy), a row to at most one block of threads that walk over it. With `stash`, each thread keeps its
+// first `k` vectors of the row in shared memory behind `shared_bytes` for reductions, so that they are read once; what the
+// rows in flight leave out has to be read again and is bounded by the L2. path is regs if nothing is left out.
+LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash);
+
+// One block sums n values, with `bytes` of shared memory a thread.
+LaunchPlan plan_block_sum(const DeviceProfile&, int64_t n, int bytes);
+
+// Rows of `vectors` independent vectors each, `per_thread` to a thread; a row has grid / rows blocks.
+LaunchPlan plan_pieces(const DeviceProfile&, int64_t rows, int64_t vectors, int per_thread);
 
 }  // namespace liger::launch

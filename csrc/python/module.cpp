@@ -8,6 +8,7 @@ using namespace liger::launch;
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Build information, device profiles and launch plans of liger_ext";
+  m.attr("version") = LIGER_EXT_VERSION;
   m.attr("torch_version") = LIGER_TORCH_VERSION;
   m.attr("gpu_backend") = LIGER_GPU_BACKEND;
   m.attr("gpu_architectures") = LIGER_GPU_ARCHS;

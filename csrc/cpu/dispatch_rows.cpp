@@ -1,0 +1,63 @@
+// The row ops: how each is cut into items for the threads.
+#include "cpu/dispatch.h"
+#include "cpu/partials.h"
+#include "kernels/glu.h"
+#include "kernels/layer_norm.h"
+#include "kernels/rms_norm.h"
+#include "kernels/rope.h"
+#include "kernels/softmax.h"
+
+namespace liger::cpu {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+void sum_partials(const void* partials, int64_t blocks, int64_t stride, int64_t cols, Dtype accumulator, MutableVector out) {
+  if (out.data)
+    parallel_items(SumPartials{partials, blocks, stride, cols, accumulator, out}, ceil_div(cols, partial_columns), blocks * partial_columns);
+}
+
+}  // namespace
+
+// At most 128 blocks: enough for the threads of a large machine, while partial rows stay few against the rows they sum. Small
+// problems are one block.
+int64_t rows_per_block(int64_t rows, int64_t cols) {
+  return std::max({int64_t{4}, ceil_div(rows, 128), ceil_div(elements_per_task, std::max<int64_t>(1, cols))});
+}
+
+void rms_norm_forward(const RmsNormForward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+
+int64_t rms_norm_backward_workspace(const RmsNormBackward& a, Stream) {
+  return a.dweight.data ? ceil_div(a.rows, rows_per_block(a.rows, a.cols)) * a.cols * size_of(accumulator(a.z.dtype)) : 0;
+}
+
+void rms_norm_backward(const RmsNormBackward& a, Stream) {
+  const int64_t block_rows = rows_per_block(a.rows, a.cols), blocks = ceil_div(a.rows, block_rows);
+  parallel_items(a, blocks, block_rows * a.cols);
+  sum_partials(a.workspace, blocks, a.cols, a.cols, accumulator(a.z.dtype), a.dweight);
+}
+
+void layer_norm_forward(const LayerNormForward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+
+int64_t layer_norm_backward_workspace(const LayerNormBackward& a, Stream) {
+  if (!a.dweight.data && !a.dbias.data) return 0;
+  return ceil_div(a.rows, rows_per_block(a.rows, a.cols)) * 2 * a.cols * size_of(accumulator(a.x.dtype));
+}
+
+void layer_norm_backward(const LayerNormBackward& a, Stream) {
+  const int64_t block_rows = rows_per_block(a.rows, a.cols), blocks = ceil_div(a.rows, block_rows);
+  parallel_items(a, blocks, block_rows * a.cols);
+  const Dtype acc = accumulator(a.x.dtype);
+  sum_partials(a.workspace, blocks, 2 * a.cols, a.cols, acc, a.dweight);
+  sum_partials(static_cast<const char*>(a.workspace) + a.cols * size_of(acc), blocks, 2 * a.cols, a.cols, acc, a.dbias);
+}
+
+void glu_forward(const GluForward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+void glu_backward(const GluBackward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+
+void rope(const Rope& a, Stream) { parallel_items(a, a.batch * a.seq, (a.q.heads + a.k.heads) * a.head_dim); }
+
+void softmax_forward(const SoftmaxForward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+void softmax_backward(const SoftmaxBackward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+
+}  // namespace liger::cpu

@@ -1,0 +1,184 @@
+// Matrix products with torch's CPU GEMM, called through its C shim: that calls at::cpu:: directly, so no dispatcher, no
+// autograd and no autocast stands between.
+//
+// fp32 and fp64 are one call. What 16-bit operands cost depends on the CPU: where it multiplies the type in hardware, torch's
+// GEMM is faster than the fp32 one (bf16 on two Zen 4 cores: 425 against 185 GFLOP/s); where it does not, torch is slower by
+// one to three orders of magnitude (fp16 on the same machine: 1 to 20 GFLOP/s). So there are three ways:
+//   direct   hardware, and C has the operands' type: one call;
+//   split    bf16 in hardware, C in fp32: the product rounded to bf16, then a second product that yields what the rounding
+//            lost (A B - high, also bf16): together 16 bits of mantissa, and added to C in fp32;
+//   widen    no hardware, or fp16 with fp32 C (a product may leave fp16's range): tiles of the operands are converted to fp32
+//            and multiplied there. A 16-bit C is rounded once, after all of k.
+// The choice follows from the CPU's features, not from a timing, so that the same input gives the same bits in every run.
+#include "kernels/gemm.h"
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#include <torch/csrc/stable/ops.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <memory>
+
+#include "cpu/dispatch.h"
+#include "kernels/elementwise.h"
+#include "kernels/errors.h"
+
+namespace liger::cpu {
+namespace {
+
+constexpr int64_t tile_size = 2048;  // at most three tiles of scratch: 48 MiB in fp32
+
+bool hardware_multiplies(Dtype dtype) {
+#if defined(__x86_64__)
+  static const auto [bf16, f16] = [] {
+    unsigned a, b, c, d;
+    const bool f16 = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 23 & 1);   // AVX512-FP16
+    const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);   // AVX512-BF16; every CPU with AMX has it
+    return std::pair(bf16, f16);
+  }();
+  if (isa() == Isa::avx512) return dtype == Dtype::bf16 ? bf16 : dtype == Dtype::f16 ? f16 : true;
+#endif
+  return dtype == Dtype::f32 || dtype == Dtype::f64;
+}
+
+int32_t torch_dtype(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::f32: return aoti_torch_dtype_float32();
+    case Dtype::bf16: return aoti_torch_dtype_bfloat16();
+    case Dtype::f16: return aoti_torch_dtype_float16();
+    case Dtype::f64: return aoti_torch_dtype_float64();
+  }
+  return -1;
+}
+
+void check(AOTITorchError error, const char* what) {
+  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(text("gemm: ", what, " failed; torch has printed the reason to stderr"));
+}
+
+// op(X) as a torch tensor over its memory.
+class Operand {
+ public:
+  Operand(const Matrix& x, int64_t rows, int64_t cols) {
+    const int64_t sizes[] = {rows, cols};
+    const int64_t strides[] = {x.transposed ? 1 : x.stride, x.transposed ? x.stride : 1};
+    check(aoti_torch_create_tensor_from_blob(const_cast<void*>(x.data), 2, sizes, strides, 0, torch_dtype(x.dtype),
+                                             aoti_torch_device_type_cpu(), 0, &handle_),
+          "aoti_torch_create_tensor_from_blob");
+  }
+  ~Operand() { aoti_torch_delete_tensor_object(handle_); }
+  Operand(const Operand&) = delete;
+  Operand& operator=(const Operand&) = delete;
+  operator AtenTensorHandle() const { return handle_; }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+// out = alpha * a b + beta * self; beta == 0 reads nothing of self.
+void addmm(const Operand& out, const Operand& self, const Operand& a, const Operand& b, double beta, double alpha) {
+  check(aoti_torch_cpu_addmm_out(out, self, a, b, beta, alpha), "aoti_torch_cpu_addmm_out");
+}
+
+Matrix tile_of(const Matrix& x, int64_t row, int64_t col) {
+  const int64_t offset = x.transposed ? col * x.stride + row : row * x.stride + col;
+  return {static_cast<const char*>(x.data) + offset * size_of(x.dtype), x.stride, x.dtype, x.transposed};
+}
+
+// One fp32 tile of a 16-bit matrix at a time; asking again for the tile it holds costs nothing.
+class WidenedTiles {
+ public:
+  WidenedTiles(const Matrix& source, int64_t rows, int64_t cols)
+      : source_(source), scratch_(std::make_unique_for_overwrite<float[]>(std::min(rows, tile_size) * std::min(cols, tile_size))) {}
+
+  Matrix tile(int64_t row, int64_t col, int64_t rows, int64_t cols) {
+    const int64_t stored_rows = source_.transposed ? cols : rows, stored_cols = source_.transposed ? rows : cols;
+    if (row != row_ || col != col_) {
+      const Matrix from = tile_of(source_, row, col);
+      scale_cast({stored_rows, stored_cols, {from.data, from.stride, from.dtype}, {scratch_.get(), stored_cols, Dtype::f32}, nullptr, {}}, {});
+      row_ = row, col_ = col;
+    }
+    return {scratch_.get(), stored_cols, Dtype::f32, source_.transposed};
+  }
+
+ private:
+  Matrix source_;
+  std::unique_ptr<float[]> scratch_;
+  int64_t row_ = -1, col_ = -1;
+};
+
+// f(row, col, rows, cols) for every tile of an m x n matrix.
+template <class F>
+void for_each_tile(int64_t m, int64_t n, const F& f) {
+  for (int64_t col = 0; col < n; col += tile_size)
+    for (int64_t row = 0; row < m; row += tile_size) f(row, col, std::min(tile_size, m - row), std::min(tile_size, n - col));
+}
+
+void gemm_widen(const Gemm& g, const Matrix& c, double alpha) {
+  const bool rounds = c.dtype != Dtype::f32;
+  WidenedTiles a(g.a, g.m, g.k), b(g.b, g.k, g.n);
+  const auto product = rounds ? std::make_unique_for_overwrite<float[]>(std::min(g.m, tile_size) * std::min(g.n, tile_size)) : nullptr;
+  for_each_tile(g.m, g.n, [&](int64_t row, int64_t col, int64_t rows, int64_t cols) {
+    const Matrix target = tile_of(c, row, col);
+    const Matrix sum = rounds ? Matrix{product.get(), cols, Dtype::f32, false} : target;
+    if (rounds && g.accumulate)
+      scale_cast({rows, cols, {target.data, target.stride, target.dtype}, {product.get(), cols, Dtype::f32}, nullptr, {}}, {});
+    const Operand out(sum, rows, cols);
+    for (int64_t k = 0; k < std::max<int64_t>(g.k, 1); k += tile_size) {
+      const int64_t depth = std::min(tile_size, g.k - k);
+      const Operand left(a.tile(row, k, rows, depth), rows, depth), right(b.tile(k, col, depth, cols), depth, cols);
+      addmm(out, out, left, right, k > 0 || g.accumulate ? 1 : 0, alpha);
+    }
+    if (rounds)
+      scale_cast({rows, cols, {product.get(), cols, Dtype::f32}, {const_cast<void*>(target.data), target.stride, target.dtype}, nullptr, {}},
+                 {});
+  });
+}
+
+float widened(uint16_t bf16) { return std::bit_cast<float>(static_cast<uint32_t>(bf16) << 16); }
+
+void gemm_split(const Gemm& g, const Matrix& c, double alpha) {
+  const int64_t scratch = std::min(g.m, tile_size) * std::min(g.n, tile_size);
+  const auto high = std::make_unique_for_overwrite<uint16_t[]>(scratch), low = std::make_unique_for_overwrite<uint16_t[]>(scratch);
+  for_each_tile(g.m, g.n, [&](int64_t row, int64_t col, int64_t rows, int64_t cols) {
+    const Operand a(tile_of(g.a, row, 0), rows, g.k), b(tile_of(g.b, 0, col), g.k, cols);
+    const Operand rounded({high.get(), cols, Dtype::bf16, false}, rows, cols), rest({low.get(), cols, Dtype::bf16, false}, rows, cols);
+    addmm(rounded, rounded, a, b, 0, alpha);
+    addmm(rest, rounded, a, b, -1, alpha);
+    const Matrix target = tile_of(c, row, col);
+    torch::stable::parallel_for(0, rows, std::max<int64_t>(1, (1 << 15) / cols), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        float* out = static_cast<float*>(const_cast<void*>(target.data)) + i * target.stride;
+        for (int64_t j = 0; j < cols; ++j) {
+          const float whole = widened(high[i * cols + j]), part = widened(low[i * cols + j]);
+          // An infinite product has no remainder: inf - inf is NaN.
+          const float sum = std::isfinite(whole) ? whole + part : whole;
+          out[j] = g.accumulate ? out[j] + sum : sum;
+        }
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void gemm(const Gemm& g, Stream) {
+  if (g.m == 0 || g.n == 0) return;
+  const double alpha = !g.alpha                     ? 1
+                       : g.a.dtype == Dtype::f64 ? *static_cast<const double*>(g.alpha)
+                                                 : *static_cast<const float*>(g.alpha);
+  const Matrix c{g.c, g.c_stride, g.c_dtype, false};
+  if (hardware_multiplies(g.a.dtype) && g.c_dtype == g.a.dtype) {
+    const Operand out(c, g.m, g.n), a(g.a, g.m, g.k), b(g.b, g.k, g.n);
+    addmm(out, out, a, b, g.accumulate ? 1 : 0, alpha);
+  } else if (hardware_multiplies(g.a.dtype) && g.a.dtype == Dtype::bf16) {
+    gemm_split(g, c, alpha);
+  } else {
+    gemm_widen(g, c, alpha);
+  }
+}
+
+}  // namespace liger::cpu

@@ -1,0 +1,70 @@
+// Gated linear units on the CPU: elementwise, bound by memory in 32 bits and by the exponential in 16.
+#include "kernels/glu.h"
+
+#include "cpu/simd.h"
+#include "math/activation.h"
+
+namespace liger::cpu::LIGER_ISA {
+namespace {
+
+template <class T, class A, template <class> class Activation>
+[[gnu::flatten]] void forward(const GluForward& a, int64_t begin, int64_t end) {
+  const bool stream = streams(a.h, a.rows, a.cols);
+  const A gate_scale = A(a.gate_multiplier), down_scale = A(a.down_multiplier);
+  for (int64_t i = begin; i < end; ++i) {
+    const auto gate = row<T>(a.gate, i), up = row<T>(a.up, i);
+    const auto h = row<T>(a.h, i, stream);
+    columns<A>(a.cols, [&](int64_t j, auto n) {
+      const auto activated = Activation<Math<A>>::value(load<A>(gate, j, n) * gate_scale);
+      store(h, j, n, activated * load<A>(up, j, n) * down_scale);
+    });
+  }
+  if (stream) stream_fence();
+}
+
+template <class T, class A, template <class> class Activation>
+[[gnu::flatten]] void backward(const GluBackward& a, int64_t begin, int64_t end) {
+  const bool stream_gate = streams(a.dgate, a.rows, a.cols), stream_up = streams(a.dup, a.rows, a.cols);
+  const A gate_scale = A(a.gate_multiplier), down_scale = A(a.down_multiplier);
+  for (int64_t i = begin; i < end; ++i) {
+    const auto dh = row<T>(a.dh, i), gate = row<T>(a.gate, i), up = row<T>(a.up, i);
+    const auto dgate = row<T>(a.dgate, i, stream_gate), dup = row<T>(a.dup, i, stream_up);
+    columns<A>(a.cols, [&](int64_t j, auto n) {
+      const auto d = load<A>(dh, j, n) * down_scale;
+      const auto activation = Activation<Math<A>>::value_and_slope(load<A>(gate, j, n) * gate_scale);
+      store(dgate, j, n, d * load<A>(up, j, n) * activation.slope * gate_scale);
+      store(dup, j, n, d * activation.value);
+    });
+  }
+  if (stream_gate || stream_up) stream_fence();
+}
+
+}  // namespace
+
+template <>
+void run(const GluForward& a, int64_t begin, int64_t end) {
+  dispatch(a.gate.dtype, [&](auto t) {
+    using T = decltype(t);
+    using A = accumulator_of<T>;
+    switch (a.activation) {
+      case Activation::silu: return forward<T, A, math::Silu>(a, begin, end);
+      case Activation::gelu_tanh: return forward<T, A, math::GeluTanh>(a, begin, end);
+      case Activation::gelu: return forward<T, A, math::Gelu>(a, begin, end);
+    }
+  });
+}
+
+template <>
+void run(const GluBackward& a, int64_t begin, int64_t end) {
+  dispatch(a.gate.dtype, [&](auto t) {
+    using T = decltype(t);
+    using A = accumulator_of<T>;
+    switch (a.activation) {
+      case Activation::silu: return backward<T, A, math::Silu>(a, begin, end);
+      case Activation::gelu_tanh: return backward<T, A, math::GeluTanh>(a, begin, end);
+      case Activation::gelu: return backward<T, A, math::Gelu>(a, begin, end);
+    }
+  });
+}
+
+}  // namespace liger::cpu::LIGER_ISA

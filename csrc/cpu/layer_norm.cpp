@@ -1,0 +1,100 @@
+// LayerNorm on the CPU: bound by memory; shaped as rms_norm.cpp. The variance is that of the centred row, a second pass over a
+// row that lies in L1 or L2: no cancellation when the mean is large.
+#include "kernels/layer_norm.h"
+
+#include "cpu/partials.h"
+#include "cpu/simd.h"
+
+namespace liger::cpu::LIGER_ISA {
+namespace {
+
+template <class T, class A, class W>
+[[gnu::flatten]] void forward(const LayerNormForward& a, const In<W> weight, int64_t begin, int64_t end) {
+  const bool stream = streams(a.y, a.rows, a.cols), has_bias = a.bias.data != nullptr;
+  const auto bias = param<any>(a.bias);
+  const auto bias_same = param<T>(a.bias);
+  const bool same = a.bias.dtype == dtype_of<T>;
+  for (int64_t i = begin; i < end; ++i) {
+    const auto x = row<T>(a.x, i), next_x = row<T>(a.x, i + 1 < end ? i + 1 : i);
+    const auto y = row<T>(a.y, i, stream);
+    const A mean = sum_columns<A>(a.cols, [&](int64_t j, auto n) { return load<A>(x, j, n); }) / A(a.cols);
+    const A squares = sum_columns<A>(a.cols, [&](int64_t j, auto n) {
+      const auto v = load<A>(x, j, n) - mean;
+      return v * v;
+    });
+    const A rstd = A(1) / Math<A>::sqrt(squares / A(a.cols) + A(a.eps));
+    static_cast<A*>(a.mean)[i] = mean;
+    static_cast<A*>(a.rstd)[i] = rstd;
+    columns<A>(a.cols, [&](int64_t j, auto n) {
+      prefetch(next_x, j);
+      auto v = (load<A>(x, j, n) - mean) * rstd * load<A>(weight, j, n);
+      if (has_bias) v = v + (same ? load<A>(bias_same, j, n) : load<A>(bias, j, n));
+      store(y, j, n, v);
+    });
+  }
+  if (stream) stream_fence();
+}
+
+// dweight and dbias: this block's partial rows, or nullptr.
+template <class T, class A, class W>
+[[gnu::flatten]] void backward(const LayerNormBackward& a, const In<W> weight, int64_t begin, int64_t end, A* dweight, A* dbias) {
+  const bool want_dx = a.dx.data != nullptr, stream = want_dx && streams(a.dx, a.rows, a.cols);
+  for (A* partial : {dweight, dbias})
+    if (partial) columns<A>(a.cols, [&](int64_t j, auto n) { store<A>(partial + j, n, vec<A>{}); });
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t next = i + 1 < end ? i + 1 : i;
+    const auto dy = row<T>(a.dy, i), x = row<T>(a.x, i), next_dy = row<T>(a.dy, next), next_x = row<T>(a.x, next);
+    const auto dx = row<T>(a.dx, i, stream);
+    const A mean = static_cast<const A*>(a.mean)[i], rstd = static_cast<const A*>(a.rstd)[i];
+
+    A g_mean = 0, gn_mean = 0;
+    if (want_dx) {
+      const auto sums = sum_columns<A, 2>(a.cols, [&](int64_t j, auto n, vec<A>(&terms)[2]) {
+        terms[0] = load<A>(dy, j, n) * load<A>(weight, j, n);
+        terms[1] = terms[0] * (load<A>(x, j, n) - mean);
+      });
+      g_mean = sums[0] / A(a.cols);
+      gn_mean = sums[1] * rstd / A(a.cols);
+    }
+    columns<A>(a.cols, [&](int64_t j, auto n) {
+      prefetch(next_dy, j);
+      prefetch(next_x, j);
+      const auto d = load<A>(dy, j, n), normalised = (load<A>(x, j, n) - mean) * rstd;
+      if (dweight) store<A>(dweight + j, n, load<A>(dweight + j, n) + d * normalised);
+      if (dbias) store<A>(dbias + j, n, load<A>(dbias + j, n) + d);
+      if (want_dx) store(dx, j, n, rstd * (d * load<A>(weight, j, n) - g_mean - normalised * gn_mean));
+    });
+  }
+  if (stream) stream_fence();
+}
+
+}  // namespace
+
+template <>
+void run(const LayerNormForward& a, int64_t begin, int64_t end) {
+  dispatch_same({a.x.dtype, a.y.dtype}, [&](auto t, auto acc) {
+    using T = decltype(t);
+    using A = decltype(acc);
+    with_param<T>(a.weight, 1, [&](auto weight) { forward<T, A>(a, weight, begin, end); });
+  });
+}
+
+// Items are blocks of rows; a block's partial rows are dweight's, then dbias's.
+template <>
+void run(const LayerNormBackward& a, int64_t begin, int64_t end) {
+  const Dtype x = a.x.dtype;
+  dispatch_same({x, a.dy.dtype, a.dx.data ? a.dx.dtype : x}, [&](auto t, auto acc) {
+    using T = decltype(t);
+    using A = decltype(acc);
+    const int64_t block_rows = rows_per_block(a.rows, a.cols);
+    with_param<T>(a.weight, 1, [&](auto weight) {
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * block_rows, last = first + block_rows < a.rows ? first + block_rows : a.rows;
+        A* const partials = static_cast<A*>(a.workspace) + block * 2 * a.cols;
+        backward<T, A>(a, weight, first, last, a.dweight.data ? partials : nullptr, a.dbias.data ? partials + a.cols : nullptr);
+      }
+    });
+  });
+}
+
+}  // namespace liger::cpu::LIGER_ISA

@@ -1,0 +1,32 @@
+// Adds partial rows of parameter gradients. A group of columns at a time, so that the running sums stay in L1 and each partial
+// row is read in runs of a kilobyte.
+#include "cpu/partials.h"
+
+#include "cpu/simd.h"
+
+namespace liger::cpu::LIGER_ISA {
+namespace {
+
+template <class A>
+[[gnu::flatten]] void sum_group(const SumPartials& a, int64_t first, int64_t count) {
+  alignas(vector_bytes) A sums[partial_columns] = {};
+  for (int64_t block = 0; block < a.blocks; ++block) {
+    const A* partial = static_cast<const A*>(a.data) + block * a.stride + first;
+    columns<A>(count, [&](int64_t j, auto n) { store<A>(sums + j, n, load<A>(sums + j, n) + load<A>(partial + j, n)); });
+  }
+  const Out<any> out = param<any>(a.out);
+  columns<A>(count, [&](int64_t j, auto n) { store(out, first + j, n, load<A>(sums + j, n)); });
+}
+
+}  // namespace
+
+template <>
+void run(const SumPartials& a, int64_t begin, int64_t end) {
+  for (int64_t group = begin; group < end; ++group) {
+    const int64_t first = group * partial_columns, rest = a.cols - first, count = rest < partial_columns ? rest : partial_columns;
+    if (a.accumulator == Dtype::f64) sum_group<double>(a, first, count);
+    else sum_group<float>(a, first, count);
+  }
+}
+
+}  // namespace liger::cpu::LIGER_ISA

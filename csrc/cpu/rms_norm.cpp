@@ -1,0 +1,117 @@
+// RMSNorm on the CPU: bound by memory. A row is read twice, once for the sum of squares and once to be normalised; the second
+// read comes from L1 or L2, and while it runs, the next row is prefetched, so that memory never waits for the first pass.
+// The backward is the same with two inputs; dweight goes to one partial row per block of rows (cpu/partials.h).
+#include "kernels/rms_norm.h"
+
+#include "cpu/partials.h"
+#include "cpu/simd.h"
+
+namespace liger::cpu::LIGER_ISA {
+namespace {
+
+template <class T, class A, class W>
+[[gnu::flatten]] void forward(const RmsNormForward& a, const In<W> weight, int64_t begin, int64_t end) {
+  const bool add = a.residual.data != nullptr, round = a.round_normalized;
+  const bool stream_y = streams(a.y, a.rows, a.cols), stream_sum = add && streams(a.sum, a.rows, a.cols);
+  const A offset = a.weight.data == nullptr ? A(0) : A(a.offset);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t next = i + 1 < end ? i + 1 : i;
+    const auto x = row<T>(a.x, i), next_x = row<T>(a.x, next);
+    const auto residual = row<T>(a.residual, i), next_residual = row<T>(a.residual, next);
+    const auto sum = row<T>(a.sum, i, stream_sum);
+    const auto y = row<T>(a.y, i, stream_y);
+    const auto normalised = [&](int64_t j, auto n) {
+      const auto v = load<A>(x, j, n);
+      return add ? round_to<A>(sum, v + load<A>(residual, j, n)) : v;
+    };
+
+    const A squares = sum_columns<A>(a.cols, [&](int64_t j, auto n) {
+      const auto z = normalised(j, n);
+      return z * z;
+    });
+    const A rstd = A(1) / Math<A>::sqrt(squares / A(a.cols) + A(a.eps));
+    static_cast<A*>(a.rstd)[i] = rstd;
+
+    columns<A>(a.cols, [&](int64_t j, auto n) {
+      prefetch(next_x, j);
+      if (add) prefetch(next_residual, j);
+      const auto z = normalised(j, n);
+      if (add) store(sum, j, n, z);
+      auto v = z * rstd;
+      if (round) v = round_to<A>(y, v);
+      store(y, j, n, v * (load<A>(weight, j, n) + offset));
+    });
+  }
+  if (stream_y || stream_sum) stream_fence();
+}
+
+template <class T, class A, class W>
+[[gnu::flatten]] void backward(const RmsNormBackward& a, const In<W> weight, int64_t begin, int64_t end, A* dweight) {
+  const bool want_dz = a.dz.data != nullptr, add = a.dsum.data != nullptr;
+  const bool stream = want_dz && streams(a.dz, a.rows, a.cols);
+  const A offset = a.weight.data == nullptr ? A(0) : A(a.offset);
+  if (dweight) columns<A>(a.cols, [&](int64_t j, auto n) { store<A>(dweight + j, n, vec<A>{}); });
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t next = i + 1 < end ? i + 1 : i;
+    const auto dy = row<T>(a.dy, i), z = row<T>(a.z, i), dsum = row<T>(a.dsum, i);
+    const auto next_dy = row<T>(a.dy, next), next_z = row<T>(a.z, next), next_dsum = row<T>(a.dsum, next);
+    const auto dz = row<T>(a.dz, i, stream);
+    const A rstd = static_cast<const A*>(a.rstd)[i];
+
+    A slope = 0;
+    if (want_dz) {
+      const A dot = sum_columns<A>(a.cols, [&](int64_t j, auto n) {
+        return load<A>(dy, j, n) * (load<A>(weight, j, n) + offset) * load<A>(z, j, n);
+      });
+      slope = rstd * rstd * rstd * (dot / A(a.cols));
+    }
+    columns<A>(a.cols, [&](int64_t j, auto n) {
+      prefetch(next_dy, j);
+      prefetch(next_z, j);
+      const auto d = load<A>(dy, j, n), v = load<A>(z, j, n);
+      if (dweight) store<A>(dweight + j, n, load<A>(dweight + j, n) + d * (v * rstd));
+      if (want_dz) {
+        auto out = d * (load<A>(weight, j, n) + offset) * rstd - v * slope;
+        if (add) {
+          prefetch(next_dsum, j);
+          out = out + load<A>(dsum, j, n);
+        }
+        store(dz, j, n, out);
+      }
+    });
+  }
+  if (stream) stream_fence();
+}
+
+}  // namespace
+
+template <>
+void run(const RmsNormForward& a, int64_t begin, int64_t end) {
+  const bool add = a.residual.data != nullptr;
+  const Dtype y = a.y.dtype;
+  dispatch_same({y, a.x.dtype, add ? a.residual.dtype : y, add ? a.sum.dtype : y}, [&](auto t, auto acc) {
+    using T = decltype(t);
+    using A = decltype(acc);
+    with_param<T>(a.weight, 1, [&](auto weight) { forward<T, A>(a, weight, begin, end); });
+  });
+}
+
+// Items are blocks of rows.
+template <>
+void run(const RmsNormBackward& a, int64_t begin, int64_t end) {
+  const Dtype z = a.z.dtype;
+  dispatch_same({z, a.dy.dtype, a.dsum.data ? a.dsum.dtype : z, a.dz.data ? a.dz.dtype : z}, [&](auto t, auto acc) {
+    using T = decltype(t);
+    using A = decltype(acc);
+    const int64_t block_rows = rows_per_block(a.rows, a.cols);
+    with_param<T>(a.weight, 1, [&](auto weight) {
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * block_rows, last = first + block_rows < a.rows ? first + block_rows : a.rows;
+        A* const dweight = a.dweight.data ? static_cast<A*>(a.workspace) + block * a.cols : nullptr;
+        backward<T, A>(a, weight, first, last, dweight);
+      }
+    });
+  });
+}
+
+}  // namespace liger::cpu::LIGER_ISA

@@ -1,0 +1,418 @@
+// Vectors, conversions and loops for the CPU kernels: one source for every instruction set, by the compiler's vector
+// extensions. Included only by files that are compiled once per instruction set (cmake/Cpu.cmake), and everything here lives in
+// that build's namespace, liger::cpu::LIGER_ISA: an inline function shared by two builds would be merged by the linker, and an
+// AVX-512 copy could run on a machine that has none.
+//
+//   vec<A>                        lanes<A> values of the compute type A = float or double; + - * / ?: as on scalars
+//   bf16, f16, float, double      element types in memory
+//   row<T>(rows, i)               In<T> (Rows) or Out<T> (MutableRows): one row.  T = any: the dtype is known at run time only
+//   param<T>(vector)              In<T> of a Vector
+//   load<A>(in, j, n)             elements j, j+1, … as vec<A>;   store(out, j, n, v)  rounds to the element type, once
+//   columns<A>(cols, f)           calls f(j, n) for each vector of a row. n is Whole, or Part at the end: pass it on to load and
+//                                 store. Lanes past the end are loaded as 0 and not stored
+//   sum_columns<A, N>(cols, f)    N sums at once over what f(j, n, terms) puts into terms[N]; fixed order, four accumulators each
+//   max_columns<A>(cols, f)       likewise; ignores NaN (a sum of exponentials does not)
+//   only(n, v, other)             v in lanes before the end, `other` past it
+//   round_to<T>(v)                to what storing as T and loading again gives
+//   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp, sqrt
+//   dispatch(dtype, f)            f(T{}); accumulator_of<T> is its A.   dispatch_same({dtypes…}, f)  f(T{}, A{}), with T = any when they differ
+//   with_param<T>(vector, fill, f)   f(In<…>) of a parameter: dtype T, another one, or absent (all `fill`)
+//   streams(out, rows, cols)      may and should `out` be written around the caches? Pass it to row<T>(out, i, …), and end the
+//                                 kernel with stream_fence()
+//   prefetch(in, j)               brings the line of element j near
+//
+// A kernel is a specialisation of  template <class Args> void run(const Args&, int64_t begin, int64_t end)  for its arguments'
+// type (see cpu/dispatch.h); mark it [[gnu::flatten]], so that the lambdas in it are inlined.
+#pragma once
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "kernels/types.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define LIGER_INLINE __attribute__((always_inline)) inline
+
+namespace liger::cpu {
+int64_t last_level_cache_bytes();  // dispatch.cpp
+}
+
+namespace liger::cpu::LIGER_ISA {
+
+template <class Args>
+void run(const Args& args, int64_t begin, int64_t end);
+
+#if defined(__AVX512F__)
+constexpr int vector_bytes = 64;
+#elif defined(__AVX2__)
+constexpr int vector_bytes = 32;
+#else
+constexpr int vector_bytes = 16;
+#endif
+
+template <class T, int N>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(sizeof(T) * N)));
+};
+template <class T, int N> using vector = typename VectorOf<T, N>::type;
+
+template <class A> constexpr int lanes = vector_bytes / int(sizeof(A));
+template <class A> using vec = vector<A, lanes<A>>;
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+struct any {};       // an element type known at run time only
+struct constant {};  // no memory at all: every element is one value
+
+template <class T>
+constexpr Dtype dtype_of = std::is_same_v<T, float>  ? Dtype::f32
+                           : std::is_same_v<T, bf16> ? Dtype::bf16
+                           : std::is_same_v<T, f16>  ? Dtype::f16
+                                                     : Dtype::f64;
+template <class T> using accumulator_of = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// ---- bits and conversions -------------------------------------------------------------------------------------------------
+
+template <class To, class From>
+LIGER_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+template <class V>
+LIGER_INLINE V load_bytes(const void* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof(V));
+  return v;
+}
+template <class A>
+LIGER_INLINE vec<A> splat(A value) {
+  return vec<A>{} + value;
+}
+
+template <int N>
+LIGER_INLINE vector<float, N> bf16_to_float(vector<uint16_t, N> v) {
+  return bit_cast<vector<float, N>>(__builtin_convertvector(v, vector<uint32_t, N>) << 16);
+}
+// Round to nearest even; a NaN stays one, made quiet.
+template <int N>
+LIGER_INLINE vector<uint16_t, N> float_to_bf16(vector<float, N> v) {
+  using U = vector<uint32_t, N>;
+  const U u = bit_cast<U>(v);
+  const U rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const U quiet = (u >> 16) | 0x40u;
+  return __builtin_convertvector(v == v ? rounded : quiet, vector<uint16_t, N>);
+}
+
+template <int N>
+LIGER_INLINE vector<float, N> half_to_float(vector<uint16_t, N> v) {
+#if defined(__AVX512F__)
+  if constexpr (N == 16) return bit_cast<vector<float, N>>(_mm512_cvtph_ps(bit_cast<__m256i>(v)));
+#endif
+#if defined(__F16C__)
+  if constexpr (N == 8) return bit_cast<vector<float, N>>(_mm256_cvtph_ps(bit_cast<__m128i>(v)));
+  if constexpr (N == 4) return bit_cast<vector<float, N>>(_mm_cvtph_ps(_mm_cvtsi64_si128(bit_cast<int64_t>(v))));
+#endif
+  using U = vector<uint32_t, N>;
+  using I = vector<int32_t, N>;
+  const U h = __builtin_convertvector(v, U), magnitude = h & 0x7fffu;
+  const U normal = (magnitude << 13) + (112u << 23), special = (magnitude << 13) + (224u << 23);
+  const U subnormal = bit_cast<U>(__builtin_convertvector(bit_cast<I>(magnitude), vector<float, N>) * 0x1p-24f);
+  const U bits = magnitude >= 0x7c00u ? special : magnitude < 0x400u ? subnormal : normal;
+  return bit_cast<vector<float, N>>(bits | ((h & 0x8000u) << 16));
+}
+template <int N>
+LIGER_INLINE vector<uint16_t, N> float_to_half(vector<float, N> v) {
+#if defined(__AVX512F__)
+  if constexpr (N == 16) return bit_cast<vector<uint16_t, N>>(_mm512_cvtps_ph(bit_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
+#endif
+#if defined(__F16C__)
+  if constexpr (N == 8) return bit_cast<vector<uint16_t, N>>(_mm256_cvtps_ph(bit_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+  if constexpr (N == 4)
+    return bit_cast<vector<uint16_t, N>>(_mm_cvtsi128_si64(_mm_cvtps_ph(bit_cast<__m128>(v), _MM_FROUND_TO_NEAREST_INT)));
+#endif
+  using U = vector<uint32_t, N>;
+  const U u = bit_cast<U>(v), magnitude = u & 0x7fffffffu;
+  const U rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  const U normal = (rounded - (112u << 23)) >> 13;
+  // Adding 0.5 leaves the half's subnormal bits, rounded to nearest even, at the end of the sum's mantissa.
+  const U subnormal = bit_cast<U>(bit_cast<vector<float, N>>(magnitude) + 0.5f) - 0x3f000000u;
+  const U nan = ((magnitude >> 13) & 0x3ffu) | 0x7e00u;
+  const U infinity = U{} + 0x7c00u;
+  const U bits = magnitude > 0x7f800000u ? nan : rounded >= 0x47800000u ? infinity : magnitude < 0x38800000u ? subnormal : normal;
+  return __builtin_convertvector(bits | ((u >> 16) & 0x8000u), vector<uint16_t, N>);
+}
+
+// Element type T in memory: its bits as a vector, and the conversions from and to A.
+template <class T> using bits_of = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
+template <class A, class T>
+LIGER_INLINE vec<A> decode(vector<bits_of<T>, lanes<A>> v) {
+  constexpr int N = lanes<A>;
+  if constexpr (std::is_same_v<T, A>) return v;
+  else if constexpr (std::is_same_v<T, bf16>) return __builtin_convertvector(bf16_to_float<N>(v), vec<A>);
+  else if constexpr (std::is_same_v<T, f16>) return __builtin_convertvector(half_to_float<N>(v), vec<A>);
+  else return __builtin_convertvector(v, vec<A>);
+}
+template <class A, class T>
+LIGER_INLINE vector<bits_of<T>, lanes<A>> encode(vec<A> v) {
+  constexpr int N = lanes<A>;
+  if constexpr (std::is_same_v<T, A>) return v;
+  else if constexpr (std::is_same_v<T, bf16>) return float_to_bf16<N>(__builtin_convertvector(v, vector<float, N>));
+  else if constexpr (std::is_same_v<T, f16>) return float_to_half<N>(__builtin_convertvector(v, vector<float, N>));
+  else return __builtin_convertvector(v, vector<T, N>);
+}
+
+// ---- run-time element types -----------------------------------------------------------------------------------------------
+
+template <class F>
+LIGER_INLINE decltype(auto) dispatch(Dtype dtype, F&& f) {
+  switch (dtype) {
+    case Dtype::bf16: return f(bf16{});
+    case Dtype::f16: return f(f16{});
+    case Dtype::f64: return f(double{});
+    case Dtype::f32: break;
+  }
+  return f(float{});
+}
+
+// One element type for several arrays: the usual case gets code of its own, mixtures share the general one. A follows from the
+// first dtype that is listed.
+template <class F>
+LIGER_INLINE void dispatch_same(std::initializer_list<Dtype> dtypes, F&& f) {
+  const Dtype first = *dtypes.begin();
+  bool same = true;
+  for (const Dtype dtype : dtypes) same = same && dtype == first;
+  if (same && first == Dtype::f32) f(float{}, float{});
+  else if (same && first == Dtype::bf16) f(bf16{}, float{});
+  else if (same && first == Dtype::f16) f(f16{}, float{});
+  else if (same) f(double{}, double{});
+  else if (first == Dtype::f64) f(any{}, double{});
+  else f(any{}, float{});
+}
+
+// ---- rows in memory -------------------------------------------------------------------------------------------------------
+
+struct Whole {};           // all lanes
+struct Part { int n; };    // the first n
+
+template <class T>
+struct In {
+  const T* data;
+};
+template <>
+struct In<any> {
+  const char* data;
+  Dtype dtype;
+};
+template <>
+struct In<constant> {
+  double value;
+};
+template <class T>
+struct Out {
+  T* data;
+  bool stream;
+};
+template <>
+struct Out<any> {
+  char* data;
+  Dtype dtype;
+};
+
+template <class T>
+LIGER_INLINE In<T> row(const Rows& rows, int64_t i) {
+  if constexpr (std::is_same_v<T, any>)
+    return {static_cast<const char*>(rows.data) + i * rows.stride * size_of(rows.dtype), rows.dtype};
+  else return {static_cast<const T*>(rows.data) + i * rows.stride};
+}
+template <class T>
+LIGER_INLINE Out<T> row(const MutableRows& rows, int64_t i, bool stream = false) {
+  if constexpr (std::is_same_v<T, any>) return {static_cast<char*>(rows.data) + i * rows.stride * size_of(rows.dtype), rows.dtype};
+  else return {static_cast<T*>(rows.data) + i * rows.stride, stream};
+}
+template <class T>
+LIGER_INLINE In<T> param(const Vector& v) {
+  return row<T>(Rows{v.data, 0, v.dtype}, 0);
+}
+template <class T>
+LIGER_INLINE Out<T> param(const MutableVector& v) {
+  return row<T>(MutableRows{v.data, 0, v.dtype}, 0);
+}
+
+template <class A, class T, class N>
+LIGER_INLINE vec<A> load(const T* from, N n) {
+  using V = vector<bits_of<T>, lanes<A>>;
+  if constexpr (std::is_same_v<N, Whole>) return decode<A, T>(load_bytes<V>(from));
+  else {
+    V v{};
+    __builtin_memcpy(&v, from, static_cast<size_t>(n.n) * sizeof(T));
+    return decode<A, T>(v);
+  }
+}
+template <class A, class T, class N>
+LIGER_INLINE vec<A> load(const In<T>& in, int64_t j, N n) {
+  if constexpr (std::is_same_v<T, constant>) return splat<A>(A(in.value));
+  else if constexpr (std::is_same_v<T, any>)
+    return dispatch(in.dtype, [&](auto t) { return load<A>(reinterpret_cast<const decltype(t)*>(in.data) + j, n); });
+  else return load<A>(in.data + j, n);
+}
+
+// A store that leaves the caches alone; `to` is aligned to the vector's size.
+template <class V>
+LIGER_INLINE void stream_bytes(void* to, V v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64) return _mm512_stream_si512(static_cast<__m512i*>(to), bit_cast<__m512i>(v));
+#endif
+#if defined(__AVX__)
+  if constexpr (sizeof(V) == 32) return _mm256_stream_si256(static_cast<__m256i*>(to), bit_cast<__m256i>(v));
+#endif
+#if defined(__x86_64__)
+  if constexpr (sizeof(V) == 16) return _mm_stream_si128(static_cast<__m128i*>(to), bit_cast<__m128i>(v));
+  if constexpr (sizeof(V) == 8) return _mm_stream_si64(static_cast<long long*>(to), bit_cast<long long>(v));
+#endif
+  __builtin_memcpy(to, &v, sizeof(V));
+}
+LIGER_INLINE void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+template <class A, class T, class N>
+LIGER_INLINE void store(T* to, N n, vec<A> v) {
+  const auto bits = encode<A, T>(v);
+  if constexpr (std::is_same_v<N, Whole>) __builtin_memcpy(to, &bits, sizeof(bits));
+  else __builtin_memcpy(to, &bits, static_cast<size_t>(n.n) * sizeof(T));
+}
+template <class A, class T, class N>
+LIGER_INLINE void store_as(const Out<T>& out, int64_t j, N n, vec<A> v) {
+  if constexpr (std::is_same_v<T, any>)
+    dispatch(out.dtype, [&](auto t) { store<A>(reinterpret_cast<decltype(t)*>(out.data) + j, n, v); });
+  else if constexpr (std::is_same_v<N, Whole>) {
+    if (out.stream) stream_bytes(out.data + j, encode<A, T>(v));
+    else store<A>(out.data + j, n, v);
+  } else store<A>(out.data + j, n, v);
+}
+template <class T, class N>
+LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<float> v) { store_as<float>(out, j, n, v); }
+template <class T, class N>
+LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<double> v) { store_as<double>(out, j, n, v); }
+
+// Writing around the caches pays when the output does not fit them anyway. Every whole vector has to be aligned.
+LIGER_INLINE bool streams(const MutableRows& out, int64_t rows, int64_t cols) {
+  const int64_t element = size_of(out.dtype);
+  return rows * cols * element > last_level_cache_bytes() && reinterpret_cast<uintptr_t>(out.data) % vector_bytes == 0 &&
+         (rows == 1 || out.stride * element % vector_bytes == 0);
+}
+
+template <class T>
+LIGER_INLINE void prefetch(const In<T>& in, int64_t j) {
+  if constexpr (!std::is_same_v<T, any> && !std::is_same_v<T, constant>) __builtin_prefetch(in.data + j);
+}
+
+// What storing as T and loading again gives; for T = any the dtype decides.
+template <class T, class A>
+LIGER_INLINE vec<A> round_as(vec<A> v) {
+  return decode<A, T>(encode<A, T>(v));
+}
+template <class A, class T>
+LIGER_INLINE vec<A> round_to(const Out<T>& like, vec<A> v) {
+  if constexpr (std::is_same_v<T, any>) return dispatch(like.dtype, [&](auto t) { return round_as<decltype(t), A>(v); });
+  else return round_as<T, A>(v);
+}
+
+template <class T, class F>
+LIGER_INLINE void with_param(const Vector& v, double fill, F&& f) {
+  if (v.data == nullptr) return f(In<constant>{fill});
+  if constexpr (!std::is_same_v<T, any>)
+    if (v.dtype == dtype_of<T>) return f(param<T>(v));
+  f(param<any>(v));
+}
+
+// ---- loops and reductions -------------------------------------------------------------------------------------------------
+
+template <class A, class F>
+LIGER_INLINE void columns(int64_t begin, int64_t end, F&& f) {
+  int64_t j = begin;
+  for (; j + lanes<A> <= end; j += lanes<A>) f(j, Whole{});
+  if (j < end) f(j, Part{int(end - j)});
+}
+template <class A, class F>
+LIGER_INLINE void columns(int64_t cols, F&& f) { columns<A>(0, cols, f); }
+
+template <class A>
+LIGER_INLINE vec<A> only(Whole, vec<A> v, A) { return v; }
+template <class A>
+LIGER_INLINE vec<A> only(Part n, vec<A> v, A other) {
+  for (int i = 0; i < lanes<A>; ++i) v[i] = i < n.n ? v[i] : other;
+  return v;
+}
+
+// Over the lanes of one vector, by halves.
+template <class A, int N, class F>
+LIGER_INLINE A fold(vector<A, N> v, F combine) {
+  if constexpr (N == 1) return v[0];
+  else {
+    vector<A, N / 2> half[2];
+    __builtin_memcpy(half, &v, sizeof(v));
+    return fold<A, N / 2>(combine(half[0], half[1]), combine);
+  }
+}
+struct Add {
+  template <class V> LIGER_INLINE V operator()(V a, V b) const { return a + b; }
+};
+struct Max {
+  template <class V> LIGER_INLINE V operator()(V a, V b) const { return a > b ? a : b; }
+};
+
+template <class A, int N>
+struct Results {
+  A value[N];
+  LIGER_INLINE A operator[](int i) const { return value[i]; }
+};
+
+// f(j, n, vec<A> (&terms)[N]); lanes past the end of the row are set to `neutral` here.
+template <class A, int N, class Combine, class F>
+LIGER_INLINE Results<A, N> reduce_columns(int64_t cols, A neutral, Combine combine, F&& f) {
+  constexpr int chains = 4, W = lanes<A>;
+  vec<A> all[chains][N];
+  for (auto& chain : all)
+    for (auto& v : chain) v = splat<A>(neutral);
+  int64_t j = 0;
+  for (; j + chains * W <= cols; j += chains * W)
+    for (int c = 0; c < chains; ++c) {
+      vec<A> terms[N];
+      f(j + c * W, Whole{}, terms);
+      for (int i = 0; i < N; ++i) all[c][i] = combine(all[c][i], terms[i]);
+    }
+  columns<A>(j, cols, [&](int64_t at, auto n) {
+    vec<A> terms[N];
+    f(at, n, terms);
+    for (int i = 0; i < N; ++i) all[0][i] = combine(all[0][i], only<A>(n, terms[i], neutral));
+  });
+  Results<A, N> out;
+  for (int i = 0; i < N; ++i)
+    out.value[i] = fold<A, W>(combine(combine(all[0][i], all[1][i]), combine(all[2][i], all[3][i])), combine);
+  return out;
+}
+template <class A, int N, class F>
+LIGER_INLINE Results<A, N> sum_columns(int64_t cols, F&& f) {
+  return reduce_columns<A, N>(cols, A(0), Add{}, f);
+}
+// f(j, n) gives one vector.
+template <class A, class F>
+LIGER_INLINE A sum_columns(int64_t cols, F&& f) {
+  return reduce_columns<A, 1>(cols, A(0), Add{}, [&](int64_t j, auto n, vec<A>(&terms)[1]) { terms[0] = f(j, n); })[0];
+}
+template <class A, class F>
+LIGER_INLINE A max_columns(int64_t cols, F&& f) {
+  return reduce_columns<A, 1>(cols, -A(__builtin_inf()), Max{}, [&](int64_t j, auto n, vec<A>(&terms)[1]) { terms[0] = f(j, n); })[0];
+}
+
+}  // namespace liger::cpu::LIGER_ISA
+
+#include "cpu/simd_math.h"

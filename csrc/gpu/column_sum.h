@@ -1,0 +1,22 @@
+// The last step of every column sum (dweight, dbias): partial rows in fp32, one per block of the kernel that made them, are
+// added in a fixed order by a second kernel that is spread over the whole device.
+#pragma once
+#include "gpu/device.h"
+#include "kernels/types.h"
+
+namespace liger::gpu {
+
+struct PartialSums {
+  const float* data;     // [rows, stride]
+  int64_t rows, stride;
+};
+
+// out[j] = (accumulate ? out[j] : 0) + sum over rows of partial[row][first_column + j], for j < cols.
+struct ColumnTotal {
+  int64_t first_column, cols;
+  MutableVector out;     // data == nullptr: not wanted
+  bool accumulate = false;
+};
+void sum_columns(const PartialSums& partial, const ColumnTotal& total, Stream stream);
+
+}  // namespace liger::gpu

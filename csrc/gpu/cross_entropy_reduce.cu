@@ -1,0 +1,161 @@
+// The sums over all rows that cross entropy needs before (counts) and after (reduce) its pass over the logits.
+//
+// Bound by latency: a few bytes a row. One block takes all rows, each thread its rows in turn with several loads in flight, and
+// the block adds up in a fixed tree: no atomics, no second kernel, the same bits every time. Partial sums of a batch are fp32,
+// the running sums fp64, so that millions of rows stay exact to fp32.
+#include "gpu/device.h"
+#include "gpu/platform.h"
+#include "kernels/cross_entropy.h"
+
+namespace liger::gpu {
+namespace {
+
+constexpr int in_flight = 8;
+using Counts = CrossEntropyCounts;
+
+// Sums N values over the block; the result is thread 0's.
+template <int N>
+LIGER_DEVICE void block_sum(double (&v)[N]) {
+  const int t = thread_id(), threads = block_threads();
+  Shared<double> all = shared<double>(0);
+#pragma unroll
+  for (int i = 0; i < N; ++i) all[i * threads + t] = v[i];
+  for (int half = threads / 2; half > 0; half /= 2) {
+    block_barrier();
+    if (t < half) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) all[i * threads + t] += all[i * threads + t + half];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) v[i] = all[i * threads];
+}
+
+// This thread's share of the sum of value(0) … value(n - 1).
+template <class Value>
+LIGER_DEVICE double thread_sum(int64_t n, Value value) {
+  double sum = 0;
+  for (int64_t first = thread_id(); first < n; first += int64_t{block_threads()} * in_flight) {
+    float part = 0;
+#pragma unroll
+    for (int k = 0; k < in_flight; ++k) {
+      const int64_t i = first + int64_t{k} * block_threads();
+      if (i < n) part += value(i);
+    }
+    sum += part;
+  }
+  return sum;
+}
+
+struct CountTargets {
+  struct Args {
+    int64_t rows, vocab;
+    const int64_t* target;
+    Vector class_weight;
+    const float* normalizer;
+    int64_t ignore_index;
+    Reduction reduction;
+    float* counts;
+  };
+  static constexpr int max_threads = 1024;
+
+  static LIGER_DEVICE void run(const Args& a) {
+    enum { valid, target_weight, weight, sums };
+    double sum[sums] = {};
+    const bool weighted = a.class_weight.data != nullptr;
+    for (int64_t first = thread_id(); first < a.rows; first += int64_t{block_threads()} * in_flight) {
+      int64_t target[in_flight];
+#pragma unroll
+      for (int k = 0; k < in_flight; ++k) {
+        const int64_t row = first + int64_t{k} * block_threads();
+        target[k] = row < a.rows ? a.target[row] : a.ignore_index;
+      }
+      int found = 0;
+      float weights = 0;
+#pragma unroll
+      for (int k = 0; k < in_flight; ++k) {
+        const bool counts = target[k] != a.ignore_index;
+        found += counts;
+        if (weighted && counts && target[k] >= 0 && target[k] < a.vocab) weights += load_one(a.class_weight.data, a.class_weight.dtype, target[k]);
+      }
+      sum[valid] += found;
+      sum[target_weight] += weights;
+    }
+    if (weighted) sum[weight] = thread_sum(a.vocab, [&](int64_t column) { return load_one(a.class_weight.data, a.class_weight.dtype, column); });
+    block_sum(sum);
+    if (thread_id() != 0) return;
+    if (!weighted) sum[target_weight] = sum[valid], sum[weight] = double(a.vocab);
+    double ce = 1, z = 1;
+    if (a.reduction != Reduction::none && a.normalizer) ce = z = *a.normalizer;
+    else if (a.reduction == Reduction::mean) ce = sum[target_weight], z = sum[valid];
+    a.counts[Counts::valid] = float(sum[valid]);
+    a.counts[Counts::target_weight] = float(sum[target_weight]);
+    a.counts[Counts::weight] = float(sum[weight]);
+    a.counts[Counts::ce_scale] = sum[valid] == 0 || ce == 0 ? 0.f : float(1 / ce);
+    a.counts[Counts::z_scale] = sum[valid] == 0 || z == 0 ? 0.f : float(1 / z);
+  }
+};
+
+struct SumLosses {
+  struct Args {
+    int64_t rows;
+    const float *ce, *z, *accuracy, *counts;
+    float *loss, *z_loss, *token_accuracy;
+  };
+  static constexpr int max_threads = 1024;
+
+  static LIGER_DEVICE void run(const Args& a) {
+    enum { ce, z, accuracy, sums };
+    auto column = [&](const float* values) { return values ? thread_sum(a.rows, [&](int64_t row) { return values[row]; }) : 0.0; };
+    double sum[sums] = {column(a.ce), column(a.z), column(a.accuracy)};
+    block_sum(sum);
+    if (thread_id() != 0) return;
+    const double z_loss = a.z ? sum[z] * a.counts[Counts::z_scale] : 0.0;
+    const double valid = a.counts[Counts::valid];
+    if (a.loss) *a.loss = float(sum[ce] * a.counts[Counts::ce_scale] + z_loss);
+    if (a.z_loss) *a.z_loss = float(z_loss);
+    if (a.token_accuracy) *a.token_accuracy = valid == 0 ? 0.f : float(sum[accuracy] / valid);
+  }
+};
+
+// reduction "none": a row's loss is its own.
+struct AddLosses {
+  struct Args {
+    int64_t rows;
+    const float *ce, *z;
+    float *loss, *z_loss;
+  };
+  static constexpr int max_threads = 256;
+
+  static LIGER_DEVICE void run(const Args& a) {
+    const int64_t row = block_id() * block_threads() + thread_id();
+    if (row >= a.rows) return;
+    const float z = a.z ? a.z[row] : 0.f;
+    if (a.loss) a.loss[row] = a.ce[row] + z;
+    if (a.z_loss) a.z_loss[row] = z;
+  }
+};
+
+}  // namespace
+
+void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) {
+  const auto plan = launch::plan_block_sum(device_profile(stream.device), std::max(op.rows, op.vocab), 3 * int(sizeof(double)));
+  launch<CountTargets>(plan,
+                       {op.rows, op.vocab, op.target, op.class_weight, static_cast<const float*>(op.normalizer), op.options.ignore_index,
+                        op.options.reduction, static_cast<float*>(op.counts)},
+                       stream);
+}
+
+void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
+  const auto& device = device_profile(stream.device);
+  const auto *ce = static_cast<const float*>(op.ce), *z = static_cast<const float*>(op.z), *counts = static_cast<const float*>(op.counts);
+  auto *loss = static_cast<float*>(op.loss), *z_loss = static_cast<float*>(op.z_loss);
+  if (op.reduction == Reduction::none) {
+    if (op.rows > 0) launch<AddLosses>(launch::plan_elementwise(device, op.rows, 1), {op.rows, ce, z, loss, z_loss}, stream);
+    return;
+  }
+  launch<SumLosses>(launch::plan_block_sum(device, op.rows, 3 * int(sizeof(double))),
+                    {op.rows, ce, z, op.accuracy, counts, loss, z_loss, op.token_accuracy}, stream);
+}
+
+}  // namespace liger::gpu

@@ -1,0 +1,264 @@
+// Rows of logits as the cross entropy kernels see them: which columns a thread owns, the online statistics of a row, and the
+// gradient that follows from them. cross_entropy.h has the formulas and the names.
+#pragma once
+#include <climits>
+#include <cmath>
+
+#include "gpu/device.h"
+#include "gpu/rows.h"
+#include "kernels/cross_entropy.h"
+
+namespace liger::gpu {
+
+// What all kernels over logits take.
+struct LogitRows {
+  int64_t rows, vocab, first_row, stride;
+  const void* logits;
+  const int64_t* target;
+  Vector class_weight;
+  const float* counts;
+  int64_t ignore_index;
+  float hard_share, class_share;  // 1 - label_smoothing and label_smoothing / vocab
+  float lse_square_scale, softcap, inverse_softcap;
+  bool token_scaling;
+  int threads_per_row;
+  TargetReport report;
+};
+
+LIGER_DEVICE float exp_of(float v) { return fast_exp2(v * 1.4426950408889634f); }
+LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
+LIGER_DEVICE float minus_infinity() { return bit_cast<float>(0xff800000u); }
+
+// math/softcap.h's formulas with the division made on the host.
+LIGER_DEVICE float capped(const LogitRows& a, float x) { return a.softcap * tanhf(x * a.inverse_softcap); }
+LIGER_DEVICE float capped_slope(const LogitRows& a, float x) {
+  const float t = x * a.inverse_softcap;
+  return 1 - t * t;
+}
+
+template <class T, int N>
+LIGER_DEVICE void widen(float (&out)[N], const Packed<T, N>& in) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) out[j] = in[j];
+}
+
+// First bad target wins; the host finds the record complete (state 2) at its next call.
+LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int64_t target, int64_t vocab) {
+  TargetRecord* record = report.record;
+  if (record == nullptr || atomic_claim(&record->state) != 0) return;
+  record->device = report.device;
+  record->row = row;
+  record->target = target;
+  record->vocab = vocab;
+  struct Name { uint32_t words[sizeof(report.op) / 4]; };
+  const Name name = bit_cast<Name>(report.op);
+  for (int i = 0; i < int(sizeof(report.op) / 4); ++i) reinterpret_cast<uint32_t*>(record->op)[i] = name.words[i];
+  publish_to_host();
+  record->state = 2;
+  publish_to_host();
+}
+
+// One row and its target. Rows past the end, ignored rows and rows with a bad target are not valid: their logits are never read.
+template <class T, bool Full>
+struct LogitRow {
+  int64_t row;
+  int target = 0;
+  bool live, ignored = false, valid = false;
+  float target_logit = 0, target_weight = 1;
+  const T* data;
+
+  LIGER_DEVICE LogitRow(const LogitRows& a, const RowGroup& group) : row(block_id() * group.rows_per_block() + group.group) {
+    live = row < a.rows;
+    data = opaque(static_cast<const T*>(a.logits) + row * a.stride);
+    if (!live) return;
+    const int64_t wanted = a.target[row];
+    ignored = wanted == a.ignore_index;
+    valid = !ignored && wanted >= 0 && wanted < a.vocab;
+    if (valid) {
+      target = int(wanted);
+      target_logit = to_float(data[target]);
+      if (Full && a.softcap != 0) target_logit = capped(a, target_logit);
+      if (a.class_weight.data) target_weight = load_one(a.class_weight.data, a.class_weight.dtype, target);
+    } else if (!ignored && group.index == 0) {
+      report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
+    }
+  }
+};
+
+// The columns that one thread owns: vector `index + i * threads` in its slot i, and at most one of the elements that are left
+// behind the last whole vector. A thread reads and writes only its own columns, so passes over a row need no barrier between
+// them. No collective happens inside a walk: threads may differ in the number of slots.
+template <class T, int N>
+struct RowWalk {
+  int vectors, index, threads, tail;  // tail: the single element's column, or -1
+
+  LIGER_DEVICE RowWalk(int64_t vocab, const RowGroup& group) : vectors(int(vocab / N)), index(group.index), threads(group.threads_per_row) {
+    const int column = vectors * N + index;
+    tail = column < vocab ? column : -1;
+  }
+  LIGER_DEVICE int slots() const { return (vectors + threads - 1) / threads; }
+
+  // Slots begin to end; K vectors are fetched before the first is used. fetch(vector, slot, column), use(vector, slot, column).
+  template <int K, class Fetch, class Use>
+  LIGER_DEVICE void walk(int begin, int end, Fetch fetch, Use use) const {
+    const int last = end * threads < vectors ? end * threads : vectors;
+    for (int slot = begin, v = index + begin * threads; v < last; slot += K, v += K * threads) {
+      Packed<T, N> raw[K];
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (v + k * threads < last) fetch(raw[k], slot + k, (v + k * threads) * N);
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (v + k * threads < last) use(raw[k], slot + k, (v + k * threads) * N);
+    }
+  }
+  template <int K, class Fetch, class Use>
+  LIGER_DEVICE void walk(Fetch fetch, Use use) const { walk<K>(0, slots(), fetch, use); }
+  // Every owned column of `out` becomes `value`.
+  LIGER_DEVICE void fill(T* out, float value) const {
+    float values[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) values[j] = value;
+    Packed<T, N> same;
+    same.set(values);
+    for (int v = index; v < vectors; v += threads) store<Hint::stream>(out + int64_t{v} * N, same);
+    if (tail >= 0) out[tail] = from_float<T>(value);
+  }
+};
+
+// max and sum of exp(x' - max) in one pass. The maximum is updated lazily: a sum may hold terms up to exp(slack), so that after
+// the first vectors it is hardly ever rescaled. A row's own -inf never meets a maximum of -inf in a difference; NaN and +inf
+// reach the sum as NaN. Full: also sum of w[j] * x'[j], and the first largest logit (of NaN the first, as torch.argmax).
+template <bool Full>
+struct RowStatistics {
+  static constexpr int reduced = Full ? 2 : 1;  // values reduced at a time: always the same number, RowGroup takes turns of its buffers
+  static constexpr float slack = 16;
+  float max = minus_infinity(), sum = 0, weighted = 0, best = minus_infinity();
+  int best_column = INT_MAX;
+
+  LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
+  LIGER_DEVICE float log_sum() const { return logf(sum); }
+
+  template <int N>
+  LIGER_DEVICE void add(const LogitRows& a, float (&x)[N], int column, bool want_best) {
+    if constexpr (Full) {
+      if (want_best) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          if (x[j] > best || (x[j] != x[j] && best == best)) best = x[j], best_column = column + j;
+        }
+      }
+      if (a.softcap != 0) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) x[j] = capped(a, x[j]);
+      }
+      if (a.class_share != 0) {
+        float w[N];
+        class_weights(a, w, column);
+#pragma unroll
+        for (int j = 0; j < N; ++j) weighted += w[j] * x[j];
+      }
+    }
+    float top = x[0];
+#pragma unroll
+    for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
+    if (top > max + slack) {
+      sum *= exp_of(max - top);
+      max = top;
+    }
+    const float from = base();
+    float part = 0;
+#pragma unroll
+    for (int j = 0; j < N; ++j) part += exp_of(x[j] - from);
+    sum += part;
+  }
+
+  template <int N>
+  LIGER_DEVICE static void class_weights(const LogitRows& a, float (&w)[N], int column) {
+    if (a.class_weight.data) {
+      load_any<N>(w, a.class_weight.data, a.class_weight.dtype, column);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) w[j] = 1;
+    }
+  }
+
+  // The whole row's statistics, for all its threads.
+  LIGER_DEVICE void merge(RowGroup& group) {
+    if constexpr (Full) {
+      float tops[2] = {max, best};
+      group.reduce(tops, [](float x, float y) { return max_nan(x, y); });
+      float columns[2] = {bit_cast<float>(best == tops[1] || best != best ? best_column : INT_MAX), 0};
+      group.reduce(columns, [](float x, float y) { return bit_cast<int>(x) < bit_cast<int>(y) ? x : y; });
+      best_column = bit_cast<int>(columns[0]) == INT_MAX ? 0 : bit_cast<int>(columns[0]);
+      float sums[2] = {0, weighted};
+      rescale(tops[0], sums[0]);
+      group.sum(sums);
+      sum = sums[0], weighted = sums[1];
+    } else {
+      float scaled;
+      rescale(group.max(max), scaled);
+      sum = group.sum(scaled);
+    }
+  }
+
+ private:
+  LIGER_DEVICE void rescale(float row_max, float& scaled) {
+    const float own = max;
+    max = row_max;
+    scaled = sum * exp_of(own - base());
+  }
+};
+
+// A row's gradient: dx[j] = (scale * exp(x'[j] - base) - hard * [j == target] - soft * w[j]) * dx'[j] / dx[j].
+struct RowGradient {
+  float base, scale, hard, soft;
+
+  // negative_log = lse - x'[target]; ce and z: the gradients of the row's two losses; over_sum: what turns exp(x' - base) into p.
+  template <class T, bool Full>
+  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float over_sum, float lse, float negative_log, float ce, float z)
+      : base(base) {
+    const float token = a.token_scaling ? exp_of(-negative_log) : 1.f;
+    hard = token * ce * a.hard_share * row.target_weight;
+    soft = token * ce * a.class_share;
+    scale = hard;
+    if (soft != 0) scale += soft * a.counts[CrossEntropyCounts::weight];
+    if (a.lse_square_scale != 0) scale += token * z * 2 * a.lse_square_scale * lse;
+    scale *= over_sum;
+  }
+
+  template <bool Full, class T, int N>
+  LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
+    float x[N], g[N];
+    widen(x, raw);
+    if constexpr (Full) {
+      if (a.softcap != 0) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) x[j] = capped(a, x[j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) g[j] = scale * exp_of(x[j] - base);
+    if (target >= column && target < column + N) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) g[j] -= column + j == target ? hard : 0.f;
+    }
+    if constexpr (Full) {
+      if (soft != 0) {
+        float w[N];
+        RowStatistics<true>::class_weights(a, w, column);
+#pragma unroll
+        for (int j = 0; j < N; ++j) g[j] -= soft * w[j];
+      }
+      if (a.softcap != 0) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) g[j] *= capped_slope(a, x[j]);
+      }
+    }
+    Packed<T, N> out;
+    out.set(g);
+    return out;
+  }
+};
+
+}  // namespace liger::gpu

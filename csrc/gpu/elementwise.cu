@@ -1,0 +1,233 @@
+// The small passes between the fused loss's matmuls. All but the last are bound by memory: each element is read once and written
+// once, in vectors of eight elements (one element where rows are not aligned), several in flight a thread.
+//
+// scale_cast, add_bias: a row is cut into pieces of one block each. What is left behind a row's last whole vector is taken one
+// element a thread by the row's last block. column_sum: a thread owns a vector of columns and a share of the rows; the shares
+// are fp32 partial rows that column_sum.h adds up.
+#include "gpu/column_sum.h"
+#include "gpu/device.h"
+#include "gpu/platform.h"
+#include "kernels/elementwise.h"
+
+namespace liger::gpu {
+namespace {
+
+constexpr int width = 8;      // elements of a vector, of any dtype
+constexpr int in_flight = 4;  // vectors a thread reads before it uses the first
+
+// Which vectors of which row are this thread's.
+struct Piece {
+  int64_t row, first;   // first: the first vector; the next is one block further
+  int64_t vectors;      // in the row
+  int64_t tail;         // column of the single element that this thread takes, or -1
+
+  LIGER_DEVICE Piece(int64_t cols, int n, int64_t blocks_per_row) {
+    row = quotient(block_id(), blocks_per_row);
+    const int64_t block = block_id() - row * blocks_per_row;
+    first = block * block_threads() * in_flight + thread_id();
+    vectors = cols / n;
+    const int64_t left = vectors * n + thread_id();
+    tail = block == blocks_per_row - 1 && left < cols ? left : -1;
+  }
+  LIGER_DEVICE int64_t vector(int k) const { return first + int64_t{k} * block_threads(); }
+};
+
+template <int N>
+LIGER_DEVICE void store_as(void* data, Dtype dtype, int64_t at, const float (&values)[N]) {
+  with_dtype(dtype, [&](auto tag) {
+    using Out = decltype(tag);
+    Packed<Out, N> packed;
+    packed.set(values);
+    store<Hint::stream>(static_cast<Out*>(data) + at, packed);
+  });
+}
+
+template <class T, int N>
+struct Scale {
+  struct Args {
+    int64_t cols, blocks_per_row;
+    Rows in;
+    MutableRows out;
+    const float* scale;
+    Rows row_scale;
+  };
+  static constexpr int max_threads = 256;
+
+  static LIGER_DEVICE void run(const Args& a) {
+    const Piece piece(a.cols, N, a.blocks_per_row);
+    float factor = a.scale ? *a.scale : 1.f;
+    if (a.row_scale.data) factor *= load_one(a.row_scale.data, a.row_scale.dtype, piece.row * a.row_scale.stride);
+    const T* in = static_cast<const T*>(a.in.data) + piece.row * a.in.stride;
+    const int64_t out = piece.row * a.out.stride;
+    Packed<T, N> raw[in_flight];
+#pragma unroll
+    for (int k = 0; k < in_flight; ++k)
+      if (piece.vector(k) < piece.vectors) load<Hint::stream>(raw[k], in + piece.vector(k) * N);
+#pragma unroll
+    for (int k = 0; k < in_flight; ++k) {
+      if (piece.vector(k) >= piece.vectors) continue;
+      float values[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) values[j] = raw[k][j] * factor;
+      store_as<N>(a.out.data, a.out.dtype, out + piece.vector(k) * N, values);
+    }
+    if (piece.tail >= 0) store_one(a.out.data, a.out.dtype, out + piece.tail, to_float(in[piece.tail]) * factor);
+  }
+};
+
+template <class T, int N>
+struct Bias {
+  struct Args {
+    int64_t cols, blocks_per_row;
+    MutableRows matrix;
+    Vector bias;
+  };
+  static constexpr int max_threads = 256;
+
+  static LIGER_DEVICE void run(const Args& a) {
+    const Piece piece(a.cols, N, a.blocks_per_row);
+    T* matrix = static_cast<T*>(a.matrix.data) + piece.row * a.matrix.stride;
+    Packed<T, N> raw[in_flight];
+#pragma unroll
+    for (int k = 0; k < in_flight; ++k)
+      if (piece.vector(k) < piece.vectors) load<Hint::stream>(raw[k], matrix + piece.vector(k) * N);
+#pragma unroll
+    for (int k = 0; k < in_flight; ++k) {
+      if (piece.vector(k) >= piece.vectors) continue;
+      float values[N];
+      load_any<N>(values, a.bias.data, a.bias.dtype, piece.vector(k) * N);
+#pragma unroll
+      for (int j = 0; j < N; ++j) values[j] += raw[k][j];
+      raw[k].set(values);
+      store(matrix + piece.vector(k) * N, raw[k]);
+    }
+    if (piece.tail >= 0) matrix[piece.tail] = from_float<T>(to_float(matrix[piece.tail]) + load_one(a.bias.data, a.bias.dtype, piece.tail));
+  }
+};
+
+// Partial row `part` is the sum of rows part * rows_per_part and on. Columns behind the last whole vector are vectors of one.
+template <class T, int N>
+struct PartialColumns {
+  struct Args {
+    int64_t rows, cols, rows_per_part, blocks_per_part;
+    Rows in, row_scale;
+    float* partial;   // [parts, stride]
+    int64_t stride;
+  };
+  static constexpr int max_threads = 256;
+
+  static LIGER_DEVICE void run(const Args& a) {
+    const int64_t part = quotient(block_id(), a.blocks_per_part), block = block_id() - part * a.blocks_per_part;
+    const int64_t owner = block * block_threads() + thread_id(), vectors = a.cols / N, behind = vectors * N + owner - vectors;
+    const int64_t begin = part * a.rows_per_part, end = begin + a.rows_per_part < a.rows ? begin + a.rows_per_part : a.rows;
+    if (owner < vectors) sum<N>(a, owner * N, begin, end, a.partial + part * a.stride);
+    else if (behind < a.cols) sum<1>(a, behind, begin, end, a.partial + part * a.stride);
+  }
+
+ private:
+  template <int M>
+  static LIGER_DEVICE void sum(const Args& a, int64_t column, int64_t begin, int64_t end, float* out) {
+    const T* in = static_cast<const T*>(a.in.data) + column;
+    float total[M] = {};
+    for (int64_t row = begin; row < end; row += in_flight) {
+      Packed<T, M> raw[in_flight];
+#pragma unroll
+      for (int k = 0; k < in_flight; ++k)
+        if (row + k < end) load<Hint::stream>(raw[k], in + (row + k) * a.in.stride);
+#pragma unroll
+      for (int k = 0; k < in_flight; ++k) {
+        if (row + k >= end) continue;
+        const float factor = a.row_scale.data ? load_one(a.row_scale.data, a.row_scale.dtype, (row + k) * a.row_scale.stride) : 1.f;
+#pragma unroll
+        for (int j = 0; j < M; ++j) total[j] += factor * raw[k][j];
+      }
+    }
+    Packed<float, M> packed;
+    packed.set(total);
+    store(out + column, packed);
+  }
+};
+
+struct Product {
+  struct Args {
+    Vector a;
+    const float* b;
+    float scale;
+    float* out;
+  };
+  static constexpr int max_threads = 64;
+
+  static LIGER_DEVICE void run(const Args& args) {
+    if (thread_id() != 0) return;
+    float product = args.scale;
+    if (args.a.data) product *= load_one(args.a.data, args.a.dtype, 0);
+    if (args.b) product *= *args.b;
+    *args.out = product;
+  }
+};
+
+// K<T, 8> for aligned rows, K<T, 1> for others; start(kernel, elements of a vector).
+template <template <class, int> class K, class F>
+void with_kernel(Dtype dtype, bool vectors, F start) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    if (vectors) start(K<T, width>{}, width);
+    else start(K<T, 1>{}, 1);
+  });
+}
+
+launch::LaunchPlan pieces(Stream stream, int64_t rows, int64_t cols, int n) {
+  return launch::plan_pieces(device_profile(stream.device), rows, launch::ceil_div(cols, n), in_flight);
+}
+
+int vector_of(const ColumnSum& op) { return aligned(op.in, 0) ? width : 1; }
+// Threads own whole vectors, and one element each behind them.
+launch::LaunchPlan column_shares(const ColumnSum& op, Stream stream) {
+  const int n = vector_of(op);
+  return launch::plan_norm_tiles(device_profile(stream.device), op.rows, (op.cols / n + op.cols % n) * n, n);
+}
+
+}  // namespace
+
+void scale_cast(const ScaleCast& op, Stream stream) {
+  if (op.rows == 0 || op.cols == 0) return;
+  ScaleCast flat = op;
+  if (op.in.stride == op.cols && op.out.stride == op.cols && op.row_scale.data == nullptr) {
+    flat.rows = 1, flat.cols = op.rows * op.cols;
+    flat.in.stride = flat.out.stride = 0;
+  }
+  with_kernel<Scale>(op.in.dtype, aligned(flat.in, 0) && aligned(flat.out, 0), [&](auto kernel, int n) {
+    const auto plan = pieces(stream, flat.rows, flat.cols, n);
+    launch<decltype(kernel)>(plan, {flat.cols, plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
+  });
+}
+
+void add_bias(const AddBias& op, Stream stream) {
+  if (op.rows == 0 || op.cols == 0) return;
+  with_kernel<Bias>(op.matrix.dtype, aligned(op.matrix, 0) && aligned(op.bias, 0), [&](auto kernel, int n) {
+    const auto plan = pieces(stream, op.rows, op.cols, n);
+    launch<decltype(kernel)>(plan, {op.cols, plan.grid / op.rows, op.matrix, op.bias}, stream);
+  });
+}
+
+int64_t column_sum_workspace(const ColumnSum& op, Stream stream) {
+  return column_shares(op, stream).partial_rows * launch::round_up(op.cols, width) * int64_t{sizeof(float)};
+}
+
+void column_sum(const ColumnSum& op, Stream stream) {
+  if (op.cols == 0) return;
+  const launch::LaunchPlan plan = column_shares(op, stream);
+  auto* partial = static_cast<float*>(op.workspace);
+  const int64_t parts = plan.partial_rows, stride = launch::round_up(op.cols, width);
+  with_kernel<PartialColumns>(op.in.dtype, vector_of(op) == width, [&](auto kernel, int) {
+    launch<decltype(kernel)>(plan, {op.rows, op.cols, launch::ceil_div(op.rows, parts), plan.grid / parts, op.in, op.row_scale, partial, stride}, stream);
+  });
+  sum_columns({partial, parts, stride}, {0, op.cols, {op.sum, Dtype::f32}, op.accumulate}, stream);
+}
+
+void scalar_product(const ScalarProduct& op, Stream stream) {
+  launch<Product>(launch::plan_elementwise(device_profile(stream.device), 1, 1, Product::max_threads),
+                  {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out)}, stream);
+}
+
+}  // namespace liger::gpu

@@ -1,0 +1,140 @@
+// Gated linear units, bound by memory: forward reads gate and up and writes h, backward reads dh, gate and up and writes dgate and
+// dup, all of them once. A tile is block_threads() * K vectors of one row (or of a few short rows); every thread has all of its
+// loads in flight before the first use. Tensors without gaps between rows are one long row.
+//
+// All three activations and their derivatives are x * s(x) and s + x * s', with s = sigmoid(x) (silu), sigmoid(2u) (gelu by tanh:
+// (1 + tanh(u)) / 2 = sigmoid(2u), without its cancellation) or the normal distribution function (gelu).
+#include "kernels/glu.h"
+
+#include "gpu/device.h"
+#include "gpu/rows.h"
+
+namespace liger::gpu {
+namespace {
+
+constexpr int vectors_per_thread = 2;
+
+struct Gate {
+  float s, slope;  // s and its derivative
+};
+template <Activation A>
+LIGER_DEVICE Gate gate_of(float x) {
+  if constexpr (A == Activation::gelu) {
+    constexpr float sqrt_half = 0.70710678118654752f, density = 0.39894228040143268f;
+    return {0.5f * (1 + erff(x * sqrt_half)), density * expf(-0.5f * x * x)};
+  } else if constexpr (A == Activation::silu) {
+    const float s = fast_reciprocal(1 + expf(-x));
+    return {s, s * (1 - s)};
+  } else {
+    constexpr float a = 1.5957691216057308f, b = 0.044715f;  // a = 2 sqrt(2 / pi)
+    const float s = fast_reciprocal(1 + expf(-a * (x + b * x * x * x)));
+    return {s, s * (1 - s) * (a + 3 * a * b * x * x)};
+  }
+}
+
+// Where a thread works: Tile's columns of a row.
+struct Tiles {
+  int threads_per_row;
+  int64_t rows, cols, tiles_per_row;
+  template <int VEC>
+  LIGER_DEVICE Columns<VEC, vectors_per_thread> columns(int64_t& row) const {
+    const int64_t line = quotient(block_id(), tiles_per_row), tile = block_id() - line * tiles_per_row;
+    row = line * (block_threads() / threads_per_row) + thread_id() / threads_per_row;
+    return {thread_id() & (threads_per_row - 1), threads_per_row, tile * threads_per_row * vectors_per_thread * VEC, row < rows ? cols : 0};
+  }
+};
+
+template <class T, int VEC, Activation A>
+struct GluForwardKernel {
+  struct Args {
+    Tiles tiles;
+    GluForward glu;
+  };
+  static constexpr int K = vectors_per_thread, max_threads = 256;
+  static LIGER_DEVICE void run(const Args& args) {
+    const GluForward& a = args.glu;
+    const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
+    int64_t row;
+    const auto columns = args.tiles.columns<VEC>(row);
+    Packed<T, VEC> gate[K], up[K];
+    columns.template load<Hint::stream>(gate, a.gate.data, row * a.gate.stride);
+    columns.template load<Hint::stream>(up, a.up.data, row * a.up.stride);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float h[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        const float x = gate[k][i] * gate_multiplier;
+        h[i] = down_multiplier * (x * gate_of<A>(x).s) * up[k][i];
+      }
+      gate[k].set(h);
+    }
+    columns.template store<Hint::stream>(gate, a.h.data, row * a.h.stride);
+  }
+};
+
+template <class T, int VEC, Activation A>
+struct GluBackwardKernel {
+  struct Args {
+    Tiles tiles;
+    GluBackward glu;
+  };
+  static constexpr int K = vectors_per_thread, max_threads = 256;
+  static LIGER_DEVICE void run(const Args& args) {
+    const GluBackward& a = args.glu;
+    const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
+    int64_t row;
+    const auto columns = args.tiles.columns<VEC>(row);
+    Packed<T, VEC> dh[K], gate[K], up[K];
+    columns.template load<Hint::stream>(dh, a.dh.data, row * a.dh.stride);
+    columns.template load<Hint::stream>(gate, a.gate.data, row * a.gate.stride);
+    columns.template load<Hint::stream>(up, a.up.data, row * a.up.stride);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float dgate[VEC], dup[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        const float x = gate[k][i] * gate_multiplier, d = down_multiplier * dh[k][i];
+        const Gate g = gate_of<A>(x);
+        dup[i] = d * (x * g.s);
+        dgate[i] = d * up[k][i] * (g.s + x * g.slope) * gate_multiplier;
+      }
+      gate[k].set(dgate);
+      up[k].set(dup);
+    }
+    columns.template store<Hint::stream>(gate, a.dgate.data, row * a.dgate.stride);
+    columns.template store<Hint::stream>(up, a.dup.data, row * a.dup.stride);
+  }
+};
+
+// Starts Kernel<T, VEC, A> for the dtype, alignment and activation of `a`; `tensors` are a's.
+template <template <class, int, Activation> class Kernel, class Glu, class... Tensors>
+void start(Glu a, Stream stream, const Tensors&... tensors) {
+  if (a.rows == 0 || a.cols == 0) return;
+  const int64_t row_cols = a.cols;
+  const bool wide = (aligned(tensors, row_cols) && ...);
+  if (((tensors.stride == a.cols || a.rows == 1) && ...)) {
+    a.cols *= a.rows;
+    a.rows = 1;
+  }
+  dispatch(a.gate.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const auto with_vec = [&](auto vec) {
+      constexpr int VEC = decltype(vec)::value;
+      const launch::LaunchPlan plan = launch::plan_row_tiles(device_profile(stream.device), a.rows, a.cols, VEC, vectors_per_thread);
+      const Tiles tiles{plan.threads_per_row, a.rows, a.cols, launch::ceil_div(a.cols, int64_t{plan.threads_per_row} * vectors_per_thread * VEC)};
+      if (a.activation == Activation::silu) launch<Kernel<T, VEC, Activation::silu>>(plan, {tiles, a}, stream);
+      else if (a.activation == Activation::gelu) launch<Kernel<T, VEC, Activation::gelu>>(plan, {tiles, a}, stream);
+      else launch<Kernel<T, VEC, Activation::gelu_tanh>>(plan, {tiles, a}, stream);
+    };
+    if (wide) with_vec(std::integral_constant<int, 16 / int(sizeof(T))>{});
+    else with_vec(std::integral_constant<int, 1>{});
+  });
+}
+
+}  // namespace
+
+void glu_forward(const GluForward& a, Stream stream) { start<GluForwardKernel>(a, stream, a.gate, a.up, a.h); }
+void glu_backward(const GluBackward& a, Stream stream) { start<GluBackwardKernel>(a, stream, a.dh, a.gate, a.up, a.dgate, a.dup); }
+
+}  // namespace liger::gpu

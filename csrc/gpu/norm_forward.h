@@ -1,0 +1,223 @@
+// The forward of RMSNorm, add+RMSNorm and LayerNorm. Bound by memory: each row is read once and written once.
+//
+//   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
+//
+// Registers path: the threads of a row hold it, up to 32 columns each, all loads in flight before the first use; the variance is
+// that of the centred registers, so that it does not cancel. Re-read path, for longer rows: one pass for the statistics (LayerNorm
+// merges batches by Chan's formula), a second for the result, both by the same thread, so that the second mostly hits the L2.
+#pragma once
+#include "gpu/device.h"
+#include "gpu/rows.h"
+
+namespace liger::gpu {
+
+struct NormForwardArgs {
+  int64_t rows, cols;
+  Rows x, residual;
+  MutableRows sum, y;
+  Vector weight, bias;
+  float *mean, *rstd;
+  float eps, offset;
+  bool round_normalized;
+  int threads_per_row = 0;
+};
+
+// What both paths do with their K vectors of a row. T is the type of what is normalised, and of y; x and the residual may be of
+// other types where T is fp32. The row stays in T, which is exact and half the registers; it is widened where it is used.
+template <class T, int VEC, int K, bool Centered>
+struct NormTile {
+  using Values = Packed<T, VEC>[K];
+  const NormForwardArgs& a;
+  const Columns<VEC, K> columns;
+  const int64_t row;
+
+  // z, rounded as its stored copy is.
+  LIGER_DEVICE void load_input(Values& z) const {
+    load_as_t(z, a.x);
+    if (Centered || a.residual.data == nullptr) return;
+    Values residual;
+    load_as_t(residual, a.residual);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float sum[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) sum[i] = z[k][i] + residual[k][i];
+      z[k].set(sum);
+    }
+    columns.store(z, a.sum.data, row * a.sum.stride);
+  }
+  LIGER_DEVICE void load_as_t(Values& out, const Rows& from) const {
+    if constexpr (std::is_same_v<T, float>)
+      if (from.dtype != Dtype::f32) {
+        float wide[K][VEC];
+        columns.template load<Hint::stream>(wide, from.data, from.dtype, row * from.stride);
+#pragma unroll
+        for (int k = 0; k < K; ++k) out[k].set(wide[k]);
+        return;
+      }
+    columns.template load<Hint::stream>(out, from.data, row * from.stride);
+  }
+  // Weights of type T come with the row, so that their latency is the row's.
+  LIGER_DEVICE bool weight_is_t() const { return a.weight.data != nullptr && a.weight.dtype == dtype_of<T>; }
+  LIGER_DEVICE void load_weight(Values& weight) const {
+    if (weight_is_t()) columns.load(weight, a.weight.data);
+  }
+  LIGER_DEVICE float sum(const Values& z) const {
+    float total = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) total += z[k][i];
+    return total;
+  }
+  LIGER_DEVICE float squares(const Values& z, float mean) const {
+    float total = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (!Centered || columns.has(k))
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          const float centred = Centered ? z[k][i] - mean : z[k][i];
+          total += centred * centred;
+        }
+    return total;
+  }
+  // y from z.
+  LIGER_DEVICE void finish(const Values& z, const Values& weight, float mean, float rstd) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      const int64_t at = columns.first + k * columns.step;
+      float y[VEC], p[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        y[i] = (Centered ? z[k][i] - mean : z[k][i]) * rstd;
+        if (!Centered && a.round_normalized) y[i] = round_to<T>(y[i]);
+      }
+      if (weight_is_t()) {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) y[i] *= weight[k][i] + a.offset;
+      } else if (a.weight.data) {
+        load_any(p, a.weight.data, a.weight.dtype, at);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) y[i] *= p[i] + a.offset;
+      }
+      if (Centered && a.bias.data) {
+        load_any(p, a.bias.data, a.bias.dtype, at);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) y[i] += p[i];
+      }
+      Packed<T, VEC> out;
+      out.set(y);
+      gpu::store<Hint::stream>(static_cast<T*>(a.y.data) + (row * a.y.stride + at), out);
+    }
+  }
+};
+
+template <class T, int VEC, int K, bool Centered>
+struct NormForwardRegisters {
+  using Args = NormForwardArgs;
+  using Tile = NormTile<T, VEC, K, Centered>;
+  static constexpr int max_threads = 1024;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(a.threads_per_row);
+    const int64_t row = block_id() * group.rows_per_block() + group.group;
+    const bool live = row < a.rows;
+    const Tile tile{a, {group.index, group.threads_per_row, 0, live ? a.cols : 0}, row};
+    typename Tile::Values z, weight;
+    tile.load_input(z);
+    tile.load_weight(weight);
+    const float mean = Centered ? group.sum(tile.sum(z)) / float(a.cols) : 0;
+    const float rstd = 1.0f / sqrtf(group.sum(tile.squares(z, mean)) / float(a.cols) + a.eps);
+    if (live && group.index == 0) {
+      a.rstd[row] = rstd;
+      if constexpr (Centered) a.mean[row] = mean;
+    }
+    tile.finish(z, weight, mean, rstd);
+  }
+};
+
+// One block a row, any length.
+template <class T, int VEC, bool Centered>
+struct NormForwardReread {
+  using Args = NormForwardArgs;
+  static constexpr int K = 4;
+  using Tile = NormTile<T, VEC, K, Centered>;
+  static constexpr int max_threads = 1024;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(block_threads());
+    const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
+    // Of this thread's columns so far; the mean stays 0 for RMSNorm.
+    float count = 0, mean = 0, squares = 0;
+    for (int64_t begin = 0; begin < a.cols; begin += batch) {
+      const Tile tile{a, {group.index, block_threads(), begin, a.cols}, row};
+      typename Tile::Values z;
+      tile.load_input(z);
+      if constexpr (Centered) {
+        const float added = float(columns_of(tile.columns));
+        if (added == 0) continue;
+        const float batch_mean = tile.sum(z) / added, delta = batch_mean - mean, share = added / (count + added);
+        squares += tile.squares(z, batch_mean) + delta * delta * count * share;
+        mean += delta * share;
+        count += added;
+      } else {
+        squares += tile.squares(z, 0);
+      }
+    }
+    if constexpr (Centered) {
+      const float row_mean = group.sum(count * mean) / float(a.cols);
+      squares += count * (mean - row_mean) * (mean - row_mean);
+      mean = row_mean;
+    }
+    const float rstd = 1.0f / sqrtf(group.sum(squares) / float(a.cols) + a.eps);
+    if (group.index == 0) {
+      a.rstd[row] = rstd;
+      if constexpr (Centered) a.mean[row] = mean;
+    }
+    const bool summed = !Centered && a.residual.data != nullptr;
+    for (int64_t begin = 0; begin < a.cols; begin += batch) {
+      const Tile tile{a, {group.index, block_threads(), begin, a.cols}, row};
+      typename Tile::Values z, weight;
+      if (summed) tile.columns.load(z, a.sum.data, row * a.sum.stride);
+      else tile.load_as_t(z, a.x);
+      tile.load_weight(weight);
+      tile.finish(z, weight, mean, rstd);
+    }
+  }
+
+ private:
+  LIGER_DEVICE static int columns_of(const Columns<VEC, K>& columns) {
+    int vectors = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k) vectors += columns.has(k);
+    return vectors * VEC;
+  }
+};
+
+template <bool Centered>
+void norm_forward(NormForwardArgs a, Stream stream) {
+  if (a.rows == 0 || a.cols == 0) return;
+  const launch::DeviceProfile& device = device_profile(stream.device);
+  const bool wide = aligned(a.x, a.cols) && aligned(a.residual, a.cols) && aligned(a.sum, a.cols) && aligned(a.y, a.cols) &&
+                    aligned(a.weight, a.cols) && aligned(a.bias, a.cols);
+  dispatch(a.y.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const auto start = [&](auto vec) {
+      constexpr int VEC = decltype(vec)::value;
+      launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC);
+      plan.smem = RowGroup::shared_bytes();
+      a.threads_per_row = plan.threads_per_row;
+      if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered>>(plan, a, stream);
+      if constexpr (VEC > 1) {  // single elements come in one size: four a thread
+        if (plan.k == 1) return launch<NormForwardRegisters<T, VEC, 1, Centered>>(plan, a, stream);
+        if (plan.k == 2) return launch<NormForwardRegisters<T, VEC, 2, Centered>>(plan, a, stream);
+      }
+      launch<NormForwardRegisters<T, VEC, 4, Centered>>(plan, a, stream);
+    };
+    constexpr int wide_vec = 16 / int(sizeof(T));
+    if (wide && a.cols % wide_vec == 0) start(std::integral_constant<int, wide_vec>{});
+    else start(std::integral_constant<int, 1>{});
+  });
+}
+
+}  // namespace liger::gpu

@@ -1,0 +1,8 @@
+// LIGER_FN marks a formula that the CPU backend and GPU kernels share.
+#pragma once
+
+#if defined(__CUDACC__) || defined(__HIP__)
+#define LIGER_FN __host__ __device__ __forceinline__
+#else
+#define LIGER_FN __attribute__((always_inline)) inline
+#endif

@@ -1,0 +1,110 @@
+"""Fine-tunes a Llama twice, as it comes and with liger_ext, from the same weights on the same data, and compares.
+
+    python -m examples.demo                      the real model, SmolLM2-135M-Instruct, in sizes for this machine
+    python -m examples.demo --model random:1b    the shape of Llama-3.2-1B, randomly initialised
+
+Exit status: 0; 1 if the two loss curves do not agree; 2 for a request that cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import platform
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from . import memory, models, report, training
+from .data import batches
+
+EPOCHS = 4  # how often each batch is seen: enough for the loss to fall within a demo
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shapes = ", ".join(f"random:{name}" for name in models.SHAPES)
+    parser.add_argument("--model", default="", help=f"a folder, or one of {shapes} (default: SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--text", type=Path, help="train on this file (default: Python's own library and its documentation)"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--dtype",
+        choices=models.DTYPES,
+        help="of weights and arithmetic (default: bf16 where the machine multiplies it)",
+    )
+    for name in ("steps", "batch", "seq"):
+        parser.add_argument(f"--{name}", type=int, help="(default: by the machine and the model)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo_out"), help="folder for picture and numbers (default: demo_out)"
+    )
+    args = parser.parse_args(argv)
+    for name in ("steps", "batch", "seq"):
+        if getattr(args, name) is not None and getattr(args, name) < 2 - (name == "batch"):
+            parser.error(f"--{name} {getattr(args, name)} is too small")
+    return args
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.processor() or 'CPU')}, {torch.get_num_threads()} threads"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    console = Console()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with console.status("loading the model and the text"):
+            config, build, encode = models.load(args.model)
+            plan = models.make_plan(args, config)
+            data = batches(encode, max(1, (plan.steps - 1) // EPOCHS), plan.batch, plan.seq, args.text)
+    except (ValueError, OSError) as error:
+        console.print(f"[bold red]{error}")
+        return 2
+    dtype = next(name for name, dtype in models.DTYPES.items() if dtype == plan.dtype)
+    title = (
+        f"{args.model or 'SmolLM2-135M-Instruct'}, {plan.steps} steps of {plan.batch} x {plan.seq} tokens, {dtype}, "
+        f"{device_name(plan.device)}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+    console.print(title)
+    with console.status("measuring peak memory, each variant in a process of its own"):
+        peaks = memory.measure_apart(config, plan)
+
+    runs = training.make_runs(build, plan)
+    counts = MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(TextColumn("{task.description}"), BarColumn(), *counts, console=console) as progress:
+        tasks = {run.name: progress.add_task(run.name, total=plan.steps) for run in runs}
+        for run in training.train(runs, data, plan):
+            progress.update(tasks[run.name], advance=1, description=f"{run.name:12}  loss {run.losses[-1]:.4f}")
+
+    agreed = report.agreement(runs, plan)
+    report.print_table(console, title, runs, peaks, plan, agreed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    report.save_numbers(args.out / "demo.json", title, runs, peaks, plan, agreed)
+    report.draw(args.out / "demo.png", title, runs, peaks, plan)
+    console.print(f"picture: {args.out / 'demo.png'}   numbers: {args.out / 'demo.json'}")
+    if not agreed.holds:
+        console.print(
+            f"[bold red]The loss curves do not agree: at step {agreed.step} they are {agreed.difference:.3g} apart, "
+            f"and rounding explains at most {agreed.bound:.3g}. Please report this, with the title of the table."
+        )
+        return 1
+    console.print("[bold green]The loss curves agree.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Peak memory of the loss and of a whole training step, each variant measured in a process of its own.
+
+The loss is the head and the cross entropy, forward and backward, as the model itself runs them: the layers below are
+replaced by a module that returns fixed hidden states. Its peak is what is added to weights and hidden states. The peak
+of a step is everything a step needs: weights, gradients, optimizer state, activations. On a GPU both come from the
+allocator's statistics, on a CPU from the resident set of the process, whose high-water mark Linux lets it reset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from .models import DTYPES, Plan, cast_parameters
+from .training import PATCHED, UNPATCHED, optimizer_for, patch
+
+
+class FixedHidden(torch.nn.Module):
+    """Stands in for the layers of a model."""
+
+    def __init__(self, hidden: torch.Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: object, **kwargs: object) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class Meter:
+    """Bytes in use, and the most that were since `reset`."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+
+    def _status(self, field: str) -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024
+
+    def reset(self) -> int:
+        """Starts a measurement and returns the bytes in use."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated()
+        Path("/proc/self/clear_refs").write_text("5")
+        return self._status("VmRSS:")
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.cuda else self._status("VmHWM:")
+
+
+def measure(
+    config: LlamaConfig, patched: bool, device: torch.device, dtype: torch.dtype, batch: int, seq: int
+) -> dict[str, int]:
+    """Bytes at the peak of the loss, above its inputs, and of a step, above an empty process."""
+    meter = Meter(device)
+    with device:
+        torch.ones(8, 8).matmul(torch.ones(8, 8))
+        empty = meter.reset()
+        model = cast_parameters(LlamaForCausalLM(config), dtype).train()
+        tokens = torch.randint(config.vocab_size, (batch, seq))
+        hidden = torch.randn(batch, seq, config.hidden_size, dtype=dtype)
+    if patched:
+        patch(model)
+    layers = model.model
+
+    def loss(rows: int) -> None:
+        model.model = FixedHidden(hidden[:, :rows].detach().requires_grad_())
+        model(input_ids=tokens[:, :rows], labels=tokens[:, :rows], use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    loss(8)  # libraries initialise
+    before = meter.reset()
+    loss(seq)
+    of_loss = meter.peak() - before
+
+    model.model = layers
+    optimizer = optimizer_for(model, 0.0)
+    for _ in range(2):  # the first makes the optimizer's state
+        meter.reset()
+        optimizer.zero_grad(set_to_none=True)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+    return {"loss": of_loss, "step": meter.peak() - (0 if device.type == "cuda" else empty)}
+
+
+def measure_apart(config: LlamaConfig, plan: Plan) -> dict[str, dict[str, int] | None]:
+    """`measure` for both variants, each in a new process; None where the system cannot tell (no Linux, no /proc)."""
+    if plan.device.type == "cpu" and not os.access("/proc/self/clear_refs", os.W_OK):
+        return {UNPATCHED: None, PATCHED: None}
+    request = {
+        "config": config.to_diff_dict(), "device": str(plan.device), "batch": plan.batch, "seq": plan.seq,
+        "dtype": next(name for name, dtype in DTYPES.items() if dtype == plan.dtype),
+    }  # fmt: skip
+    # Freed blocks of a megabyte go back to the system at once, so that the resident set is what is in use.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    measured = {}
+    for name in (UNPATCHED, PATCHED):
+        command = [sys.executable, "-m", __spec__.name, json.dumps(request | {"patched": name == PATCHED})]
+        child = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if child.returncode:
+            raise RuntimeError(f"measuring the memory of {name} failed:\n{child.stderr[-4000:]}")
+        measured[name] = json.loads(child.stdout.splitlines()[-1])
+    return measured
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="measures one variant; the demo calls this")
+    parser.add_argument("request", type=json.loads)
+    asked = parser.parse_args().request
+    config, device = LlamaConfig(**asked["config"]), torch.device(asked["device"])
+    print(json.dumps(measure(config, asked["patched"], device, DTYPES[asked["dtype"]], asked["batch"], asked["seq"])))

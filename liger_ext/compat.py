@@ -1,0 +1,78 @@
+"""Liger-Kernel's function names and argument orders, for code that calls them. New code wants :mod:`liger_ext.functional`.
+
+``in_place`` arguments are accepted and have no effect: nothing is ever written over.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import _reduction
+
+from liger_ext import functional as F
+
+liger_layer_norm = F.layer_norm
+liger_softmax = F.softmax
+liger_fused_linear_cross_entropy = F.fused_linear_cross_entropy
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    return F.swiglu(a, b)
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    return F.geglu(a, b)
+
+
+def liger_rms_norm(
+    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> Tensor:
+    return F.rms_norm(X, W, eps, offset, casting_mode)
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> tuple[Tensor, Tensor]:
+    return F.add_rms_norm(X, R, W, eps, offset, casting_mode)
+
+
+def liger_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """``position_ids`` has no effect: cos and sin are those of the positions already, as in Hugging Face."""
+    return F.rope(q, k, cos, sin, unsqueeze_dim)
+
+
+liger_rope = liger_rotary_pos_emb
+
+
+def liger_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | F.CrossEntropyOutput:
+    """``size_average`` and ``reduce`` mean what they mean in ``torch.nn.functional.cross_entropy``."""
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    return F.cross_entropy(
+        input,
+        target,
+        weight,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
+    )

@@ -1,0 +1,54 @@
+"""Patching Hugging Face models. Importing this is cheap: transformers is imported when a name below is first used."""
+
+import functools
+import importlib
+import importlib.metadata
+import warnings
+
+_MODULES = {
+    "AutoLigerKernelForCausalLM": "auto",
+    "LigerCausalLMOutputWithPast": "loss",
+    "PatchHandle": "patch",
+    "apply_liger_kernel": "auto",
+    "apply_liger_kernel_to_instance": "auto",
+    "apply_liger_kernel_to_llama": "llama",
+}
+OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = "4.51.3", "5.23"
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_transformers()
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+@functools.cache
+def check_transformers() -> None:
+    """Raises ImportError if transformers is missing or too old; warns, once, if it is newer than any tested version."""
+    supported = f"transformers {OLDEST_TRANSFORMERS} to {NEWEST_TRANSFORMERS}"
+    try:
+        found = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"liger_ext patches models of {supported}, which is not installed") from None
+    release = _release(found)
+    if release < _release(OLDEST_TRANSFORMERS):
+        raise ImportError(f"liger_ext needs {supported}, but {found} is installed. Upgrade transformers.")
+    if release[:2] > _release(NEWEST_TRANSFORMERS):
+        warnings.warn(f"liger_ext is tested with {supported}; {found} is installed", stacklevel=3)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers that a version starts with: (5, 24, 0) of "5.24.0.dev0"."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

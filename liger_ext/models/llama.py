@@ -1,0 +1,230 @@
+"""What patching Llama means: which module does what differently. `liger_ext.models.patch` is the mechanism.
+
+Each class here replaces the class of the same name in transformers, by a swap on the instance, and is importable under
+that name: a patched model pickles, and is saved with the names of the original classes.
+"""
+
+import inspect
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama import modeling_llama
+from transformers.utils import can_return_tuple
+
+from liger_ext import functional
+from liger_ext.models.loss import (
+    FUSED_OPTIONS,
+    OUTPUT_OPTIONS,
+    VALUE_OPTIONS,
+    LigerCausalLMOutputWithPast,
+    causal_lm_cross_entropy,
+    causal_lm_loss,
+    fused_causal_lm_loss,
+)
+from liger_ext.models.patch import (
+    PatchHandle,
+    is_plain_tensor,
+    on_construction,
+    only_forward_runs,
+    swap_class,
+    with_globals,
+)
+
+
+class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not is_plain_tensor(self.weight):
+            return super().forward(hidden_states)
+        return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+class LlamaMLP(modeling_llama.LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(functional.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class LlamaAttention(modeling_llama.LlamaAttention):
+    """transformers' forward, in which the name `apply_rotary_pos_emb` means our function."""
+
+    forward = with_globals(modeling_llama.LlamaAttention.forward, apply_rotary_pos_emb=functional.rope)
+
+
+_LAYER = inspect.signature(modeling_llama.LlamaDecoderLayer.forward).parameters
+_LAYER_DEFAULTS = {name: p.default for name, p in _LAYER.items() if p.default is not p.empty}  # all but hidden_states
+_LAYER_RETURNS_TUPLE = "output_attentions" in _LAYER  # up to 4.53: hidden states[, attention weights]; then no tuple
+
+
+class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
+    """Adds the attention's output to the residual stream and normalises the sum in one op."""
+
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
+        norm = self.post_attention_layernorm
+        if not (isinstance(norm, LlamaRMSNorm) and only_forward_runs(norm) and is_plain_tensor(norm.weight)):
+            return super().forward(hidden_states, *args, **kwargs)
+        # The arguments differ between versions of transformers, but in each all of them go to the attention, by name.
+        arguments = {**_LAYER_DEFAULTS, **dict(zip(_LAYER_DEFAULTS, args, strict=False)), **kwargs}
+        attention, weights = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **arguments)
+        normed, residual = functional.add_rms_norm(attention, hidden_states, norm.weight, norm.variance_epsilon)
+        hidden_states = residual + self.mlp(normed)
+        if _LAYER_RETURNS_TUPLE:
+            return (hidden_states, weights) if arguments["output_attentions"] else (hidden_states,)
+        return hidden_states
+
+
+_FORWARD = inspect.signature(modeling_llama.LlamaForCausalLM.forward)
+_FORWARD_NAMES = tuple(_FORWARD.parameters)[1:]
+
+
+class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
+    @can_return_tuple
+    def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> CausalLMOutputWithPast:
+        """transformers' forward, but in training with labels the loss comes from the hidden states: no logits exist.
+
+        Args:
+            skip_logits: False brings the logits back in training, True spares them in evaluation. None: the rule above.
+            shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
+                use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
+
+        The loss of labels that are all ignored is 0; transformers gives NaN. A loss of the user's own
+        (`model.loss_function`) is obeyed: it needs logits, and gets them.
+        """
+        arguments = {**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}
+        labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
+        has_labels = labels is not None or shift_labels is not None
+        if skip_logits and not has_labels:
+            raise ValueError("skip_logits=True leaves nothing to return without labels or shift_labels")
+        if skip_logits is None:
+            skip_logits = self.training and has_labels
+        options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
+        options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
+        standard_loss = self.loss_function in (ForCausalLMLoss, causal_lm_cross_entropy)
+        if not (standard_loss and has_labels) or not (skip_logits or options or labels is None):
+            return super().forward(**arguments)
+
+        loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
+        logits_to_keep = arguments.pop("logits_to_keep", 0)
+        outputs = self.model(**arguments, return_dict=True)
+        hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
+        if skip_logits:
+            logits = None
+            result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, **options)
+        else:
+            logits = self.lm_head(hidden_states)
+            result = causal_lm_loss(logits, **loss_arguments, **options)
+        return LigerCausalLMOutputWithPast(
+            loss=result.loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            token_accuracy=result.token_accuracy,
+            predicted_tokens=result.predicted_tokens,
+        )
+
+    # Trainer and generate() read the signature: which columns of a data set and which arguments the model takes.
+    forward.__signature__ = _FORWARD.replace(
+        parameters=[
+            *(p for p in _FORWARD.parameters.values() if p.kind is not p.VAR_KEYWORD),
+            inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None),
+            *(p for p in _FORWARD.parameters.values() if p.kind is p.VAR_KEYWORD),
+        ]
+    )
+
+
+_SILU = ("silu", "swish")
+_LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+_LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
+
+
+def apply_liger_kernel_to_llama(
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    swiglu: bool = True,
+    model: nn.Module | None = None,
+    *,
+    fused_add_rms_norm: bool = True,
+) -> PatchHandle:
+    """Makes Hugging Face Llama train with liger_ext: one model, or all that are built from now on.
+
+    Every Llama model is covered: causal LM, the classifiers and question answering (whose own heads stay as they are),
+    the bare LlamaModel, and a Llama inside another module (PEFT, DDP, FSDP2, ...). Nothing global is replaced.
+
+    Args:
+        rope: rotary position embedding.
+        cross_entropy: the loss from logits. Excludes `fused_linear_cross_entropy`.
+        fused_linear_cross_entropy: language-model head and loss in one; see `LlamaForCausalLM.forward`.
+        rms_norm: all RMSNorms.
+        swiglu: the MLPs' activation. Models with another `hidden_act` than SiLU keep theirs.
+        model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
+            `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
+        fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.
+
+    Returns:
+        The handle: `.revert()` undoes the patch. As a context manager it reverts at the end.
+
+    Raises:
+        ValueError: both cross entropies are asked for, or `model` holds no Llama.
+        ImportError: transformers is older than 4.51.3.
+    """
+    if cross_entropy and fused_linear_cross_entropy:
+        raise ValueError("cross_entropy and fused_linear_cross_entropy exclude each other: set one of them to False")
+    patches = [
+        patch
+        for patch, wanted in (
+            (LlamaAttention, rope),
+            (LlamaForCausalLM, fused_linear_cross_entropy),
+            (LlamaRMSNorm, rms_norm),
+            (LlamaMLP, swiglu),
+            (LlamaDecoderLayer, rms_norm and fused_add_rms_norm),
+        )
+        if wanted
+    ]
+
+    def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
+        for module in root.modules():
+            _patch_module(module, patches, handle)
+            if cross_entropy and isinstance(module, modeling_llama.LlamaForCausalLM):
+                _replace_loss(module, handle)
+
+    with PatchHandle() as handle:  # a failure on the way undoes what was done
+        if model is None:
+            on_construction(modeling_llama.LlamaModel, patch_modules, handle)
+            on_construction(modeling_llama.LlamaForCausalLM, patch_modules, handle)
+        elif any(isinstance(module, modeling_llama.LlamaPreTrainedModel) for module in model.modules()):
+            patch_modules(model, handle)
+        else:
+            raise ValueError(f"{type(model).__name__} holds no Llama model to patch")
+        return handle.pop_all()
+
+
+def _patch_module(module: nn.Module, patches: Iterable[type[nn.Module]], handle: PatchHandle | None) -> None:
+    for patch in patches:
+        if patch is LlamaMLP and isinstance(module, LlamaMLP.__base__) and module.config.hidden_act not in _SILU:
+            continue  # another activation stays transformers'
+        if isinstance(module, patch.__base__):
+            swap_class(module, patch, handle)
+
+
+def _replace_loss(model: nn.Module, handle: PatchHandle | None) -> None:
+    """By transformers' own setter; a loss that the user has set stays."""
+    if "_loss_function" not in model.__dict__ and model.loss_function is ForCausalLMLoss:
+        model.loss_function = causal_lm_cross_entropy
+        if handle is not None:
+            handle.callback(model.__dict__.pop, "_loss_function", None)
+
+
+def _keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The positions whose logits are wanted: the last n (0: all), those of a 1-D index, or, row by row, of a 2-D index
+    [batch, n] or a 2-D bool mask [batch, seq] (which gives [n_true, hidden_size])."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states if logits_to_keep == 0 else hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.dim() < 2:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return hidden_states.take_along_dim(logits_to_keep.unsqueeze(-1), dim=1)

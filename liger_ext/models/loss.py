@@ -1,0 +1,151 @@
+"""The causal language model's loss, from hidden states or logits, with the meaning of transformers' ForCausalLMLoss."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from liger_ext import functional
+from liger_ext.functional import CrossEntropyOutput
+from liger_ext.models.patch import is_plain_tensor, only_forward_runs
+
+# Arguments of a model's forward for the loss: what changes its value, what is returned with it, how it is made.
+VALUE_OPTIONS = ("label_smoothing", "lse_square_scale", "ce_weight", "use_token_scaling")
+OUTPUT_OPTIONS = ("return_token_accuracy", "return_predicted_tokens", "return_z_loss")
+FUSED_OPTIONS = ("accum_dtype", "memory")
+
+
+@dataclass
+class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """`CausalLMOutputWithPast`, and what the fused loss can count on its way.
+
+    Args:
+        token_accuracy: fp32 scalar, the share of correct predictions among the targets that are not ignored; with
+            `return_token_accuracy=True`.
+        predicted_tokens: int64 [rows], the most likely token of each row of the flattened batch, -1 where the target is
+            ignored; with `return_predicted_tokens=True`.
+    """
+
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+def fused_causal_lm_loss(
+    hidden_states: torch.Tensor,
+    lm_head: nn.Module,
+    labels: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: int | torch.Tensor | None = None,
+    ignore_index: int = -100,
+    **options,
+) -> CrossEntropyOutput:
+    """The loss of `lm_head(hidden_states)` against the labels, without keeping logits.
+
+    Where the head is more than a plain linear layer (LoRA, hooks, sharded or quantised weights), it is called, and the
+    loss is taken from its logits: slower, and right.
+
+    Args:
+        hidden_states: [..., hidden_size].
+        labels: [...] int64, of the positions of `hidden_states`; each position is judged by its successor's label.
+        shift_labels: [...] int64, labels shifted already; `labels` is not read then.
+        num_items_in_batch: what the summed loss is divided by. None: the number of targets that are not ignored.
+        options: of `functional.fused_linear_cross_entropy`.
+
+    Raises:
+        ValueError: labels for more or fewer positions than `hidden_states` has.
+    """
+    head = plain_linear(lm_head)
+    if head is None:
+        return causal_lm_loss(lm_head(hidden_states), labels, shift_labels, num_items_in_batch, ignore_index, **options)
+    return _output(
+        functional.fused_linear_cross_entropy(
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            head.weight,
+            _targets(labels, shift_labels, ignore_index, hidden_states),
+            head.bias,
+            ignore_index=ignore_index,
+            normalizer=num_items_in_batch,
+            **options,
+        )
+    )
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: int | torch.Tensor | None = None,
+    ignore_index: int = -100,
+    *,
+    ce_weight: torch.Tensor | None = None,
+    use_token_scaling: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    memory: object = None,
+    **options,
+) -> CrossEntropyOutput:
+    """The loss of logits [..., vocab_size], without an fp32 copy of them; arguments as in `fused_causal_lm_loss`.
+
+    `accum_dtype` and `memory` have no meaning here. `use_token_scaling` needs the fused loss: ValueError.
+    """
+    if use_token_scaling:
+        raise ValueError("use_token_scaling needs the loss fused with lm_head: a plain nn.Linear, and no logits wanted")
+    output = _output(
+        functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]),
+            _targets(labels, shift_labels, ignore_index, logits),
+            ce_weight,
+            ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            **options,
+        )
+    )
+    if num_items_in_batch is None:
+        return output
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(logits.device)
+    return output._replace(loss=output.loss / num_items_in_batch)
+
+
+def causal_lm_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int | None = None,
+    num_items_in_batch: int | torch.Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """`causal_lm_loss` with the signature of transformers' ForCausalLMLoss, for `model.loss_function`."""
+    options = {name: kwargs[name] for name in VALUE_OPTIONS if name in kwargs}
+    return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options).loss
+
+
+def plain_linear(module: nn.Module) -> nn.Linear | None:
+    """The linear layer whose weight and bias are all that a call of `module` uses; None if there is more to it.
+
+    PEFT's ModulesToSaveWrapper stands for the copy that its active adapter trains.
+    """
+    if type(module).__name__ == "ModulesToSaveWrapper" and only_forward_runs(module):
+        adapters, trained = module.active_adapters, module.modules_to_save
+        use_original = module.disable_adapters or not adapters or any(name not in trained for name in adapters)
+        module = module.original_module if use_original else trained[adapters[0]]
+    if type(module) is nn.Linear and only_forward_runs(module) and is_plain_tensor(module.weight):
+        return module
+    return None
+
+
+def _targets(
+    labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int, rows: torch.Tensor
+) -> torch.Tensor:
+    """What each row of the flattened batch predicts: the label of the position after it, and nothing at the end."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    positions = rows.numel() // rows.shape[-1]
+    if shift_labels.numel() != positions:
+        raise ValueError(f"labels for {shift_labels.numel()} positions, but {positions} are kept (see logits_to_keep)")
+    return shift_labels.reshape(-1).to(rows.device)
+
+
+def _output(result: torch.Tensor | CrossEntropyOutput) -> CrossEntropyOutput:
+    return result if isinstance(result, CrossEntropyOutput) else CrossEntropyOutput(loss=result)

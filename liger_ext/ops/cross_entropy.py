@@ -1,0 +1,183 @@
+"""Cross entropy of logits and integer targets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_ext.ops._checks import REDUCTIONS, accumulator, check_device, check_dtype, code_of, require, shape_text
+from liger_ext.ops._register import register
+
+_cross_entropy = torch.ops.liger_ext.cross_entropy.default
+_cross_entropy_backward = torch.ops.liger_ext.cross_entropy_backward.default
+
+COUNTS = 8  # slots of the sums over all targets that forward and backward share
+_NONE = REDUCTIONS["none"]
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What the losses return when a ``return_*`` option is set; a field that was not asked for is None."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy between rows of logits and integer targets.
+
+    Per row with target ``y``: ``x' = softcap * tanh(x / softcap)`` (or x), ``lse = log(sum(exp(x')))``, ``e = label_smoothing``,
+    ``w`` the class weights (or ones)::
+
+        ce = (1 - e) * w[y] * (lse - x'[y]) + e / V * sum_j w[j] * (lse - x'[j])
+        z  = lse_square_scale * lse ** 2                      (z-loss: de Brebisson and Vincent, 2015; PaLM, arXiv:2204.02311)
+
+    ``"mean"`` divides the sum of ``ce`` by the sum of ``w[y]``, and the sum of ``z`` by the number of targets that count. Losses
+    are computed and returned in float32 (float64 for float64 logits). The logits are never written.
+
+    Args:
+        logits: ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the CPU).
+        target: the shape of logits without its last dimension, int64, each in ``[0, vocab_size)`` or ``ignore_index``.
+        weight: ``(vocab_size,)``, a weight for each class, or None.
+        ignore_index: such targets count for nothing: loss and gradient are 0. If all are, so is the mean.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` (the losses in the shape of target).
+        label_smoothing: in [0, 1] (Szegedy et al., 2015, arXiv:1512.00567).
+        lse_square_scale: factor of the z-loss, which is added to the loss.
+        softcap: bound of the logits (Gemma 2, arXiv:2408.00118), greater than 0, or None.
+        return_z_loss: also return the part of the loss that is z-loss.
+        return_token_accuracy: also return the share of targets that are the largest logit (per token with ``"none"``).
+        return_predicted_tokens: also return the index of the largest logit in the shape of target, -1 where ignored.
+
+    Returns:
+        The loss, or a :class:`CrossEntropyOutput` if a ``return_*`` option is set. Only the loss is differentiable.
+
+    Raises:
+        ValueError: an option outside its range, or shapes, dtypes or devices that do not fit together.
+        IndexError: a target outside ``[0, vocab_size)`` on the CPU. On a GPU nothing waits for the check: that row's loss and
+            gradient are NaN, and the error is raised by the next liger_ext call on the device or by
+            :func:`liger_ext.check_errors`.
+    """
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(f"target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} without the last dimension")
+    if weight is not None:
+        weight = weight.to(accumulator(logits.dtype))
+    outputs = _cross_entropy(
+        logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1]),
+        target if target.dim() == 1 else target.reshape(-1),
+        weight,
+        ignore_index,
+        code_of("reduction", reduction, REDUCTIONS),
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
+    )
+    return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
+
+
+def results(outputs, target: Tensor, reduction: str, z_loss: bool, accuracy: bool, predicted: bool) -> Tensor | CrossEntropyOutput:
+    """What users get of an op's outputs: per-token ones in the shape of target, and only those asked for."""
+    flat = target.dim() == 1
+    per_token = reduction == "none" and not flat
+    loss = outputs[0].view(target.shape) if per_token else outputs[0]
+    if not (z_loss or accuracy or predicted):
+        return loss
+    return CrossEntropyOutput(
+        loss,
+        (outputs[1].view(target.shape) if per_token else outputs[1]) if z_loss else None,
+        (outputs[2].view(target.shape) if per_token else outputs[2]) if accuracy else None,
+        (outputs[3] if flat else outputs[3].view(target.shape)) if predicted else None,
+    )
+
+
+def check_options(op: str, reduction: int, label_smoothing: float, softcap: float | None) -> None:
+    require(0 <= reduction <= 2, op, ": reduction is ", reduction, ", expected 0 (none), 1 (mean) or 2 (sum)")
+    require(0 <= label_smoothing <= 1, op, ": label_smoothing is ", label_smoothing, ", expected a number in [0, 1]")
+    require(softcap is None or softcap > 0, op, ": softcap is ", softcap, ", expected None or a number greater than 0")
+
+
+def check_target(op: str, target: Tensor, rows, like: Tensor, like_name: str) -> None:
+    check_device(op, target, "target", like, like_name)
+    require(target.dtype == torch.int64, op, ": target has dtype ", target.dtype, ", expected torch.int64")
+    if target.dim() != 1 or target.shape[0] != rows:
+        raise ValueError(f"{op}: target has shape {shape_text(target)}, expected ({rows})")
+
+
+def check_class_weight(op: str, weight: Tensor | None, name: str, vocab, dtype: torch.dtype, like: Tensor) -> None:
+    if weight is None:
+        return
+    check_device(op, weight, name, like, "the logits")
+    if weight.dim() != 1 or weight.shape[0] != vocab:
+        raise ValueError(f"{op}: {name} has shape {shape_text(weight)}, expected ({vocab})")
+    require(weight.dtype == dtype, op, ": ", name, " has dtype ", weight.dtype, ", expected ", dtype)
+
+
+def fake_results(like: Tensor, rows, dtype: torch.dtype, reduction: int, z_loss: bool, accuracy: bool, predicted: bool):
+    """loss, z_loss, token_accuracy and predicted_tokens without data; those not asked for have no elements."""
+    shape = (rows,) if reduction == _NONE else ()
+    return (
+        like.new_empty(shape, dtype=dtype),
+        like.new_empty(shape if z_loss else 0, dtype=dtype),
+        like.new_empty(shape if accuracy else 0, dtype=torch.float32),
+        like.new_empty(rows if predicted else 0, dtype=torch.int64),
+    )
+
+
+def _check(op, logits, target, weight, reduction, label_smoothing, softcap):
+    check_options(op, reduction, label_smoothing, softcap)
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"{op}: logits has shape {shape_text(logits)}, expected (rows, vocab_size) with vocab_size > 0")
+    check_dtype(logits.dtype, "logits", logits.device)
+    check_target(op, target, logits.shape[0], logits, "logits")
+    check_class_weight(op, weight, "weight", logits.shape[1], accumulator(logits.dtype), logits)
+
+
+def _fake(logits, target, weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, z_loss, accuracy, predicted):
+    _check("cross_entropy", logits, target, weight, reduction, label_smoothing, softcap)
+    dtype = accumulator(logits.dtype)
+    losses = fake_results(logits, logits.shape[0], dtype, reduction, z_loss, accuracy, predicted)
+    return *losses, logits.new_empty(logits.shape[0], dtype=dtype), logits.new_empty(COUNTS, dtype=dtype)
+
+
+def _fake_backward(
+    dloss, logits, target, weight, lse, counts, ignore_index, reduction, label_smoothing, lse_square_scale, softcap
+):
+    _check("cross_entropy_backward", logits, target, weight, reduction, label_smoothing, softcap)
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    if ctx.needs_input_grad[2]:
+        raise RuntimeError("liger_ext::cross_entropy has no gradient for the class weights: pass weight.detach()")
+    logits, target, weight, *options = inputs
+    _, *others = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*others)
+    lse, counts = others[-2:]
+    ctx.save_for_backward(logits, target, weight, lse, counts)
+    ctx.options = options[:5]
+
+
+def _backward(ctx, dloss, *_):
+    dlogits = None if dloss is None else _cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
+    return dlogits, *(None,) * 10
+
+
+register("cross_entropy", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)

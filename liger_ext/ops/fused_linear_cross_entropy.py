@@ -1,0 +1,292 @@
+"""The language-model head and its loss in one op, so that the logits never exist as a whole.
+
+The C++ op cannot ask a tensor whether it requires a gradient, so the public function says which gradients are wanted, and how
+many rows of logits may exist at a time. From these arguments alone follows how the gradients come about:
+
+* deferred: one chunk. The forward saves the gradient of the logits (without loss scale and denominator), and the backward
+  runs the two matmuls.
+* accumulated: several chunks. The forward adds up dx and dweight, also without scale; the backward scales and casts them.
+* recomputed: several chunks and reduction "none", where each row's gradient has a factor of its own: the backward runs the
+  chunks again.
+
+Saved tensors are read, never written, so a second backward gives the same gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from liger_ext.ops._checks import REDUCTIONS, accumulator, check_device, check_dtype, check_parameter, code_of, require, shape_text
+from liger_ext.ops._register import register
+from liger_ext.ops.cross_entropy import (
+    COUNTS,
+    CrossEntropyOutput,
+    check_class_weight,
+    check_options,
+    check_target,
+    fake_results,
+    results,
+)
+
+_forward_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
+_backward_op = torch.ops.liger_ext.fused_linear_cross_entropy_backward.default
+
+_MIB = 1 << 20
+_COMPUTE_DTYPE = [argument.name for argument in _forward_op._schema.arguments].index("compute_dtype")
+
+
+def fused_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    *,
+    memory: str | int = "auto",
+    normalizer: Tensor | float | None = None,
+) -> Tensor | CrossEntropyOutput:
+    """``cross_entropy(x @ weight.T + bias, target)`` in chunks of rows, without the logits as a whole.
+
+    The formula is that of :func:`cross_entropy`. The matmuls run in the promoted dtype of x and weight, or under autocast in
+    its dtype; everything else in float32 (float64 for float64). Gradients that nobody wants are not computed: neither under
+    ``no_grad``, nor of a frozen head or a frozen backbone.
+
+    Args:
+        x: ``(..., hidden_size)``, the hidden states: float32, bfloat16 or float16 (float64 on the CPU).
+        weight: ``(vocab_size, hidden_size)``, the head's weight; its dtype may differ from that of x.
+        target: the shape of x without its last dimension, int64, each in ``[0, vocab_size)`` or ``ignore_index``.
+        bias: ``(vocab_size,)`` or None.
+        ce_weight: ``(vocab_size,)``, a weight for each class, or None.
+        ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy,
+            return_predicted_tokens: as in :func:`cross_entropy`.
+        accum_dtype: in which the weight's gradient is summed over chunks: float32 if None (float64 for float64), or the dtype of
+            the matmuls, which takes half the memory and rounds after each chunk.
+        use_token_scaling: multiply each token's loss by the probability of its target, as a constant.
+        memory: how large the buffer of logits may be: a number of bytes, or ``"auto"``, see :func:`chunk_rows`. It changes
+            memory and speed, and results by rounding only.
+        normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in all
+            accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element.
+
+    Returns:
+        The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set. Only the
+        loss is differentiable, with respect to x, weight and bias.
+
+    Raises:
+        ValueError: an option outside its range, or shapes, dtypes or devices that do not fit together.
+        IndexError: a target out of range, as in :func:`cross_entropy`.
+    """
+    if target.shape != x.shape[:-1]:
+        raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} without the last dimension")
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    compute_dtype = _autocast_dtype(x.device.type, x, weight)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
+    if ce_weight is not None:
+        ce_weight = ce_weight.to(accumulator(dtype))
+    grad = torch.is_grad_enabled()
+    need_dweight = grad and weight.requires_grad
+    outputs = _forward_op(
+        rows,
+        weight,
+        target if target.dim() == 1 else target.reshape(-1),
+        bias,
+        ce_weight,
+        None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
+        ignore_index,
+        code_of("reduction", reduction, REDUCTIONS),
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        use_token_scaling,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
+        accum_dtype,
+        compute_dtype,
+        chunk_rows(rows.shape[0], weight.shape[0], weight.shape[-1], dtype, memory, x.device, need_dweight),
+        grad and x.requires_grad,
+        need_dweight,
+        grad and bias is not None and bias.requires_grad,
+    )
+    return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
+
+
+def chunk_rows(
+    rows: int,
+    vocab_size: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    memory: str | int,
+    device: torch.device,
+    need_dweight: bool = False,
+) -> int:
+    """How many rows of logits exist at a time: all of them, or equal chunks of a multiple of 128 rows.
+
+    ``memory`` is the size of the buffer of logits in bytes (of at least 128 rows). ``"auto"`` is a GPU's memory / 32, but at
+    least 256 MiB; on a CPU 64 MiB, but at least 256 rows. Where the weight's gradient is wanted, ``"auto"`` also takes a single
+    chunk whenever its logits are no larger than the float32 sum of that gradient, which only several chunks need.
+
+    Only facts that do not change decide (never how much memory is free), so that the same call gives the same bits.
+
+    Raises:
+        ValueError: ``memory`` is neither ``"auto"`` nor a positive number.
+    """
+    row_bytes = (vocab_size + 63) // 64 * 64 * dtype.itemsize
+    if memory == "auto":
+        on_gpu = device.type == "cuda"
+        budget = max(256 * _MIB, _total_memory(device) // 32) if on_gpu else max(64 * _MIB, 256 * row_bytes)
+        if need_dweight:
+            budget = max(budget, vocab_size * hidden_size * accumulator(dtype).itemsize)
+    elif isinstance(memory, (int, float)) and not isinstance(memory, bool) and memory > 0:
+        budget = int(memory)
+    else:
+        raise ValueError(f"memory is {memory!r}, expected 'auto' or a number of bytes greater than 0")
+    most = max(budget // row_bytes // 128 * 128, 128)
+    if rows <= most:
+        return max(rows, 1)
+    chunks = (rows + most - 1) // most
+    return ((rows + chunks - 1) // chunks + 127) // 128 * 128
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _total_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Neither way waits for the device.
+    if isinstance(value, Tensor):
+        return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=True)
+    return torch.full((1,), value, dtype=dtype, device=device)
+
+
+def _autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
+    # As torch's own matmuls: float64 is left alone.
+    if x.dtype == torch.float64 or weight.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _autocast(device_type, *args):
+    if args[_COMPUTE_DTYPE] is not None:
+        return args
+    return *args[:_COMPUTE_DTYPE], _autocast_dtype(device_type, args[0], args[1]), *args[_COMPUTE_DTYPE + 1 :]
+
+
+def _check(op, x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap, accum_dtype, compute_dtype, chunk):
+    """Checks, and returns the dtypes (compute, accumulator, sum of dweight)."""
+    check_options(op, reduction, label_smoothing, softcap)
+    require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, hidden_size)")
+    rows, hidden = x.shape
+    if weight.dim() != 2 or weight.shape[1] != hidden or weight.shape[0] == 0:
+        raise ValueError(f"{op}: weight has shape {shape_text(weight)}, expected (vocab_size, {hidden})")
+    check_device(op, weight, "weight", x, "x")
+    check_dtype(x.dtype, "x", x.device)
+    check_dtype(weight.dtype, "weight", x.device)
+    compute = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
+    check_dtype(compute, "compute_dtype", x.device)
+    acc = accumulator(compute)
+    accum = acc if accum_dtype is None else accum_dtype
+    check_dtype(accum, "accum_dtype", x.device)
+    require(
+        accum in (acc, compute),
+        op, ": accum_dtype is ", accum, ", expected ", acc, " or the dtype of the matmuls, ", compute,
+    )  # fmt: skip
+    check_target(op, target, rows, x, "x")
+    check_class_weight(op, ce_weight, "ce_weight", weight.shape[0], acc, x)
+    check_parameter(op, bias, "bias", x, weight.shape[0])
+    require(rows == 0 or chunk > 0, op, ": chunk_rows is ", chunk, ", expected at least 1")
+    return compute, acc, accum
+
+
+def _fake(
+    x, weight, target, bias, ce_weight, normalizer, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
+    use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype, chunk_rows,
+    need_dx, need_dweight, need_dbias,
+):  # fmt: skip
+    compute, acc, accum = _check(
+        "fused_linear_cross_entropy", x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap, accum_dtype,
+        compute_dtype, chunk_rows,
+    )  # fmt: skip
+    rows, hidden = x.shape
+    vocab = weight.shape[0]
+    need_dbias = need_dbias and bias is not None
+    parameters = need_dweight or need_dbias
+    deferred = parameters and chunk_rows >= rows
+    accumulated = (need_dx or parameters) and not deferred and (reduction != REDUCTIONS["none"] or not parameters)
+    return (
+        *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
+        x.new_empty(COUNTS, dtype=acc),
+        x.new_empty((rows, (vocab + 63) // 64 * 64) if deferred else 0, dtype=compute),
+        x.new_empty((rows, hidden) if accumulated and need_dx else 0, dtype=compute),
+        x.new_empty((vocab, hidden) if accumulated and need_dweight else 0, dtype=accum),
+        x.new_empty(vocab if accumulated and need_dbias else 0, dtype=acc),
+    )
+
+
+def _fake_backward(
+    dloss, x, weight, target, bias, ce_weight, counts, saved, dx, dweight, dbias, ignore_index, reduction, label_smoothing,
+    lse_square_scale, softcap, use_token_scaling, accum_dtype, compute_dtype, chunk_rows, need_dx, need_dweight, need_dbias,
+):  # fmt: skip
+    _, acc, _ = _check(
+        "fused_linear_cross_entropy_backward", x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap,
+        accum_dtype, compute_dtype, chunk_rows,
+    )  # fmt: skip
+    need_dbias = need_dbias and bias is not None
+    return (
+        x.new_empty(x.shape if need_dx else 0),
+        weight.new_empty(weight.shape if need_dweight else 0),
+        x.new_empty(weight.shape[0] if need_dbias else 0, dtype=acc if bias is None else bias.dtype),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, target, bias, ce_weight, _, *options = inputs
+    *_, need_dx, need_dweight, need_dbias = options
+    for index, name, need in ((0, "x", need_dx), (1, "weight", need_dweight), (3, "bias", need_dbias)):
+        if ctx.needs_input_grad[index] and not need:
+            raise RuntimeError(
+                f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a gradient. "
+                f"Pass need_d{name}=True, or {name}.detach()"
+            )
+    if ctx.needs_input_grad[4]:
+        raise RuntimeError("liger_ext::fused_linear_cross_entropy has no gradient for ce_weight: pass ce_weight.detach()")
+    _, *others = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*others)
+    ctx.save_for_backward(x, weight, target, bias, ce_weight, *others[3:])
+    ctx.options = options[:6] + options[9:]  # without return_*
+
+
+def _backward(ctx, dloss, *_):
+    gradients = [None] * 21
+    if dloss is not None:
+        # The same flags as in the forward, since what it saved follows from them.
+        dx, dweight, dbias = _backward_op(dloss, *ctx.saved_tensors, *ctx.options)
+        for index, gradient in ((0, dx), (1, dweight), (3, dbias)):
+            if ctx.needs_input_grad[index]:
+                gradients[index] = gradient
+    return tuple(gradients)
+
+
+register(
+    "fused_linear_cross_entropy",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+    autocast=_autocast,
+)

@@ -1,0 +1,76 @@
+"""LayerNorm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_ext.ops._checks import accumulator, check_dtype, check_parameter, check_rows, check_same_shape
+from liger_ext.ops._register import register
+
+_layer_norm = torch.ops.liger_ext.layer_norm.default
+_layer_norm_backward = torch.ops.liger_ext.layer_norm_backward.default
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016, arXiv:1607.06450).
+
+    ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(var + eps)`` and the biased variance. Statistics and all
+    arithmetic are in float32 (float64 for float64), with one rounding at the end; the backward accumulates the gradients of
+    weight and bias in float32 over all rows.
+
+    Args:
+        x: ``(..., hidden_size)``, float32, bfloat16 or float16 (float64 on the CPU), any strides.
+        weight, bias: ``(hidden_size,)`` or None; their dtypes may differ from that of ``x``.
+        eps: added to the variance.
+
+    Returns:
+        ``y`` with the shape and dtype of ``x``, contiguous.
+
+    Raises:
+        ValueError: a dtype that is not supported, or a weight or bias of another shape or device.
+    """
+    return _layer_norm(x, weight, bias, eps)[0]
+
+
+def _fake(x, weight, bias, eps):
+    check_rows("layer_norm", x, "x")
+    for parameter, name in ((weight, "weight"), (bias, "bias")):
+        check_parameter("layer_norm", parameter, name, x, x.shape[-1])
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype)) for _ in range(2))
+    return x.new_empty(x.shape), mean, rstd
+
+
+def _fake_backward(dy, x, weight, mean, rstd, bias_dtype, need_dx, need_dweight, need_dbias):
+    op = "layer_norm_backward"
+    check_rows(op, x, "x")
+    check_same_shape(op, dy, "dy", x, "x")
+    check_parameter(op, weight, "weight", x, x.shape[-1])
+    need_dbias = need_dbias and bias_dtype is not None
+    if bias_dtype is None:
+        bias_dtype = x.dtype
+    check_dtype(bias_dtype, "bias", x.device)
+    dweight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape if need_dweight else 0)
+    dbias = x.new_empty(x.shape[-1:] if need_dbias else 0, dtype=bias_dtype)
+    return x.new_empty(x.shape if need_dx else 0), dweight, dbias
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, _ = inputs
+    _, mean, rstd = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx, dy, *_):
+    if dy is None:
+        return None, None, None, None
+    x, weight, mean, rstd = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    grads = _layer_norm_backward(dy, x, weight, mean, rstd, ctx.bias_dtype, *needs)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
+
+
+register("layer_norm", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)

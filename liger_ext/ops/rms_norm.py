@@ -1,0 +1,179 @@
+"""RMSNorm, and RMSNorm of a sum (the residual connection before a norm, fused)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_ext.ops._checks import (
+    CASTING_MODES,
+    accumulator,
+    check_device,
+    check_parameter,
+    check_rows,
+    check_same_shape,
+    code_of,
+    require,
+)
+from liger_ext.ops._register import register
+
+_rms_norm = torch.ops.liger_ext.rms_norm.default
+_rms_norm_backward = torch.ops.liger_ext.rms_norm_backward.default
+_add_rms_norm = torch.ops.liger_ext.add_rms_norm.default
+_add_rms_norm_backward = torch.ops.liger_ext.add_rms_norm_backward.default
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str | int = "llama"
+) -> Tensor:
+    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467).
+
+    ``y = x * rstd * (weight + offset)`` with ``rstd = 1 / sqrt(mean(x**2) + eps)``. All arithmetic is in float32 (float64 for
+    float64), with one rounding at the end; the backward accumulates the weight's gradient in float32 over all rows.
+
+    Args:
+        x: ``(..., hidden_size)``, float32, bfloat16 or float16 (float64 on the CPU), any strides.
+        weight: ``(hidden_size,)``, of any of these dtypes, not necessarily that of ``x``; None for no weight and no offset.
+        eps: added to the mean of squares.
+        offset: added to the weight (1.0 in Gemma).
+        casting_mode: ``"llama"``: ``x * rstd`` is rounded to the dtype of ``x`` before the weight multiplies it, as in the
+            Llama reference; ``"gemma"`` and ``"none"``: it is not.
+
+    Returns:
+        ``y`` with the shape and dtype of ``x``, contiguous.
+
+    Raises:
+        ValueError: an unknown casting mode, a dtype that is not supported, or a weight of another shape or device.
+    """
+    return _rms_norm(x, weight, eps, offset, code_of("casting_mode", casting_mode, CASTING_MODES))[0]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Adds the residual and normalises the sum in one pass: ``s = x + residual``, ``y = rms_norm(s, weight, ...)``.
+
+    Args:
+        x: ``(..., hidden_size)``.
+        residual: the shape of ``x``; its dtype may differ (a float32 residual stream with bfloat16 layers).
+        weight, eps, offset, casting_mode: as in :func:`rms_norm`.
+
+    Returns:
+        ``(y, s)``, both with the shape of ``x`` and the promoted dtype of ``x`` and ``residual``. The norm is that of the
+        rounded sum. Both are differentiable.
+
+    Raises:
+        ValueError: as :func:`rms_norm`, or a residual of another shape or device.
+    """
+    return _add_rms_norm(x, residual, weight, eps, offset, code_of("casting_mode", casting_mode, CASTING_MODES))[:2]
+
+
+def _check(op: str, x: Tensor, weight: Tensor | None) -> None:
+    check_rows(op, x, "x")
+    check_parameter(op, weight, "weight", x, x.shape[-1])
+
+
+def _check_casting_mode(op: str, mode: int) -> None:
+    require(-1 <= mode <= 1, op, ": casting_mode is ", mode, ", expected 0 (llama), 1 (gemma) or -1 (none)")
+
+
+def _fake(x, weight, eps, offset, casting_mode):
+    _check("rms_norm", x, weight)
+    _check_casting_mode("rms_norm", casting_mode)
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))
+
+
+def _fake_gradients(x, weight, need_dx, need_dweight):
+    dx = x.new_empty(x.shape if need_dx else 0)
+    if weight is None:
+        return dx, x.new_empty(0)
+    return dx, weight.new_empty(weight.shape if need_dweight else 0)
+
+
+def _fake_backward(dy, x, weight, rstd, offset, need_dx, need_dweight):
+    _check("rms_norm_backward", x, weight)
+    check_same_shape("rms_norm_backward", dy, "dy", x, "x")
+    return _fake_gradients(x, weight, need_dx, need_dweight)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, _, offset, _ = inputs
+    rstd = output[1]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(rstd)
+    ctx.save_for_backward(x, weight, rstd)
+    ctx.offset = offset
+
+
+def _backward(ctx, dy, _):
+    if dy is None:
+        return None, None, None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    need_dx, need_dweight = ctx.needs_input_grad[:2]
+    dx, dweight = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, need_dx, need_dweight)
+    return dx if need_dx else None, dweight if need_dweight else None, None, None, None
+
+
+register("rms_norm", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)
+
+
+def _fake_add(x, residual, weight, eps, offset, casting_mode):
+    op = "add_rms_norm"
+    check_device(op, residual, "residual", x, "x")
+    check_same_shape(op, residual, "residual", x, "x")
+    check_rows(op, residual, "residual")
+    _check(op, x, weight)
+    _check_casting_mode(op, casting_mode)
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    y, total = (x.new_empty(x.shape, dtype=dtype) for _ in range(2))
+    return y, total, x.new_empty(x.shape[:-1], dtype=accumulator(dtype))
+
+
+def _fake_add_backward(dy, dsum, total, weight, rstd, offset, need_dx, need_dweight):
+    op = "add_rms_norm_backward"
+    _check(op, total, weight)
+    require(dy is not None or dsum is not None, op, ": neither dy nor dsum is given")
+    for grad, name in ((dy, "dy"), (dsum, "dsum")):
+        if grad is not None:
+            check_same_shape(op, grad, name, total, "x")
+    return _fake_gradients(total, weight, need_dx, need_dweight)
+
+
+def _setup_add_context(ctx, inputs, output):
+    x, residual, weight, _, offset, _ = inputs
+    _, total, rstd = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(rstd)
+    ctx.save_for_backward(total, weight, rstd)
+    ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
+
+
+def _add_backward(ctx, dy, dsum, _):
+    need_x, need_residual, need_dweight = ctx.needs_input_grad[:3]
+    dx, dweight = dsum, None  # what holds when only the sum was used: its gradient passes through
+    if dy is not None:
+        total, weight, rstd = ctx.saved_tensors
+        dx, dweight = _add_rms_norm_backward(dy, dsum, total, weight, rstd, ctx.offset, need_x or need_residual, need_dweight)
+    need_x, need_residual = (need and dx is not None for need in (need_x, need_residual))
+    return (
+        dx.to(ctx.dtypes[0]) if need_x else None,
+        dx.to(ctx.dtypes[1]) if need_residual else None,
+        dweight if need_dweight else None,
+        None,
+        None,
+        None,
+    )
+
+
+register(
+    "add_rms_norm",
+    fake=_fake_add,
+    fake_backward=_fake_add_backward,
+    setup_context=_setup_add_context,
+    backward=_add_backward,
+)

@@ -1,0 +1,112 @@
+"""Rotary position embedding of queries and keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_ext.ops._checks import check_device, check_dtype, check_same_dtype, require, shape_text
+from liger_ext.ops._register import register
+
+_rope = torch.ops.liger_ext.rope.default
+_rope_backward = torch.ops.liger_ext.rope_backward.default
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotates queries and keys by their positions, in the half-split layout of GPT-NeoX and Hugging Face (Su et al., 2021,
+    arXiv:2104.09864).
+
+    With ``R = cos.shape[-1]`` the first R of the head's columns are rotated, the others copied (partial rotary embedding)::
+
+        out[i]         = x[i]         * cos[i]         - x[i + R / 2] * sin[i]              for i < R / 2
+        out[i + R / 2] = x[i + R / 2] * cos[i + R / 2] + x[i]         * sin[i + R / 2]
+
+    The arithmetic is in float32 (float64 for float64) whatever the dtypes, with one rounding at the end.
+
+    Args:
+        q, k: ``(batch, heads, seq, head_dim)``, in any strides; the number of heads may differ. One dtype: float32, bfloat16 or
+            float16 (float64 on the CPU).
+        cos, sin: ``(1 or batch, seq, R)`` or ``(seq, R)``, R even and at most head_dim, of any of these dtypes. Constants:
+            they must not require a gradient.
+        unsqueeze_dim: 1, or 2 where q and k are ``(batch, seq, heads, head_dim)``.
+
+    Returns:
+        ``(q', k')`` with the shapes and dtypes of q and k, and their strides where these leave no gaps.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together, or another ``unsqueeze_dim``.
+        RuntimeError: cos or sin requires a gradient.
+    """
+    if cos.dim() == 2:
+        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
+    if unsqueeze_dim == 1:
+        return _rope(q, k, cos, sin)
+    if unsqueeze_dim != 2:
+        raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 (batch, heads, seq, head_dim) or 2 (batch, seq, heads, head_dim)")
+    q_out, k_out = _rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+def _check_table(op: str, table: Tensor, name: str, q: Tensor) -> None:
+    check_device(op, table, name, q, "q")
+    batch, _, seq, head_dim = q.shape
+    if table.dim() != 3 or (table.shape[0] != 1 and table.shape[0] != batch) or table.shape[1] != seq:
+        raise ValueError(f"{op}: {name} has shape {shape_text(table)}, expected (1 or {batch}, {seq}, rotary_dim)")
+    size = table.shape[2]
+    require(
+        size % 2 == 0 and size <= head_dim,
+        op, ": ", name, " has rotary_dim ", size, ", expected an even number of at most head_dim ", head_dim,
+    )  # fmt: skip
+    check_dtype(table.dtype, name, q.device)
+
+
+def _fake_of(op: str):
+    def fake(q, k, cos, sin):
+        require(q.dim() == 4, op, ": q has shape ", shape_text(q), ", expected (batch, heads, seq, head_dim)")
+        batch, _, seq, head_dim = q.shape
+        if k.dim() != 4 or k.shape[0] != batch or k.shape[2] != seq or k.shape[3] != head_dim:
+            raise ValueError(f"{op}: k has shape {shape_text(k)}, expected ({batch}, heads, {seq}, {head_dim})")
+        check_device(op, k, "k", q, "q")
+        check_same_dtype(op, k, "k", q, "q")
+        _check_table(op, cos, "cos", q)
+        _check_table(op, sin, "sin", q)
+        require(cos.shape[2] == sin.shape[2] and cos.dtype == sin.dtype, op, ": cos and sin differ in rotary_dim or dtype")
+        check_dtype(q.dtype, "q", q.device)
+        return _empty_like(q), _empty_like(k)
+
+    return fake
+
+
+def _empty_like(t: Tensor) -> Tensor:
+    return torch.empty_like(t) if _dense(t) else t.new_empty(t.shape)
+
+
+def _dense(t: Tensor) -> bool:
+    # Do the strides place every element in its own slot with no gaps, in some order of dimensions?
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected = expected * size
+    return True
+
+
+def _setup_context(ctx, inputs, output):
+    if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
+        raise RuntimeError("liger_ext::rope has no gradient for cos and sin: pass cos.detach() and sin.detach()")
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _backward(ctx, dq, dk):
+    dq, dk = _rope_backward(dq, dk, *ctx.saved_tensors)
+    need_dq, need_dk = ctx.needs_input_grad[:2]
+    return dq if need_dq else None, dk if need_dk else None, None, None
+
+
+register(
+    "rope",
+    fake=_fake_of("rope"),
+    fake_backward=_fake_of("rope_backward"),
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -1,0 +1,60 @@
+"""Fixtures and settings that all tests share.
+
+Tests take a ``device`` fixture and have the same body on a CPU and on a GPU. Without a GPU the CUDA ones are
+deselected; with one, ``pytest`` runs both and ``pytest -m cuda`` the CUDA ones. ``large`` tests need a GPU with
+memory to spare. ``sanitizer`` marks the compact selection for compute-sanitizer: ``compute-sanitizer --tool
+memcheck python -m pytest -m "sanitizer and cuda"``.
+"""
+
+import os
+import tempfile
+
+# A compiled graph left in a shared cache by other code must not be what a test runs.
+_inductor_cache = tempfile.TemporaryDirectory(prefix="liger_ext_inductor_", ignore_cleanup_errors=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
+os.environ["TRITON_CACHE_DIR"] = os.path.join(_inductor_cache.name, "triton")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(2)
+hypothesis.settings.register_profile(
+    "liger_ext",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=30,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("liger_ext")
+
+LARGE_BYTES = 60 << 30  # device memory that the largest of the large tests may take
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cuda: runs on a GPU (CUDA or ROCm)")
+    config.addinivalue_line("markers", "large: tensors of more than 2^31 elements; needs a GPU with about 60 GiB")
+    config.addinivalue_line("markers", "sanitizer: a compact selection of every kernel, for compute-sanitizer")
+
+
+def pytest_collection_modifyitems(config, items):
+    gpu = torch.cuda.is_available()
+    room = gpu and torch.cuda.get_device_properties(0).total_memory >= LARGE_BYTES
+    runs, left_out = [], []
+    for item in items:
+        possible = (gpu or not item.get_closest_marker("cuda")) and (room or not item.get_closest_marker("large"))
+        (runs if possible else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = runs
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

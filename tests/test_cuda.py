@@ -1,0 +1,117 @@
+"""What holds on a GPU only: nothing waits for the host, CUDA graphs, streams, several devices."""
+
+import pytest
+import torch
+from cases import EXAMPLES, IDS, LOW, ONE_OF_EACH, leaves_of, losses_of, normal
+
+from liger_ext import functional as F
+
+pytestmark = pytest.mark.cuda
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
+
+
+def forward_backward(example, arguments, grads):
+    outputs = losses_of(example(arguments))
+    return [*outputs, *torch.autograd.grad(outputs, leaves_of(arguments), grads)]
+
+
+def prepared(example, dtype):
+    arguments = example.arguments("cuda", dtype)
+    outputs = losses_of(example(arguments))
+    return arguments, [normal(*t.shape, dtype=t.dtype, device="cuda", seed=i) for i, t in enumerate(outputs)]
+
+
+@each_example
+@pytest.mark.parametrize("dtype", LOW)
+def test_no_synchronisation(example, dtype):
+    arguments, grads = prepared(example, dtype)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward_backward(example, arguments, grads)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@each_example
+def test_capture_in_a_graph(example):
+    """A synchronisation or an allocation outside the pool would break the capture; the replay sees new inputs."""
+    arguments, grads = prepared(example, torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward_backward(example, arguments, grads)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_backward(example, arguments, grads)
+    with torch.no_grad():
+        for i, leaf in enumerate(leaves_of(arguments)):
+            leaf.copy_(normal(*leaf.shape, dtype=leaf.dtype, device="cuda", seed=50 + i))
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, forward_backward(example, arguments, grads), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_capture_of_the_first_call():
+    """Also the first call of a process may be captured, and its errors asked for after a replay."""
+    import subprocess
+    import sys
+
+    script = """
+import torch, liger_ext
+from liger_ext import functional as F
+x = torch.randn(4, 33, device="cuda"); target = torch.tensor([1, 2, 99, 3], device="cuda")
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    loss = F.cross_entropy(x, target, reduction="none")
+graph.replay()
+try:
+    liger_ext.check_errors()
+except IndexError as error:
+    print("found", error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert "found" in done.stdout and "row 2" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("example", ONE_OF_EACH, ids=[e.op for e in ONE_OF_EACH])
+def test_the_current_stream_is_used(example):
+    """Inputs become right late on a side stream: an op on another stream would have read the old ones."""
+    arguments, grads = prepared(example, torch.float32)
+    leaves = leaves_of(arguments)
+    new = [t.detach().clone() for t in leaves]
+    expected = forward_backward(example, arguments, grads)
+    with torch.no_grad():
+        for t in leaves:
+            t.zero_()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        with torch.no_grad():
+            for t, value in zip(leaves, new, strict=True):
+                t.copy_(value)
+        found = forward_backward(example, arguments, grads)
+    side.synchronize()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@each_example
+def test_the_device_of_the_tensors_is_used(example):
+    with torch.cuda.device(0):
+        arguments = example.arguments("cuda:1", torch.float32)
+        outputs = losses_of(example(arguments))
+        assert all(t.device == torch.device("cuda:1") and t.isfinite().all() for t in outputs)
+        assert torch.cuda.current_device() == 0
+
+
+def test_out_of_memory_says_what_torch_says():
+    """Callers match this text to try again with less."""
+    x = torch.zeros(1, 1, dtype=torch.bfloat16, device="cuda").expand(2**22, 2**20)
+    with pytest.raises(RuntimeError, match=r"CUDA out of memory.*liger_ext::softmax tried to allocate \d+ MiB"):
+        F.softmax(x)
+    assert torch.isfinite(F.softmax(torch.zeros(3, device="cuda"))).all()

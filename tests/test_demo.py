@@ -1,0 +1,114 @@
+"""The demo, whole, on a model that trains in seconds; and that it notices curves that do not agree."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.demo import __main__ as demo
+from examples.demo import data, memory, models, report, training
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--model", "random:tiny", "--device", "cpu", "--steps", "9"]
+
+
+def run_demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "examples.demo", *TINY, "--out", str(out), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_demo_prints_the_table_and_writes_picture_and_numbers(tmp_path, dtype):
+    done = run_demo(tmp_path, "--dtype", dtype)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("time of a step", "tokens per second", "peak memory of the loss", "loss curves agree"):
+        assert line in done.stdout
+    numbers = json.loads((tmp_path / "demo.json").read_text())
+    plain, patched = (numbers["losses"][name] for name in (training.UNPATCHED, training.PATCHED))
+    assert len(plain) == len(patched) == 9
+    # The last step sees the first one's batch again, and training has lowered its loss: flat curves would agree too.
+    assert plain[-1] < plain[0] - 0.01 and patched[-1] < patched[0] - 0.01
+    assert plain != patched, (
+        "the patched run computes with other kernels: equal in every bit means that nothing was patched"
+    )
+    assert (tmp_path / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_loss_memory_is_measured_and_smaller_with_the_patch(tmp_path):
+    config, _, _ = models.load("random:tiny")
+    config.vocab_size = 32768
+    args = demo.parse([*TINY, "--batch", "4", "--seq", "512", "--dtype", "fp32"])
+    measured = memory.measure_apart(config, models.make_plan(args, config))
+    plain, patched = measured[training.UNPATCHED]["loss"], measured[training.PATCHED]["loss"]
+    logits = 4 * 512 * 32768 * 4
+    assert plain > 1.9 * logits  # the logits and their gradient at least: the meter sees what must be there
+    assert patched < 0.75 * plain
+
+
+@pytest.fixture
+def curves():
+    def make(patched: list[float], dtype: torch.dtype = torch.float32):
+        args = demo.parse([*TINY, "--dtype", "fp32" if dtype == torch.float32 else "bf16"])
+        plan = models.make_plan(args, models.load(args.model)[0])
+        runs = [training.Run(name, torch.nn.Identity(), plan) for name in (training.UNPATCHED, training.PATCHED)]
+        runs[0].losses, runs[1].losses = [5.0, 4.0, 3.0], patched
+        return report.agreement(runs, plan)
+
+    return make
+
+
+def test_agreement_names_the_worst_step(curves):
+    agreed = curves([5.0, 4.00001, 3.0])
+    assert agreed.holds and agreed.step == 2 and agreed.difference == pytest.approx(1e-5)
+    assert not curves([5.0, 4.0, 3.01]).holds
+    assert curves([5.0, 4.0, 3.01], torch.bfloat16).holds
+    assert not curves([5.0, 4.0, 3.1], torch.bfloat16).holds
+
+
+def test_agreement_does_not_hold_for_nan(curves):
+    agreed = curves([5.0, math.nan, 3.0])
+    assert not agreed.holds and agreed.step == 2
+
+
+def test_a_wrong_implementation_ends_with_status_1_and_says_so(tmp_path, monkeypatch, capsys):
+    def broken(model):
+        torch.nn.init.constant_(model.model.norm.weight, 1.02)
+
+    monkeypatch.setattr(training, "patch", broken)
+    monkeypatch.setattr(memory, "measure_apart", lambda *_: {training.UNPATCHED: None, training.PATCHED: None})
+    assert demo.main([*TINY, "--dtype", "fp32", "--out", str(tmp_path)]) == 1
+    assert "do not agree" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "random:none"], "named shapes are"),
+        (["--model", "/nowhere"], "neither a folder nor"),
+        (["--text", "/nowhere"], "nowhere"),
+    ],
+)
+def test_requests_that_cannot_run_end_with_status_2(tmp_path, capsys, arguments, message):
+    assert demo.main([*TINY, "--out", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().out
+
+
+def test_runs_one_after_the_other_give_the_same_losses(tmp_path):
+    """Where memory does not hold two models the runs follow each other: same data, same order, same result."""
+    args = demo.parse([*TINY, "--dtype", "fp32"])
+    config, build, encode = models.load(args.model)
+    plan = models.make_plan(args, config)
+    assert plan.together
+    batches = data.batches(encode, 2, plan.batch, plan.seq, None)
+    losses = []
+    for together in (True, False):
+        plan.together = together
+        runs = training.make_runs(build, plan)
+        assert [run.name for run in training.train(runs, batches, plan)].count(training.PATCHED) == plan.steps
+        losses.append([run.losses for run in runs])
+    assert losses[0] == losses[1]

@@ -1,0 +1,242 @@
+"""The fused loss is cross_entropy(linear(x)): under the one rule, for every option and every way it comes to its
+gradients."""
+
+import itertools
+
+import pytest
+import torch
+from cases import LOW, dtypes_of, laid_out, normal, random_targets, seeds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cross_entropy import draw_target, draw_weight, loss_options
+
+from liger_ext import functional as F
+from liger_ext.ops.fused_linear_cross_entropy import chunk_rows
+from liger_ext.testing import judge
+
+ONE_CHUNK, CHUNKS = 1 << 30, 1  # memory: everything at once; the smallest chunks, of 128 rows
+ROWS = 300  # three chunks: 128, 128, 44
+
+
+def head(
+    rows=ROWS,
+    hidden=24,
+    vocab=50,
+    *,
+    dtype=torch.float32,
+    weight_dtype=None,
+    device="cpu",
+    bias=False,
+    seed=0,
+    ignored=0.2,
+):
+    weight_dtype = weight_dtype or dtype
+    made = {
+        "x": normal(rows, hidden, dtype=dtype, device=device, seed=seed).requires_grad_(),
+        "weight": normal(vocab, hidden, dtype=weight_dtype, device=device, seed=seed + 1, scale=0.5).requires_grad_(),
+        "target": random_targets(rows, vocab, device=device, seed=seed + 2, ignored=ignored),
+    }
+    if bias:
+        made["bias"] = normal(vocab, dtype=weight_dtype, device=device, seed=seed + 3).requires_grad_()
+    return made
+
+
+@settings(max_examples=150)
+@given(data=st.data(), options=loss_options)
+def test_fused_linear_cross_entropy(device, data, options):
+    rows, hidden = (
+        data.draw(st.sampled_from([0, 1, 2, 3, 40, 129, ROWS])),
+        data.draw(st.sampled_from([1, 2, 8, 33, 64])),
+    )
+    vocab, seed = data.draw(st.sampled_from([1, 2, 31, 50, 128, 257])), data.draw(seeds)
+    dtype, weight_dtype = (data.draw(st.sampled_from(dtypes_of(device))) for _ in range(2))
+    x = normal(rows, hidden, dtype=dtype, device=device, seed=seed)
+    weight = normal(vocab, hidden, dtype=weight_dtype, device=device, seed=seed + 1, scale=2 * hidden**-0.5)
+    layouts = st.sampled_from(["contiguous", "padded", "transposed"])
+    inputs = {
+        "x": laid_out(x, data.draw(layouts)).requires_grad_(data.draw(st.booleans())),
+        "weight": laid_out(weight, data.draw(layouts)).requires_grad_(data.draw(st.booleans())),
+        **draw_target(data, rows, vocab, device),
+    }
+    if data.draw(st.booleans()):
+        bias = normal(vocab, dtype=data.draw(st.sampled_from(dtypes_of(device))), device=device, seed=seed + 2)
+        inputs["bias"] = bias.requires_grad_(data.draw(st.booleans()))
+    wide = torch.float64 if torch.float64 in (dtype, weight_dtype) else torch.float32
+    options = {
+        **options,
+        "ce_weight": draw_weight(data, vocab, device, wide),
+        "use_token_scaling": data.draw(st.sampled_from([False, False, True])),
+        "memory": data.draw(st.sampled_from([CHUNKS, ONE_CHUNK, "auto"])),
+    }
+    if options["reduction"] != "none" and data.draw(st.integers(0, 3)) == 0:
+        options["normalizer"] = data.draw(st.sampled_from([1.0, 37.0]))
+    judge("fused_linear_cross_entropy", inputs | options)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_every_way_to_the_gradients(device, dtype, memory, reduction):
+    """deferred, accumulated and recomputed, with a bias and a gradient of the loss that is not 1."""
+    judge(
+        "fused_linear_cross_entropy",
+        {**head(dtype=dtype, device=device, bias=True), "memory": memory, "reduction": reduction},
+    )
+
+
+def test_the_chunks_of_these_tests_are_several():
+    device = torch.device("cpu")
+    assert chunk_rows(ROWS, 50, 24, torch.float32, CHUNKS, device) == 128
+    assert chunk_rows(ROWS, 50, 24, torch.float32, ONE_CHUNK, device) == ROWS
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 256, 257, 1000, 100_000])
+@pytest.mark.parametrize("vocab", [1, 100, 128_256])
+@pytest.mark.parametrize("memory", ["auto", 1, 10**6, 10**9])
+def test_chunks_cover_all_rows_within_the_budget(rows, vocab, memory):
+    chunk = chunk_rows(rows, vocab, 64, torch.bfloat16, memory, torch.device("cpu"))
+    assert 1 <= chunk <= max(rows, 128)
+    assert chunk == rows or chunk % 128 == 0
+    if memory != "auto" and chunk > 128:
+        assert chunk * -(-vocab // 64) * 64 * 2 <= memory
+
+
+@pytest.mark.parametrize(
+    "needs",
+    list(itertools.product([False, True], repeat=3)),
+    ids=lambda n: "".join("xwb"[i] for i in range(3) if n[i]) or "none",
+)
+@pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_frozen_inputs(device, needs, memory, reduction):
+    """A frozen head, a frozen backbone: the other gradients are the same, and nothing is made for the frozen."""
+    full = head(device=device, bias=True)
+    names = ("x", "weight", "bias")
+    inputs = {
+        **full,
+        **{name: full[name].detach().requires_grad_(need) for name, need in zip(names, needs, strict=True)},
+    }
+    judge("fused_linear_cross_entropy", {**inputs, "memory": memory, "reduction": reduction})
+
+    chunk = chunk_rows(ROWS, 50, 24, torch.float32, memory, device)
+    flat = {name: inputs[name].detach() for name in (*names, "target")}
+    code = {"mean": 1, "none": 0}[reduction]
+    options = -100, code, 0.0, 0.0, None, False, False, False, False, None, None, chunk, *needs
+    saved, dx, dweight, dbias = torch.ops.liger_ext.fused_linear_cross_entropy(
+        flat["x"], flat["weight"], flat["target"], flat["bias"], None, None, *options
+    )[-4:]
+    made = {"x": dx, "weight": dweight, "bias": dbias}
+    for name, need in zip(names, needs, strict=True):
+        assert need or made[name].numel() == 0
+    if not any(needs):
+        assert saved.numel() == 0
+
+
+def test_no_grad_makes_nothing(device):
+    inputs = head(device=device)
+    with torch.no_grad():
+        loss = F.fused_linear_cross_entropy(**inputs)
+    assert not loss.requires_grad and loss.grad_fn is None
+    torch.testing.assert_close(loss, F.fused_linear_cross_entropy(**inputs).detach())
+
+
+def test_a_gradient_that_the_flags_left_out_is_an_error(device):
+    made = head(rows=4, device=device)
+    options = -100, 1, 0.0, 0.0, None, False, False, False, False, None, None, 4, True, False, False
+    with pytest.raises(RuntimeError, match="need_dweight"):
+        torch.ops.liger_ext.fused_linear_cross_entropy(
+            made["x"], made["weight"], made["target"], None, None, None, *options
+        )
+
+
+@pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
+@pytest.mark.parametrize("normalizer", [250, 1000.0, "tensor", "integer tensor"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_normalizer_replaces_the_count(device, memory, normalizer, reduction):
+    """num_items_in_batch: the loss of one of several accumulated batches."""
+    made = head(device=device)
+    expected = torch.nn.functional.cross_entropy(made["x"] @ made["weight"].T, made["target"], reduction="sum") / 250
+    value = {"tensor": torch.tensor(250.0, device=device), "integer tensor": torch.tensor(250, device=device)}.get(
+        normalizer, normalizer
+    )
+    loss = F.fused_linear_cross_entropy(**made, memory=memory, normalizer=value, reduction=reduction) * (
+        4 if normalizer == 1000.0 else 1
+    )
+    torch.testing.assert_close(loss, expected)
+    found = torch.autograd.grad(loss, (made["x"], made["weight"]))
+    for a, b in zip(found, torch.autograd.grad(expected, (made["x"], made["weight"])), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
+def test_fp16_gradients_survive_any_loss_scale(device, memory):
+    """With 1/N and the loss scale taken off before fp16, neither a long batch nor a scaler loses or overflows
+    gradients."""
+    made = head(dtype=torch.float16, device=device, vocab=1000, hidden=64)
+    judge("fused_linear_cross_entropy", {**made, "memory": memory}, grad=1.0)
+    judge("fused_linear_cross_entropy", {**made, "memory": memory}, grad=1024.0)
+    judge("fused_linear_cross_entropy", {**made, "memory": memory, "normalizer": 2.0**16}, grad=2.0**16)
+    loss = F.fused_linear_cross_entropy(**made, memory=memory, normalizer=2.0**16) * 2.0**16
+    dx, dweight = torch.autograd.grad(loss, (made["x"], made["weight"]))
+    assert dx.any(1)[made["target"] != -100].all() and dweight.any(1).float().mean() > 0.9
+
+
+def test_dweight_is_summed_in_float32_by_default(device):
+    """Over 16 chunks: a bfloat16 sum, on request, has visibly more error."""
+    made = {**head(rows=2000, dtype=torch.bfloat16, device=device, ignored=0), "memory": CHUNKS}
+    exact = torch.nn.functional.cross_entropy(made["x"].double() @ made["weight"].double().T, made["target"])
+    (exact,) = torch.autograd.grad(exact, made["weight"])
+    error = []
+    for accum_dtype in (None, torch.float32, torch.bfloat16):
+        (dweight,) = torch.autograd.grad(F.fused_linear_cross_entropy(**made, accum_dtype=accum_dtype), made["weight"])
+        error.append((dweight.double() - exact).norm() / exact.norm())
+    assert error[0] == error[1] < 0.8 * error[2] < 0.02
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_chunking_changes_rounding_only(device, dtype):
+    """In fp32 the per-row results do not depend on the chunks at all."""
+    made = head(dtype=dtype, device=device)
+    options = {"reduction": "none", "return_predicted_tokens": True, "return_token_accuracy": True}
+    a, b = (F.fused_linear_cross_entropy(**made, **options, memory=memory) for memory in (ONE_CHUNK, CHUNKS))
+    torch.testing.assert_close(
+        a.loss, b.loss, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-2 if dtype != torch.float32 else 1e-5
+    )
+    assert (a.predicted_tokens != b.predicted_tokens).float().mean() < 0.02
+
+
+def test_all_targets_ignored(device):
+    for memory, reduction in itertools.product((ONE_CHUNK, CHUNKS), ("mean", "sum", "none")):
+        made = {**head(device=device, bias=True), "target": torch.full((ROWS,), -100, device=device)}
+        loss = F.fused_linear_cross_entropy(**made, memory=memory, reduction=reduction)
+        grads = torch.autograd.grad(loss.sum(), (made["x"], made["weight"], made["bias"]))
+        assert not loss.any() and not any(g.any() for g in grads)
+
+
+def test_leading_dimensions(device):
+    made = head(rows=12, device=device)
+    flat = F.fused_linear_cross_entropy(**made, reduction="none")
+    made["x"], made["target"] = made["x"].view(3, 4, -1), made["target"].view(3, 4)
+    assert torch.equal(F.fused_linear_cross_entropy(**made, reduction="none"), flat.view(3, 4))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("needs, most", [((False, False), 1.3), ((True, False), 1.3), ((True, True), 1.3)])
+def test_memory_is_what_was_asked_for(needs, most):
+    """Peak memory: the buffer of logits, and what each wanted gradient needs; never the logits as a whole."""
+    rows, hidden, vocab = 8192, 512, 32_000
+    made = head(rows, hidden, vocab, dtype=torch.bfloat16, device="cuda")
+    for name, need in zip(("x", "weight"), needs, strict=True):
+        made[name] = made[name].detach().requires_grad_(need)
+    memory = 128 << 20
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = F.fused_linear_cross_entropy(**made, memory=memory)
+    if any(needs):
+        loss.backward()
+    torch.cuda.synchronize()
+    expected = memory
+    expected += 2 * made["x"].nbytes if needs[0] else 0
+    expected += 3 * made["weight"].nbytes if needs[1] else 0  # the float32 sum and the result
+    assert torch.cuda.max_memory_allocated() - before <= most * expected

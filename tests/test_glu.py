@@ -1,0 +1,79 @@
+"""SwiGLU and GeGLU, of two tensors and packed, under the one rule."""
+
+import pytest
+import torch
+from cases import dtypes_of, hidden_sizes, laid_out, layouts, leading_shapes, normal, seeds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liger_ext import functional as F
+from liger_ext.testing import judge
+
+
+def options(data, op):
+    if op.startswith("geglu"):
+        return {"approximate": data.draw(st.sampled_from(["tanh", "none"]))}
+    factors = st.sampled_from([1.0, 0.5, 1.7])
+    return {"gate_multiplier": data.draw(factors), "down_multiplier": data.draw(factors)}
+
+
+@pytest.mark.parametrize("op", ["swiglu", "geglu"])
+@settings(max_examples=80)
+@given(data=st.data())
+def test_two_tensors(device, op, data):
+    shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
+    seed, dtype = data.draw(seeds), data.draw(st.sampled_from(dtypes_of(device)))
+    made = {}
+    for i, name in enumerate(("gate", "up")):
+        t = normal(*shape, dtype=dtype, device=device, seed=seed + i, scale=2)
+        made[name] = laid_out(t, data.draw(layouts)).requires_grad_(data.draw(st.booleans()))
+    judge(op, made | options(data, op))
+
+
+@pytest.mark.parametrize("op", ["swiglu_packed", "geglu_packed"])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_packed(device, op, data):
+    shape = (*data.draw(leading_shapes), 2 * data.draw(hidden_sizes))
+    gate_up = normal(
+        *shape, dtype=data.draw(st.sampled_from(dtypes_of(device))), device=device, seed=data.draw(seeds), scale=2
+    )
+    judge(op, {"gate_up": laid_out(gate_up, data.draw(layouts)).requires_grad_()} | options(data, op))
+
+
+@pytest.mark.parametrize("op", ["swiglu", "geglu"])
+def test_packed_equals_two_tensors(device, op):
+    """Bit for bit: the same kernel with other strides."""
+    gate_up = normal(6, 2 * 77, dtype=torch.bfloat16, device=device).requires_grad_()
+    packed = getattr(F, op + "_packed")(gate_up)
+    two = getattr(F, op)(*gate_up.chunk(2, -1))
+    assert torch.equal(packed, two)
+    dh = normal(*two.shape, dtype=two.dtype, device=device, seed=1)
+    assert torch.equal(*(torch.autograd.grad(h, gate_up, dh)[0] for h in (packed, two)))
+
+
+@pytest.mark.parametrize("op", ["swiglu", "geglu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide(device, op, dtype):
+    gate, up = (normal(2, 70_001, dtype=dtype, device=device, seed=i).requires_grad_() for i in range(2))
+    judge(op, {"gate": gate, "up": up})
+
+
+@pytest.mark.parametrize("op, approximate", [("swiglu", None), ("geglu", "tanh"), ("geglu", "none")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_saturated_and_special_gates(device, op, approximate, dtype):
+    """Far from zero the activation is 0 or the gate itself; no intermediate may overflow. inf and NaN pass as in
+    PyTorch."""
+    extra = {} if approximate is None else {"approximate": approximate}
+    values = [0.0, -0.0, 1e-6, -1e-6, 3.0, -3.0, 10.0, -10.0, 50.0, -50.0, 90.0, -90.0, 1e4, -1e4, 6e4, -6e4]
+    gate = torch.tensor([values], dtype=dtype, device=device).requires_grad_()
+    judge(op, {"gate": gate, "up": torch.full_like(gate, 0.5).requires_grad_(), **extra}, grad=1.0)
+
+    special = torch.tensor([[float("nan"), float("inf"), float("-inf")]], dtype=dtype, device=device)
+    one = torch.ones_like(special)
+    act = (
+        torch.nn.functional.silu(special)
+        if op == "swiglu"
+        else torch.nn.functional.gelu(special, approximate=approximate)
+    )
+    torch.testing.assert_close(getattr(F, op)(special, one, **extra), act, equal_nan=True)

@@ -1,0 +1,117 @@
+"""Autograd promises, the same for every op: gradcheck in float64, a second backward, refused second derivatives,
+untouched inputs."""
+
+import copy
+
+import pytest
+import torch
+from cases import EXAMPLES, IDS, ONE_OF_EACH, gradients, leaves_of, losses_of, normal
+
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
+each_op = pytest.mark.parametrize("example", ONE_OF_EACH, ids=[e.op for e in ONE_OF_EACH])
+
+
+@each_example
+def test_gradcheck(example):
+    if "token_scaling" in example.name:
+        pytest.skip("its loss has a detached factor")
+    arguments = example.arguments("cpu", torch.float64)
+    names = [k for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.requires_grad]
+
+    def function(*leaves):
+        return tuple(losses_of(example({**arguments, **dict(zip(names, leaves, strict=True))})))
+
+    assert torch.autograd.gradcheck(function, leaves_of(arguments), fast_mode=False)
+
+
+@each_example
+def test_a_second_backward_gives_the_same_gradients(device, example):
+    arguments = example.arguments(device, torch.float32)
+    outputs = losses_of(example(arguments))
+    grads = [normal(*t.shape, dtype=t.dtype, device=device, seed=i) for i, t in enumerate(outputs)]
+    first = torch.autograd.grad(outputs, leaves_of(arguments), grads, retain_graph=True)
+    first = [g.clone() for g in first]
+    second = torch.autograd.grad(outputs, leaves_of(arguments), grads)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@each_example
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_are_never_written(device, example, dtype):
+    arguments = example.arguments(device, dtype)
+    before = {k: v.detach().clone() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
+    outputs = losses_of(example(arguments))
+    grads = [normal(*t.shape, dtype=t.dtype, device=device, seed=i) for i, t in enumerate(outputs)]
+    given = copy.deepcopy(grads)
+    found = torch.autograd.grad(outputs, leaves_of(arguments), grads)
+    assert all(torch.equal(arguments[k], v) for k, v in before.items())
+    assert all(torch.equal(a, b) for a, b in zip(given, grads, strict=True))
+    inputs = [v for v in arguments.values() if isinstance(v, torch.Tensor)]
+    fresh = [*outputs, *found]
+    assert not {t.untyped_storage().data_ptr() for t in fresh if t.numel()} & {
+        t.untyped_storage().data_ptr() for t in [*inputs, *grads]
+    }
+
+
+@each_op
+def test_a_double_backward_is_refused(device, example):
+    arguments = example.arguments(device, torch.float32)
+    first = gradients(example, arguments, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivative"):
+        torch.autograd.grad(sum(g.square().sum() for g in first), leaves_of(arguments))
+
+
+@each_op
+def test_torch_func_is_refused(device, example):
+    arguments = example.arguments(device, torch.float32)
+    name = next(k for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.requires_grad)
+    constants = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+
+    def function(leaf):
+        return sum(t.sum() for t in losses_of(example({**constants, name: leaf})))
+
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(function)(constants[name])
+
+
+@each_op
+def test_no_graph_without_grad(device, example):
+    with torch.no_grad():
+        assert not losses_of(example(example.arguments(device, torch.float32)))
+    with torch.inference_mode():
+        example(example.arguments(device, torch.float32))
+
+
+@each_example
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_input_gives_the_same_bits(device, example, dtype):
+    arguments = example.arguments(device, dtype)
+    first = gradients(example, arguments)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(example, arguments), strict=True))
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm"])
+def test_norms_do_not_depend_on_the_number_of_threads(op):
+    """Their sums over rows are split by the shape alone."""
+    from liger_ext import functional
+
+    tensors = {"x": (1003, 130), "residual": (1003, 130), "weight": (130,), "bias": (130,)}
+    wanted = {
+        "rms_norm": ("x", "weight"),
+        "add_rms_norm": ("x", "residual", "weight"),
+        "layer_norm": ("x", "weight", "bias"),
+    }[op]
+    made = {k: normal(*tensors[k], seed=i).requires_grad_() for i, k in enumerate(wanted)}
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            out = getattr(functional, op)(**made)
+            y = out[0] if isinstance(out, tuple) else out
+            results.append((y, *torch.autograd.grad(y, list(made.values()), normal(1003, 130, seed=8))))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

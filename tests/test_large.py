@@ -1,0 +1,130 @@
+"""More than 2^31 elements: offsets are 64-bit. On a CPU rows far apart in memory that is never touched; on a GPU
+the real thing."""
+
+import pytest
+import torch
+from cases import normal, random_targets
+
+from liger_ext import functional as F
+
+FAR = 2**30 + 8  # from one row to the next: the third row starts past 2^31 elements
+
+
+def far_apart(*, seed, cols=64, dtype=torch.bfloat16):
+    """Three rows in 4.3 GB of address space, of which their own pages alone are touched."""
+    rows = torch.empty(2 * FAR + cols, dtype=dtype).as_strided((3, cols), (FAR, 1))
+    return rows.copy_(normal(3, cols, dtype=dtype, seed=seed))
+
+
+CALLS = {
+    "rms_norm": lambda a, b: F.rms_norm(a),
+    "add_rms_norm": lambda a, b: F.add_rms_norm(a, b, None)[0],
+    "layer_norm": lambda a, b: F.layer_norm(a, None, None),
+    "swiglu": lambda a, b: F.swiglu(a, b),
+    "swiglu_packed": lambda a, b: F.swiglu_packed(a),
+    "softmax": lambda a, b: F.softmax(a),
+    "cross_entropy": lambda a, b: F.cross_entropy(a, torch.arange(3), reduction="none"),
+    "fused_linear_cross_entropy": lambda a, b: F.fused_linear_cross_entropy(a, b.contiguous(), torch.arange(3) % 3),
+    "rope": lambda a, b: F.rope(a[None, None], b[None, None], torch.ones(1, 3, 64), torch.ones(1, 3, 64))[0],
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_rows_far_apart(op):
+    a, b = far_apart(seed=0).requires_grad_(), far_apart(seed=1)
+    near = a.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    y, expected = CALLS[op](a, b), CALLS[op](near, b.contiguous())
+    assert torch.equal(y, expected)
+    dy = normal(*y.shape, dtype=y.dtype, seed=2)
+    assert torch.equal(torch.autograd.grad(y, a, dy)[0], torch.autograd.grad(expected, near, dy)[0])
+
+
+ROWS, COLS = 2**19 + 64, 4096  # 2^31 elements and a little more
+LAST = 80
+
+
+@pytest.fixture
+def free_memory():
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+def large(rows=ROWS, cols=COLS):
+    """bfloat16, different in every row of the last ones."""
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda")
+    return x.normal_(generator=torch.Generator("cuda").manual_seed(0))
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+@pytest.mark.parametrize(
+    "op", ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "swiglu_packed", "geglu", "softmax"]
+)
+def test_row_ops(op, free_memory):
+    """The last rows are what the op makes of them alone; dweight has counted every row."""
+    x = large().requires_grad_()
+    weight = torch.ones(COLS, device="cuda").requires_grad_()
+    calls = {
+        "rms_norm": lambda t: F.rms_norm(t, weight),
+        "add_rms_norm": lambda t: F.add_rms_norm(t, t.detach(), weight)[0],
+        "layer_norm": lambda t: F.layer_norm(t, weight, None),
+        "swiglu": lambda t: F.swiglu(t, t.detach()),
+        "geglu": lambda t: F.geglu(t, t.detach()),
+        "swiglu_packed": lambda t: F.swiglu_packed(t),
+        "softmax": lambda t: F.softmax(t),
+    }
+    y = calls[op](x)
+    dy = torch.ones(1, 1, dtype=y.dtype, device="cuda").expand_as(y).contiguous()
+    with_weight = "norm" in op
+    dx, *dweight = torch.autograd.grad(y, (x, weight) if with_weight else (x,), dy)
+    tail = x.detach()[-LAST:].clone().requires_grad_()
+    expected = calls[op](tail)
+    assert torch.equal(y[-LAST:], expected)
+    assert torch.equal(dx[-LAST:], torch.autograd.grad(expected, tail, dy[-LAST:])[0])
+    if with_weight:
+        total = sum(calls[op](part).double().sum(0) for part in x.detach().split(2**16))
+        assert ((dweight[0].double() - total).abs() / ROWS**0.5).max() < 0.02
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+def test_rope(free_memory):
+    q = large(2**20 + 128, 2048).view(1, -1, 32, 64).transpose(1, 2).requires_grad_()
+    k = normal(1, 1, q.shape[2], 64, dtype=torch.bfloat16, device="cuda")
+    angle = torch.rand(1, q.shape[2], 64, device="cuda")
+    out, _ = F.rope(q, k, angle.cos(), angle.sin())
+    tail = slice(-LAST, None)
+    expected, _ = F.rope(q[:, :, tail], k[:, :, tail], angle[:, tail].cos(), angle[:, tail].sin())
+    assert torch.equal(out[:, :, tail], expected)
+    dout = out.detach()
+    (dq,) = torch.autograd.grad(out, q, dout)
+    assert torch.equal(dq[:, :, tail], torch.autograd.grad(expected, q, dout[:, :, tail])[0][:, :, tail])
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+def test_cross_entropy(free_memory):
+    rows, vocab = 16_800, 128_256
+    logits, target = large(rows, vocab).requires_grad_(), random_targets(rows, vocab, device="cuda")
+    loss = F.cross_entropy(logits, target, reduction="none")
+    (dlogits,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
+    tail = logits.detach()[-LAST:].clone().requires_grad_()
+    expected = F.cross_entropy(tail, target[-LAST:], reduction="none")
+    assert torch.equal(loss[-LAST:], expected)
+    assert torch.equal(dlogits[-LAST:], torch.autograd.grad(expected, tail, torch.ones_like(expected))[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+def test_fused_linear_cross_entropy(free_memory):
+    """One chunk whose logits have more than 2^31 elements equals many chunks."""
+    rows, vocab, hidden = 16_800, 128_256, 64
+    x, weight = large(rows, hidden).requires_grad_(), (large(vocab, hidden) * 0.1).requires_grad_()
+    target = random_targets(rows, vocab, device="cuda")
+    results = []
+    for memory in (1 << 40, 256 << 20):
+        loss = F.fused_linear_cross_entropy(x, weight, target, reduction="sum", memory=memory)
+        results.append((loss, *torch.autograd.grad(loss, (x, weight))))
+    for one, many in zip(*results, strict=True):
+        assert (one.double() - many.double()).norm() <= 0.01 * many.double().norm()

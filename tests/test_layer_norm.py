@@ -1,0 +1,70 @@
+"""LayerNorm under the one rule, and its edges."""
+
+import pytest
+import torch
+from cases import dtypes_of, hidden_sizes, laid_out, layouts, leading_shapes, normal, rows_of_all_sizes, seeds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liger_ext import functional as F
+from liger_ext.testing import judge
+
+
+@settings(max_examples=120)
+@given(data=st.data())
+def test_layer_norm(device, data):
+    shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
+    seed, dtypes = data.draw(seeds), st.sampled_from(dtypes_of(device))
+    x = normal(*shape, dtype=data.draw(dtypes), device=device, seed=seed, mean=data.draw(st.sampled_from([0, 0.5, 3])))
+    made = {"x": laid_out(rows_of_all_sizes(x, seed), data.draw(layouts)).requires_grad_(data.draw(st.booleans()))}
+    for i, name in enumerate(("weight", "bias")):
+        made[name] = None
+        if data.draw(st.integers(0, 5)) > 0:
+            parameter = normal(
+                shape[-1], dtype=data.draw(dtypes), device=device, seed=seed + 5 + i, mean=1 - i, scale=0.5
+            )
+            made[name] = laid_out(parameter, data.draw(st.sampled_from(["contiguous", "columns"]))).requires_grad_(
+                data.draw(st.booleans())
+            )
+    judge("layer_norm", made | {"eps": data.draw(st.sampled_from([1e-6, 1e-5, 1e-2]))})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 8192), (2, 65_537), (5, 70_001), (1500, 96), (700, 2)])
+def test_wide_and_long(device, dtype, shape):
+    parameters = {
+        name: normal(shape[-1], dtype=dtype, device=device, seed=i).requires_grad_()
+        for i, name in enumerate(("weight", "bias"))
+    }
+    judge("layer_norm", {"x": normal(*shape, dtype=dtype, device=device, seed=3).requires_grad_(), **parameters})
+
+
+def test_a_large_mean_does_not_cost_the_variance(device):
+    """E[x^2] - E[x]^2 in fp32 would have no correct digit here."""
+    x = (normal(4, 512, device=device) + 1e4).requires_grad_()
+    judge("layer_norm", {"x": x, "weight": None, "bias": None})
+
+
+def test_a_constant_row_gives_the_bias(device):
+    x, bias = torch.full((3, 64), 7.0, device=device), normal(64, device=device)
+    assert torch.equal(F.layer_norm(x, torch.ones_like(bias), bias), bias.expand(3, 64))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(device, value):
+    x, weight, bias = normal(4, 40, device=device), torch.ones(40, device=device), torch.zeros(40, device=device)
+    x[2, 3] = value
+    torch.testing.assert_close(
+        F.layer_norm(x, weight, bias), torch.nn.functional.layer_norm(x, (40,), weight, bias, 1e-6), equal_nan=True
+    )
+
+
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True), (False, False, False)]
+)
+def test_nothing_is_computed_for_frozen_inputs(device, needs):
+    x, weight, bias = normal(3, 40, device=device), normal(40, device=device), normal(40, device=device)
+    _, mean, rstd = torch.ops.liger_ext.layer_norm(x, weight, bias, 1e-6)
+    found = torch.ops.liger_ext.layer_norm_backward(x, x, weight, mean, rstd, torch.float32, *needs)
+    for gradient, of, needed in zip(found, (x, weight, bias), needs, strict=True):
+        assert gradient.shape == of.shape if needed else gradient.numel() == 0

@@ -1,0 +1,84 @@
+"""The libraries: every instruction set gives right results, and loading fails with a sentence that helps."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_ext
+from liger_ext import _load
+
+HERE = Path(__file__).parent
+PACKAGE = Path(liger_ext.__file__).parents[1]
+
+
+def python(*args, **env):
+    path = os.pathsep.join([str(PACKAGE), str(HERE), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        env={**os.environ, "PYTHONPATH": path, **env},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this CPU has one instruction set")
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_every_instruction_set(isa):
+    """The best one runs in all other tests."""
+    done = python(HERE / "isa_subset.py", LIGER_EXT_CPU_ISA=isa)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"isa {isa} measured \d\d\d", done.stdout), done.stdout
+
+
+def test_a_missing_library_says_how_to_build(tmp_path):
+    done = python("-c", "import liger_ext", LIGER_EXT_LIB=str(tmp_path))
+    assert done.returncode != 0 and "ImportError" in done.stderr
+    assert str(tmp_path) in done.stderr and "pip install" in done.stderr
+
+
+def test_a_second_copy_is_refused(tmp_path):
+    """Two copies would define every op twice and crash the process."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        shutil.copy(_load.library_folder() / "libliger_ext_cpu.so", tmp_path / name)
+    script = f"""
+import os, sys
+os.environ["LIGER_EXT_LIB"] = {str(tmp_path / "first")!r}
+import liger_ext
+for name in [n for n in sys.modules if n.startswith("liger_ext")]:
+    del sys.modules[name]
+os.environ["LIGER_EXT_LIB"] = {str(tmp_path / "second")!r}
+import liger_ext
+"""
+    done = python("-c", script)
+    assert "ImportError" in done.stderr, done.stderr
+    assert str(tmp_path / "first") in done.stderr and str(tmp_path / "second") in done.stderr
+
+
+def test_import_neither_starts_cuda_nor_loads_transformers():
+    done = python(
+        "-c", "import sys, torch, liger_ext; print(torch.cuda.is_initialized(), 'transformers' in sys.modules)"
+    )
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_public_names_exist():
+    for name in liger_ext.__all__:
+        if name not in liger_ext._PATCHING:
+            assert getattr(liger_ext, name).__doc__, name
+
+
+def test_the_self_test_passes(device):
+    from liger_ext.testing import self_test
+
+    measured = list(self_test(device))
+    assert {m.dtype for m in measured} >= {torch.float32, torch.bfloat16, torch.float16}
+    assert all(m.ratio <= 1 for m in measured), max(measured, key=lambda m: m.ratio)

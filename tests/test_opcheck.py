@@ -1,0 +1,35 @@
+"""Every op, forward and backward, passes torch.library.opcheck: schema, fake implementation, autograd registration,
+AOT dispatch."""
+
+import pytest
+import torch
+from cases import EXAMPLES, IDS, RecordCalls, gradients
+
+SCHEMAS = torch._C._jit_get_all_schemas()
+OPS = sorted({s.name for s in SCHEMAS if s.name.startswith("liger_ext::")})
+
+
+def recorded(example, device, dtype):
+    """The calls that a forward and a backward of this example make. Forward arguments keep their requires_grad."""
+    arguments = example.arguments(device, dtype)
+    with RecordCalls() as mode:
+        gradients(example, arguments)
+    return mode.calls
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(device, example, dtype):
+    for op, args in recorded(example, device, dtype):
+        copies = []
+        for a in args:
+            if isinstance(a, torch.Tensor):
+                leaf = a.detach().clone()
+                a = leaf.requires_grad_(a.requires_grad and "backward" not in op._schema.name)
+            copies.append(a)
+        torch.library.opcheck(op, tuple(copies))
+
+
+def test_the_examples_call_every_op():
+    called = {op._schema.name for example in EXAMPLES for op, _ in recorded(example, "cpu", torch.float32)}
+    assert called == set(OPS) and len(OPS) == 18

@@ -1,0 +1,93 @@
+"""Launch plans are legal on every device, for every shape: nothing is launched with more threads than a block may
+have."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liger_ext import _C
+
+# name: (warp, multiprocessors, largest block)
+DEVICES = {
+    "V100": (32, 80, 1024),
+    "T4": (32, 40, 1024),
+    "A100": (32, 108, 1024),
+    "RTX 3070": (32, 46, 1024),
+    "H200": (32, 132, 1024),
+    "B200": (32, 148, 1024),
+    "MI250X": (64, 110, 1024),
+    "MI300X": (64, 304, 1024),
+    "RX 7900 XT": (32, 84, 1024),
+    "one small multiprocessor": (64, 1, 256),
+}
+GRID_LIMIT = 2**31 - 1
+
+
+def profile(name):
+    made = _C.DeviceProfile()
+    made.warp, made.multiprocessors, made.max_block_threads = DEVICES[name]
+    return made
+
+
+def power_of_two(n):
+    return n > 0 and n & (n - 1) == 0
+
+
+tilings = st.fixed_dictionaries(
+    {
+        "vec": st.sampled_from([1, 2, 4, 8]),
+        "max_k": st.sampled_from([1, 2, 4]),
+        "max_block": st.sampled_from([256, 512, 1024]),
+        "min_block": st.sampled_from([64, 128, 256]),
+        "prefer_k": st.sampled_from([1, 2, 4]),
+    }
+)
+rows_and_cols = {
+    "rows": st.integers(0, 2**33) | st.integers(0, 300),
+    "cols": st.integers(1, 2**20) | st.integers(1, 300),
+}
+
+
+def check(plan, device, rows, cols, tiling):
+    assert plan.warp == device.warp
+    assert 0 < plan.block <= min(tiling["max_block"], device.max_block_threads) and plan.block % plan.warp == 0
+    assert power_of_two(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
+    assert plan.threads_per_row <= plan.warp or plan.threads_per_row % plan.warp == 0
+    assert plan.vec == tiling["vec"] and 1 <= plan.k <= tiling["max_k"] and power_of_two(plan.k)
+    assert 0 < plan.grid <= GRID_LIMIT
+    if plan.path == _C.Path.regs:
+        assert plan.threads_per_row * plan.k * plan.vec >= cols
+    else:
+        assert plan.threads_per_row == plan.block and plan.k == tiling["max_k"]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@settings(max_examples=200)
+@given(tiling=tilings, **rows_and_cols)
+def test_row_plans(name, rows, cols, tiling):
+    device, made = profile(name), _C.RowTiling()
+    for key, value in tiling.items():
+        setattr(made, key, value)
+    plan = _C.plan_row(device, rows, cols, made)
+    check(plan, device, rows, cols, tiling)
+    if plan.grid < 2**30:
+        assert plan.grid * (plan.block // plan.threads_per_row) >= rows
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@settings(max_examples=200)
+@given(tiling=tilings, blocks=st.integers(1, 4), **rows_and_cols)
+def test_persistent_plans(name, rows, cols, tiling, blocks):
+    device, made = profile(name), _C.RowTiling()
+    for key, value in tiling.items():
+        setattr(made, key, value)
+    plan = _C.plan_persistent_rows(device, rows, cols, made, blocks)
+    check(plan, device, rows, cols, tiling)
+    assert plan.grid <= device.multiprocessors * blocks
+    assert plan.partial_rows == plan.grid * (plan.block // plan.threads_per_row)
+
+
+def test_a_longer_row_never_gets_fewer_threads():
+    device, tiling = profile("H200"), _C.RowTiling()
+    threads = [_C.plan_row(device, 1000, cols, tiling).threads_per_row for cols in range(1, 20_000, 37)]
+    assert threads == sorted(threads)

@@ -1,0 +1,101 @@
+"""Rotary position embedding under the one rule: any strides, shared or batched tables, partial rotation."""
+
+import pytest
+import torch
+from cases import dtypes_of, normal, seeds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liger_ext import functional as F
+from liger_ext.testing import judge
+
+
+def tables(batch, seq, rotary, dtype, device, seed=0, layout="contiguous"):
+    angle = normal(batch, seq, rotary, device=device, seed=seed, scale=3)
+    if layout == "transposed":
+        angle = angle.transpose(0, 1).contiguous().transpose(0, 1)
+    return {"cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
+
+
+def heads(batch, count, seq, dim, dtype, device, seed, layout):
+    """[batch, heads, seq, dim] in the layouts that models use."""
+    if layout == "hf":  # a projection's output, seen as heads
+        return normal(batch, seq, count, dim, dtype=dtype, device=device, seed=seed).transpose(1, 2)
+    if layout == "packed":  # a slice of one fused q, k, v projection
+        return normal(batch, seq, count + 3, dim, dtype=dtype, device=device, seed=seed)[:, :, 2 : 2 + count].transpose(
+            1, 2
+        )
+    if layout == "columns":
+        return normal(batch, count, seq, 2 * dim, dtype=dtype, device=device, seed=seed)[..., ::2]
+    if layout == "expanded":
+        return normal(batch, 1, seq, dim, dtype=dtype, device=device, seed=seed).expand(batch, count, seq, dim)
+    return normal(batch, count, seq, dim, dtype=dtype, device=device, seed=seed)
+
+
+layouts = st.sampled_from(["contiguous", "hf", "packed", "columns", "expanded"])
+
+
+@settings(max_examples=120)
+@given(data=st.data())
+def test_rope(device, data):
+    batch, seq = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9) | st.sampled_from([130]))
+    dim = data.draw(st.sampled_from([2, 4, 6, 8, 10, 16, 20, 64, 80, 96, 128, 130, 256]))
+    rotary = data.draw(st.sampled_from(sorted({dim, dim // 2 // 2 * 2 or 2, 2})))
+    dtype, seed = data.draw(st.sampled_from(dtypes_of(device))), data.draw(seeds)
+    q = heads(batch, data.draw(st.integers(1, 5)), seq, dim, dtype, device, seed, data.draw(layouts)).requires_grad_()
+    k = heads(
+        batch, data.draw(st.integers(1, 3)), seq, dim, dtype, device, seed + 1, data.draw(layouts)
+    ).requires_grad_(data.draw(st.booleans()))
+    table = tables(
+        data.draw(st.sampled_from([1, batch or 1])),
+        seq,
+        rotary,
+        data.draw(st.sampled_from(dtypes_of(device))),
+        device,
+        seed + 2,
+        data.draw(st.sampled_from(["contiguous", "transposed"])),
+    )
+    judge("rope", {"q": q, "k": k, **table})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_llama_shape(device, dtype):
+    q = heads(2, 8, 40, 64, dtype, device, 0, "hf").requires_grad_()
+    k = heads(2, 2, 40, 64, dtype, device, 1, "hf").requires_grad_()
+    judge("rope", {"q": q, "k": k, **tables(1, 40, 64, torch.float32, device)})
+
+
+def test_batch_seq_heads_layout(device):
+    q, k = normal(2, 7, 4, 16, device=device), normal(2, 7, 2, 16, device=device, seed=1)
+    table = tables(2, 7, 16, torch.float32, device)
+    out = F.rope(q, k, **table, unsqueeze_dim=2)
+    expected = F.rope(q.transpose(1, 2), k.transpose(1, 2), **table)
+    for a, b in zip(out, expected, strict=True):
+        assert torch.equal(a, b.transpose(1, 2))
+
+
+def test_a_dense_layout_is_kept(device):
+    """Hugging Face's transposed q and k stay as they are laid out: what follows needs no copy."""
+    q = heads(2, 4, 6, 16, torch.float32, device, 0, "hf")
+    k = heads(2, 2, 6, 16, torch.float32, device, 1, "contiguous")
+    q_out, k_out = F.rope(q, k, **tables(1, 6, 16, torch.float32, device))
+    assert q_out.stride() == q.stride() and k_out.stride() == k.stride()
+
+
+def test_what_is_not_rotated_is_copied_exactly(device):
+    q, k = (
+        normal(2, 3, 5, 24, dtype=torch.bfloat16, device=device),
+        normal(2, 1, 5, 24, dtype=torch.bfloat16, device=device),
+    )
+    q[0, 0, 0, 20] = float("nan")
+    q_out, _ = F.rope(q, k, **tables(1, 5, 16, torch.bfloat16, device))
+    torch.testing.assert_close(q_out[..., 16:], q[..., 16:], rtol=0, atol=0, equal_nan=True)
+    assert q_out[..., :16].isfinite().all()
+
+
+def test_rotation_and_its_backward_are_inverse(device):
+    q, k = normal(1, 2, 5, 32, device=device).requires_grad_(), normal(1, 2, 5, 32, device=device)
+    angle = normal(1, 5, 16, device=device).repeat(1, 1, 2)
+    q_out, _ = F.rope(q, k, angle.cos(), angle.sin())
+    (dq,) = torch.autograd.grad(q_out, q, q_out.detach())
+    torch.testing.assert_close(dq, q.detach())
