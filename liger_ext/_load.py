@@ -36,7 +36,9 @@ def _check_torch_version() -> None:
     installed = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if installed < MINIMUM_TORCH:
         needed = ".".join(map(str, MINIMUM_TORCH))
-        raise ImportError(f"liger_ext needs torch >= {needed}, but torch {torch.__version__} is installed. Upgrade torch.")
+        raise ImportError(
+            f"liger_ext needs torch >= {needed}, but torch {torch.__version__} is installed. Upgrade torch."
+        )
 
 
 def _claim_process(folder: Path) -> None:

@@ -79,7 +79,9 @@ class LigerFusedAddRMSNorm(nn.Module):
         self.in_place = in_place
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return F.add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
+        return F.add_rms_norm(
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
 
     def extra_repr(self) -> str:
         size = self.weight.shape[0]
@@ -154,9 +156,13 @@ class LigerGEGLUMLP(_GatedMLP):
     """
 
     def __init__(self, config):
-        activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
+        activation = (
+            getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
+        )
         if activation not in ("gelu_pytorch_tanh", "gelu_new", "gelu"):
-            raise ValueError(f"LigerGEGLUMLP: the configuration's activation is {activation!r}, expected 'gelu_pytorch_tanh'")
+            raise ValueError(
+                f"LigerGEGLUMLP: the configuration's activation is {activation!r}, expected 'gelu_pytorch_tanh'"
+            )
         super().__init__(config)
 
     def forward(self, x: Tensor) -> Tensor:

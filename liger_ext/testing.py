@@ -94,42 +94,50 @@ def measure(
         return Measurement(op, what, dtype, "empty", 0.0, 1.0)
     ours, base, exact = (t.detach().to(torch.float64) for t in (result, baseline, reference))
 
-    # What overflows must overflow alike; what is close to overflowing may go either way.
+    # What is not finite must agree, and what is beyond the dtype's range must be as large as can be.
     limit = torch.finfo(dtype).max * (1 - torch.finfo(dtype).eps)
     finite = exact.abs() < limit
-    special = ~finite & ~((exact.abs() >= limit) & exact.isfinite())
-    if not torch.equal(ours[special].nan_to_num(7e77, 8e88, -8e88), exact[special].nan_to_num(7e77, 8e88, -8e88)):
-        return Measurement(op, what, dtype, "non-finite", math.inf, 1.0)
-    if not bool(finite.any()):
-        return Measurement(op, what, dtype, "non-finite", 0.0, 1.0)
+    if not bool(finite.all()):
+        special, beyond = ~exact.isfinite(), exact.isfinite() & ~finite
+        same = torch.equal(*(t[special].nan_to_num(7e77, 8e88, -8e88) for t in (ours, exact)))
+        if not same or not bool((ours[beyond] * exact[beyond].sign() >= limit).all()):
+            return Measurement(op, what, dtype, "non-finite", math.inf, 1.0)
+        if not bool(finite.any()):
+            return Measurement(op, what, dtype, "non-finite", 0.0, 1.0)
 
     if scale is None:
         magnitude = exact.abs().masked_fill(~finite, 0)
         scale = magnitude.amax(-1, keepdim=True) if magnitude.dim() else magnitude
     acc = accumulator(dtype)
-    spread = max(1.0, math.sqrt(terms) / 2)
-    floor = torch.as_tensor(scale, dtype=torch.float64, device=exact.device) * (
-        STEPS[acc] * torch.finfo(acc).eps / 2 * spread
-    )
-    unit = (half_ulp(exact, dtype) + floor).clamp(min=1e-300).expand_as(exact)[finite]
-    away = torch.where(exact < 0, -1.0, 1.0)[finite]
-    error = (ours - exact)[finite] / unit * away
-    theirs = (base - exact)[finite] / unit * away
-    theirs = theirs[theirs.isfinite()]
-    if not bool(error.isfinite().all()):
+    step = STEPS[acc] * torch.finfo(acc).eps / 2 * max(1.0, math.sqrt(terms) / 2)
+    floor = torch.as_tensor(scale, dtype=torch.float64, device=exact.device) * step
+    away = torch.where(exact < 0, -1.0, 1.0) / (half_ulp(exact, dtype) + floor).clamp(min=1e-300)
+    error, theirs = (ours - exact) * away, (base - exact) * away
+    if not bool(finite.all()):
+        error, theirs = error[finite], theirs[finite]
+    largest, rms, mean = _statistics(error)
+    if not math.isfinite(largest):
         return Measurement(op, what, dtype, "non-finite", math.inf, 1.0)
+    base_largest, base_rms, base_mean = _statistics(theirs)
+    if not math.isfinite(base_largest):
+        base_largest, base_rms, base_mean = _statistics(theirs[theirs.isfinite()])
 
-    n = error.numel()
-    largest, rms, mean = error.abs().amax().item(), error.square().mean().sqrt().item(), error.mean().abs().item()
-    base_largest = theirs.abs().amax().item() if theirs.numel() else 0.0
-    base_rms = theirs.square().mean().sqrt().item() if theirs.numel() else 0.0
-    base_mean = theirs.mean().abs().item() if theirs.numel() else 0.0
     # A uniform error in [-1, 1] has mean square 1/3 +- 0.3 / sqrt(n), and mean 0 +- 0.58 / sqrt(n).
-    rounding_rms = math.sqrt(min(1.0, 1 / 3 + 5 * 0.3 / math.sqrt(n)))
+    noise = 1 / math.sqrt(error.numel())
+    rounding_rms = math.sqrt(min(1.0, 1 / 3 + 5 * 0.3 * noise))
     measures = [("largest", largest, 1 + FACTOR * base_largest), ("rms", rms, rounding_rms + FACTOR * base_rms)]
     if unbiased and torch.finfo(dtype).bits == 16:
-        measures.append(("mean", mean, 0.05 + 6 * rms / math.sqrt(n) + FACTOR * base_mean))
+        measures.append(("mean", mean, 0.05 + 6 * rms * noise + FACTOR * base_mean))
     return max((Measurement(op, what, dtype, *m) for m in measures), key=lambda m: m.ratio)
+
+
+def _statistics(error: Tensor) -> list[float]:
+    """Largest magnitude, root mean square, and magnitude of the mean; zeros for nothing."""
+    if error.numel() == 0:
+        return [0.0, 0.0, 0.0]
+    low, high = error.aminmax()
+    largest = torch.maximum(-low, high)
+    return torch.stack([largest, torch.linalg.vector_norm(error) / error.numel() ** 0.5, error.mean().abs()]).tolist()
 
 
 def check(*args: Any, **kwargs: Any) -> Measurement:

@@ -41,7 +41,7 @@ def draw_target(data, rows, vocab, device):
     return {"target": target, "ignore_index": ignore_index}
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(data=st.data(), options=loss_options)
 def test_cross_entropy(device, data, options):
     rows, vocab = data.draw(st.sampled_from([0, 1, 2, 3, 7, 40])), data.draw(vocabularies)
@@ -179,7 +179,7 @@ def test_target_out_of_range_on_a_cpu(op, value):
             F.cross_entropy(normal(4, 33), target)
         else:
             F.fused_linear_cross_entropy(normal(4, 8), normal(33, 8), target)
-    for part in (op, "target", "row 2", str(value), "33"):
+    for part in (op, "target", "target[2]", str(value), "33"):
         assert part in str(error.value)
 
 
@@ -201,12 +201,12 @@ def test_target_out_of_range_on_a_gpu(op, value):
     assert loss.isnan().tolist() == [False, False, True, False]
     with pytest.raises(IndexError) as error:
         liger_ext.check_errors()
-    for part in (op, "row 2", str(value)):
+    for part in (op, "target[2]", str(value)):
         assert part in str(error.value)
     liger_ext.check_errors()  # told once
     call(target)
     torch.cuda.synchronize()
-    with pytest.raises(IndexError, match="row 2"):
+    with pytest.raises(IndexError, match=r"target\[2\]"):
         F.softmax(torch.zeros(1, device="cuda"))
     assert call(target.clamp(0, 32)).isfinite().all()  # the context works on
 
@@ -216,10 +216,10 @@ def test_gradient_of_a_target_out_of_range_is_nan_in_its_row():
     logits = normal(3, 33, device="cuda").requires_grad_()
     loss = F.cross_entropy(logits, torch.tensor([1, 99, 2], device="cuda"), reduction="sum")
     torch.cuda.synchronize()
-    with pytest.raises(IndexError, match="row 1"):
+    with pytest.raises(IndexError, match=r"target\[1\]"):
         torch.autograd.grad(loss, logits, retain_graph=True)
     (dlogits,) = torch.autograd.grad(loss, logits)
     torch.cuda.synchronize()
     assert dlogits[1].isnan().any() and dlogits[::2].isfinite().all()
-    with pytest.raises(IndexError, match="row 1"):
+    with pytest.raises(IndexError, match=r"target\[1\]"):
         liger_ext.check_errors()

@@ -73,7 +73,7 @@ except IndexError as error:
     print("found", error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert "found" in done.stdout and "row 2" in done.stdout, done.stdout + done.stderr
+    assert "found" in done.stdout and "target[2]" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("example", ONE_OF_EACH, ids=[e.op for e in ONE_OF_EACH])

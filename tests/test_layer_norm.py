@@ -10,7 +10,7 @@ from liger_ext import functional as F
 from liger_ext.testing import judge
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_layer_norm(device, data):
     shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
@@ -30,7 +30,7 @@ def test_layer_norm(device, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 8192), (2, 65_537), (5, 70_001), (1500, 96), (700, 2)])
+@pytest.mark.parametrize("shape", [(3, 8192), (2, 65_537), (3, 70_001), (1500, 96), (700, 2)])
 def test_wide_and_long(device, dtype, shape):
     parameters = {
         name: normal(shape[-1], dtype=dtype, device=device, seed=i).requires_grad_()

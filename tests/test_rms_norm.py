@@ -32,7 +32,7 @@ def arguments(data, device, names):
     }
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_rms_norm(device, data):
     made = arguments(data, device, ["x"])
@@ -41,7 +41,7 @@ def test_rms_norm(device, data):
     judge("rms_norm", made)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_add_rms_norm(device, data):
     judge("add_rms_norm", arguments(data, device, ["x", "residual"]))
@@ -49,7 +49,7 @@ def test_add_rms_norm(device, data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", [(3, 8192), (2, 65_536), (2, 65_537), (1, 131_072), (5, 70_001), (1500, 96), (700, 1)]
+    "shape", [(3, 8192), (2, 65_536), (2, 65_537), (1, 131_072), (3, 70_001), (1500, 96), (700, 1)]
 )
 def test_wide_and_long(device, dtype, shape):
     x, weight = (

@@ -35,7 +35,7 @@ def heads(batch, count, seq, dim, dtype, device, seed, layout):
 layouts = st.sampled_from(["contiguous", "hf", "packed", "columns", "expanded"])
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_rope(device, data):
     batch, seq = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9) | st.sampled_from([130]))

@@ -375,28 +375,34 @@ struct Results {
   LIGER_INLINE A operator[](int i) const { return value[i]; }
 };
 
-// f(j, n, vec<A> (&terms)[N]); lanes past the end of the row are set to `neutral` here.
+// f(j, n, vec<A> (&terms)[N]); lanes past the end of the row are set to `neutral` here. Four chains hide the latency of an
+// addition. They are folded into the total every 128 vectors, so that rounding errors grow with the number of those
+// groups plus their length, not with the length of the row.
 template <class A, int N, class Combine, class F>
 LIGER_INLINE Results<A, N> reduce_columns(int64_t cols, A neutral, Combine combine, F&& f) {
-  constexpr int chains = 4, W = lanes<A>;
-  vec<A> all[chains][N];
-  for (auto& chain : all)
-    for (auto& v : chain) v = splat<A>(neutral);
+  constexpr int64_t chains = 4, step = chains * lanes<A>, group = 32 * step;
+  vec<A> total[N];
+  for (auto& v : total) v = splat<A>(neutral);
   int64_t j = 0;
-  for (; j + chains * W <= cols; j += chains * W)
-    for (int c = 0; c < chains; ++c) {
-      vec<A> terms[N];
-      f(j + c * W, Whole{}, terms);
-      for (int i = 0; i < N; ++i) all[c][i] = combine(all[c][i], terms[i]);
-    }
+  while (j + step <= cols) {
+    const int64_t end = j + group < cols ? j + group : cols;
+    vec<A> chain[chains][N];
+    for (int c = 0; c < chains; ++c) f(j + c * lanes<A>, Whole{}, chain[c]);
+    for (j += step; j + step <= end; j += step)
+      for (int c = 0; c < chains; ++c) {
+        vec<A> terms[N];
+        f(j + c * lanes<A>, Whole{}, terms);
+        for (int i = 0; i < N; ++i) chain[c][i] = combine(chain[c][i], terms[i]);
+      }
+    for (int i = 0; i < N; ++i) total[i] = combine(total[i], combine(combine(chain[0][i], chain[1][i]), combine(chain[2][i], chain[3][i])));
+  }
   columns<A>(j, cols, [&](int64_t at, auto n) {
     vec<A> terms[N];
     f(at, n, terms);
-    for (int i = 0; i < N; ++i) all[0][i] = combine(all[0][i], only<A>(n, terms[i], neutral));
+    for (int i = 0; i < N; ++i) total[i] = combine(total[i], only<A>(n, terms[i], neutral));
   });
   Results<A, N> out;
-  for (int i = 0; i < N; ++i)
-    out.value[i] = fold<A, W>(combine(combine(all[0][i], all[1][i]), combine(all[2][i], all[3][i])), combine);
+  for (int i = 0; i < N; ++i) out.value[i] = fold<A, lanes<A>>(total[i], combine);
   return out;
 }
 template <class A, int N, class F>

@@ -131,7 +131,6 @@ struct RowWalk {
 // reach the sum as NaN. Full: also sum of w[j] * x'[j], and the first largest logit (of NaN the first, as torch.argmax).
 template <bool Full>
 struct RowStatistics {
-  static constexpr int reduced = Full ? 2 : 1;  // values reduced at a time: always the same number, RowGroup takes turns of its buffers
   static constexpr float slack = 16;
   float max = minus_infinity(), sum = 0, weighted = 0, best = minus_infinity();
   int best_column = INT_MAX;
@@ -183,7 +182,7 @@ struct RowStatistics {
     }
   }
 
-  // The whole row's statistics, for all its threads.
+  // The whole row's statistics, for all its threads. Every reduction is of as many values, as RowGroup wants it.
   LIGER_DEVICE void merge(RowGroup& group) {
     if constexpr (Full) {
       float tops[2] = {max, best};

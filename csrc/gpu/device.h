@@ -7,11 +7,11 @@
 
 namespace liger::gpu {
 
-// Read once per device.
+// Read once per device; safe from any thread.
 const launch::DeviceProfile& device_profile(int device);
 
-// One record per process in pinned memory that all devices see; the first bad target wins. Kernels claim it, the host raises
-// it at the next eager call: nothing synchronises.
+// One record per process in pinned memory that all devices see; the first bad target wins. A kernel claims it, fills it in and
+// publishes it; the host raises it at the next eager call. Nothing synchronises.
 struct TargetRecord {
   int state;        // 0 empty, 1 claimed, 2 complete
   int device;
@@ -23,9 +23,12 @@ struct TargetReport {   // what a kernel needs to report; plain data inside its 
   int device;
   char op[40];
 };
+// Makes the record at the first call, also while a graph is captured.
 TargetReport target_report(const char* op, int device);
 
-// Raises std::out_of_range when a record is complete, and empties it. Cheap: one read of host memory.
+// Is there a complete record? One read of host memory, none before the first target_report().
+bool target_reported();
+// Raises std::out_of_range if there is one, and empties it.
 void raise_reported_targets();
 
 }  // namespace liger::gpu

@@ -50,12 +50,12 @@ struct GluForwardKernel {
     Tiles tiles;
     GluForward glu;
   };
-  static constexpr int K = vectors_per_thread, max_threads = 256;
+  static constexpr int K = vectors_per_thread, max_threads = 256, min_blocks = 4;
   static LIGER_DEVICE void run(const Args& args) {
     const GluForward& a = args.glu;
     const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
     int64_t row;
-    const auto columns = args.tiles.columns<VEC>(row);
+    const auto columns = args.tiles.template columns<VEC>(row);
     Packed<T, VEC> gate[K], up[K];
     columns.template load<Hint::stream>(gate, a.gate.data, row * a.gate.stride);
     columns.template load<Hint::stream>(up, a.up.data, row * a.up.stride);
@@ -84,7 +84,7 @@ struct GluBackwardKernel {
     const GluBackward& a = args.glu;
     const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
     int64_t row;
-    const auto columns = args.tiles.columns<VEC>(row);
+    const auto columns = args.tiles.template columns<VEC>(row);
     Packed<T, VEC> dh[K], gate[K], up[K];
     columns.template load<Hint::stream>(dh, a.dh.data, row * a.dh.stride);
     columns.template load<Hint::stream>(gate, a.gate.data, row * a.gate.stride);

@@ -51,6 +51,13 @@ LIGER_DEVICE T* opaque(T* pointer) {
   return pointer;
 }
 
+// 1 / v, 1 ulp.
+LIGER_DEVICE float fast_reciprocal(float v) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
+  return out;
+}
+
 // The compiler takes the words for new ones: nothing that it computed from them earlier stays in registers.
 template <int N>
 LIGER_DEVICE void forget(uint32_t (&words)[N]) {

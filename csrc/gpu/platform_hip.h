@@ -45,6 +45,9 @@ LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 template <class T>
 LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
 
+// 1 / v, 1 ulp.
+LIGER_DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }
+
 // The compiler takes the words for new ones: nothing that it computed from them earlier stays in registers.
 template <int N>
 LIGER_DEVICE void forget(uint32_t (&words)[N]) {

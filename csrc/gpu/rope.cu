@@ -1,8 +1,8 @@
 // Rotary position embedding of q and k in one launch, bound by memory: both are read and written once.
 //
 // A thread has a fixed place in the head: the vectors at i and i + rotary_dim / 2, which it rotates, or one vector behind
-// rotary_dim, which it copies (a rotation by cos 1, sin 0 with nothing to pair with). It loads its cos and sin once per position
-// (batch, seq) and walks over the heads of q, then of k; each step has `heads_in_flight` heads' loads outstanding.
+// rotary_dim, which it copies (a rotation by cos 1, sin 0 with nothing to pair with). It loads its cos and sin once for a position
+// (batch, seq) and walks over heads of q or of k, with `heads_in_flight` heads' loads outstanding; mostly that is all of its heads.
 #include "kernels/rope.h"
 
 #include "gpu/device.h"
@@ -16,8 +16,7 @@ struct RopeKernel {
   static constexpr int max_threads = 256, heads_in_flight = 4;
   struct Args {
     Rope rope;
-    int lanes;                // threads side by side in a head
-    int threads_per_position; // a multiple of lanes
+    int lanes, q_slots, k_slots;  // of a position's threads: side by side in a head; heads at a time
   };
   struct Rotation {  // out = x * direct + pair * crossed, for the lower and the upper vector
     float direct[2][VEC], crossed[2][VEC];
@@ -25,19 +24,20 @@ struct RopeKernel {
 
   static LIGER_DEVICE void run(const Args& args) {
     const Rope& a = args.rope;
-    const int in_block = thread_id() / args.threads_per_position, within = thread_id() % args.threads_per_position;
-    const int64_t position = block_id() * (block_threads() / args.threads_per_position) + in_block;
-    if (in_block >= block_threads() / args.threads_per_position || position >= a.batch * a.seq) return;  // no collective follows
+    const int threads_per_position = args.lanes * (args.q_slots + args.k_slots), positions = block_threads() / threads_per_position;
+    const int in_block = thread_id() / threads_per_position, within = thread_id() - in_block * threads_per_position;
+    const int64_t position = block_id() * positions + in_block;
+    if (in_block >= positions || position >= a.batch * a.seq) return;  // no collective follows
     const int64_t batch = quotient(position, a.seq), seq = position - batch * a.seq;
     const int64_t half = a.rotary_dim / 2, rotating = half / VEC, places = rotating + (a.head_dim - a.rotary_dim) / VEC;
-    const int64_t first_head = within / args.lanes, step = args.threads_per_position / args.lanes;
-    for (int64_t place = within % args.lanes; place < places; place += args.lanes) {
+    const int slot = within / args.lanes;
+    for (int64_t place = within - slot * args.lanes; place < places; place += args.lanes) {
       const bool rotates = place < rotating;
       const int64_t low = rotates ? place * VEC : a.rotary_dim + (place - rotating) * VEC;
       Rotation r;
       load_rotation(r, a, rotates, batch, seq, low, low + half);
-      walk(a, r, a.q, rotates, batch, seq, low, low + half, first_head, step);
-      walk(a, r, a.k, rotates, batch, seq, low, low + half, first_head, step);
+      if (slot < args.q_slots) walk(r, a.q, rotates, batch, seq, low, low + half, slot, args.q_slots);
+      else walk(r, a.k, rotates, batch, seq, low, low + half, slot - args.q_slots, args.k_slots);
     }
   }
 
@@ -46,7 +46,7 @@ struct RopeKernel {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
       r.direct[0][i] = r.direct[1][i] = 1;
-      r.crossed[0][i] = r.crossed[1][i] = 0;
+      r.crossed[0][i] = r.crossed[1][i] = -0.0f;  // x + 0 * -0 is x, of either sign
     }
     if (!rotates) return;
     const int64_t cos = batch * a.cos_batch + seq * a.cos_seq, sin = batch * a.sin_batch + seq * a.sin_seq;
@@ -62,11 +62,11 @@ struct RopeKernel {
       r.crossed[1][i] *= -sign;
     }
   }
-  LIGER_DEVICE static void walk(const Rope& a, const Rotation& r, const RopeHeads& heads, bool rotates, int64_t batch, int64_t seq, int64_t low,
-                                int64_t high, int64_t first_head, int64_t step) {
+  LIGER_DEVICE static void walk(const Rotation& r, const RopeHeads& heads, bool rotates, int64_t batch, int64_t seq, int64_t low, int64_t high,
+                                int first_head, int step) {
     const T* const in = static_cast<const T*>(heads.in) + (batch * heads.in_batch + seq * heads.in_seq);
     T* const out = static_cast<T*>(heads.out) + (batch * heads.out_batch + seq * heads.out_seq);
-    for (int64_t head = first_head; head < heads.heads; head += step * heads_in_flight) {
+    for (int64_t head = first_head; head < heads.heads; head += int64_t{step} * heads_in_flight) {
       Packed<T, VEC> x[heads_in_flight], pair[heads_in_flight];
 #pragma unroll
       for (int h = 0; h < heads_in_flight; ++h) {
@@ -118,9 +118,9 @@ void rope(const Rope& a, Stream stream) {
       constexpr int VEC = decltype(vec)::value;
       using Kernel = RopeKernel<T, VEC>;
       const int64_t places = (a.rotary_dim / 2 + a.head_dim - a.rotary_dim) / VEC;
-      const launch::RopePlan plan =
-          launch::plan_rope(device_profile(stream.device), a.batch * a.seq, a.q.heads + a.k.heads, places, Kernel::heads_in_flight);
-      launch<Kernel>(plan.launch, {a, plan.lanes, plan.launch.threads_per_row}, stream);
+      const launch::RopePlan plan = launch::plan_rope(device_profile(stream.device), a.batch * a.seq, a.q.heads, a.k.heads, places,
+                                                      Kernel::heads_in_flight);
+      launch<Kernel>(plan.launch, {a, plan.lanes, plan.q_slots, plan.k_slots}, stream);
     };
     if (vectors) start(std::integral_constant<int, 16 / int(sizeof(T))>{});
     else start(std::integral_constant<int, 1>{});

@@ -95,6 +95,33 @@ LaunchPlan plan_elementwise(const DeviceProfile& device, int64_t work, int per_t
   return plan;
 }
 
+LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int per_thread) {
+  LaunchPlan plan;
+  plan.warp = device.warp;
+  plan.vec = vec;
+  plan.k = per_thread;
+  plan.block = 256;
+  plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, int64_t{vec} * per_thread)), 1, plan.block));
+  const int64_t tiles_per_row = ceil_div(cols, int64_t{plan.threads_per_row} * vec * per_thread);
+  plan.grid = grid_of(tiles_per_row * ceil_div(rows, plan.block / plan.threads_per_row));
+  return plan;
+}
+
+RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread) {
+  RopePlan plan;
+  plan.launch.warp = device.warp;
+  plan.launch.block = 256;
+  plan.lanes = static_cast<int>(std::clamp<int64_t>(places, 1, 64));
+  // Slots in proportion to the heads; a slot has no fewer than heads_per_thread heads, more where the block would not hold them.
+  const int64_t room = plan.launch.block / plan.lanes, heads = std::max<int64_t>(1, q_heads + k_heads);
+  const int64_t each = std::max<int64_t>(heads_per_thread, ceil_div(heads, room - 1));
+  plan.q_slots = static_cast<int>(ceil_div(q_heads, each));
+  plan.k_slots = static_cast<int>(ceil_div(k_heads, each));
+  plan.launch.threads_per_row = plan.lanes * (plan.q_slots + plan.k_slots);
+  plan.launch.grid = grid_of(ceil_div(positions, plan.launch.block / plan.launch.threads_per_row));
+  return plan;
+}
+
 LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, int64_t cols) {
   LaunchPlan plan;
   plan.warp = device.warp;
@@ -107,7 +134,9 @@ LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, in
 }
 
 LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash) {
-  constexpr int vectors_per_thread = 8, min_threads = 8, max_threads = 512, max_resident = 2;
+  constexpr int vectors_per_thread = 8, min_threads = 8, max_resident = 2;
+  // Small blocks overlap more rows on a multiprocessor; large ones where shared memory holds few rows, or there are few.
+  const int max_threads = stash || rows < 4 * device.multiprocessors ? 512 : 256;
   constexpr int reserved_shared = 1024;  // what a driver takes of a multiprocessor's shared memory for each block
   LaunchPlan plan;
   plan.warp = device.warp;

@@ -57,6 +57,18 @@ LaunchPlan plan_norm_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int
 // `work` independent items (vectors), `per_thread` each.
 LaunchPlan plan_elementwise(const DeviceProfile&, int64_t work, int per_thread, int block = 256);
 
+// Elementwise work on rows with gaps between them: blocks of tiles of threads_per_row * k vectors of one row each, several short
+// rows to a block; block = row group * tiles_per_row + tile.
+LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int per_thread);
+
+// Rotary embedding: a position's threads are `lanes` side by side in a head times slots for heads of q and of k, so many that
+// each has at most heads_per_thread heads (unless a block is too small); threads_per_row is their product.
+struct RopePlan {
+  LaunchPlan launch;
+  int lanes = 1, q_slots = 1, k_slots = 1;
+};
+RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread);
+
 // Sums `partial_rows` rows of `cols` floats: a block owns 32 columns and all rows.
 LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t cols);
 

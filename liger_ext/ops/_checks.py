@@ -53,7 +53,9 @@ def check_rows(op: str, t: Tensor, name: str) -> None:
 
 
 def check_device(op: str, t: Tensor, name: str, like: Tensor, like_name: str) -> None:
-    require(t.device == like.device, op, ": ", name, " is on another device than ", like_name, "; move both to one device")
+    require(
+        t.device == like.device, op, ": ", name, " is on another device than ", like_name, "; move both to one device"
+    )
 
 
 def check_same_shape(op: str, t: Tensor, name: str, like: Tensor, like_name: str) -> None:
@@ -62,7 +64,18 @@ def check_same_shape(op: str, t: Tensor, name: str, like: Tensor, like_name: str
 
 
 def check_same_dtype(op: str, t: Tensor, name: str, like: Tensor, like_name: str) -> None:
-    require(t.dtype == like.dtype, op, ": ", name, " has dtype ", t.dtype, ", expected that of ", like_name, ", ", like.dtype)
+    require(
+        t.dtype == like.dtype,
+        op,
+        ": ",
+        name,
+        " has dtype ",
+        t.dtype,
+        ", expected that of ",
+        like_name,
+        ", ",
+        like.dtype,
+    )
 
 
 def check_parameter(op: str, parameter: Tensor | None, name: str, like: Tensor, size, like_name: str = "x") -> None:

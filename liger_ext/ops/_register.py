@@ -79,7 +79,9 @@ def _without_autocast(op: str, key: torch._C.DispatchKey, device_type: str, prep
     keys = torch._C.DispatchKeySet(key)
 
     def kernel(*args):
+        if prepare is not None:
+            args = prepare(device_type, *args)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return overload(*(args if prepare is None else prepare(device_type, *args)))
+            return overload(*args)
 
     return kernel

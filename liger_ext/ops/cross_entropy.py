@@ -73,7 +73,9 @@ def cross_entropy(
             :func:`liger_ext.check_errors`.
     """
     if target.shape != logits.shape[:-1]:
-        raise ValueError(f"target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} without the last dimension")
+        raise ValueError(
+            f"target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} without the last dimension"
+        )
     if weight is not None:
         weight = weight.to(accumulator(logits.dtype))
     outputs = _cross_entropy(
@@ -92,7 +94,9 @@ def cross_entropy(
     return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
 
 
-def results(outputs, target: Tensor, reduction: str, z_loss: bool, accuracy: bool, predicted: bool) -> Tensor | CrossEntropyOutput:
+def results(
+    outputs, target: Tensor, reduction: str, z_loss: bool, accuracy: bool, predicted: bool
+) -> Tensor | CrossEntropyOutput:
     """What users get of an op's outputs: per-token ones in the shape of target, and only those asked for."""
     flat = target.dim() == 1
     per_token = reduction == "none" and not flat
@@ -143,13 +147,27 @@ def fake_results(like: Tensor, rows, dtype: torch.dtype, reduction: int, z_loss:
 def _check(op, logits, target, weight, reduction, label_smoothing, softcap):
     check_options(op, reduction, label_smoothing, softcap)
     if logits.dim() != 2 or logits.shape[1] == 0:
-        raise ValueError(f"{op}: logits has shape {shape_text(logits)}, expected (rows, vocab_size) with vocab_size > 0")
+        raise ValueError(
+            f"{op}: logits has shape {shape_text(logits)}, expected (rows, vocab_size) with vocab_size > 0"
+        )
     check_dtype(logits.dtype, "logits", logits.device)
     check_target(op, target, logits.shape[0], logits, "logits")
     check_class_weight(op, weight, "weight", logits.shape[1], accumulator(logits.dtype), logits)
 
 
-def _fake(logits, target, weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, z_loss, accuracy, predicted):
+def _fake(
+    logits,
+    target,
+    weight,
+    ignore_index,
+    reduction,
+    label_smoothing,
+    lse_square_scale,
+    softcap,
+    z_loss,
+    accuracy,
+    predicted,
+):
     _check("cross_entropy", logits, target, weight, reduction, label_smoothing, softcap)
     dtype = accumulator(logits.dtype)
     losses = fake_results(logits, logits.shape[0], dtype, reduction, z_loss, accuracy, predicted)

@@ -19,7 +19,16 @@ import functools
 import torch
 from torch import Tensor
 
-from liger_ext.ops._checks import REDUCTIONS, accumulator, check_device, check_dtype, check_parameter, code_of, require, shape_text
+from liger_ext.ops._checks import (
+    REDUCTIONS,
+    accumulator,
+    check_device,
+    check_dtype,
+    check_parameter,
+    code_of,
+    require,
+    shape_text,
+)
 from liger_ext.ops._register import register
 from liger_ext.ops.cross_entropy import (
     COUNTS,
@@ -89,7 +98,9 @@ def fused_linear_cross_entropy(
         IndexError: a target out of range, as in :func:`cross_entropy`.
     """
     if target.shape != x.shape[:-1]:
-        raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} without the last dimension")
+        raise ValueError(
+            f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} without the last dimension"
+        )
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     compute_dtype = _autocast_dtype(x.device.type, x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
@@ -186,7 +197,9 @@ def _autocast(device_type, *args):
     return *args[:_COMPUTE_DTYPE], _autocast_dtype(device_type, args[0], args[1]), *args[_COMPUTE_DTYPE + 1 :]
 
 
-def _check(op, x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap, accum_dtype, compute_dtype, chunk):
+def _check(
+    op, x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap, accum_dtype, compute_dtype, chunk
+):
     """Checks, and returns the dtypes (compute, accumulator, sum of dweight)."""
     check_options(op, reduction, label_smoothing, softcap)
     require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, hidden_size)")
@@ -263,7 +276,9 @@ def _setup_context(ctx, inputs, output):
                 f"Pass need_d{name}=True, or {name}.detach()"
             )
     if ctx.needs_input_grad[4]:
-        raise RuntimeError("liger_ext::fused_linear_cross_entropy has no gradient for ce_weight: pass ce_weight.detach()")
+        raise RuntimeError(
+            "liger_ext::fused_linear_cross_entropy has no gradient for ce_weight: pass ce_weight.detach()"
+        )
     _, *others = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)

@@ -158,7 +158,9 @@ def _add_backward(ctx, dy, dsum, _):
     dx, dweight = dsum, None  # what holds when only the sum was used: its gradient passes through
     if dy is not None:
         total, weight, rstd = ctx.saved_tensors
-        dx, dweight = _add_rms_norm_backward(dy, dsum, total, weight, rstd, ctx.offset, need_x or need_residual, need_dweight)
+        dx, dweight = _add_rms_norm_backward(
+            dy, dsum, total, weight, rstd, ctx.offset, need_x or need_residual, need_dweight
+        )
     need_x, need_residual = (need and dx is not None for need in (need_x, need_residual))
     return (
         dx.to(ctx.dtypes[0]) if need_x else None,

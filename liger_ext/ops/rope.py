@@ -42,7 +42,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     if unsqueeze_dim == 1:
         return _rope(q, k, cos, sin)
     if unsqueeze_dim != 2:
-        raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 (batch, heads, seq, head_dim) or 2 (batch, seq, heads, head_dim)")
+        raise ValueError(
+            f"unsqueeze_dim is {unsqueeze_dim}, expected 1 (batch, heads, seq, head_dim) or 2 (batch, seq, heads, head_dim)"
+        )
     q_out, k_out = _rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
@@ -70,7 +72,9 @@ def _fake_of(op: str):
         check_same_dtype(op, k, "k", q, "q")
         _check_table(op, cos, "cos", q)
         _check_table(op, sin, "sin", q)
-        require(cos.shape[2] == sin.shape[2] and cos.dtype == sin.dtype, op, ": cos and sin differ in rotary_dim or dtype")
+        require(
+            cos.shape[2] == sin.shape[2] and cos.dtype == sin.dtype, op, ": cos and sin differ in rotary_dim or dtype"
+        )
         check_dtype(q.dtype, "q", q.device)
         return _empty_like(q), _empty_like(k)
 

@@ -1,0 +1,107 @@
+// Matrix products by the library that torch has loaded, on torch's own handle, which is bound to the current stream and carries
+// torch's workspace and math mode (so that fp32 products follow torch's TF32 setting).
+//
+// The library is column-major: C = op(A) op(B) in rows is C' = op(B)' op(A)' in columns, the same memory with A and B swapped.
+// Accumulation is fp32, whatever the operands are. An alpha in device memory (a loss scale that no host knows) needs beta there
+// too: a constant of this file. Nothing synchronises or allocates, so that it can be captured in a graph.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "gpu/platform_blas.h"
+#include "kernels/gemm.h"
+
+extern "C" int32_t torch_get_current_cuda_blas_handle(void** handle);
+
+namespace liger::gpu {
+namespace {
+
+__device__ const float device_beta[2] = {0, 1};
+
+template <class F, int N>
+F find(const char* const (&names)[N]) {
+  for (const char* name : names)
+    if (void* symbol = dlsym(RTLD_DEFAULT, name)) return reinterpret_cast<F>(symbol);
+  return nullptr;
+}
+
+struct Library {
+  blas::GemmEx<int> gemm = find<blas::GemmEx<int>>(blas::gemm_names);
+  blas::GemmEx<int64_t> gemm_64 = find<blas::GemmEx<int64_t>>(blas::gemm_64_names);  // may be missing
+  blas::GetPointerMode get_pointer_mode = find<blas::GetPointerMode>(blas::get_pointer_mode_names);
+  blas::SetPointerMode set_pointer_mode = find<blas::SetPointerMode>(blas::set_pointer_mode_names);
+
+  Library() {
+    if (!gemm || !get_pointer_mode || !set_pointer_mode)
+      throw std::runtime_error(text(blas::library, " was not found in this process: liger_ext uses the one that torch loads; is this torch built for this GPU?"));
+  }
+};
+
+void check(int status, const char* what) {
+  if (status != 0) throw std::runtime_error(text(blas::library, " failed with status ", status, " while ", what));
+}
+
+// Sets where the handle looks for alpha and beta, and puts the setting back.
+class PointerModeGuard {
+ public:
+  PointerModeGuard(const Library& library, blas::Handle handle, int mode) : library_(library), handle_(handle) {
+    check(library.get_pointer_mode(handle, &before_), "reading the pointer mode");
+    changed_ = before_ != mode;
+    if (changed_) check(library.set_pointer_mode(handle, mode), "setting the pointer mode");
+  }
+  PointerModeGuard(const PointerModeGuard&) = delete;
+  ~PointerModeGuard() {
+    if (changed_) library_.set_pointer_mode(handle_, before_);
+  }
+
+ private:
+  const Library& library_;
+  blas::Handle handle_;
+  int before_ = blas::host;
+  bool changed_ = false;
+};
+
+int type_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::f32: return blas::real_f32;
+    case Dtype::f16: return blas::real_f16;
+    case Dtype::bf16: return blas::real_bf16;
+    case Dtype::f64: break;
+  }
+  throw_unsupported_dtype();
+}
+
+}  // namespace
+
+void gemm(const Gemm& op, Stream) {
+  if (op.m == 0 || op.n == 0) return;
+  static const Library library;
+  require(op.a.dtype == op.b.dtype, "gemm: the two matrices must have one dtype");
+  require(op.c_dtype == op.a.dtype || op.c_dtype == Dtype::f32, "gemm: the result must have the operands' dtype or be fp32");
+  blas::Handle handle = nullptr;
+  check(torch_get_current_cuda_blas_handle(&handle), "asking torch for its handle");
+
+  const PointerModeGuard mode(library, handle, op.alpha ? blas::device : blas::host);
+  const float host_alpha = 1, host_beta = op.accumulate ? 1 : 0;
+  const void* alpha = op.alpha ? op.alpha : &host_alpha;
+  const void* beta = op.alpha ? static_cast<const void*>(*device_address(device_beta) + (op.accumulate ? 1 : 0)) : &host_beta;
+
+  // A matrix of one row may have any stride; the library wants at least the row's length.
+  const int64_t lda = std::max(op.a.stride, op.a.transposed ? op.m : op.k), ldb = std::max(op.b.stride, op.b.transposed ? op.k : op.n);
+  const int64_t ldc = std::max(op.c_stride, op.n);
+  const int transa = op.a.transposed ? blas::transpose : blas::normal, transb = op.b.transposed ? blas::transpose : blas::normal;
+  const int type = type_of(op.a.dtype), c_type = type_of(op.c_dtype);
+  auto run = [&](auto function, auto index) {
+    using Index = decltype(index);
+    check(function(handle, transb, transa, Index(op.n), Index(op.m), Index(op.k), alpha, op.b.data, type, Index(ldb), op.a.data, type, Index(lda),
+                   beta, op.c, c_type, Index(ldc), blas::compute_f32, blas::default_algorithm),
+          "multiplying matrices");
+  };
+  if (std::max({op.m, op.n, op.k, lda, ldb, ldc}) <= std::numeric_limits<int>::max()) run(library.gemm, int{});
+  else if (library.gemm_64) run(library.gemm_64, int64_t{});
+  else throw std::runtime_error(text("gemm: a size or stride of ", std::max({op.m, op.n, op.k, lda, ldb, ldc}), " needs 64-bit sizes, which this ",
+                                     blas::library, " does not have"));
+}
+
+}  // namespace liger::gpu

@@ -1,0 +1,123 @@
+// CUDA's and HIP's words for device.cu: what a device is, error texts, pinned memory.
+#pragma once
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "gpu/platform.h"
+
+namespace liger::gpu::runtime {
+
+#if defined(__HIPCC__) || defined(__HIP__)
+
+inline void check(hipError_t code, const char* what) {
+  if (code != hipSuccess) throw_launch_error(code, what);
+}
+// The name that a driver gives without options: gfx942 of gfx942:sramecc+:xnack-.
+inline std::string gfx_name(const hipDeviceProp_t& properties) {
+  const std::string name = properties.gcnArchName;
+  return name.substr(0, name.find(':'));
+}
+inline launch::DeviceProfile read_profile(int device) {
+  hipDeviceProp_t properties;
+  check(hipGetDeviceProperties(&properties, device), "reading a device's properties");
+  launch::DeviceProfile profile;
+  std::strncpy(profile.name, properties.name, sizeof(profile.name) - 1);
+  profile.vendor = launch::Vendor::amd;
+  profile.arch = int(std::strtol(gfx_name(properties).c_str() + 3, nullptr, 16));
+  profile.warp = properties.warpSize;
+  profile.multiprocessors = properties.multiProcessorCount;
+  profile.max_block_threads = properties.maxThreadsPerBlock;
+  profile.registers_per_multiprocessor = properties.regsPerBlock;
+  profile.shared_per_block = profile.shared_per_block_optin = int(properties.sharedMemPerBlock);
+  profile.shared_per_multiprocessor = int(properties.maxSharedMemoryPerMultiProcessor);
+  profile.l2_bytes = properties.l2CacheSize;
+  profile.memory_bytes = int64_t(properties.totalGlobalMem);
+  profile.native_bf16 = profile.arch >= 0x908;
+  return profile;
+}
+inline int current_device() {
+  int device = 0;
+  check(hipGetDevice(&device), "asking for the current device");
+  return device;
+}
+inline void clear_last_error() { static_cast<void>(hipGetLastError()); }
+inline const char* error_text(int code) { return hipGetErrorString(hipError_t(code)); }
+inline bool is_missing_code(int code) { return code == hipErrorNoBinaryForGpu || code == hipErrorInvalidDeviceFunction; }
+inline std::string architecture(const launch::DeviceProfile& device) {
+  std::ostringstream name;
+  name << "gfx" << std::hex << device.arch;
+  return name.str();
+}
+inline std::string built_for() { return LIGER_EXT_GPU_ARCHS; }
+inline std::string rebuild_hint(const launch::DeviceProfile& device) {
+  return text("LIGER_EXT_HIP_ARCHS=", architecture(device), " in the environment: pip install --no-build-isolation .");
+}
+// Pinned host memory that all devices can write. A stream that is being captured must not be disturbed.
+inline void allocate_mapped(size_t bytes, void** host, void** device) {
+  hipStreamCaptureMode mode = hipStreamCaptureModeRelaxed;
+  check(hipThreadExchangeStreamCaptureMode(&mode), "allocating the record of bad targets");
+  const hipError_t allocated = hipHostMalloc(host, bytes, hipHostMallocMapped | hipHostMallocPortable);
+  const hipError_t mapped = allocated == hipSuccess ? hipHostGetDevicePointer(device, *host, 0) : allocated;
+  static_cast<void>(hipThreadExchangeStreamCaptureMode(&mode));
+  check(mapped, "allocating the record of bad targets");
+}
+
+#else
+
+inline void check(cudaError_t code, const char* what) {
+  if (code != cudaSuccess) throw_launch_error(code, what);
+}
+inline launch::DeviceProfile read_profile(int device) {
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device), "reading a device's properties");
+  launch::DeviceProfile profile;
+  std::strncpy(profile.name, properties.name, sizeof(profile.name) - 1);
+  profile.vendor = launch::Vendor::nvidia;
+  profile.arch = 10 * properties.major + properties.minor;
+  profile.warp = properties.warpSize;
+  profile.multiprocessors = properties.multiProcessorCount;
+  profile.max_block_threads = properties.maxThreadsPerBlock;
+  profile.registers_per_multiprocessor = properties.regsPerMultiprocessor;
+  profile.shared_per_block = int(properties.sharedMemPerBlock);
+  profile.shared_per_block_optin = int(properties.sharedMemPerBlockOptin);
+  profile.shared_per_multiprocessor = int(properties.sharedMemPerMultiprocessor);
+  profile.l2_bytes = properties.l2CacheSize;
+  profile.memory_bytes = int64_t(properties.totalGlobalMem);
+  profile.native_bf16 = profile.arch >= 80;
+  profile.clusters = profile.bulk_copies = profile.arch >= 90;
+  return profile;
+}
+inline int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "asking for the current device");
+  return device;
+}
+inline void clear_last_error() { cudaGetLastError(); }
+inline const char* error_text(int code) { return cudaGetErrorString(cudaError_t(code)); }
+inline bool is_missing_code(int code) {
+  return code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion;
+}
+inline std::string dotted(int arch) { return text(arch / 10, ".", arch % 10); }
+inline std::string architecture(const launch::DeviceProfile& device) { return "compute capability " + dotted(device.arch); }
+inline std::string built_for() {
+  std::string all;
+  for (const int arch : {__CUDA_ARCH_LIST__}) all += (all.empty() ? "" : ", ") + dotted(arch / 10);
+  return all;
+}
+inline std::string rebuild_hint(const launch::DeviceProfile& device) {
+  return text("LIGER_EXT_CUDA_ARCHS=", dotted(device.arch), " in the environment: pip install --no-build-isolation .");
+}
+// Pinned host memory that all devices can write. A stream that is being captured must not be disturbed.
+inline void allocate_mapped(size_t bytes, void** host, void** device) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "allocating the record of bad targets");
+  const cudaError_t allocated = cudaHostAlloc(host, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+  const cudaError_t mapped = allocated == cudaSuccess ? cudaHostGetDevicePointer(device, *host, 0) : allocated;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  check(mapped, "allocating the record of bad targets");
+}
+
+#endif
+
+}  // namespace liger::gpu::runtime

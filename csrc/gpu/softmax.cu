@@ -1,0 +1,183 @@
+// Softmax over rows, bound by memory: a row is read once and written once where the threads of a block can hold it (32 columns of
+// a 16-bit type each). Longer rows are read twice: each thread keeps a running maximum and the sum of exponentials relative to
+// it, the threads' pairs are merged, then the row is read again. The backward has the same two paths around sum(dy * y).
+//
+// Maxima propagate NaN; a row of -inf, or one with +inf, gives NaN, as in PyTorch.
+#include "kernels/softmax.h"
+
+#include "gpu/device.h"
+#include "gpu/rows.h"
+
+namespace liger::gpu {
+namespace {
+
+struct SoftmaxArgs {
+  int64_t rows, cols;
+  Rows first, second;  // x; or dy and y
+  MutableRows out;
+  int threads_per_row = 0;
+};
+
+// Past the last column: nothing to add to a sum, nothing to raise a maximum.
+constexpr float nothing = -__builtin_inff();
+
+template <class T, int VEC, int K, class F>
+LIGER_DEVICE void for_each(const Columns<VEC, K>& columns, F f) {
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    if (columns.has(k))
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) f(k, i);
+}
+// out[k] = f(k, i) for the columns that are there.
+template <class T, int VEC, int K, class F>
+LIGER_DEVICE void write(const Columns<VEC, K>& columns, const MutableRows& out, int64_t row, F f) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+    float values[VEC];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) values[i] = f(k, i);
+    Packed<T, VEC> packed;
+    packed.set(values);
+    store<Hint::stream>(static_cast<T*>(out.data) + (row * out.stride + columns.first + k * columns.step), packed);
+  }
+}
+template <class T, int VEC, int K>
+LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
+  float max = nothing;
+  for_each<T>(columns, [&](int k, int i) { max = max_nan(max, x[k][i]); });
+  return max;
+}
+
+template <class T, int VEC, int K>
+struct SoftmaxRegisters {
+  using Args = SoftmaxArgs;
+  static constexpr int max_threads = 1024;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(a.threads_per_row);
+    const int64_t row = block_id() * group.rows_per_block() + group.group;
+    const Columns<VEC, K> columns(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
+    Packed<T, VEC> x[K];
+    columns.template load<Hint::stream>(x, a.first.data, row * a.first.stride);
+    const float max = group.max(max_of(columns, x));
+    float e[K][VEC], sum = 0;
+    for_each<T>(columns, [&](int k, int i) { sum += e[k][i] = expf(x[k][i] - max); });
+    const float scale = 1.0f / group.sum(sum);
+    write<T>(columns, a.out, row, [&](int k, int i) { return e[k][i] * scale; });
+  }
+};
+
+// One block a row, any length.
+template <class T, int VEC>
+struct SoftmaxReread {
+  using Args = SoftmaxArgs;
+  static constexpr int K = 4, max_threads = 1024;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(block_threads());
+    const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
+    Packed<T, VEC> x[K];
+    float max = nothing, sum = 0;
+    for (int64_t begin = 0; begin < a.cols; begin += batch) {
+      const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
+      columns.load(x, a.first.data, row * a.first.stride);
+      const float higher = max_nan(max, max_of(columns, x));
+      if (higher == nothing) continue;  // exp(-inf - -inf) is no number
+      sum *= expf(max - higher);
+      max = higher;
+      for_each<T>(columns, [&](int k, int i) { sum += expf(x[k][i] - max); });
+    }
+    const float row_max = group.max(max);
+    const float scale = 1.0f / group.sum(max == nothing ? 0 : sum * expf(max - row_max));
+    for (int64_t begin = 0; begin < a.cols; begin += batch) {
+      const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
+      columns.load(x, a.first.data, row * a.first.stride);
+      write<T>(columns, a.out, row, [&](int k, int i) { return expf(x[k][i] - row_max) * scale; });
+    }
+  }
+};
+
+template <class T, int VEC, int K>
+LIGER_DEVICE float dot(const Packed<T, VEC> (&dy)[K], const Packed<T, VEC> (&y)[K]) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) sum += dy[k][i] * y[k][i];
+  return sum;
+}
+
+template <class T, int VEC, int K>
+struct SoftmaxBackwardRegisters {
+  using Args = SoftmaxArgs;
+  static constexpr int max_threads = 1024;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(a.threads_per_row);
+    const int64_t row = block_id() * group.rows_per_block() + group.group;
+    const Columns<VEC, K> columns(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
+    Packed<T, VEC> dy[K], y[K];
+    columns.template load<Hint::stream>(dy, a.first.data, row * a.first.stride);
+    columns.template load<Hint::stream>(y, a.second.data, row * a.second.stride);
+    const float sum = group.sum(dot(dy, y));
+    write<T>(columns, a.out, row, [&](int k, int i) { return y[k][i] * (dy[k][i] - sum); });
+  }
+};
+
+template <class T, int VEC>
+struct SoftmaxBackwardReread {
+  using Args = SoftmaxArgs;
+  static constexpr int K = 4, max_threads = 1024;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(block_threads());
+    const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
+    Packed<T, VEC> dy[K], y[K];
+    float sum = 0;
+    for (int64_t begin = 0; begin < a.cols; begin += batch) {
+      const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
+      columns.load(dy, a.first.data, row * a.first.stride);
+      columns.load(y, a.second.data, row * a.second.stride);
+      sum += dot(dy, y);
+    }
+    sum = group.sum(sum);
+    for (int64_t begin = 0; begin < a.cols; begin += batch) {
+      const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
+      columns.load(dy, a.first.data, row * a.first.stride);
+      columns.load(y, a.second.data, row * a.second.stride);
+      write<T>(columns, a.out, row, [&](int k, int i) { return y[k][i] * (dy[k][i] - sum); });
+    }
+  }
+};
+
+template <template <class, int, int> class Registers, template <class, int> class Reread>
+void start(SoftmaxArgs a, Stream stream) {
+  if (a.rows == 0 || a.cols == 0) return;
+  const bool wide = aligned(a.first, a.cols) && aligned(a.second, a.cols) && aligned(a.out, a.cols);
+  dispatch(a.out.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const auto with_vec = [&](auto vec) {
+      constexpr int VEC = decltype(vec)::value;
+      launch::LaunchPlan plan = launch::plan_row_forward(device_profile(stream.device), a.rows, a.cols, VEC);
+      plan.smem = RowGroup::shared_bytes();
+      a.threads_per_row = plan.threads_per_row;
+      if (plan.path == launch::Path::reread) return launch<Reread<T, VEC>>(plan, a, stream);
+      if constexpr (VEC > 1) {  // single elements come in one size: four a thread
+        if (plan.k == 1) return launch<Registers<T, VEC, 1>>(plan, a, stream);
+        if (plan.k == 2) return launch<Registers<T, VEC, 2>>(plan, a, stream);
+      }
+      launch<Registers<T, VEC, 4>>(plan, a, stream);
+    };
+    if (wide) with_vec(std::integral_constant<int, 16 / int(sizeof(T))>{});
+    else with_vec(std::integral_constant<int, 1>{});
+  });
+}
+
+}  // namespace
+
+void softmax_forward(const SoftmaxForward& a, Stream stream) {
+  start<SoftmaxRegisters, SoftmaxReread>({a.rows, a.cols, a.x, {}, a.y}, stream);
+}
+void softmax_backward(const SoftmaxBackward& a, Stream stream) {
+  start<SoftmaxBackwardRegisters, SoftmaxBackwardReread>({a.rows, a.cols, a.dy, a.y, a.dx}, stream);
+}
+
+}  // namespace liger::gpu

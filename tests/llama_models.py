@@ -1,0 +1,158 @@
+"""Small Llamas and how two of them are compared, for the tests of patching.
+
+Each comparison has three models with the same weights: stock (transformers' code in the dtype under test), patched (the
+same, patched), and exact (transformers' code in float64, whose norms and loss are float64 too). The patched model's distance
+from the exact one may be `FACTOR` times the stock model's over all gradients, and `FACTOR_OF_ONE` times in any one result,
+plus what rounding alone gives. (Measured: the median of the ratio is 1.0 in every parameter, the largest of 100 was 1.5.)
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from liger_ext import apply_liger_kernel_to_llama
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+FACTOR = 1.5
+FACTOR_OF_ONE = 3
+VOCAB = 1000
+TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """These models are too small for more: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def config(**overrides: Any) -> LlamaConfig:
+    values = dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.15,  # logits of a size that makes the loss depend on everything
+        pad_token_id=0,
+    )
+    return LlamaConfig(**{**values, **overrides})
+
+
+def build(cls: type[nn.Module] = LlamaForCausalLM, device: Any = "cpu", dtype=torch.float32, seed=0, **overrides) -> nn.Module:
+    torch.manual_seed(seed)
+    model = cls(config(**overrides))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model.to(device, dtype)
+
+
+def patched(model: nn.Module, **options: Any) -> nn.Module:
+    """A patched copy."""
+    model = copy.deepcopy(model)
+    apply_liger_kernel_to_llama(model=model, **options)
+    return model
+
+
+def batch_of(device: Any, rows: int = 3, seq: int = 11) -> dict[str, Tensor]:
+    ids = tokens(rows, seq, device=device)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return dict(input_ids=ids, labels=labels)
+
+
+def tokens(*shape: int, device: Any = "cpu", seed: int = 1) -> Tensor:
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def exact(model: nn.Module) -> nn.Module:
+    """A float64 copy of an unpatched model, whose norms and language-model loss compute in float64 as well."""
+    copied = copy.deepcopy(model).double()
+    for module in copied.modules():
+        if isinstance(module, modeling_llama.LlamaRMSNorm):
+            module.forward = _exact_rms_norm.__get__(module)
+    if isinstance(copied, LlamaForCausalLM):
+        copied.loss_function = _exact_loss
+    return copied
+
+
+def _exact_rms_norm(self, hidden_states: Tensor) -> Tensor:
+    return self.weight * hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def _exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    options = dict(ignore_index=ignore_index, label_smoothing=kwargs.get("label_smoothing", 0.0))
+    logits, targets = logits.reshape(-1, vocab_size).double(), shift_labels.reshape(-1)
+    if num_items_in_batch is None:
+        return nn.functional.cross_entropy(logits, targets, **options)
+    return nn.functional.cross_entropy(logits, targets, reduction="sum", **options) / num_items_in_batch
+
+
+def step(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+    """One forward, and a backward if there is a loss: the loss, the logits if any, and all gradients by name."""
+    model.zero_grad(set_to_none=True)
+    output = (forward or (lambda m, **b: m(**b)))(model, **batch)
+    results = {name: output[name] for name in ("loss", "logits") if output.get(name) is not None}
+    if "loss" in results and results["loss"].requires_grad:
+        results["loss"].backward()
+        results.update({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return {name: result.detach() for name, result in results.items()}
+
+
+def distance(result: Tensor, reference: Tensor) -> float:
+    """Relative, in the root-mean-square sense."""
+    reference = reference.double()
+    return ((result.double() - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """What rounding a result once gives as its distance, and a few fp32 roundings on the way to it."""
+    return torch.finfo(dtype).eps / math.sqrt(12) + 4 * torch.finfo(torch.float32).eps
+
+
+def assert_as_good(patched: Mapping[str, Tensor], stock: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
+    """Judges the patched model's loss, logits and gradients. Its logits may be absent; nothing else may."""
+    assert set(stock) == set(reference)
+    assert set(patched) | {"logits"} == set(stock) | {"logits"}
+    ours = {name: distance(result, reference[name]) for name, result in patched.items()}
+    theirs = {name: distance(stock[name], reference[name]) for name in patched}
+    for name, result in patched.items():
+        assert result.dtype == stock[name].dtype, name
+        assert result.shape == stock[name].shape, name
+        bound = FACTOR_OF_ONE * theirs[name] + rounding(result.dtype)
+        if name == "loss" and "logits" in stock:
+            # One number may be good by luck: errors of the logits are what it is made of.
+            error = (stock["logits"].double() - reference["logits"]).square().mean().sqrt()
+            bound += (error / reference["loss"].abs()).item()
+        assert ours[name] <= bound, (name, ours[name], bound)
+    gradients = ours.keys() - {"loss", "logits"}
+    if gradients:
+        all_ours, all_theirs = (math.fsum(d[name] ** 2 for name in gradients) ** 0.5 for d in (ours, theirs))
+        assert all_ours <= FACTOR * all_theirs + rounding(torch.float32) * len(gradients) ** 0.5
+
+
+def compare(stock: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None, **options: Any) -> nn.Module:
+    """Patches a copy of `stock` and compares the two on one batch, in the mode (train, eval) that `stock` is in."""
+    reference = step(exact(stock), {k: v.double() if _is_float(v) else v for k, v in batch.items()}, forward)
+    model = patched(stock, **options)
+    assert_as_good(step(model, batch, forward), step(stock, batch, forward), reference)
+    return model
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
