@@ -49,14 +49,14 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "fused_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? normalizer,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling,"
       " bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, ScalarType? accum_dtype,"
-      " ScalarType? compute_dtype, int chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
+      " ScalarType? compute_dtype, SymInt chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
       " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor counts, Tensor saved,"
       " Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
       "fused_linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias,"
       " Tensor? ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias, int ignore_index, int reduction,"
       " float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling, ScalarType? accum_dtype,"
-      " ScalarType? compute_dtype, int chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
+      " ScalarType? compute_dtype, SymInt chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
 
   // The benchmarks' measuring stick: a copy at the speed of the memory (kernels/stream_copy.h).

@@ -1,7 +1,7 @@
 """Finds and loads the two libraries, and says why the GPU one is missing where it is.
 
-``libliger_ext_cpu.so`` (schemas and the CPU backend) must load; ``libliger_ext_gpu.so`` may be absent. The environment variable
-``LIGER_EXT_LIB`` names another folder to take them from, for developers with several builds.
+``libliger_ext_cpu.so`` (schemas and the CPU backend) must load; ``libliger_ext_gpu.so`` may be absent. The environment
+variable ``LIGER_EXT_LIB`` names another folder to take them from, for developers with several builds.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _check_torch_version() -> None:
 
 
 def _claim_process(folder: Path) -> None:
-    # Two copies of the libraries in one process define the same ops twice and crash it. torch.ops outlives any re-import of
-    # this package, so the folder is remembered there.
+    # Two copies of the libraries in one process define the same ops twice and crash it. torch.ops outlives any
+    # re-import of this package, so the folder is remembered there.
     namespace = vars(torch.ops.liger_ext)
     loaded = namespace.setdefault("_library_folder", folder)
     if loaded != folder:

@@ -1,4 +1,4 @@
-"""Liger-Kernel's function names and argument orders, for code that calls them. New code wants :mod:`liger_ext.functional`.
+"""Liger-Kernel's function names and argument orders. New code wants :mod:`liger_ext.functional`.
 
 ``in_place`` arguments are accepted and have no effect: nothing is ever written over.
 """

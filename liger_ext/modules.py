@@ -1,4 +1,4 @@
-"""The functions as modules, with the constructor arguments and parameter names of Liger-Kernel's, so that its checkpoints load."""
+"""The functions as modules, with Liger-Kernel's constructor arguments and parameter names, so that checkpoints load."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LigerRMSNorm(nn.Module):
         hidden_size: size of the last dimension of the input.
         eps, offset, casting_mode: as in :func:`liger_ext.functional.rms_norm`.
         init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
-        in_place, row_mode: accepted for compatibility, without effect: no input or gradient is ever written, and the launch is
-            planned from the device and the shape.
+        in_place, row_mode: accepted for compatibility, without effect: no input or gradient is ever written, and the
+            launch is planned from the device and the shape.
         elementwise_affine: False: no weight.
     """
 
@@ -94,8 +94,8 @@ class LigerLayerNorm(nn.Module):
     Args:
         hidden_size: size of the last dimension of the input.
         eps: added to the variance.
-        bias: accepted for compatibility: there is a bias parameter either way, as upstream's checkpoints have it, and it begins
-            with zeros either way (upstream begins with random values if True).
+        bias: accepted for compatibility: there is a bias parameter either way, as upstream's checkpoints have it, and
+            it begins with zeros either way (upstream begins with random values if True).
         init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
     """
 
@@ -223,9 +223,10 @@ class LigerCrossEntropyLoss(nn.Module):
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """:func:`liger_ext.functional.fused_linear_cross_entropy` with its options; ``forward(lin_weight, _input, target, bias=None)``.
+    """:func:`liger_ext.functional.fused_linear_cross_entropy` with its options.
 
-    Class weights are a buffer, so that they follow ``.to()``, and not part of the state dict.
+    ``forward(lin_weight, _input, target, bias=None)``, in this order. Class weights are a buffer, so that they follow
+    ``.to()``, and not part of the state dict.
     """
 
     def __init__(

@@ -187,6 +187,7 @@ EXAMPLES = [
         constants=_targets(9, 33, ce_weight=class_weights(33), **_ALL_OPTIONS, **_ALL_RESULTS),
     ),
 ]
+BY_NAME = {example.name: example for example in EXAMPLES}
 IDS = [example.name for example in EXAMPLES]
 ONE_OF_EACH = [example for example in EXAMPLES if example.name == example.op]
 

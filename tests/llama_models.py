@@ -1,9 +1,10 @@
 """Small Llamas and how two of them are compared, for the tests of patching.
 
 Each comparison has three models with the same weights: stock (transformers' code in the dtype under test), patched (the
-same, patched), and exact (transformers' code in float64, whose norms and loss are float64 too). The patched model's distance
-from the exact one may be `FACTOR` times the stock model's over all gradients, and `FACTOR_OF_ONE` times in any one result,
-plus what rounding alone gives. (Measured: the median of the ratio is 1.0 in every parameter, the largest of 100 was 1.5.)
+same, patched), and exact (transformers' code in float64, whose norms and loss are float64 too). The patched model's
+distance from the exact one may be `FACTOR` times the stock model's over all gradients, and `FACTOR_OF_ONE` times in any
+one result, plus what rounding alone gives. (Measured: the ratio's median is 1.0 in every parameter, the largest of 100
+in one parameter 1.5.)
 """
 
 import copy
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from liger_ext import apply_liger_kernel_to_llama
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
+
+from liger_ext import apply_liger_kernel_to_llama
 
 FACTOR = 1.5
 FACTOR_OF_ONE = 3
@@ -49,7 +51,9 @@ def config(**overrides: Any) -> LlamaConfig:
     return LlamaConfig(**{**values, **overrides})
 
 
-def build(cls: type[nn.Module] = LlamaForCausalLM, device: Any = "cpu", dtype=torch.float32, seed=0, **overrides) -> nn.Module:
+def build(
+    cls: type[nn.Module] = LlamaForCausalLM, device: Any = "cpu", dtype=torch.float32, seed: int = 0, **overrides: Any
+) -> nn.Module:
     torch.manual_seed(seed)
     model = cls(config(**overrides))
     for name, parameter in model.named_parameters():
@@ -90,7 +94,8 @@ def exact(model: nn.Module) -> nn.Module:
 
 
 def _exact_rms_norm(self, hidden_states: Tensor) -> Tensor:
-    return self.weight * hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + self.variance_epsilon)
+    variance = hidden_states.square().mean(-1, keepdim=True)
+    return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 
 
 def _exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
@@ -146,7 +151,9 @@ def assert_as_good(patched: Mapping[str, Tensor], stock: Mapping[str, Tensor], r
         assert all_ours <= FACTOR * all_theirs + rounding(torch.float32) * len(gradients) ** 0.5
 
 
-def compare(stock: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None, **options: Any) -> nn.Module:
+def compare(
+    stock: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None, **options: Any
+) -> nn.Module:
     """Patches a copy of `stock` and compares the two on one batch, in the mode (train, eval) that `stock` is in."""
     reference = step(exact(stock), {k: v.double() if _is_float(v) else v for k, v in batch.items()}, forward)
     model = patched(stock, **options)

@@ -34,7 +34,7 @@ CASES = [
     ("no_broadcast", "add_rms_norm", {"x": x(3, 8), "residual": x(1, 8), "weight": x(8)}, ["residual", "(1, 8)"]),
     ("weight_shape", "layer_norm", {"x": x(3, 8), "weight": x(7), "bias": None}, ["weight", "(7)", "(8)"]),
     ("bias_shape", "layer_norm", {"x": x(3, 8), "weight": x(8), "bias": x(9)}, ["bias", "(9)", "(8)"]),
-    ("bias_dtype", "layer_norm", {"x": x(3, 8), "weight": x(8), "bias": x(8).to(COMPLEX)}, ["bias", "complex64"]),
+    ("bias_dtype", "layer_norm", {"x": x(3, 8), "weight": x(8), "bias": x(8).to(COMPLEX)}, ["bias", "torch.complex64"]),
     ("shapes", "swiglu", {"gate": x(3, 8), "up": x(3, 7)}, ["up", "(3, 7)", "(3, 8)"]),
     ("dtypes", "swiglu", {"gate": x(3, 8), "up": x(3, 8, dtype=torch.bfloat16)}, ["up", "torch.bfloat16"]),
     ("integers", "geglu", {"gate": x(3, 8).to(INT), "up": x(3, 8).to(INT)}, ["gate", "torch.int32"]),
@@ -70,7 +70,7 @@ CASES = [
     ("target_dtype", FLCE, {**FUSED, "target": T.to(INT)}, ["target", "torch.int32"]),
     ("memory", FLCE, {**FUSED, "memory": "tiny"}, ["memory", "tiny", "auto"]),
     ("memory_zero", FLCE, {**FUSED, "memory": 0}, ["memory", "0"]),
-    ("accum", FLCE, {**FUSED, "accum_dtype": torch.float16}, ["accum_dtype", "float16"]),
+    ("accum", FLCE, {**FUSED, "accum_dtype": torch.float16}, ["accum_dtype", "torch.float16"]),
     ("softcap", FLCE, {**FUSED, "softcap": -1.0}, ["softcap", "-1"]),
     ("reduction", FLCE, {**FUSED, "reduction": "max"}, ["reduction", "max"]),
 ]  # fmt: skip
@@ -132,9 +132,9 @@ def test_float64_on_a_gpu_is_refused():
 
 
 def test_wrong_python_types():
-    with pytest.raises((TypeError, RuntimeError)):
-        torch.ops.liger_ext.softmax("x")
-    with pytest.raises((TypeError, ValueError, AttributeError)):
+    with pytest.raises((TypeError, RuntimeError), match="Tensor"):
+        F.softmax("x")
+    with pytest.raises((TypeError, RuntimeError), match="Tensor"):
         F.rms_norm([1.0, 2.0])
 
 

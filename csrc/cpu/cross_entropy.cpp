@@ -146,11 +146,12 @@ LIGER_INLINE void write_zeros(const Out<T>& out, int64_t cols) {
   columns<A>(cols, [&](int64_t j, auto n) { store(out, j, n, vec<A>{}); });
 }
 
-// out may be the logits' own memory.
+// out may be the logits' own memory. What lse has beyond A's precision goes into the factor of the probabilities.
 template <class A, class T, class Cap, class W>
-LIGER_INLINE void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap, A lse,
+LIGER_INLINE void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap, double lse,
                                  const Slopes& slopes, const In<W>& weight) {
-  const vec<A> probability = splat<A>(A(slopes.probability)), share = splat<A>(A(slopes.weight)), minus_lse = splat<A>(-lse);
+  const vec<A> probability = splat<A>(A(slopes.probability * __builtin_exp(A(lse) - lse)));
+  const vec<A> share = splat<A>(A(slopes.weight)), minus_lse = splat<A>(A(-lse));
   const auto write = [&](int64_t j, auto n, vec<A> minus) {
     const vec<A> x = softcap(load<A>(row, j, n));
     const vec<A> d = probability * Math<A>::exp(x + minus_lse) - share * load<A>(weight, j, n);
@@ -239,7 +240,7 @@ template <>
           [&](int64_t i, const In<T>& x, const auto& softcap, double lse, double x_target, const auto& weight, const Formula<A>& formula) {
             const double factor = (a.row_grad.data != nullptr ? grad_of(a.row_grad, i) : 1.0) * a.gradient_scale;
             const Slopes slopes = formula.slopes(a.row.target[i], lse, x_target, factor, ce_scale != 0 ? factor * z_scale / ce_scale : 0.0);
-            write_gradient(x, row<T>(a.gradient, i), a.row.vocab, a.row.target[i], softcap, A(lse), slopes, weight);
+            write_gradient<A>(x, row<T>(a.gradient, i), a.row.vocab, a.row.target[i], softcap, lse, slopes, weight);
           });
     }
   });
@@ -267,7 +268,7 @@ template <>
             const double grad = grad_of(a.grad, i);
             const Slopes slopes = formula.slopes(a.target[i], lse, softcap(element<A>(x, a.target[i])), grad * formula.counts[CrossEntropyCounts::ce_scale],
                                                  grad * formula.counts[CrossEntropyCounts::z_scale]);
-            write_gradient(x, out, a.vocab, a.target[i], softcap, lse, slopes, weight);
+            write_gradient<A>(x, out, a.vocab, a.target[i], softcap, lse, slopes, weight);
           }
         });
       });

@@ -38,8 +38,8 @@ struct RowOutputs {
 
 // One thread of the row calls this. negative_log = lse - x'[target].
 template <class T, bool Full>
-LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full>& row, const RowStatistics<Full>& statistics,
-                               float lse, float negative_log) {
+LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full>& row,
+                               const RowStatistics<Full>& statistics, float lse, float negative_log) {
   if (!row.valid) {
     const float value = row.ignored ? 0.f : not_a_number();
     return out.write(row, value, value, value, -1);
@@ -55,8 +55,7 @@ LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const 
   out.write(row, ce, z, lse, statistics.best_column);
 }
 
-template <class T, int N, bool Full>
-struct Forward {
+template <class T, int N, bool Full> struct Forward {
   struct Args {
     LogitRows rows;
     RowOutputs out;
@@ -72,11 +71,11 @@ struct Forward {
 
     RowStatistics<Full> statistics;
     own.template walk<in_flight<Full>>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
-                                 [&](const auto& raw, int, int column) {
-                                   float x[N];
-                                   widen(x, raw);
-                                   statistics.add(a, x, column, want_best);
-                                 });
+                                       [&](const auto& raw, int, int column) {
+                                         float x[N];
+                                         widen(x, raw);
+                                         statistics.add(a, x, column, want_best);
+                                       });
     if (own.tail >= 0) {
       float x[1] = {to_float(row.data[own.tail])};
       statistics.add(a, x, own.tail, want_best);
@@ -89,8 +88,7 @@ struct Forward {
   }
 };
 
-template <class T, int N, bool Full>
-struct Backward {
+template <class T, int N, bool Full> struct Backward {
   struct Args {
     LogitRows rows;
     const float* lse;
@@ -112,9 +110,9 @@ struct Backward {
     const RowGradient gradient(a, row, lse, 1, lse, lse - row.target_logit, grad * a.counts[CrossEntropyCounts::ce_scale],
                                grad * a.counts[CrossEntropyCounts::z_scale]);
     own.template walk<in_flight<Full>>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
-                                 [&](const auto& raw, int, int column) {
-                                   store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
-                                 });
+                                       [&](const auto& raw, int, int column) {
+                                         store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
+                                       });
     if (own.tail >= 0) {
       Packed<T, 1> raw;
       load(raw, row.data + own.tail);
@@ -123,8 +121,7 @@ struct Backward {
   }
 };
 
-template <class T, int N, bool Full>
-struct InPlace {
+template <class T, int N, bool Full> struct InPlace {
   struct Args {
     LogitRows rows;
     RowOutputs out;
@@ -147,12 +144,12 @@ struct InPlace {
 
     RowStatistics<Full> statistics;
     own.template walk<in_flight<Full>>([&](auto& raw, int, int column) { load(raw, row.data + column); },
-                                 [&](const auto& raw, int slot, int column) {
-                                   if (slot < slots) stash[slot * pitch] = raw;
-                                   float x[N];
-                                   widen(x, raw);
-                                   statistics.add(a, x, column, want_best);
-                                 });
+                                       [&](const auto& raw, int slot, int column) {
+                                         if (slot < slots) stash[slot * pitch] = raw;
+                                         float x[N];
+                                         widen(x, raw);
+                                         statistics.add(a, x, column, want_best);
+                                       });
     Packed<T, 1> last{};
     if (own.tail >= 0) {
       load(last, row.data + own.tail);
@@ -178,13 +175,13 @@ struct InPlace {
       store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
     };
     own.template walk<1>(0, slots, [&](auto& raw, int slot, int) { raw = stash[slot * pitch]; }, write);
-    own.template walk<in_flight<Full>>(slots, own.slots(), [&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); }, write);
+    own.template walk<in_flight<Full>>(
+        slots, own.slots(), [&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); }, write);
     if (own.tail >= 0) store(out + own.tail, gradient.template of<Full>(a, last, own.tail, row.target));
   }
 };
 
-template <class Op>
-LogitRows logit_rows(const Op& op, const launch::LaunchPlan& plan, Stream stream) {
+template <class Op> LogitRows logit_rows(const Op& op, const launch::LaunchPlan& plan, Stream stream) {
   const CrossEntropyOptions& o = op.options;
   require(op.vocab <= int64_t{1} << 30, op.op, ": a vocabulary of ", op.vocab, " is more than the GPU kernels address (2^30)");
   return {op.rows,
@@ -207,7 +204,8 @@ LogitRows logit_rows(const Op& op, const launch::LaunchPlan& plan, Stream stream
 }
 
 RowOutputs row_outputs(const CrossEntropyRows& op) {
-  return {static_cast<float*>(op.ce), static_cast<float*>(op.z), static_cast<float*>(op.lse), static_cast<float*>(op.accuracy), op.predicted};
+  return {static_cast<float*>(op.ce), static_cast<float*>(op.z), static_cast<float*>(op.lse), static_cast<float*>(op.accuracy),
+          op.predicted};
 }
 
 // Plans for `op`, picks the instantiation of K and launches it; set(args, plan) adds what only that kernel takes.
@@ -215,11 +213,11 @@ template <template <class, int, bool> class K, class Op, class Set>
 void launch_rows(const Op& op, bool vectors, bool full, bool stash, Stream stream, Set set) {
   if (op.rows == 0 || op.vocab == 0) return;
   dispatch(op.logits.dtype, [&](auto element) {
-    using T = decltype(element);
+    using T = std::remove_cvref_t<decltype(element)>;
     auto start = [&](auto kernel, int vec) {
-      using Kernel = decltype(kernel);
-      const launch::LaunchPlan plan = launch::plan_logits(device_profile(stream.device), op.rows, op.vocab, int(sizeof(T)), vec,
-                                                          RowGroup::shared_bytes<2>(), stash);
+      using Kernel = std::remove_cvref_t<decltype(kernel)>;
+      const launch::LaunchPlan plan =
+          launch::plan_logits(device_profile(stream.device), op.rows, op.vocab, int(sizeof(T)), vec, RowGroup::shared_bytes<2>(), stash);
       typename Kernel::Args args{logit_rows(op, plan, stream)};
       set(args, plan);
       launch<Kernel>(plan, args, stream);
@@ -232,8 +230,7 @@ void launch_rows(const Op& op, bool vectors, bool full, bool stash, Stream strea
 }
 
 // Vectors need every row start aligned; how many columns there are does not matter.
-template <class Op>
-bool vectors_fit(const Op& op) { return aligned(op.logits, 0) && aligned(op.class_weight, 0); }
+template <class Op> bool vectors_fit(const Op& op) { return aligned(op.logits, 0) && aligned(op.class_weight, 0); }
 bool costly_options(const CrossEntropyOptions& o) { return o.softcap != 0 || o.label_smoothing != 0; }
 
 }  // namespace
@@ -245,12 +242,13 @@ void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
 
 void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   require(op.dlogits.dtype == op.logits.dtype, op.op, ": the gradient of the logits must have their dtype");
-  launch_rows<Backward>(op, vectors_fit(op) && aligned(op.dlogits, 0), costly_options(op.options), false, stream, [&](auto& args, const auto&) {
-    args.lse = static_cast<const float*>(op.lse);
-    args.grad = op.grad;
-    args.dlogits = op.dlogits.data;
-    args.dlogits_stride = op.dlogits.stride;
-  });
+  launch_rows<Backward>(op, vectors_fit(op) && aligned(op.dlogits, 0), costly_options(op.options), false, stream,
+                        [&](auto& args, const auto&) {
+                          args.lse = static_cast<const float*>(op.lse);
+                          args.grad = op.grad;
+                          args.dlogits = op.dlogits.data;
+                          args.dlogits_stride = op.dlogits.stride;
+                        });
 }
 
 void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {

@@ -14,8 +14,7 @@ constexpr int in_flight = 8;
 using Counts = CrossEntropyCounts;
 
 // Sums N values over the block; the result is thread 0's.
-template <int N>
-LIGER_DEVICE void block_sum(double (&v)[N]) {
+template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
   const int t = thread_id(), threads = block_threads();
   Shared<double> all = shared<double>(0);
 #pragma unroll
@@ -32,8 +31,7 @@ LIGER_DEVICE void block_sum(double (&v)[N]) {
 }
 
 // This thread's share of the sum of value(0) … value(n - 1).
-template <class Value>
-LIGER_DEVICE double thread_sum(int64_t n, Value value) {
+template <class Value> LIGER_DEVICE double thread_sum(int64_t n, Value value) {
   double sum = 0;
   for (int64_t first = thread_id(); first < n; first += int64_t{block_threads()} * in_flight) {
     float part = 0;
@@ -76,12 +74,14 @@ struct CountTargets {
       for (int k = 0; k < in_flight; ++k) {
         const bool counts = target[k] != a.ignore_index;
         found += counts;
-        if (weighted && counts && target[k] >= 0 && target[k] < a.vocab) weights += load_one(a.class_weight.data, a.class_weight.dtype, target[k]);
+        if (weighted && counts && target[k] >= 0 && target[k] < a.vocab)
+          weights += load_one(a.class_weight.data, a.class_weight.dtype, target[k]);
       }
       sum[valid] += found;
       sum[target_weight] += weights;
     }
-    if (weighted) sum[weight] = thread_sum(a.vocab, [&](int64_t column) { return load_one(a.class_weight.data, a.class_weight.dtype, column); });
+    if (weighted)
+      sum[weight] = thread_sum(a.vocab, [&](int64_t column) { return load_one(a.class_weight.data, a.class_weight.dtype, column); });
     block_sum(sum);
     if (thread_id() != 0) return;
     if (!weighted) sum[target_weight] = sum[valid], sum[weight] = double(a.vocab);

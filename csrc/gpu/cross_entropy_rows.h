@@ -36,8 +36,7 @@ LIGER_DEVICE float capped_slope(const LogitRows& a, float x) {
   return 1 - t * t;
 }
 
-template <class T, int N>
-LIGER_DEVICE void widen(float (&out)[N], const Packed<T, N>& in) {
+template <class T, int N> LIGER_DEVICE void widen(float (&out)[N], const Packed<T, N>& in) {
 #pragma unroll
   for (int j = 0; j < N; ++j) out[j] = in[j];
 }
@@ -50,7 +49,9 @@ LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int
   record->row = row;
   record->target = target;
   record->vocab = vocab;
-  struct Name { uint32_t words[sizeof(report.op) / 4]; };
+  struct Name {
+    uint32_t words[sizeof(report.op) / 4];
+  };
   const Name name = bit_cast<Name>(report.op);
   for (int i = 0; i < int(sizeof(report.op) / 4); ++i) reinterpret_cast<uint32_t*>(record->op)[i] = name.words[i];
   publish_to_host();
@@ -59,8 +60,7 @@ LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int
 }
 
 // One row and its target. Rows past the end, ignored rows and rows with a bad target are not valid: their logits are never read.
-template <class T, bool Full>
-struct LogitRow {
+template <class T, bool Full> struct LogitRow {
   int64_t row;
   int target = 0;
   bool live, ignored = false, valid = false;
@@ -88,8 +88,7 @@ struct LogitRow {
 // The columns that one thread owns: vector `index + i * threads` in its slot i, and at most one of the elements that are left
 // behind the last whole vector. A thread reads and writes only its own columns, so passes over a row need no barrier between
 // them. No collective happens inside a walk: threads may differ in the number of slots.
-template <class T, int N>
-struct RowWalk {
+template <class T, int N> struct RowWalk {
   int vectors, index, threads, tail;  // tail: the single element's column, or -1
 
   LIGER_DEVICE RowWalk(int64_t vocab, const RowGroup& group) : vectors(int(vocab / N)), index(group.index), threads(group.threads_per_row) {
@@ -99,8 +98,7 @@ struct RowWalk {
   LIGER_DEVICE int slots() const { return (vectors + threads - 1) / threads; }
 
   // Slots begin to end; K vectors are fetched before the first is used. fetch(vector, slot, column), use(vector, slot, column).
-  template <int K, class Fetch, class Use>
-  LIGER_DEVICE void walk(int begin, int end, Fetch fetch, Use use) const {
+  template <int K, class Fetch, class Use> LIGER_DEVICE void walk(int begin, int end, Fetch fetch, Use use) const {
     const int last = end * threads < vectors ? end * threads : vectors;
     for (int slot = begin, v = index + begin * threads; v < last; slot += K, v += K * threads) {
       Packed<T, N> raw[K];
@@ -112,8 +110,7 @@ struct RowWalk {
         if (v + k * threads < last) use(raw[k], slot + k, (v + k * threads) * N);
     }
   }
-  template <int K, class Fetch, class Use>
-  LIGER_DEVICE void walk(Fetch fetch, Use use) const { walk<K>(0, slots(), fetch, use); }
+  template <int K, class Fetch, class Use> LIGER_DEVICE void walk(Fetch fetch, Use use) const { walk<K>(0, slots(), fetch, use); }
   // Every owned column of `out` becomes `value`.
   LIGER_DEVICE void fill(T* out, float value) const {
     float values[N];
@@ -129,8 +126,7 @@ struct RowWalk {
 // max and sum of exp(x' - max) in one pass. The maximum is updated lazily: a sum may hold terms up to exp(slack), so that after
 // the first vectors it is hardly ever rescaled. A row's own -inf never meets a maximum of -inf in a difference; NaN and +inf
 // reach the sum as NaN. Full: also sum of w[j] * x'[j], and the first largest logit (of NaN the first, as torch.argmax).
-template <bool Full>
-struct RowStatistics {
+template <bool Full> struct RowStatistics {
   static constexpr float slack = 16;
   float max = minus_infinity(), sum = 0, weighted = 0, best = minus_infinity();
   int best_column = INT_MAX;
@@ -138,8 +134,7 @@ struct RowStatistics {
   LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
   LIGER_DEVICE float log_sum() const { return logf(sum); }
 
-  template <int N>
-  LIGER_DEVICE void add(const LogitRows& a, float (&x)[N], int column, bool want_best) {
+  template <int N> LIGER_DEVICE void add(const LogitRows& a, float (&x)[N], int column, bool want_best) {
     if constexpr (Full) {
       if (want_best) {
 #pragma unroll
@@ -172,8 +167,7 @@ struct RowStatistics {
     sum += part;
   }
 
-  template <int N>
-  LIGER_DEVICE static void class_weights(const LogitRows& a, float (&w)[N], int column) {
+  template <int N> LIGER_DEVICE static void class_weights(const LogitRows& a, float (&w)[N], int column) {
     if (a.class_weight.data) {
       load_any<N>(w, a.class_weight.data, a.class_weight.dtype, column);
     } else {
@@ -215,7 +209,8 @@ struct RowGradient {
 
   // negative_log = lse - x'[target]; ce and z: the gradients of the row's two losses; over_sum: what turns exp(x' - base) into p.
   template <class T, bool Full>
-  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float over_sum, float lse, float negative_log, float ce, float z)
+  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float over_sum, float lse, float negative_log,
+                           float ce, float z)
       : base(base) {
     const float token = a.token_scaling ? exp_of(-negative_log) : 1.f;
     hard = token * ce * a.hard_share * row.target_weight;

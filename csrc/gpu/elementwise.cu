@@ -32,18 +32,16 @@ struct Piece {
   LIGER_DEVICE int64_t vector(int k) const { return first + int64_t{k} * block_threads(); }
 };
 
-template <int N>
-LIGER_DEVICE void store_as(void* data, Dtype dtype, int64_t at, const float (&values)[N]) {
+template <int N> LIGER_DEVICE void store_as(void* data, Dtype dtype, int64_t at, const float (&values)[N]) {
   with_dtype(dtype, [&](auto tag) {
-    using Out = decltype(tag);
+    using Out = std::remove_cvref_t<decltype(tag)>;
     Packed<Out, N> packed;
     packed.set(values);
     store<Hint::stream>(static_cast<Out*>(data) + at, packed);
   });
 }
 
-template <class T, int N>
-struct Scale {
+template <class T, int N> struct Scale {
   struct Args {
     int64_t cols, blocks_per_row;
     Rows in;
@@ -75,8 +73,7 @@ struct Scale {
   }
 };
 
-template <class T, int N>
-struct Bias {
+template <class T, int N> struct Bias {
   struct Args {
     int64_t cols, blocks_per_row;
     MutableRows matrix;
@@ -106,8 +103,7 @@ struct Bias {
 };
 
 // Partial row `part` is the sum of rows part * rows_per_part and on. Columns behind the last whole vector are vectors of one.
-template <class T, int N>
-struct PartialColumns {
+template <class T, int N> struct PartialColumns {
   struct Args {
     int64_t rows, cols, rows_per_part, blocks_per_part;
     Rows in, row_scale;
@@ -125,8 +121,7 @@ struct PartialColumns {
   }
 
  private:
-  template <int M>
-  static LIGER_DEVICE void sum(const Args& a, int64_t column, int64_t begin, int64_t end, float* out) {
+  template <int M> static LIGER_DEVICE void sum(const Args& a, int64_t column, int64_t begin, int64_t end, float* out) {
     const T* in = static_cast<const T*>(a.in.data) + column;
     float total[M] = {};
     for (int64_t row = begin; row < end; row += in_flight) {
@@ -167,10 +162,9 @@ struct Product {
 };
 
 // K<T, 8> for aligned rows, K<T, 1> for others; start(kernel, elements of a vector).
-template <template <class, int> class K, class F>
-void with_kernel(Dtype dtype, bool vectors, F start) {
+template <template <class, int> class K, class F> void with_kernel(Dtype dtype, bool vectors, F start) {
   dispatch(dtype, [&](auto element) {
-    using T = decltype(element);
+    using T = std::remove_cvref_t<decltype(element)>;
     if (vectors) start(K<T, width>{}, width);
     else start(K<T, 1>{}, 1);
   });
@@ -198,7 +192,8 @@ void scale_cast(const ScaleCast& op, Stream stream) {
   }
   with_kernel<Scale>(op.in.dtype, aligned(flat.in, 0) && aligned(flat.out, 0), [&](auto kernel, int n) {
     const auto plan = pieces(stream, flat.rows, flat.cols, n);
-    launch<decltype(kernel)>(plan, {flat.cols, plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
+    launch<std::remove_cvref_t<decltype(kernel)>>(plan, {flat.cols, plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale},
+                             stream);
   });
 }
 
@@ -206,7 +201,7 @@ void add_bias(const AddBias& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
   with_kernel<Bias>(op.matrix.dtype, aligned(op.matrix, 0) && aligned(op.bias, 0), [&](auto kernel, int n) {
     const auto plan = pieces(stream, op.rows, op.cols, n);
-    launch<decltype(kernel)>(plan, {op.cols, plan.grid / op.rows, op.matrix, op.bias}, stream);
+    launch<std::remove_cvref_t<decltype(kernel)>>(plan, {op.cols, plan.grid / op.rows, op.matrix, op.bias}, stream);
   });
 }
 
@@ -220,7 +215,8 @@ void column_sum(const ColumnSum& op, Stream stream) {
   auto* partial = static_cast<float*>(op.workspace);
   const int64_t parts = plan.partial_rows, stride = launch::round_up(op.cols, width);
   with_kernel<PartialColumns>(op.in.dtype, vector_of(op) == width, [&](auto kernel, int) {
-    launch<decltype(kernel)>(plan, {op.rows, op.cols, launch::ceil_div(op.rows, parts), plan.grid / parts, op.in, op.row_scale, partial, stride}, stream);
+    launch<std::remove_cvref_t<decltype(kernel)>>(
+        plan, {op.rows, op.cols, launch::ceil_div(op.rows, parts), plan.grid / parts, op.in, op.row_scale, partial, stride}, stream);
   });
   sum_columns({partial, parts, stride}, {0, op.cols, {op.sum, Dtype::f32}, op.accumulate}, stream);
 }

@@ -19,8 +19,7 @@ namespace {
 
 __device__ const float device_beta[2] = {0, 1};
 
-template <class F, int N>
-F find(const char* const (&names)[N]) {
+template <class F, int N> F find(const char* const (&names)[N]) {
   for (const char* name : names)
     if (void* symbol = dlsym(RTLD_DEFAULT, name)) return reinterpret_cast<F>(symbol);
   return nullptr;
@@ -34,7 +33,8 @@ struct Library {
 
   Library() {
     if (!gemm || !get_pointer_mode || !set_pointer_mode)
-      throw std::runtime_error(text(blas::library, " was not found in this process: liger_ext uses the one that torch loads; is this torch built for this GPU?"));
+      throw std::runtime_error(text(
+          blas::library, " was not found in this process: liger_ext uses the one that torch loads; is this torch built for this GPU?"));
   }
 };
 
@@ -64,10 +64,14 @@ class PointerModeGuard {
 
 int type_of(Dtype dtype) {
   switch (dtype) {
-    case Dtype::f32: return blas::real_f32;
-    case Dtype::f16: return blas::real_f16;
-    case Dtype::bf16: return blas::real_bf16;
-    case Dtype::f64: break;
+    case Dtype::f32:
+      return blas::real_f32;
+    case Dtype::f16:
+      return blas::real_f16;
+    case Dtype::bf16:
+      return blas::real_bf16;
+    case Dtype::f64:
+      break;
   }
   throw_unsupported_dtype();
 }
@@ -94,14 +98,15 @@ void gemm(const Gemm& op, Stream) {
   const int type = type_of(op.a.dtype), c_type = type_of(op.c_dtype);
   auto run = [&](auto function, auto index) {
     using Index = decltype(index);
-    check(function(handle, transb, transa, Index(op.n), Index(op.m), Index(op.k), alpha, op.b.data, type, Index(ldb), op.a.data, type, Index(lda),
-                   beta, op.c, c_type, Index(ldc), blas::compute_f32, blas::default_algorithm),
+    check(function(handle, transb, transa, Index(op.n), Index(op.m), Index(op.k), alpha, op.b.data, type, Index(ldb), op.a.data, type,
+                   Index(lda), beta, op.c, c_type, Index(ldc), blas::compute_f32, blas::default_algorithm),
           "multiplying matrices");
   };
   if (std::max({op.m, op.n, op.k, lda, ldb, ldc}) <= std::numeric_limits<int>::max()) run(library.gemm, int{});
   else if (library.gemm_64) run(library.gemm_64, int64_t{});
-  else throw std::runtime_error(text("gemm: a size or stride of ", std::max({op.m, op.n, op.k, lda, ldb, ldc}), " needs 64-bit sizes, which this ",
-                                     blas::library, " does not have"));
+  else
+    throw std::runtime_error(text("gemm: a size or stride of ", std::max({op.m, op.n, op.k, lda, ldb, ldc}),
+                                  " needs 64-bit sizes, which this ", blas::library, " does not have"));
 }
 
 }  // namespace liger::gpu

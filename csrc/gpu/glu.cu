@@ -118,7 +118,7 @@ void start(Glu a, Stream stream, const Tensors&... tensors) {
     a.rows = 1;
   }
   dispatch(a.gate.dtype, [&](auto tag) {
-    using T = decltype(tag);
+    using T = std::remove_cvref_t<decltype(tag)>;
     const auto with_vec = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
       const launch::LaunchPlan plan = launch::plan_row_tiles(device_profile(stream.device), a.rows, a.cols, VEC, vectors_per_thread);

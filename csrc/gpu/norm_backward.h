@@ -40,7 +40,7 @@ LIGER_DEVICE void load_weight(float (&weight)[VEC], const NormBackwardArgs& a, i
 template <class T, int VEC, int Threads, bool Centered>
 struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
-  static constexpr int K = VEC == 1 ? 4 : 2, max_threads = Threads > 0 ? Threads : VEC == 1 ? 1024 : 256;
+  static constexpr int K = launch::norm_backward_k(VEC), max_threads = Threads > 0 ? Threads : VEC == 1 ? 1024 : 256;
   // Two blocks of 256 threads on a multiprocessor. At 1024 threads there are 64 registers for each: enough for one row and its
   // sums, while weights are loaded where they are used.
   static constexpr int min_blocks = Threads == 0 && VEC > 1 ? 2 : 1;
@@ -244,11 +244,14 @@ inline bool norm_backward_mixed(const NormBackwardArgs& a) {
   return a.dy.dtype != a.z.dtype || (a.dsum.data && a.dsum.dtype != a.z.dtype);
 }
 
+// With a second set of sums 1024 threads would not have enough registers.
+constexpr int norm_backward_threads(bool centered) { return centered ? 512 : 1024; }
+
 // Floats of partial sums, for whichever alignment the call will have.
 inline int64_t norm_partial_floats(const launch::DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
   int64_t partial_rows = 1;
   for (const int vec : {1, 4, 8})
-    partial_rows = std::max<int64_t>({partial_rows, launch::plan_norm_backward(device, rows, cols, vec).partial_rows,
+    partial_rows = std::max<int64_t>({partial_rows, launch::plan_norm_backward(device, rows, cols, vec, norm_backward_threads(centered)).partial_rows,
                                       launch::plan_norm_tiles(device, rows, cols, vec).partial_rows});
   return partial_rows * cols * (centered ? 2 : 1);
 }
@@ -264,18 +267,17 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
   if (a.dweight.data || a.dbias.data) a.partial = partial;
   a.row_means = partial + norm_partial_floats(device, a.rows, a.cols, Centered);
   const int vec = norm_backward_vec(a);
-  launch::LaunchPlan plan = launch::plan_norm_backward(device, a.rows, a.cols, vec);
+  launch::LaunchPlan plan = launch::plan_norm_backward(device, a.rows, a.cols, vec, norm_backward_threads(Centered));
 
   if (plan.path == launch::Path::regs && !norm_backward_mixed(a)) {
     const int groups = plan.block / plan.threads_per_row;
     plan.smem = RowGroup::shared_bytes<2>() + (groups > 1 ? groups * int(a.cols) * int(sizeof(float)) : 0);
     a.threads_per_row = plan.threads_per_row;
     dispatch(a.z.dtype, [&](auto tag) {
-      using T = decltype(tag);
+      using T = std::remove_cvref_t<decltype(tag)>;
       constexpr int wide = 16 / int(sizeof(T));
       if (vec == 1) return launch<NormBackwardRegisters<T, 1, 0, Centered>>(plan, a, stream);
       if (plan.block <= 256) return launch<NormBackwardRegisters<T, wide, 0, Centered>>(plan, a, stream);
-      // With a second set of sums 1024 threads would not have enough registers: the plan has at most 512.
       if constexpr (!Centered)
         if (plan.block > 512) return launch<NormBackwardRegisters<T, wide, 1024, Centered>>(plan, a, stream);
       launch<NormBackwardRegisters<T, wide, 512, Centered>>(plan, a, stream);

@@ -201,7 +201,7 @@ void norm_forward(NormForwardArgs a, Stream stream) {
   const bool wide = aligned(a.x, a.cols) && aligned(a.residual, a.cols) && aligned(a.sum, a.cols) && aligned(a.y, a.cols) &&
                     aligned(a.weight, a.cols) && aligned(a.bias, a.cols);
   dispatch(a.y.dtype, [&](auto tag) {
-    using T = decltype(tag);
+    using T = std::remove_cvref_t<decltype(tag)>;
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
       launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC);

@@ -102,7 +102,9 @@ LIGER_DEVICE void store(T* to, const V& in) {
   }
 }
 
-// Calls f with a value of the element type that `dtype` names, on the device.
+// Calls f with a value of the element type that `dtype` names; fp64 has no GPU path. f takes the type from it by
+// std::remove_cvref_t<decltype(tag)>: inside a lambda within f, nvcc's host pass was seen to make float& of a plain decltype(tag),
+// and a kernel of another name than the registered one: "invalid resource handle" at the launch.
 template <class F>
 LIGER_DEVICE void with_dtype(Dtype dtype, F&& f) {
   if (dtype == Dtype::f32) f(float{});
@@ -114,7 +116,7 @@ LIGER_DEVICE void with_dtype(Dtype dtype, F&& f) {
 template <int N, Hint H = Hint::keep>
 LIGER_DEVICE void load_any(float (&out)[N], const void* data, Dtype dtype, int64_t at) {
   with_dtype(dtype, [&](auto tag) {
-    using T = decltype(tag);
+    using T = std::remove_cvref_t<decltype(tag)>;
     Vec<T, N> v;
     load<H>(v, static_cast<const T*>(data) + at);
 #pragma unroll

@@ -41,8 +41,7 @@ constexpr const char* set_pointer_mode_names[] = {"cublasSetPointerMode_v2"};
 namespace liger::gpu {
 
 // The running device's address of a variable in device memory.
-template <class T>
-const T* device_address(const T& variable) {
+template <class T> const T* device_address(const T& variable) {
   void* address = nullptr;
 #if defined(__HIPCC__) || defined(__HIP__)
   const int code = hipGetSymbolAddress(&address, HIP_SYMBOL(variable));

@@ -113,7 +113,7 @@ void rope(const Rope& a, Stream stream) {
   const bool vectors = fits(a.q) && fits(a.k) && a.head_dim % wide == 0 && (a.rotary_dim / 2) % wide == 0 &&
                        whole_vectors(a.cos, wide, {a.cos_batch, a.cos_seq}) && whole_vectors(a.sin, wide, {a.sin_batch, a.sin_seq});
   dispatch(a.dtype, [&](auto tag) {
-    using T = decltype(tag);
+    using T = std::remove_cvref_t<decltype(tag)>;
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
       using Kernel = RopeKernel<T, VEC>;

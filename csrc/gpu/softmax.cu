@@ -153,7 +153,7 @@ void start(SoftmaxArgs a, Stream stream) {
   if (a.rows == 0 || a.cols == 0) return;
   const bool wide = aligned(a.first, a.cols) && aligned(a.second, a.cols) && aligned(a.out, a.cols);
   dispatch(a.out.dtype, [&](auto tag) {
-    using T = decltype(tag);
+    using T = std::remove_cvref_t<decltype(tag)>;
     const auto with_vec = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
       launch::LaunchPlan plan = launch::plan_row_forward(device_profile(stream.device), a.rows, a.cols, VEC);

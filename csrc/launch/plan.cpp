@@ -59,9 +59,9 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
   return plan;
 }
 
-LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
-  const int k = vec == 1 ? 4 : 16 / vec;
-  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = k, .min_block = 256, .prefer_k = k});
+LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block) {
+  const int k = norm_backward_k(vec);
+  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = k, .max_block = max_block, .min_block = 256, .prefer_k = k});
   // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
   // number of rows take no longer and leave fewer partial rows.
   const int64_t resident = int64_t{device.multiprocessors} * (plan.block <= 256 ? 2 : 1);

@@ -49,8 +49,10 @@ LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, in
 // One block a row, however long.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
-// The backward of the norms: persistent blocks, 16 columns a thread (4 where vec is 1); partial_rows: one a block.
-LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
+// The backward of the norms: persistent blocks, norm_backward_k vectors a thread, at most max_block threads; partial_rows: one a
+// block. Registers hold the sums of no more columns than this.
+constexpr int norm_backward_k(int vec) { return vec == 1 ? 4 : 2; }
+LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_block);
 // Its re-read path: tiles of block * vec columns times ranges of rows; partial_rows: the number of ranges.
 LaunchPlan plan_norm_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 

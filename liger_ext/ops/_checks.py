@@ -1,6 +1,6 @@
-"""Argument checks of the fake implementations, in the words that the C++ ops use, and names that stand for their integers.
+"""Argument checks of the fake implementations, in the words of the C++ ops, and the names of their integer modes.
 
-They run while a graph is traced; the C++ ops check at run time. Sizes may be symbolic, so nothing here converts one to int.
+They run while a graph is traced; the C++ ops check at run time. Sizes may be symbolic: nothing converts one to int.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 For an op ``name`` and its ``name_backward``, both implemented in C++:
 
 * fake implementations: shapes, dtypes and strides without data, for ``torch.compile`` and meta tensors;
-* autograd on the forward. The backward op carries a formula that refuses, since without one a double backward would silently
-  take the first derivative for a constant;
+* autograd on the forward. The backward op carries a formula that refuses, since without one a double backward would
+  silently take the first derivative for a constant;
 * a refusal under ``torch.func`` transforms, for the same reason: a jvp would silently be zero;
-* an autocast rule. Row ops fall through: they keep the dtypes of their inputs. An op that runs matmuls passes ``autocast``;
+* an autocast rule. Row ops fall through: they keep the dtypes of their inputs. An op with matmuls passes ``autocast``;
 * where the GPU library is missing, a CUDA implementation that says why.
 """
 
@@ -34,8 +34,8 @@ def register(
 ) -> None:
     """Registers all of the above for ``name`` and ``name_backward``.
 
-    ``autocast(device_type, *args)`` returns the arguments that the forward runs with under autocast; the op itself, and the
-    backward op, then run with autocast off, so that no matmul inside is cast.
+    ``autocast(device_type, *args)`` returns the arguments that the forward runs with under autocast; the op itself, and
+    the backward op, then run with autocast off, so that no matmul inside is cast.
     """
     for op, implementation in ((name, fake), (f"{name}_backward", fake_backward)):
         torch.library.register_fake(f"liger_ext::{op}", implementation, lib=LIBRARY)
@@ -54,7 +54,7 @@ def register(
 def _refuse_double_backward(name: str) -> Callable:
     def backward(ctx, *grads):
         raise RuntimeError(
-            f"liger_ext::{name} has no second derivative: a double backward (create_graph=True) through it is not supported"
+            f"liger_ext::{name} has no second derivative: double backward (create_graph=True) is not supported"
         )
 
     return backward

@@ -11,9 +11,9 @@ from liger_ext.ops.softmax import softmax
 def check_errors() -> None:
     """Waits for every CUDA device in use, and raises what liger_ext's kernels found on them.
 
-    A target out of range on a GPU makes its row's loss and gradient NaN, and the error is raised by the next liger_ext call on
-    that device. Where no call comes (CUDA graphs replayed, or the end of a run), this function asks. Without a GPU it does
-    nothing.
+    A target out of range on a GPU makes its row's loss and gradient NaN, and the error is raised by the next liger_ext
+    call on that device. Where no call comes (CUDA graphs replayed, or the end of a run), this function asks. Without a
+    GPU it does nothing.
 
     Raises:
         IndexError: a target was outside ``[0, vocab_size)``; names op, row and value.

@@ -41,14 +41,15 @@ def cross_entropy(
 ) -> Tensor | CrossEntropyOutput:
     """Cross entropy between rows of logits and integer targets.
 
-    Per row with target ``y``: ``x' = softcap * tanh(x / softcap)`` (or x), ``lse = log(sum(exp(x')))``, ``e = label_smoothing``,
-    ``w`` the class weights (or ones)::
+    Per row with target ``y``, ``x' = softcap * tanh(x / softcap)`` (or x), ``lse = log(sum(exp(x')))``,
+    ``e = label_smoothing`` and class weights ``w`` (or ones)::
 
         ce = (1 - e) * w[y] * (lse - x'[y]) + e / V * sum_j w[j] * (lse - x'[j])
-        z  = lse_square_scale * lse ** 2                      (z-loss: de Brebisson and Vincent, 2015; PaLM, arXiv:2204.02311)
+        z  = lse_square_scale * lse ** 2
 
-    ``"mean"`` divides the sum of ``ce`` by the sum of ``w[y]``, and the sum of ``z`` by the number of targets that count. Losses
-    are computed and returned in float32 (float64 for float64 logits). The logits are never written.
+    and the loss is their sum (z-loss: de Brebisson and Vincent, 2015, arXiv:1604.08859; PaLM, arXiv:2204.02311).
+    ``"mean"`` divides the sum of ``ce`` by the sum of ``w[y]``, and the sum of ``z`` by the number of targets that
+    count. Losses are computed and returned in float32 (float64 for float64 logits). The logits are never written.
 
     Args:
         logits: ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the CPU).
@@ -68,13 +69,13 @@ def cross_entropy(
 
     Raises:
         ValueError: an option outside its range, or shapes, dtypes or devices that do not fit together.
-        IndexError: a target outside ``[0, vocab_size)`` on the CPU. On a GPU nothing waits for the check: that row's loss and
-            gradient are NaN, and the error is raised by the next liger_ext call on the device or by
+        IndexError: a target outside ``[0, vocab_size)`` on the CPU. On a GPU nothing waits for the check: that row's
+            loss and gradient are NaN, and the error is raised by the next liger_ext call on the device or by
             :func:`liger_ext.check_errors`.
     """
     if target.shape != logits.shape[:-1]:
         raise ValueError(
-            f"target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} without the last dimension"
+            f"target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} but for the last"
         )
     if weight is not None:
         weight = weight.to(accumulator(logits.dtype))

@@ -1,13 +1,13 @@
 """The language-model head and its loss in one op, so that the logits never exist as a whole.
 
-The C++ op cannot ask a tensor whether it requires a gradient, so the public function says which gradients are wanted, and how
-many rows of logits may exist at a time. From these arguments alone follows how the gradients come about:
+The C++ op cannot ask a tensor whether it requires a gradient, so the public function says which gradients are wanted,
+and how many rows of logits may exist at a time. From these arguments alone follows how the gradients come about:
 
-* deferred: one chunk. The forward saves the gradient of the logits (without loss scale and denominator), and the backward
-  runs the two matmuls.
-* accumulated: several chunks. The forward adds up dx and dweight, also without scale; the backward scales and casts them.
-* recomputed: several chunks and reduction "none", where each row's gradient has a factor of its own: the backward runs the
-  chunks again.
+* deferred: one chunk. The forward saves the gradient of the logits (without loss scale and denominator), and the
+  backward runs the two matmuls.
+* accumulated: several chunks. The forward adds up dx and dweight, also without scale; the backward scales them.
+* recomputed: several chunks and reduction "none", where each row's gradient has a factor of its own: the backward runs
+  the chunks again.
 
 Saved tensors are read, never written, so a second backward gives the same gradients.
 """
@@ -69,9 +69,9 @@ def fused_linear_cross_entropy(
 ) -> Tensor | CrossEntropyOutput:
     """``cross_entropy(x @ weight.T + bias, target)`` in chunks of rows, without the logits as a whole.
 
-    The formula is that of :func:`cross_entropy`. The matmuls run in the promoted dtype of x and weight, or under autocast in
-    its dtype; everything else in float32 (float64 for float64). Gradients that nobody wants are not computed: neither under
-    ``no_grad``, nor of a frozen head or a frozen backbone.
+    The formula is that of :func:`cross_entropy`. The matmuls run in the promoted dtype of x and weight, or under
+    autocast in its dtype; everything else in float32 (float64 for float64). Gradients that nobody wants are not
+    computed: neither under ``no_grad``, nor of a frozen head or a frozen backbone.
 
     Args:
         x: ``(..., hidden_size)``, the hidden states: float32, bfloat16 or float16 (float64 on the CPU).
@@ -81,26 +81,24 @@ def fused_linear_cross_entropy(
         ce_weight: ``(vocab_size,)``, a weight for each class, or None.
         ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy,
             return_predicted_tokens: as in :func:`cross_entropy`.
-        accum_dtype: in which the weight's gradient is summed over chunks: float32 if None (float64 for float64), or the dtype of
-            the matmuls, which takes half the memory and rounds after each chunk.
+        accum_dtype: in which the weight's gradient is summed over chunks: float32 if None (float64 for float64), or the
+            dtype of the matmuls, which takes half the memory and rounds after each chunk.
         use_token_scaling: multiply each token's loss by the probability of its target, as a constant.
-        memory: how large the buffer of logits may be: a number of bytes, or ``"auto"``, see :func:`chunk_rows`. It changes
-            memory and speed, and results by rounding only.
-        normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in all
-            accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element.
+        memory: how large the buffer of logits may be: a number of bytes, or ``"auto"``, see :func:`chunk_rows`. It
+            changes memory and speed, and results by rounding only.
+        normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
+            all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element.
 
     Returns:
-        The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set. Only the
-        loss is differentiable, with respect to x, weight and bias.
+        The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set.
+        Only the loss is differentiable, with respect to x, weight and bias.
 
     Raises:
         ValueError: an option outside its range, or shapes, dtypes or devices that do not fit together.
         IndexError: a target out of range, as in :func:`cross_entropy`.
     """
     if target.shape != x.shape[:-1]:
-        raise ValueError(
-            f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} without the last dimension"
-        )
+        raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last")
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     compute_dtype = _autocast_dtype(x.device.type, x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
@@ -145,9 +143,10 @@ def chunk_rows(
 ) -> int:
     """How many rows of logits exist at a time: all of them, or equal chunks of a multiple of 128 rows.
 
-    ``memory`` is the size of the buffer of logits in bytes (of at least 128 rows). ``"auto"`` is a GPU's memory / 32, but at
-    least 256 MiB; on a CPU 64 MiB, but at least 256 rows. Where the weight's gradient is wanted, ``"auto"`` also takes a single
-    chunk whenever its logits are no larger than the float32 sum of that gradient, which only several chunks need.
+    ``memory`` is the size of the buffer of logits in bytes (of at least 128 rows). ``"auto"`` is a GPU's memory / 32,
+    but at least 256 MiB; on a CPU 64 MiB, but at least 256 rows. Where the weight's gradient is wanted, ``"auto"`` also
+    takes a single chunk whenever its logits are no larger than the float32 sum of that gradient, which only several
+    chunks need.
 
     Only facts that do not change decide (never how much memory is free), so that the same call gives the same bits.
 
@@ -227,12 +226,12 @@ def _check(
 
 def _fake(
     x, weight, target, bias, ce_weight, normalizer, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
-    use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype, chunk_rows,
-    need_dx, need_dweight, need_dbias,
+    use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
+    chunk_rows, need_dx, need_dweight, need_dbias,
 ):  # fmt: skip
     compute, acc, accum = _check(
-        "fused_linear_cross_entropy", x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap, accum_dtype,
-        compute_dtype, chunk_rows,
+        "fused_linear_cross_entropy", x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap,
+        accum_dtype, compute_dtype, chunk_rows,
     )  # fmt: skip
     rows, hidden = x.shape
     vocab = weight.shape[0]
@@ -251,8 +250,9 @@ def _fake(
 
 
 def _fake_backward(
-    dloss, x, weight, target, bias, ce_weight, counts, saved, dx, dweight, dbias, ignore_index, reduction, label_smoothing,
-    lse_square_scale, softcap, use_token_scaling, accum_dtype, compute_dtype, chunk_rows, need_dx, need_dweight, need_dbias,
+    dloss, x, weight, target, bias, ce_weight, counts, saved, dx, dweight, dbias, ignore_index, reduction,
+    label_smoothing, lse_square_scale, softcap, use_token_scaling, accum_dtype, compute_dtype, chunk_rows, need_dx,
+    need_dweight, need_dbias,
 ):  # fmt: skip
     _, acc, _ = _check(
         "fused_linear_cross_entropy_backward", x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap,
@@ -272,8 +272,8 @@ def _setup_context(ctx, inputs, output):
     for index, name, need in ((0, "x", need_dx), (1, "weight", need_dweight), (3, "bias", need_dbias)):
         if ctx.needs_input_grad[index] and not need:
             raise RuntimeError(
-                f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a gradient. "
-                f"Pass need_d{name}=True, or {name}.detach()"
+                f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a "
+                f"gradient. Pass need_d{name}=True, or {name}.detach()"
             )
     if ctx.needs_input_grad[4]:
         raise RuntimeError(

@@ -20,12 +20,12 @@ _GELU = {"tanh": 1, "none": 2}
 def swiglu(gate: Tensor, up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
     """``down_multiplier * silu(gate_multiplier * gate) * up`` (Shazeer, 2020, arXiv:2002.05202).
 
-    Computed in float32 (float64 for float64) with one rounding. The backward recomputes the activation: only the inputs are
-    kept, and they are not written.
+    Computed in float32 (float64 for float64) with one rounding. The backward recomputes the activation: only the inputs
+    are kept, and they are not written.
 
     Args:
-        gate, up: ``(..., intermediate_size)``, one shape and dtype: float32, bfloat16 or float16 (float64 on the CPU), any
-            strides.
+        gate, up: ``(..., intermediate_size)``, one shape and dtype: float32, bfloat16 or float16 (float64 on the CPU),
+            any strides.
         gate_multiplier, down_multiplier: constant factors (Falcon-H1 uses them).
 
     Returns:
@@ -42,7 +42,8 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 
     Args:
         gate, up: as in :func:`swiglu`.
-        approximate: ``"tanh"``, ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``, or ``"none"``, the exact one by erf.
+        approximate: ``"tanh"``, ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``, or ``"none"``, the exact one by
+            erf.
 
     Returns:
         The shape and dtype of ``gate``, contiguous.

@@ -15,9 +15,9 @@ _layer_norm_backward = torch.ops.liger_ext.layer_norm_backward.default
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016, arXiv:1607.06450).
 
-    ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(var + eps)`` and the biased variance. Statistics and all
-    arithmetic are in float32 (float64 for float64), with one rounding at the end; the backward accumulates the gradients of
-    weight and bias in float32 over all rows.
+    ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(var + eps)`` and the biased variance. Statistics
+    and all arithmetic are in float32 (float64 for float64), with one rounding at the end; the backward accumulates the
+    gradients of weight and bias in float32 over all rows.
 
     Args:
         x: ``(..., hidden_size)``, float32, bfloat16 or float16 (float64 on the CPU), any strides.

@@ -28,16 +28,18 @@ def rms_norm(
 ) -> Tensor:
     """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
-    ``y = x * rstd * (weight + offset)`` with ``rstd = 1 / sqrt(mean(x**2) + eps)``. All arithmetic is in float32 (float64 for
-    float64), with one rounding at the end; the backward accumulates the weight's gradient in float32 over all rows.
+    ``y = x * rstd * (weight + offset)`` with ``rstd = 1 / sqrt(mean(x**2) + eps)``. All arithmetic is in float32
+    (float64 for float64), with one rounding at the end; the backward accumulates the weight's gradient in float32 over
+    all rows.
 
     Args:
         x: ``(..., hidden_size)``, float32, bfloat16 or float16 (float64 on the CPU), any strides.
-        weight: ``(hidden_size,)``, of any of these dtypes, not necessarily that of ``x``; None for no weight and no offset.
+        weight: ``(hidden_size,)``, of any of these dtypes, not necessarily that of ``x``; None for no weight and no
+            offset.
         eps: added to the mean of squares.
         offset: added to the weight (1.0 in Gemma).
-        casting_mode: ``"llama"``: ``x * rstd`` is rounded to the dtype of ``x`` before the weight multiplies it, as in the
-            Llama reference; ``"gemma"`` and ``"none"``: it is not.
+        casting_mode: ``"llama"``: ``x * rstd`` is rounded to the dtype of ``x`` before the weight multiplies it, as in
+            the Llama reference; ``"gemma"`` and ``"none"``: it is not.
 
     Returns:
         ``y`` with the shape and dtype of ``x``, contiguous.
@@ -64,8 +66,8 @@ def add_rms_norm(
         weight, eps, offset, casting_mode: as in :func:`rms_norm`.
 
     Returns:
-        ``(y, s)``, both with the shape of ``x`` and the promoted dtype of ``x`` and ``residual``. The norm is that of the
-        rounded sum. Both are differentiable.
+        ``(y, s)``, both with the shape of ``x`` and the promoted dtype of ``x`` and ``residual``. The norm is that of
+        the rounded sum. Both are differentiable.
 
     Raises:
         ValueError: as :func:`rms_norm`, or a residual of another shape or device.

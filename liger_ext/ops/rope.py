@@ -13,10 +13,10 @@ _rope_backward = torch.ops.liger_ext.rope_backward.default
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys by their positions, in the half-split layout of GPT-NeoX and Hugging Face (Su et al., 2021,
-    arXiv:2104.09864).
+    """Rotary position embedding of queries and keys, in the half-split layout of GPT-NeoX and Hugging Face
+    (Su et al., 2021, arXiv:2104.09864).
 
-    With ``R = cos.shape[-1]`` the first R of the head's columns are rotated, the others copied (partial rotary embedding)::
+    With ``R = cos.shape[-1]`` the first R columns of a head are rotated, the others copied (partial rotary embedding)::
 
         out[i]         = x[i]         * cos[i]         - x[i + R / 2] * sin[i]              for i < R / 2
         out[i + R / 2] = x[i + R / 2] * cos[i + R / 2] + x[i]         * sin[i + R / 2]
@@ -24,10 +24,10 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     The arithmetic is in float32 (float64 for float64) whatever the dtypes, with one rounding at the end.
 
     Args:
-        q, k: ``(batch, heads, seq, head_dim)``, in any strides; the number of heads may differ. One dtype: float32, bfloat16 or
-            float16 (float64 on the CPU).
-        cos, sin: ``(1 or batch, seq, R)`` or ``(seq, R)``, R even and at most head_dim, of any of these dtypes. Constants:
-            they must not require a gradient.
+        q, k: ``(batch, heads, seq, head_dim)``, in any strides; the number of heads may differ. One dtype: float32,
+            bfloat16 or float16 (float64 on the CPU).
+        cos, sin: ``(1 or batch, seq, R)`` or ``(seq, R)``, R even and at most head_dim, of any of these dtypes.
+            Constants: they must not require a gradient.
         unsqueeze_dim: 1, or 2 where q and k are ``(batch, seq, heads, head_dim)``.
 
     Returns:
@@ -43,7 +43,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
         return _rope(q, k, cos, sin)
     if unsqueeze_dim != 2:
         raise ValueError(
-            f"unsqueeze_dim is {unsqueeze_dim}, expected 1 (batch, heads, seq, head_dim) or 2 (batch, seq, heads, head_dim)"
+            f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for (batch, heads, seq, head_dim) "
+            "or 2 for (batch, seq, heads, head_dim)"
         )
     q_out, k_out = _rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     return q_out.transpose(1, 2), k_out.transpose(1, 2)

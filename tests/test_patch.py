@@ -1,0 +1,345 @@
+"""The mechanism of patching: what is swapped, what is left alone, and that undoing it leaves no trace."""
+
+import copy
+import gc
+import io
+import os
+import subprocess
+import sys
+import warnings
+import weakref
+
+import pytest
+import torch
+import transformers
+from cases import RecordCalls
+from llama_models import batch_of, build, config, one_thread, patched, step, tokens  # noqa: F401
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+import liger_ext
+from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.models import patch
+
+PATCHED = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
+
+
+def classes(model):
+    return [type(module) for module in model.modules()]
+
+
+def traces(model):
+    """All state of the modules that a patch could touch."""
+    return [(type(module), sorted(module.__dict__)) for module in model.modules()]
+
+
+def global_state():
+    names = {name: getattr(modeling_llama, name) for name in dir(modeling_llama)}
+    classes = [names[name] for name in (*PATCHED, "LlamaModel", "LlamaPreTrainedModel")]
+    attributes = {
+        (cls, key): copy.copy(value) if type(value) is dict else value
+        for cls in classes
+        for key, value in vars(cls).items()
+    }
+    return names, attributes, nn.functional.cross_entropy
+
+
+def is_patched(model):
+    with RecordCalls() as record:
+        model(**batch_of("cpu")).loss.backward()
+    return bool(record.calls)
+
+
+def test_an_instance_and_no_other():
+    before = global_state()
+    stock = build().train()
+    model = copy.deepcopy(stock)
+    handle = apply_liger_kernel_to_llama(model=model)
+    assert is_patched(model)
+    assert not is_patched(stock)
+    assert not is_patched(build().train())
+    assert global_state() == before
+    handle.revert()
+    assert global_state() == before
+
+
+def test_revert_is_complete():
+    stock = build().train()
+    model = copy.deepcopy(stock)
+    before = traces(model)
+    handle = apply_liger_kernel_to_llama(model=model)
+    assert classes(model) != classes(stock)
+    is_patched(model)
+    handle.revert()
+    assert traces(model) == before
+    expected, result = step(stock, batch_of("cpu")), step(model, batch_of("cpu"))
+    assert expected.keys() == result.keys()
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
+    handle.revert()  # harmless
+    assert traces(model) == before
+
+
+def test_the_loss_function_is_restored():
+    model = build()
+    before = traces(model), model.loss_function
+    with apply_liger_kernel_to_llama(model=model, cross_entropy=True, fused_linear_cross_entropy=False):
+        assert model.loss_function is not before[1]
+    assert (traces(model), model.loss_function) == before
+
+
+def test_context_manager():
+    model = build().train()
+    with apply_liger_kernel_to_llama(model=model) as handle:
+        assert is_patched(model)
+    assert not is_patched(model)
+    handle.revert()
+    with pytest.raises(RuntimeError, match="on purpose"), apply_liger_kernel_to_llama(model=model):
+        raise RuntimeError("on purpose")
+    assert not is_patched(model)
+
+
+def test_what_is_built_later(tmp_path):
+    before = global_state()
+    earlier = build().train()
+    earlier.save_pretrained(tmp_path)
+    expected = classes(patched(earlier))
+    with apply_liger_kernel_to_llama():
+        later = {
+            "class": LlamaForCausalLM(config()),
+            "from_config": AutoModelForCausalLM.from_config(config()),
+            "from_pretrained": LlamaForCausalLM.from_pretrained(tmp_path),
+            "auto": AutoModelForCausalLM.from_pretrained(tmp_path),
+        }
+        assert not is_patched(earlier)
+    assert global_state() == before
+    assert not is_patched(LlamaForCausalLM(config()).train())
+    for how, model in later.items():
+        assert classes(model) == expected, how
+        assert is_patched(model.train()), how
+    torch.testing.assert_close(later["auto"](**batch_of("cpu")).loss, earlier(**batch_of("cpu")).loss)
+
+
+def test_options_of_what_is_built_later():
+    with apply_liger_kernel_to_llama(rope=False, cross_entropy=True, fused_linear_cross_entropy=False):
+        model = LlamaForCausalLM(config()).train()
+    assert type(model) is modeling_llama.LlamaForCausalLM
+    assert type(model.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+    with RecordCalls() as record:
+        output = model(**batch_of("cpu"))
+    assert output.logits is not None
+    assert "cross_entropy" in {call[0].__name__.split(".")[0] for call in record.calls}
+
+
+def test_a_failing_constructor_leaves_nothing_behind():
+    before = global_state()
+    with apply_liger_kernel_to_llama(), pytest.raises(Exception):  # noqa: B017
+        LlamaForCausalLM(config(hidden_act="no such function"))
+    assert global_state() == before
+
+
+def test_handles_in_any_order():
+    before = global_state()
+    first, second = apply_liger_kernel_to_llama(rope=False), apply_liger_kernel_to_llama()
+    first.revert()
+    assert is_patched(LlamaForCausalLM(config()).train())
+    second.revert()
+    assert global_state() == before
+
+    model = build().train()
+    traces_before = traces(model)
+    first = apply_liger_kernel_to_llama(model=model, rope=False)
+    second = apply_liger_kernel_to_llama(model=model)  # adds what the first one left
+    assert classes(model) == classes(patched(build()))
+    first.revert()
+    assert type(model) is modeling_llama.LlamaForCausalLM
+    assert type(model.model.layers[0].self_attn) is not modeling_llama.LlamaAttention
+    second.revert()
+    assert traces(model) == traces_before
+
+
+def test_a_constructor_wrapped_by_others_stays_wrapped(monkeypatch):
+    handle = apply_liger_kernel_to_llama()
+    ours = modeling_llama.LlamaModel.__init__
+    built = []
+
+    def theirs(self, *args, **kwargs):
+        ours(self, *args, **kwargs)
+        built.append(self)
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "__init__", theirs)
+    handle.revert()
+    assert modeling_llama.LlamaModel.__init__ is theirs
+    model = LlamaForCausalLM(config()).train()
+    assert built == [model.model]
+    assert not is_patched(model)
+    monkeypatch.undo()
+    modeling_llama.LlamaModel.__init__ = ours.__wrapped__
+
+
+def test_a_handle_keeps_no_model_alive():
+    model = build()
+    handle = apply_liger_kernel_to_llama(model=model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    handle.revert()
+
+
+def test_names_and_relations_are_kept():
+    stock = build()
+    model = patched(stock)
+    for old, new in zip(classes(stock), classes(model), strict=True):
+        assert new is old or (new.__module__ == "liger_ext.models.llama" and issubclass(new, old))
+        assert (new.__name__, new.__qualname__) == (old.__name__, old.__qualname__)
+    assert {cls.__name__ for cls in classes(model) if cls.__module__.startswith("liger_ext")} == set(PATCHED)
+    assert repr(model) == repr(stock)
+    assert list(model.state_dict()) == list(stock.state_dict())
+
+
+def test_saved_under_the_original_name(tmp_path):
+    model = patched(build())
+    model.save_pretrained(tmp_path)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).architectures == ["LlamaForCausalLM"]
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is modeling_llama.LlamaForCausalLM
+
+
+def test_deepcopy():
+    model = patched(build().train())
+    copied = copy.deepcopy(model)
+    assert classes(copied) == classes(model)
+    assert torch.equal(copied(**batch_of("cpu")).loss, model(**batch_of("cpu")).loss)
+
+
+@pytest.mark.parametrize("options", [{}, dict(cross_entropy=True, fused_linear_cross_entropy=False)])
+def test_pickles_into_a_fresh_process(tmp_path, options):
+    model = patched(build().train(), **options)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(batch_of("cpu"), tmp_path / "batch.pt")
+    script = """
+import sys, torch
+model = torch.load(sys.argv[1] + "/model.pt", weights_only=False)
+batch = torch.load(sys.argv[1] + "/batch.pt")
+assert type(model.model.norm).__module__ == "liger_ext.models.llama"
+torch.set_num_threads(1)
+torch.save(model(**batch).loss, sys.argv[1] + "/loss.pt")
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, env=environment)
+    assert torch.equal(torch.load(tmp_path / "loss.pt"), model(**batch_of("cpu")).loss.detach())
+
+
+def test_load_in_this_process():
+    model = patched(build().train())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert classes(torch.load(buffer, weights_only=False)) == classes(model)
+
+
+class OwnForward(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss * 2
+        return output
+
+
+class NoForward(LlamaForCausalLM):
+    def extra(self):
+        return super().num_parameters()
+
+
+def test_subclasses():
+    torch.manual_seed(0)
+    model = OwnForward(config()).train()
+    expected = model(**batch_of("cpu")).loss
+    with pytest.warns(UserWarning, match="OwnForward has a forward of its own and is not patched"):
+        handle = apply_liger_kernel_to_llama(model=model)
+    assert type(model) is OwnForward
+    assert is_patched(model)  # its layers are
+    torch.testing.assert_close(model(**batch_of("cpu")).loss, expected)
+    handle.revert()
+    model = NoForward(config()).train()
+    before = traces(model)
+    handle = apply_liger_kernel_to_llama(model=model)
+    assert isinstance(model, NoForward) and type(model).__name__ == "NoForward"
+    assert model.extra() == model.num_parameters()
+    assert model(**batch_of("cpu")).logits is None
+    handle.revert()
+    assert traces(model) == before
+
+
+def test_a_forward_set_on_the_instance_is_left_alone():
+    model = build()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: x
+    with pytest.warns(UserWarning, match="LlamaMLP has a forward of its own"):
+        handle = apply_liger_kernel_to_llama(model=model)
+    assert type(mlp) is modeling_llama.LlamaMLP
+    assert type(model.model.layers[1].mlp) is not modeling_llama.LlamaMLP
+    handle.revert()
+
+
+def test_no_warning_in_the_usual_case():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        apply_liger_kernel_to_llama(model=build()).revert()
+
+
+def test_both_cross_entropies_are_an_error():
+    before = global_state()
+    with pytest.raises(ValueError, match="exclude each other"):
+        apply_liger_kernel_to_llama(cross_entropy=True)
+    assert global_state() == before
+
+
+def test_a_model_without_llama_is_an_error():
+    with pytest.raises(ValueError, match="Linear holds no Llama model"):
+        apply_liger_kernel_to_llama(model=nn.Linear(2, 2))
+
+
+def test_with_globals_keeps_decorators():
+    def doubled(function):
+        import functools
+
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return 2 * function(*args, **kwargs)
+
+        return wrapper
+
+    @doubled
+    def count(items=(1, 2), *, start=1):
+        return start + len(items)
+
+    changed = patch.with_globals(count, len=lambda items: 10)
+    assert (count(), changed(), changed(start=3)) == (6, 22, 26)
+    assert changed.__name__ == "count" and changed.__wrapped__ is not count.__wrapped__
+
+
+@pytest.mark.parametrize("found, outcome", [("4.51.2", "error"), ("4.51.3", "silence"), ("5.24.0.dev0", "warning")])
+def test_versions_of_transformers(monkeypatch, found, outcome):
+    from liger_ext import models
+
+    monkeypatch.setattr("importlib.metadata.version", lambda package: found)
+    models.check_transformers.cache_clear()
+    try:
+        if outcome == "error":
+            with pytest.raises(ImportError, match=r"4\.51\.3 to 5\.23, but 4\.51\.2 is installed"):
+                liger_ext.apply_liger_kernel_to_llama  # noqa: B018
+        elif outcome == "warning":
+            with pytest.warns(UserWarning, match=r"tested with transformers 4\.51\.3 to 5\.23; 5\.24\.0"):
+                liger_ext.apply_liger_kernel_to_llama  # noqa: B018
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                liger_ext.apply_liger_kernel_to_llama  # noqa: B018
+    finally:
+        models.check_transformers.cache_clear()
+
+
+def test_transformers_is_imported_only_when_needed():
+    script = "import sys, liger_ext, liger_ext.models; assert 'transformers' not in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)

@@ -1,0 +1,81 @@
+"""Patching by model type, and the auto class that patches what it builds."""
+
+import warnings
+
+import pytest
+import torch
+from llama_models import batch_of, build, config, one_thread  # noqa: F401
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from liger_ext import AutoLigerKernelForCausalLM, apply_liger_kernel, apply_liger_kernel_to_instance
+from liger_ext.models import llama
+
+
+def gpt2():
+    return GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+
+
+@pytest.fixture
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def test_from_pretrained(tmp_path, no_warnings):
+    stock = build().train()
+    stock.save_pretrained(tmp_path)
+    model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path).train()
+    assert type(model) is llama.LlamaForCausalLM
+    torch.testing.assert_close(model(**batch_of("cpu")).loss, stock(**batch_of("cpu")).loss)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is modeling_llama.LlamaForCausalLM
+    model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False, swiglu=False, torch_dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    layer = model.model.layers[0]
+    assert type(layer.self_attn) is modeling_llama.LlamaAttention
+    assert type(layer.mlp) is modeling_llama.LlamaMLP
+    assert type(layer.input_layernorm) is llama.LlamaRMSNorm
+
+
+def test_from_config(no_warnings):
+    model = AutoLigerKernelForCausalLM.from_config(config(), fused_linear_cross_entropy=False, cross_entropy=True)
+    assert type(model) is modeling_llama.LlamaForCausalLM
+    assert type(model.model.norm) is llama.LlamaRMSNorm
+    assert type(LlamaForCausalLM(config()).model.norm) is modeling_llama.LlamaRMSNorm
+
+
+def test_unknown_models_pass_through(no_warnings):
+    model = AutoLigerKernelForCausalLM.from_config(gpt2())
+    assert type(model).__module__.startswith("transformers")
+
+
+def test_options_of_unknown_models_are_named():
+    with pytest.warns(UserWarning, match="model type 'gpt2' are ignored: rope, swiglu") as record:
+        AutoLigerKernelForCausalLM.from_config(gpt2(), rope=False, swiglu=True)
+    assert len(record) == 1
+
+
+def test_by_type():
+    with apply_liger_kernel("llama", rope=False):
+        model = LlamaForCausalLM(config())
+    assert type(model) is llama.LlamaForCausalLM
+    assert type(model.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+
+
+def test_unknown_options_are_dropped_with_one_warning():
+    model = build()
+    with pytest.warns(UserWarning, match="model type 'llama' are ignored: geglu, layer_norm") as record:
+        handle = apply_liger_kernel_to_instance(model, geglu=True, layer_norm=False, rope=False)
+    assert len(record) == 1
+    assert type(model) is llama.LlamaForCausalLM
+    assert type(model.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+    handle.revert()
+
+
+def test_unknown_type_is_left_alone():
+    model = AutoModelForCausalLM.from_config(gpt2())
+    with pytest.warns(UserWarning, match="'gpt2' is not known to liger_ext") as record:
+        handle = apply_liger_kernel_to_instance(model, rope=True)
+    assert len(record) == 1
+    handle.revert()

@@ -1,0 +1,235 @@
+"""Patching together with what else wraps modules and classes: PEFT, FSDP2, accelerate, DataParallel-like wrappers."""
+
+import copy
+
+import pytest
+import torch
+from cases import RecordCalls
+from llama_models import TRANSFORMERS, VOCAB, batch_of, build, compare, one_thread, patched, step, tokens  # noqa: F401
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
+from liger_ext.models import llama
+
+peft = pytest.importorskip("peft")
+
+
+def ops(model, batch):
+    with torch.no_grad(), RecordCalls() as record:
+        model(**batch)
+    return {call[0].__name__.split(".")[0] for call in record.calls}
+
+
+def assert_close(result, expected):
+    for name in result:
+        torch.testing.assert_close(
+            result[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def lora(model, **options):
+    torch.manual_seed(5)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)  # else the adapter does nothing yet
+    return model
+
+
+LORA = {
+    "projections": dict(target_modules=["q_proj", "gate_proj", "down_proj"]),
+    "head": dict(target_modules=["lm_head", "v_proj"]),
+    "saved head": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "saved norms": dict(
+        target_modules=["q_proj"], modules_to_save=["norm", "input_layernorm", "post_attention_layernorm"]
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", LORA.values(), ids=LORA)
+def test_peft_then_patch(device, dtype, options):
+    model = lora(build(dtype=dtype), **options).to(device, dtype).train()
+    trained = compare(model, batch_of(device))
+    assert any(p.grad is not None and p.grad.any() for n, p in trained.named_parameters() if "lora" in n)
+
+
+@pytest.mark.parametrize("options", LORA.values(), ids=LORA)
+def test_patch_then_peft(device, options):
+    stock = lora(build(), **options).to(device).train()
+    model = lora(patched(build()), **options).to(device).train()
+    expected, result = step(stock, batch_of(device)), step(model, batch_of(device))
+    assert expected.keys() - result.keys() == {"logits"}
+    assert_close(result, expected)
+
+
+def test_which_head_peft_uses(device):
+    batch = batch_of(device)
+    model = patched(lora(build(), target_modules=["q_proj"], modules_to_save=["lm_head"])).to(device).train()
+    head = model.base_model.model.lm_head
+    assert "fused_linear_cross_entropy" in ops(model, batch)
+    nn.init.zeros_(head.modules_to_save["default"].weight)
+    torch.testing.assert_close(model(**batch).loss.item(), torch.tensor(float(VOCAB)).log().item())
+    with model.disable_adapter():
+        torch.testing.assert_close(model(**batch).loss, build(device=device).train()(**batch).loss)
+    adapted = patched(lora(build(), target_modules=["lm_head"])).to(device).train()
+    assert "fused_linear_cross_entropy" not in ops(adapted, batch)
+    assert "cross_entropy" in ops(adapted, batch)
+    assert adapted(**batch).logits is None
+
+
+def test_revert_under_peft():
+    stock = build().train()
+    handle = apply_liger_kernel_to_llama(model=stock)
+    model = lora(stock, **LORA["saved norms"]).train()
+    handle.revert()
+    norm = model.base_model.model.model.norm
+    assert type(norm.original_module) is modeling_llama.LlamaRMSNorm
+    handle = apply_liger_kernel_to_instance(model)
+    assert {type(module) for module in (norm.original_module, *norm.modules_to_save.values())} == {llama.LlamaRMSNorm}
+    handle.revert()
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """A process group of this process alone, for FSDP2 on the CPU."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("torch without gloo")
+    store = tmp_path_factory.mktemp("store") / "file"
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def shard(model, mesh, head=False):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if head:
+        fully_shard(model.lm_head, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def sharded_step(model):
+    results = step(model, batch_of("cpu"))
+    results = {name: (r.full_tensor() if hasattr(r, "full_tensor") else r).clone() for name, r in results.items()}
+    model.zero_grad()  # now, as the gradients are on the sharded parameters, which a forward without backward hides
+    return results
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["", "sharded head"])
+@pytest.mark.parametrize("order", ["patch, shard", "shard, patch"])
+def test_fsdp2(mesh, order, head):
+    from torch.distributed.fsdp import FSDPModule
+
+    stock = build(tie_word_embeddings=False).train()
+    expected = step(stock, batch_of("cpu"))
+    model = copy.deepcopy(stock)
+    if order == "patch, shard":
+        handle = apply_liger_kernel_to_llama(model=model)
+        model = shard(model, mesh, head)
+    else:
+        model = shard(model, mesh, head)
+        before = [type(module) for module in model.modules()]
+        handle = apply_liger_kernel_to_llama(model=model)
+
+    def check(is_patched):
+        for module in (model, *model.model.layers):
+            assert isinstance(module, FSDPModule)
+            assert type(module).__name__.startswith("FSDPLlama")
+            assert isinstance(module, (llama.LlamaForCausalLM, llama.LlamaDecoderLayer)) is is_patched
+        result = sharded_step(model)
+        assert ("logits" in result) is not is_patched
+        assert result.keys() | {"logits"} == expected.keys()
+        assert_close(result, expected)
+        assert ops(model, batch_of("cpu")) == (expected_ops if is_patched else set())
+
+    loss = "cross_entropy" if head else "fused_linear_cross_entropy"  # a sharded head must be called to be gathered
+    expected_ops = {"rms_norm", "add_rms_norm", "glu", "rope", loss}
+    check(True)
+    with torch.no_grad():
+        assert model.eval()(**batch_of("cpu")).logits is not None
+    model.train()
+    handle.revert()
+    check(False)
+    if order == "shard, patch":
+        assert [type(module) for module in model.modules()] == before
+    handle = apply_liger_kernel_to_llama(model=model)
+    check(True)
+    handle.revert()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("order", ["patch, shard", "shard, patch"])
+def test_fsdp2_keeps_gradient_checkpointing(mesh, order, use_reentrant):
+    stock = build().train()
+    expected = step(stock, batch_of("cpu"))
+    model = stock if order == "shard, patch" else patched(stock)
+    model = shard(model, mesh)
+    if order == "shard, patch":
+        apply_liger_kernel_to_llama(model=model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=use_reentrant))
+    if use_reentrant:
+        model.enable_input_require_grads()
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(None))
+    result = sharded_step(model)
+    assert len(calls) == 4
+    assert_close(result, expected)
+
+
+@pytest.mark.parametrize("order", ["patch, hook", "hook, patch"])
+def test_accelerate_device_hooks(order):
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = build().train()
+    expected = step(copy.deepcopy(model), batch_of("cpu"))
+    mlp, head = model.model.layers[0].mlp, model.lm_head
+    if order == "patch, hook":
+        handle = apply_liger_kernel_to_llama(model=model)
+    for module in (mlp, head, model):
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu"))
+    if order == "hook, patch":
+        handle = apply_liger_kernel_to_llama(model=model)
+    result = step(model, batch_of("cpu"))
+    assert "logits" not in result
+    assert_close(result, expected)
+    with RecordCalls() as record:
+        mlp(torch.randn(2, 64))
+    assert len(record.calls) == 1
+    handle.revert()
+    with RecordCalls() as record:
+        assert model(**batch_of("cpu")).logits is not None
+    assert not record.calls
+    hooks.remove_hook_from_module(model, recurse=True)
+    with RecordCalls() as record:
+        assert model(**batch_of("cpu")).logits is not None
+    assert not record.calls
+
+
+def test_inside_another_module():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+    wrapper = Wrapper(build().train())
+    handle = apply_liger_kernel_to_llama(model=wrapper)
+    assert type(wrapper.inner) is llama.LlamaForCausalLM
+    handle.revert()
+    assert type(wrapper.inner) is modeling_llama.LlamaForCausalLM
+
+
+def test_parametrized_head_is_called(device):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    model = build(device=device, tie_word_embeddings=False).train()
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Doubled())
+    compared = patched(model)
+    assert "fused_linear_cross_entropy" not in ops(compared, batch_of(device))
+    torch.testing.assert_close(compared(**batch_of(device)).loss, model(**batch_of(device)).loss)
