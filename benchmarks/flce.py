@@ -47,19 +47,32 @@ def _providers() -> dict[str, Callable]:
     return out
 
 
-def _time_cuda(call: Callable[[], object], repeats: int = 8) -> Timing:
-    """Whole steps as a user runs them: long enough that host time hides behind the device."""
-    for _ in range(2):
-        call()
-    samples = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3)
-    return Timing.of(samples)
+def _time_cuda(calls: dict[str, Callable[[], object]], rounds: int = 8, burst: int = 3) -> dict[str, Timing]:
+    """Whole steps as a user runs them. The calls take turns, a few in a row each: the clock follows the power that the last
+    second's matmuls drew, so that only neighbours in time compare."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call()
+            start.record()
+            for _ in range(burst):
+                call()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1e3 / burst)
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def _peak_mib(call: Callable[[], object]) -> float:
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def run(dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterator[Result]:
@@ -82,19 +95,14 @@ def run(dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterato
             timed = time_cpu({"floor": floor} | calls, seconds=2.0)
             limit, times = timed.pop("floor"), dict(timed)
         else:
-            limit = _time_cuda(floor)
             for name, call in calls.items():
                 try:
-                    times[name] = _time_cuda(call)
-                    torch.cuda.synchronize()
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                    call()
-                    torch.cuda.synchronize()
-                    peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+                    peaks[name] = _peak_mib(call)
                 except Exception as error:  # a peer that cannot run this shape must not end the run
                     times[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
                     torch.cuda.synchronize()
+            timed = _time_cuda({"floor": floor} | {name: call for name, call in calls.items() if name in peaks})
+            limit = timed.pop("floor")
+            times |= timed
         yield Result(f"{rows}x{hidden}x{vocab}", str(dtype).removeprefix("torch."), limit, times, peaks)
         del x, w, t, calls

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import liger_ext.functional as LF
 
 from . import peers
-from .timing import Timing, time_calls, time_copy
+from .timing import Timing, on_a_stream_of_its_own, time_calls, time_copy
 
 
 @dataclass
@@ -120,18 +120,21 @@ def _backward(function: Callable, inputs: tuple) -> Callable[[], object]:
 def run(dtype: torch.dtype, device: str, providers: list[str] | None, ops: list[str] | None) -> Iterator[Row]:
     """Times every case, forward and backward; yields a row as soon as it is measured."""
     for case in cases(dtype, device):
-        if ops and case.op not in ops:
-            continue
-        functions = {n: f for n, f in case.functions.items() if providers is None or n in providers}
-        inputs = case.inputs()
-        for direction, bind, moved in (("forward", _forward, case.forward_bytes), ("backward", _backward, case.backward_bytes)):
-            calls, failed = {}, {}
-            for name, function in functions.items():
-                try:
-                    calls[name] = bind(function, inputs)
-                except Exception as error:  # a peer that cannot run this case
-                    failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
-            # A read-only op's limit is still the copy's rate: the same bytes over the same time.
-            yield Row(case.op, case.shape, str(dtype).removeprefix("torch."), direction, moved, time_copy(moved, device),
-                      time_calls(calls, device) | failed)
-        del inputs, calls, functions
+        if not ops or case.op in ops:
+            with on_a_stream_of_its_own(device):
+                yield from _run_case(case, dtype, device, providers)
+
+
+def _run_case(case: Case, dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterator[Row]:
+    functions = {n: f for n, f in case.functions.items() if providers is None or n in providers}
+    inputs = case.inputs()
+    for direction, bind, moved in (("forward", _forward, case.forward_bytes), ("backward", _backward, case.backward_bytes)):
+        calls, failed = {}, {}
+        for name, function in functions.items():
+            try:
+                calls[name] = bind(function, inputs)
+            except Exception as error:  # a peer that cannot run this case
+                failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        # A read-only op's limit is still the copy's rate: the same bytes over the same time.
+        yield Row(case.op, case.shape, str(dtype).removeprefix("torch."), direction, moved, time_copy(moved, device),
+                  time_calls(calls, device) | failed)

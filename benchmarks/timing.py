@@ -8,6 +8,7 @@ speed drifts, and medians are compared.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -35,15 +36,18 @@ class Timing:
         return Timing(median, low, high)
 
 
+def on_a_stream_of_its_own(device: str):
+    """Everything that is captured must run on one stream that is not the default one: autograd runs a backward on the stream
+    of its forward."""
+    return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
+
+
 def _graph(call: Callable[[], object], warmup: int = 3) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warmup):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(warmup):
+        call()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         call()
     return graph
 

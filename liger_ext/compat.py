@@ -10,35 +10,45 @@ from torch.nn import _reduction
 
 from liger_ext import functional as F
 
-liger_layer_norm = F.layer_norm
 liger_softmax = F.softmax
-liger_fused_linear_cross_entropy = F.fused_linear_cross_entropy
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """:func:`liger_ext.functional.swiglu`."""
     return F.swiglu(a, b)
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """:func:`liger_ext.functional.geglu`, by tanh."""
     return F.geglu(a, b)
+
+
+def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
+    """:func:`liger_ext.functional.layer_norm`."""
+    return F.layer_norm(X, W, B, eps)
 
 
 def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
+    """:func:`liger_ext.functional.rms_norm`."""
     return F.rms_norm(X, W, eps, offset, casting_mode)
 
 
 def liger_fused_add_rms_norm(
     X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> tuple[Tensor, Tensor]:
+    """:func:`liger_ext.functional.add_rms_norm`."""
     return F.add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
 def liger_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """``position_ids`` has no effect: cos and sin are those of the positions already, as in Hugging Face."""
+    """:func:`liger_ext.functional.rope`.
+
+    ``position_ids`` has no effect: cos and sin are those of the positions already, as in Hugging Face.
+    """
     return F.rope(q, k, cos, sin, unsqueeze_dim)
 
 
@@ -60,7 +70,10 @@ def liger_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Tensor | F.CrossEntropyOutput:
-    """``size_average`` and ``reduce`` mean what they mean in ``torch.nn.functional.cross_entropy``."""
+    """:func:`liger_ext.functional.cross_entropy`.
+
+    ``size_average`` and ``reduce`` mean what they mean in ``torch.nn.functional.cross_entropy``.
+    """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     return F.cross_entropy(
@@ -76,3 +89,10 @@ def liger_cross_entropy(
         return_token_accuracy,
         return_predicted_tokens,
     )
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, *options, **named_options
+) -> Tensor | F.CrossEntropyOutput:
+    """:func:`liger_ext.functional.fused_linear_cross_entropy`, whose options have upstream's names and order."""
+    return F.fused_linear_cross_entropy(input, weight, target, *options, **named_options)

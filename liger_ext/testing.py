@@ -82,11 +82,13 @@ def measure(
     reference: Tensor,
     baseline: Tensor,
     *,
+    compute: torch.dtype | None = None,
     scale: Tensor | float | None = None,
     terms: int = 1,
     unbiased: bool = True,
 ) -> Measurement:
-    """Applies the rule; the caller decides what a ratio above 1 means. ``reference`` is float64."""
+    """Applies the rule; the caller decides what a ratio above 1 means. ``reference`` is float64; the op works in the
+    accumulator of ``compute``, by default the result's dtype."""
     dtype = result.dtype
     if result.shape != reference.shape:
         raise AssertionError(f"{op} {what}: shape {tuple(result.shape)}, expected {tuple(reference.shape)}")
@@ -108,7 +110,7 @@ def measure(
     if scale is None:
         magnitude = exact.abs().masked_fill(~finite, 0)
         scale = magnitude.amax(-1, keepdim=True) if magnitude.dim() else magnitude
-    acc = accumulator(dtype)
+    acc = accumulator(compute or dtype)
     step = STEPS[acc] * torch.finfo(acc).eps / 2 * max(1.0, math.sqrt(terms) / 2)
     floor = torch.as_tensor(scale, dtype=torch.float64, device=exact.device) * step
     away = torch.where(exact < 0, -1.0, 1.0) / (half_ulp(exact, dtype) + floor).clamp(min=1e-300)
@@ -246,31 +248,22 @@ def compare(
         wide_grads = {k: g.double() for k, g in grads.items()}
         scales = op.scales({**exact_leaves, "compute_dtype": compute_dtype, **stored}, exact, wide_grads)
     results = []
+    rule = {"compute": compute_dtype, "unbiased": not op.native}
     for key, out in outputs.items():
         if not out.is_floating_point():
             same = torch.equal(out, exact[key])
             results.append(Measurement(name, key, out.dtype, "different", 0.0 if same else math.inf, 1.0))
             continue
-        results.append(
-            measure(name, key, out, exact[key], base[key].to(out.dtype), scale=scales.get(key), unbiased=not op.native)
-        )
+        results.append(measure(name, key, out, exact[key], base[key].to(out.dtype), scale=scales.get(key), **rule))
     work = max([t.numel() for t in (*floating, *outputs.values())], default=1)
     for key, gradient in found.items():
-        if gradient.dtype != inputs[key].dtype:
-            raise AssertionError(f"{name} d{key}: dtype {gradient.dtype}, expected that of {key}, {inputs[key].dtype}")
+        dtype, what = inputs[key].dtype, "d" + key
+        if gradient.dtype != dtype:
+            raise AssertionError(f"{name} {what}: dtype {gradient.dtype}, expected that of {key}, {dtype}")
         terms = work // max(1, gradient.numel()) if key in op.parameters else 1
-        theirs = base_grads[key].to(gradient.dtype)
+        theirs = base_grads[key].to(dtype)
         results.append(
-            measure(
-                name,
-                "d" + key,
-                gradient,
-                exact_grads[key],
-                theirs,
-                scale=scales.get("d" + key),
-                terms=terms,
-                unbiased=not op.native,
-            )
+            measure(name, what, gradient, exact_grads[key], theirs, scale=scales.get(what), terms=terms, **rule)
         )
     return results
 

@@ -1,5 +1,6 @@
 """The demo, whole, on a model that trains in seconds; and that it notices curves that do not agree."""
 
+import importlib.util
 import json
 import math
 import os
@@ -17,26 +18,38 @@ ROOT = Path(__file__).parent.parent
 TINY = ["--model", "random:tiny", "--device", "cpu", "--steps", "9"]
 
 
-def run_demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "examples.demo", *TINY, "--out", str(out), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
+@pytest.fixture
+def no_memory_measurement(monkeypatch):
+    """Leaves out the part that starts processes."""
+    monkeypatch.setattr(memory, "measure_apart", lambda *_: {training.UNPATCHED: None, training.PATCHED: None})
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_demo_prints_the_table_and_writes_picture_and_numbers(tmp_path, dtype):
-    done = run_demo(tmp_path, "--dtype", dtype)
-    assert done.returncode == 0, done.stdout + done.stderr
+def check_outputs(out: Path, printed: str) -> dict:
     for line in ("time of a step", "tokens per second", "peak memory of the loss", "loss curves agree"):
-        assert line in done.stdout
-    numbers = json.loads((tmp_path / "demo.json").read_text())
+        assert line in printed
+    assert (out / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    numbers = json.loads((out / "demo.json").read_text())
     plain, patched = (numbers["losses"][name] for name in (training.UNPATCHED, training.PATCHED))
     assert len(plain) == len(patched) == 9
     # The last step sees the first one's batch again, and training has lowered its loss: flat curves would agree too.
     assert plain[-1] < plain[0] - 0.01 and patched[-1] < patched[0] - 0.01
-    assert plain != patched, (
-        "the patched run computes with other kernels: equal in every bit means that nothing was patched"
-    )
-    assert (tmp_path / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    return numbers
+
+
+def test_command_prints_the_table_and_writes_picture_and_numbers(tmp_path):
+    command = [sys.executable, "-m", "examples.demo", *TINY, "--dtype", "fp32", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = check_outputs(tmp_path, done.stdout)
+    for measured in numbers["table"]["peak memory of the loss, MiB"].values():
+        assert measured > 0
+
+
+def test_bf16(tmp_path, capsys, no_memory_measurement):
+    assert demo.main([*TINY, "--dtype", "bf16", "--out", str(tmp_path)]) == 0
+    losses = check_outputs(tmp_path, capsys.readouterr().out)["losses"]
+    # The patched model computes with other kernels and rounds elsewhere: equal bits mean that nothing was patched.
+    assert losses[training.UNPATCHED] != losses[training.PATCHED]
 
 
 def test_loss_memory_is_measured_and_smaller_with_the_patch(tmp_path):
@@ -75,12 +88,11 @@ def test_agreement_does_not_hold_for_nan(curves):
     assert not agreed.holds and agreed.step == 2
 
 
-def test_a_wrong_implementation_ends_with_status_1_and_says_so(tmp_path, monkeypatch, capsys):
+def test_a_wrong_implementation_ends_with_status_1_and_says_so(tmp_path, monkeypatch, capsys, no_memory_measurement):
     def broken(model):
         torch.nn.init.constant_(model.model.norm.weight, 1.02)
 
     monkeypatch.setattr(training, "patch", broken)
-    monkeypatch.setattr(memory, "measure_apart", lambda *_: {training.UNPATCHED: None, training.PATCHED: None})
     assert demo.main([*TINY, "--dtype", "fp32", "--out", str(tmp_path)]) == 1
     assert "do not agree" in capsys.readouterr().out
 
@@ -112,3 +124,28 @@ def test_runs_one_after_the_other_give_the_same_losses(tmp_path):
         assert [run.name for run in training.train(runs, batches, plan)].count(training.PATCHED) == plan.steps
         losses.append([run.losses for run in runs])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec(models.PRETRAINED) is None, reason="`make test` installs the model")
+def test_the_pretrained_model(tmp_path, no_memory_measurement):
+    arguments = [
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+        "--steps",
+        "2",
+        "--batch",
+        "1",
+        "--seq",
+        "64",
+        "--out",
+        str(tmp_path),
+    ]
+    assert demo.main(arguments) == 0
+    losses = json.loads((tmp_path / "demo.json").read_text())["losses"]
+    for name in (training.UNPATCHED, training.PATCHED):
+        assert (
+            losses[name][0] < 5
+        )  # untrained it were log(49152) = 10.8: the weights and the tokenizer are the real ones

@@ -86,17 +86,15 @@ def test_every_way_to_the_gradients(device, dtype, memory, reduction):
 
 def test_the_chunks_of_these_tests_are_several():
     device = torch.device("cpu")
-    assert chunk_rows(ROWS, 50, 24, torch.float32, CHUNKS, device) == 128
-    assert chunk_rows(ROWS, 50, 24, torch.float32, ONE_CHUNK, device) == ROWS
+    assert chunk_rows(50, 24, torch.float32, CHUNKS, device) == 128 < ROWS
+    assert chunk_rows(50, 24, torch.float32, ONE_CHUNK, device) >= ROWS
 
 
-@pytest.mark.parametrize("rows", [1, 127, 128, 129, 256, 257, 1000, 100_000])
 @pytest.mark.parametrize("vocab", [1, 100, 128_256])
 @pytest.mark.parametrize("memory", ["auto", 1, 10**6, 10**9])
-def test_chunks_cover_all_rows_within_the_budget(rows, vocab, memory):
-    chunk = chunk_rows(rows, vocab, 64, torch.bfloat16, memory, torch.device("cpu"))
-    assert 1 <= chunk <= max(rows, 128)
-    assert chunk == rows or chunk % 128 == 0
+def test_chunks_fit_the_budget(vocab, memory):
+    chunk = chunk_rows(vocab, 64, torch.bfloat16, memory, torch.device("cpu"))
+    assert chunk >= 128 and chunk % 128 == 0
     if memory != "auto" and chunk > 128:
         assert chunk * -(-vocab // 64) * 64 * 2 <= memory
 
@@ -118,7 +116,7 @@ def test_frozen_inputs(device, needs, memory, reduction):
     }
     judge("fused_linear_cross_entropy", {**inputs, "memory": memory, "reduction": reduction})
 
-    chunk = chunk_rows(ROWS, 50, 24, torch.float32, memory, device)
+    chunk = chunk_rows(50, 24, torch.float32, memory, device)
     flat = {name: inputs[name].detach() for name in (*names, "target")}
     code = {"mean": 1, "none": 0}[reduction]
     options = -100, code, 0.0, 0.0, None, False, False, False, False, None, None, chunk, *needs

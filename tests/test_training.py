@@ -64,9 +64,12 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.fixture
-def run_trainer(tmp_path, device):
-    pytest.importorskip("accelerate")
+def run_trainer(tmp_path, device, monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
+
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it outlives a Trainer, with its autocast
 
     def run(model, **options):
         arguments = TrainingArguments(

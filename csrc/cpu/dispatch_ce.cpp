@@ -142,7 +142,7 @@ void scale_cast(const ScaleCast& a, Stream) {
   parallel_items(a, a.rows, a.cols);
 }
 
-void add_bias(const AddBias& a, Stream) { parallel_items(a, a.rows, a.cols); }
+void fill_rows(const FillRows& a, Stream) { parallel_items(a, a.rows, a.cols); }
 
 int64_t column_sum_workspace(const ColumnSum&, Stream) { return 0; }
 

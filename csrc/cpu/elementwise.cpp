@@ -27,14 +27,13 @@ template <>
 }
 
 template <>
-[[gnu::flatten]] void run(const AddBias& a, int64_t begin, int64_t end) {
+[[gnu::flatten]] void run(const FillRows& a, int64_t begin, int64_t end) {
   dispatch_same({a.matrix.dtype}, [&](auto t, auto acc) {
     using A = decltype(acc);
-    with_param<decltype(t)>(a.bias, 0, [&](const auto& bias) {
+    with_param<decltype(t)>(a.values, 0, [&](const auto& values) {
       for (int64_t i = begin; i < end; ++i) {
-        const auto in = row<decltype(t)>(Rows{a.matrix.data, a.matrix.stride, a.matrix.dtype}, i);
         const auto out = row<decltype(t)>(a.matrix, i);
-        columns<A>(a.cols, [&](int64_t j, auto n) { store(out, j, n, load<A>(in, j, n) + load<A>(bias, j, n)); });
+        columns<A>(a.cols, [&](int64_t j, auto n) { store(out, j, n, load<A>(values, j, n)); });
       }
     });
   });

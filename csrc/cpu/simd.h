@@ -94,18 +94,56 @@ LIGER_INLINE vec<A> splat(A value) {
   return vec<A>{} + value;
 }
 
+// 16 to 32 bits and back (values fit). Compilers split what is one instruction.
+template <int N>
+LIGER_INLINE vector<uint32_t, N> widen(vector<uint16_t, N> v) {
+#if defined(__AVX512F__)
+  if constexpr (N == 16) return bit_cast<vector<uint32_t, N>>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(v)));
+#endif
+#if defined(__AVX2__)
+  if constexpr (N == 8) return bit_cast<vector<uint32_t, N>>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(v)));
+#endif
+  return __builtin_convertvector(v, vector<uint32_t, N>);
+}
+template <int N>
+LIGER_INLINE vector<uint16_t, N> narrow(vector<uint32_t, N> v) {
+#if defined(__AVX512F__)
+  if constexpr (N == 16) return bit_cast<vector<uint16_t, N>>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(v)));
+#endif
+#if defined(__AVX2__)
+  if constexpr (N == 8) {
+    const __m256i whole = bit_cast<__m256i>(v);
+    return bit_cast<vector<uint16_t, N>>(_mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
+  }
+#endif
+  return __builtin_convertvector(v, vector<uint16_t, N>);
+}
+
 template <int N>
 LIGER_INLINE vector<float, N> bf16_to_float(vector<uint16_t, N> v) {
-  return bit_cast<vector<float, N>>(__builtin_convertvector(v, vector<uint32_t, N>) << 16);
+  return bit_cast<vector<float, N>>(widen<N>(v) << 16);
 }
-// Round to nearest even; a NaN stays one, made quiet.
+// The upper 16 bits are v rounded to nearest even; a NaN stays one, made quiet.
+template <int N>
+LIGER_INLINE vector<uint32_t, N> round_upper_half(vector<float, N> v) {
+  using U = vector<uint32_t, N>;
+#if defined(__AVX512F__)
+  if constexpr (N == 16) {
+    const __m512i u = bit_cast<__m512i>(v);
+    const __mmask16 odd = _mm512_test_epi32_mask(u, _mm512_set1_epi32(0x10000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(bit_cast<__m512>(v), bit_cast<__m512>(v), _CMP_UNORD_Q);
+    const __m512i even = _mm512_add_epi32(u, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_mask_add_epi32(even, odd, u, _mm512_set1_epi32(0x8000));
+    return bit_cast<U>(_mm512_mask_or_epi32(rounded, nan, u, _mm512_set1_epi32(0x400000)));
+  }
+#endif
+  const U u = bit_cast<U>(v);
+  const U rounded = u + 0x7fffu + ((u >> 16) & 1u), quiet = u | 0x400000u;
+  return v == v ? rounded : quiet;
+}
 template <int N>
 LIGER_INLINE vector<uint16_t, N> float_to_bf16(vector<float, N> v) {
-  using U = vector<uint32_t, N>;
-  const U u = bit_cast<U>(v);
-  const U rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const U quiet = (u >> 16) | 0x40u;
-  return __builtin_convertvector(v == v ? rounded : quiet, vector<uint16_t, N>);
+  return narrow<N>(round_upper_half<N>(v) >> 16);
 }
 
 template <int N>
@@ -119,7 +157,7 @@ LIGER_INLINE vector<float, N> half_to_float(vector<uint16_t, N> v) {
 #endif
   using U = vector<uint32_t, N>;
   using I = vector<int32_t, N>;
-  const U h = __builtin_convertvector(v, U), magnitude = h & 0x7fffu;
+  const U h = widen<N>(v), magnitude = h & 0x7fffu;
   const U normal = (magnitude << 13) + (112u << 23), special = (magnitude << 13) + (224u << 23);
   const U subnormal = bit_cast<U>(__builtin_convertvector(bit_cast<I>(magnitude), vector<float, N>) * 0x1p-24f);
   const U bits = magnitude >= 0x7c00u ? special : magnitude < 0x400u ? subnormal : normal;
@@ -144,7 +182,7 @@ LIGER_INLINE vector<uint16_t, N> float_to_half(vector<float, N> v) {
   const U nan = ((magnitude >> 13) & 0x3ffu) | 0x7e00u;
   const U infinity = U{} + 0x7c00u;
   const U bits = magnitude > 0x7f800000u ? nan : rounded >= 0x47800000u ? infinity : magnitude < 0x38800000u ? subnormal : normal;
-  return __builtin_convertvector(bits | ((u >> 16) & 0x8000u), vector<uint16_t, N>);
+  return narrow<N>(bits | ((u >> 16) & 0x8000u));
 }
 
 // Element type T in memory: its bits as a vector, and the conversions from and to A.
@@ -317,7 +355,9 @@ LIGER_INLINE void prefetch(const In<T>& in, int64_t j) {
 // What storing as T and loading again gives; for T = any the dtype decides.
 template <class T, class A>
 LIGER_INLINE vec<A> round_as(vec<A> v) {
-  return decode<A, T>(encode<A, T>(v));
+  if constexpr (std::is_same_v<T, bf16> && std::is_same_v<A, float>)
+    return bit_cast<vec<A>>(round_upper_half<lanes<A>>(v) & 0xffff0000u);
+  else return decode<A, T>(encode<A, T>(v));
 }
 template <class A, class T>
 LIGER_INLINE vec<A> round_to(const Out<T>& like, vec<A> v) {
@@ -352,6 +392,26 @@ LIGER_INLINE vec<A> only(Part n, vec<A> v, A other) {
   return v;
 }
 
+// a < b ? a : b and a > b ? a : b, that is b where one of them is a NaN: the x86 instructions' rule, which compilers miss.
+LIGER_INLINE vec<float> lesser(vec<float> a, vec<float> b) {
+#if defined(__AVX512F__)
+  return bit_cast<vec<float>>(_mm512_min_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
+#elif defined(__AVX2__)
+  return bit_cast<vec<float>>(_mm256_min_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
+#else
+  return a < b ? a : b;
+#endif
+}
+LIGER_INLINE vec<float> greater(vec<float> a, vec<float> b) {
+#if defined(__AVX512F__)
+  return bit_cast<vec<float>>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
+#elif defined(__AVX2__)
+  return bit_cast<vec<float>>(_mm256_max_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
+
 // Over the lanes of one vector, by halves.
 template <class A, int N, class F>
 LIGER_INLINE A fold(vector<A, N> v, F combine) {
@@ -366,7 +426,10 @@ struct Add {
   template <class V> LIGER_INLINE V operator()(V a, V b) const { return a + b; }
 };
 struct Max {
-  template <class V> LIGER_INLINE V operator()(V a, V b) const { return a > b ? a : b; }
+  template <class V> LIGER_INLINE V operator()(V a, V b) const {
+    if constexpr (std::is_same_v<V, vec<float>>) return greater(b, a);
+    else return b > a ? b : a;
+  }
 };
 
 template <class A, int N>

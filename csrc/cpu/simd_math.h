@@ -11,11 +11,16 @@ LIGER_INLINE V horner(V x, S first, Rest... rest) {
   else return horner(x, rest...) * x + first;
 }
 
-// v * 2^n for n in [-252, 254], with subnormal results and overflow to infinity. By two factors, since one may be no float.
-LIGER_INLINE vec<float> scale_by_power(vec<float> v, vector<int32_t, lanes<float>> n) {
+// v * 2^n with subnormal results and overflow to infinity; n = shifted - 1.5 * 2^23, an integer in [-252, 254].
+LIGER_INLINE vec<float> scale_by_power(vec<float> v, vec<float> shifted) {
+#if defined(__AVX512F__)
+  return bit_cast<vec<float>>(_mm512_scalef_ps(bit_cast<__m512>(v), bit_cast<__m512>(shifted - 12582912.0f)));
+#else
+  // By two factors, since one may be no float.
   using I = vector<int32_t, lanes<float>>;
-  const I half = n >> 1;
+  const I n = bit_cast<I>(shifted) - 0x4b400000, half = n >> 1;
   return v * bit_cast<vec<float>>((half + 127) << 23) * bit_cast<vec<float>>((n - half + 127) << 23);
+#endif
 }
 
 template <class A> struct Math;
@@ -24,19 +29,17 @@ template <>
 struct Math<float> {
   using scalar = float;
   using V = vec<float>;
-  using I = vector<int32_t, lanes<float>>;
 
   static LIGER_INLINE V exp(V x) {
-    // Beyond these bounds the result is infinity, or rounds to 0; a NaN passes both comparisons by.
-    x = x > 89.0f ? V{} + 89.0f : x;
-    x = x < -104.0f ? V{} - 104.0f : x;
+    // Beyond these bounds the result is infinity, or rounds to 0; a NaN passes both bounds.
+    x = greater(splat(-104.0f), lesser(splat(89.0f), x));
     // n = round(x / ln 2): adding 1.5 * 2^23 leaves n in the low bits. ln 2 in two parts, of which n * high is exact.
     const V shifted = x * 1.44269504f + 12582912.0f;
     const V n = shifted - 12582912.0f;
     const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     const V tail = horner(r, 4.999999404e-01f, 1.666652113e-01f, 4.166838899e-02f, 8.368745446e-03f, 1.381453942e-03f);
-    const V p = (tail * r) * r + r + 1.0f;
-    return scale_by_power(p, bit_cast<I>(shifted) - 0x4b400000);
+    const V p = tail * (r * r) + r + 1.0f;
+    return scale_by_power(p, shifted);
   }
 
   static LIGER_INLINE V tanh(V x) {

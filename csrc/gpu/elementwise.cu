@@ -1,7 +1,7 @@
 // The small passes between the fused loss's matmuls. All but the last are bound by memory: each element is read once and written
 // once, in vectors of eight elements (one element where rows are not aligned), several in flight a thread.
 //
-// scale_cast, add_bias: a row is cut into pieces of one block each. What is left behind a row's last whole vector is taken one
+// scale_cast, fill_rows: a row is cut into pieces of one block each. What is left behind a row's last whole vector is taken one
 // element a thread by the row's last block. column_sum: a thread owns a vector of columns and a share of the rows; the shares
 // are fp32 partial rows that column_sum.h adds up.
 #include "gpu/column_sum.h"
@@ -73,32 +73,27 @@ template <class T, int N> struct Scale {
   }
 };
 
-template <class T, int N> struct Bias {
+template <class T, int N> struct Fill {
   struct Args {
     int64_t cols, blocks_per_row;
     MutableRows matrix;
-    Vector bias;
+    Vector values;
   };
   static constexpr int max_threads = 256;
 
   static LIGER_DEVICE void run(const Args& a) {
     const Piece piece(a.cols, N, a.blocks_per_row);
     T* matrix = static_cast<T*>(a.matrix.data) + piece.row * a.matrix.stride;
-    Packed<T, N> raw[in_flight];
-#pragma unroll
-    for (int k = 0; k < in_flight; ++k)
-      if (piece.vector(k) < piece.vectors) load<Hint::stream>(raw[k], matrix + piece.vector(k) * N);
 #pragma unroll
     for (int k = 0; k < in_flight; ++k) {
       if (piece.vector(k) >= piece.vectors) continue;
       float values[N];
-      load_any<N>(values, a.bias.data, a.bias.dtype, piece.vector(k) * N);
-#pragma unroll
-      for (int j = 0; j < N; ++j) values[j] += raw[k][j];
-      raw[k].set(values);
-      store(matrix + piece.vector(k) * N, raw[k]);
+      load_any<N>(values, a.values.data, a.values.dtype, piece.vector(k) * N);
+      Packed<T, N> packed;
+      packed.set(values);
+      store(matrix + piece.vector(k) * N, packed);
     }
-    if (piece.tail >= 0) matrix[piece.tail] = from_float<T>(to_float(matrix[piece.tail]) + load_one(a.bias.data, a.bias.dtype, piece.tail));
+    if (piece.tail >= 0) matrix[piece.tail] = from_float<T>(load_one(a.values.data, a.values.dtype, piece.tail));
   }
 };
 
@@ -197,11 +192,11 @@ void scale_cast(const ScaleCast& op, Stream stream) {
   });
 }
 
-void add_bias(const AddBias& op, Stream stream) {
+void fill_rows(const FillRows& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
-  with_kernel<Bias>(op.matrix.dtype, aligned(op.matrix, 0) && aligned(op.bias, 0), [&](auto kernel, int n) {
+  with_kernel<Fill>(op.matrix.dtype, aligned(op.matrix, 0) && aligned(op.values, 0), [&](auto kernel, int n) {
     const auto plan = pieces(stream, op.rows, op.cols, n);
-    launch<std::remove_cvref_t<decltype(kernel)>>(plan, {op.cols, plan.grid / op.rows, op.matrix, op.bias}, stream);
+    launch<std::remove_cvref_t<decltype(kernel)>>(plan, {op.cols, plan.grid / op.rows, op.matrix, op.values}, stream);
   });
 }
 

@@ -36,11 +36,11 @@ LIGER_DEVICE void load_weight(float (&weight)[VEC], const NormBackwardArgs& a, i
   for (int i = 0; i < VEC; ++i) weight[i] = a.weight.data ? weight[i] + a.offset : 1;
 }
 
-// Threads: of a row, 512 or 1024, one row a block; 0: as the plan says, within a block of 256 (single elements: 1024).
+// Threads: of a row, 512 or 1024, one row a block; 0: as the plan says, within a block of 256 (single elements: 512).
 template <class T, int VEC, int Threads, bool Centered>
 struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
-  static constexpr int K = launch::norm_backward_k(VEC), max_threads = Threads > 0 ? Threads : VEC == 1 ? 1024 : 256;
+  static constexpr int K = launch::norm_backward_k(VEC), max_threads = Threads > 0 ? Threads : VEC == 1 ? 512 : 256;
   // Two blocks of 256 threads on a multiprocessor. At 1024 threads there are 64 registers for each: enough for one row and its
   // sums, while weights are loaded where they are used.
   static constexpr int min_blocks = Threads == 0 && VEC > 1 ? 2 : 1;
@@ -71,10 +71,10 @@ struct NormBackwardRegisters {
   };
 
   static LIGER_DEVICE void run(const Args& a) {
-    RowGroup group(Threads > 0 ? Threads : a.threads_per_row);
+    RowGroup group = Threads > 0 ? RowGroup::whole_block<Threads>() : RowGroup(a.threads_per_row);
     const Tile columns(group.index, group.threads_per_row, 0, a.cols);
     Sums weight, dweight = {}, dbias = {};
-    for_each_vector(columns, [&](int k, int64_t column) { load_weight(weight[k], a, column); });
+    if constexpr (prefetch) for_each_vector(columns, [&](int k, int64_t column) { load_weight(weight[k], a, column); });
     const int64_t step = grid_blocks() * group.rows_per_block();
     int64_t row = block_id() * group.rows_per_block() + group.group;
     Row next;
@@ -83,7 +83,7 @@ struct NormBackwardRegisters {
     for (int64_t first = row - group.group; first < a.rows; first += step, row += step) {
       Row now = next;
       if constexpr (prefetch) next.fetch(a, group, row + step);
-      const Tile live(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
+      const Tile live = Threads > 0 ? columns : Tile(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
       Packed<T, VEC> dsum[K];
       if (prefetch && a.dsum.data) live.template load<Hint::stream>(dsum, a.dsum.data, row * a.dsum.stride);
       float means[Centered ? 2 : 1] = {};
@@ -244,14 +244,14 @@ inline bool norm_backward_mixed(const NormBackwardArgs& a) {
   return a.dy.dtype != a.z.dtype || (a.dsum.data && a.dsum.dtype != a.z.dtype);
 }
 
-// With a second set of sums 1024 threads would not have enough registers.
-constexpr int norm_backward_threads(bool centered) { return centered ? 512 : 1024; }
+// With a second set of sums, or with the addresses of single elements, 1024 threads would not have enough registers.
+constexpr int norm_backward_threads(bool centered, int vec) { return centered || vec == 1 ? 512 : 1024; }
 
 // Floats of partial sums, for whichever alignment the call will have.
 inline int64_t norm_partial_floats(const launch::DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
   int64_t partial_rows = 1;
   for (const int vec : {1, 4, 8})
-    partial_rows = std::max<int64_t>({partial_rows, launch::plan_norm_backward(device, rows, cols, vec, norm_backward_threads(centered)).partial_rows,
+    partial_rows = std::max<int64_t>({partial_rows, launch::plan_norm_backward(device, rows, cols, vec, norm_backward_threads(centered, vec)).partial_rows,
                                       launch::plan_norm_tiles(device, rows, cols, vec).partial_rows});
   return partial_rows * cols * (centered ? 2 : 1);
 }
@@ -267,7 +267,7 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
   if (a.dweight.data || a.dbias.data) a.partial = partial;
   a.row_means = partial + norm_partial_floats(device, a.rows, a.cols, Centered);
   const int vec = norm_backward_vec(a);
-  launch::LaunchPlan plan = launch::plan_norm_backward(device, a.rows, a.cols, vec, norm_backward_threads(Centered));
+  launch::LaunchPlan plan = launch::plan_norm_backward(device, a.rows, a.cols, vec, norm_backward_threads(Centered, vec));
 
   if (plan.path == launch::Path::regs && !norm_backward_mixed(a)) {
     const int groups = plan.block / plan.threads_per_row;

@@ -10,6 +10,11 @@ namespace liger::gpu::runtime {
 
 #if defined(__HIPCC__) || defined(__HIP__)
 
+// The build's list of targets; compilers for HIP, unlike nvcc, do not tell.
+#ifndef LIGER_EXT_GPU_ARCHS
+#define LIGER_EXT_GPU_ARCHS "targets that its build did not record"
+#endif
+
 inline void check(hipError_t code, const char* what) {
   if (code != hipSuccess) throw_launch_error(code, what);
 }

@@ -8,13 +8,21 @@ namespace liger::gpu {
 // shuffles are enough; across warps each reduction is one exchange through shared memory with one barrier: two buffers used in
 // turn make the second barrier needless, because a thread can only reach a buffer again after the other one's barrier.
 struct RowGroup {
-  int threads_per_row, index, group, turn = 0;  // index: of this thread in its row; group: which of the block's rows
+  int threads_per_row, index, group, groups, turn = 0;  // index: of this thread in its row; group: which of the block's rows
   // Dynamic shared memory that reductions of up to N values take: two buffers of one float per warp, 32 warps at most.
   template <int N = 1> static constexpr int shared_bytes() { return 2 * N * 32 * int(sizeof(float)); }
 
   LIGER_DEVICE explicit RowGroup(int threads)
-      : threads_per_row(threads), index(thread_id() & (threads - 1)), group(thread_id() / threads) {}
-  LIGER_DEVICE int rows_per_block() const { return block_threads() / threads_per_row; }
+      : threads_per_row(threads), index(thread_id() & (threads - 1)), group(thread_id() / threads), groups(block_threads() / threads) {}
+  // All of a block whose size the compiler knows.
+  template <int Threads>
+  LIGER_DEVICE static RowGroup whole_block() {
+    RowGroup all(Threads);
+    all.group = 0;
+    all.groups = 1;
+    return all;
+  }
+  LIGER_DEVICE int rows_per_block() const { return groups; }
 
   // Reduces N values at once by `combine(a, b)`, which commutes; all threads of the block call it together, all get the same
   // bits. Reductions of one kernel must not mix different N: their buffers would overlap.

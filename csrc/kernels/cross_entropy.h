@@ -28,7 +28,7 @@ struct CrossEntropyOptions {
 //   counts[valid], counts[target_weight] = sum of w[y] over valid rows, counts[weight] = W,
 //   counts[ce_scale], counts[z_scale]: what reduction (and normalizer) multiply the sums of ce_i and z_i by; 0 when nothing is valid.
 struct CrossEntropyCounts {
-  enum Slot { valid, target_weight, weight, ce_scale, z_scale, slots = 8 };
+  enum Slot { valid, target_weight, weight, ce_scale, z_scale, slots };
   int64_t rows, vocab;
   const int64_t* target;
   Vector class_weight;     // of A

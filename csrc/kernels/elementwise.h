@@ -14,11 +14,11 @@ struct ScaleCast {
   Rows row_scale;        // one element a row, any dtype, stride in elements; or data == nullptr
 };
 
-// matrix += row vector (a bias added to logits), in place.
-struct AddBias {
+// Every row of `matrix` becomes `values`: a bias, on top of which a matmul accumulates its product with one rounding.
+struct FillRows {
   int64_t rows, cols;
   MutableRows matrix;
-  Vector bias;
+  Vector values;
 };
 
 // sum (accumulator type, [cols]) = (accumulate ? sum : 0) + column sums of `in`, each row times row_scale if there is one.
@@ -43,7 +43,7 @@ struct ScalarProduct {
 
 namespace LIGER_BACKEND {
 void scale_cast(const ScaleCast&, Stream);
-void add_bias(const AddBias&, Stream);
+void fill_rows(const FillRows&, Stream);
 int64_t column_sum_workspace(const ColumnSum&, Stream);
 void column_sum(const ColumnSum&, Stream);
 void scalar_product(const ScalarProduct&, Stream);

@@ -37,6 +37,13 @@ double gradient_scale_of(Dtype compute) { return compute == Dtype::f16 ? 64.0 : 
 // 16-bit rows of an odd vocabulary would start unaligned; a row stride of whole 64 elements keeps every vector access aligned.
 int64_t padded(int64_t vocab) { return (vocab + 63) / 64 * 64; }
 
+// Rows of each of the fewest chunks of at most `most` rows: equal, and multiples of 128 where that is possible.
+int64_t equal_chunks(int64_t rows, int64_t most) {
+  if (rows <= most) return std::max<int64_t>(1, rows);
+  const int64_t chunks = (rows + most - 1) / most, equal = (rows + chunks - 1) / chunks;
+  return std::min(most, (equal + 127) / 128 * 128);
+}
+
 MutableRows row_range(const Tensor& t, int64_t first, int64_t stride, Dtype dtype) {
   return {static_cast<char*>(t.data_ptr()) + first * stride * size_of(dtype), stride, dtype};
 }
@@ -73,10 +80,10 @@ class Problem {
       check_shape(op, *bias, "bias", {vocab});
       dtype_of(*bias, "bias");
     }
-    this->bias = contiguous(bias);
+    this->bias = contiguous(op, bias);
     this->wanted.dbias = wanted.dbias && bias.has_value();
     require(chunk_rows > 0 || rows == 0, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
-    chunk = std::max<int64_t>(1, std::min(chunk_rows, rows));
+    chunk = equal_chunks(rows, chunk_rows);
     mode = gradients_of(this->wanted, rows, chunk_rows, options.reduction);
     x_ = as_rows(op, x, "x");
     weight_ = as_rows(op, weight, "weight");
@@ -90,9 +97,10 @@ class Problem {
   // One chunk: logits into `buffer`, then its losses (`losses`, or nullptr) and, in place, its unreduced gradient.
   void run_chunk(int64_t first, int64_t count, const MutableRows& buffer, const Tensor& counts, const LossRows* losses, bool gradient,
                  const Rows& row_grad) const {
-    gemm({count, vocab, hidden, matrix(row_range(x_rows(), first)), matrix(weight_rows(), true), buffer.data, buffer.stride, compute, nullptr, false},
+    if (bias) fill_rows({count, vocab, buffer, vector_of(bias, "bias")}, scope);
+    gemm({count, vocab, hidden, matrix(row_range(x_rows(), first)), matrix(weight_rows(), true), buffer.data, buffer.stride, compute, nullptr,
+          bias.has_value()},
          scope);
-    if (bias) add_bias({count, vocab, buffer, vector_of(bias, "bias")}, scope);
     CrossEntropyRows args{};
     args.rows = count;
     args.vocab = vocab;
@@ -172,7 +180,7 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
   const auto output = [&](bool wanted, std::vector<int64_t> sizes, Dtype dtype) {
     return allocate(scope, wanted ? sizes : std::vector<int64_t>{0}, dtype, x);
   };
-  Tensor saved = output(deferred, {p.rows, padded(p.vocab)}, p.compute);
+  Tensor saved = deferred ? allocate(scope, {p.rows, p.vocab}, {padded(p.vocab), 1}, p.compute, x) : output(false, {}, p.compute);
   Tensor dx = output(accumulated && p.wanted.dx, {p.rows, p.hidden}, p.compute);
   Tensor dweight = output(accumulated && p.wanted.dweight, {p.vocab, p.hidden}, p.accum);
   Tensor dbias = output(accumulated && p.wanted.dbias, {p.vocab}, p.acc);
@@ -207,7 +215,7 @@ class Backward {
     dweight = output(p.wanted.dweight, {p.vocab, p.hidden}, weight.scalar_type());
     dbias = output(p.wanted.dbias, {p.vocab}, bias ? bias->scalar_type() : scalar_type(p.acc));
 
-    dloss_ = torch::stable::contiguous(dloss);
+    dloss_ = contiguous(p.scope.op(), dloss);
     if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, dtype_of(dloss_, "dloss")};
     // alpha = [grad_output *] ce_scale / gradient_scale: one number in device memory, the scale of every result.
     alpha_ = allocate(p.scope, {1}, p.acc, x);
@@ -323,7 +331,10 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
   switch (p.mode) {
     case Gradients::none: break;
     case Gradients::deferred:
-      expect(saved, "saved", true, p.rows * padded(p.vocab), p.compute);
+      check_device(scope.op(), saved, "saved", x, "x");
+      require(saved.dim() == 2 && saved.size(0) == p.rows && saved.size(1) == p.vocab && saved.stride(0) == padded(p.vocab) &&
+                  saved.stride(1) == 1 && dtype_of(saved, "saved") == p.compute,
+              scope.op(), ": saved is not what the forward returned for these arguments");
       backward.from_saved_gradient(saved);
       break;
     case Gradients::accumulated:

@@ -16,8 +16,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight
   const RowsView rows = as_rows(scope.op(), x, "x");
   check_parameter(scope.op(), weight, "weight", x, rows.cols);
   check_parameter(scope.op(), bias, "bias", x, rows.cols);
-  weight = contiguous(weight);
-  bias = contiguous(bias);
+  weight = contiguous(scope.op(), weight);
+  bias = contiguous(scope.op(), bias);
 
   Tensor y = allocate_like(scope, x);
   auto leading = sizes_of(x);
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x
   check_same_shape(scope.op(), dy_in, "dy", x, "x");
   check_device(scope.op(), dy_in, "dy", x, "x");
   check_parameter(scope.op(), weight, "weight", x, rows.cols);
-  weight = contiguous(weight);
+  weight = contiguous(scope.op(), weight);
   need_dweight = need_dweight && weight.has_value();
   need_dbias = need_dbias && bias_dtype.has_value();
   const Dtype stats = accumulator(rows.view.dtype);

@@ -14,7 +14,7 @@ Tensor checked_target(const char* op, const Tensor& target, int64_t rows, const 
   check_device(op, target, "target", like, like_name);
   require(target.scalar_type() == ScalarType::Long, op, ": target has dtype ", dtype_name(target.scalar_type()), ", expected torch.int64");
   check_shape(op, target, "target", {rows});
-  return torch::stable::contiguous(target);
+  return contiguous(op, target);
 }
 
 OptionalTensor checked_class_weight(const char* op, const OptionalTensor& weight, const char* name, int64_t vocab, Dtype accumulator,
@@ -24,7 +24,7 @@ OptionalTensor checked_class_weight(const char* op, const OptionalTensor& weight
   check_shape(op, *weight, name, {vocab});
   require(weight->scalar_type() == scalar_type(accumulator), op, ": ", name, " has dtype ", dtype_name(weight->scalar_type()), ", expected ",
           dtype_name(scalar_type(accumulator)));
-  return contiguous(weight);
+  return contiguous(op, weight);
 }
 
 Tensor count_targets(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const Tensor* normalizer, int64_t vocab,

@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double e
   const RowsView rows = as_rows(scope.op(), x, "x");
   check_weight(scope.op(), weight, x, rows.cols);
   check_casting_mode(scope.op(), casting_mode);
-  weight = contiguous(weight);
+  weight = contiguous(scope.op(), weight);
 
   Tensor y = allocate_like(scope, x);
   auto leading = sizes_of(x);
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, Op
   const RowsView residual_rows = as_rows(scope.op(), residual, "residual");
   check_weight(scope.op(), weight, x, rows.cols);
   check_casting_mode(scope.op(), casting_mode);
-  weight = contiguous(weight);
+  weight = contiguous(scope.op(), weight);
 
   const Dtype dtype = promote(rows.view.dtype, residual_rows.view.dtype);
   Tensor y = allocate_like(scope, x, dtype), sum = allocate_like(scope, x, dtype);
@@ -61,18 +61,20 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
                                     OptionalTensor weight, const Tensor& rstd, double offset, bool need_dx, bool need_dweight) {
   const RowsView z_rows = as_rows(scope.op(), z, "x");
   check_weight(scope.op(), weight, z, z_rows.cols);
-  weight = contiguous(weight);
+  weight = contiguous(scope.op(), weight);
   need_dweight = need_dweight && weight.has_value();
   require(rstd.numel() == z_rows.rows, scope.op(), ": rstd has ", rstd.numel(), " elements, expected one for each of ", z_rows.rows, " rows");
-  const Tensor rstd_rows = torch::stable::contiguous(rstd);
+  const Tensor rstd_rows = contiguous(scope.op(), rstd);
   require(dtype_of(rstd, "rstd") == accumulator(z_rows.view.dtype), scope.op(), ": rstd has dtype ", dtype_name(rstd.scalar_type()),
           ", expected what the forward returned");
 
   // Only the sum was used: its gradient passes through unchanged (as a fresh tensor).
   if (!dy_in) {
     require(dsum.has_value(), scope.op(), ": neither dy nor dsum is given");
-    Tensor dz = need_dx ? torch::stable::clone(torch::stable::contiguous(*dsum)) : empty_output(scope, z);
-    Tensor dweight = need_dweight ? torch::stable::new_zeros(*weight, sizes_of(*weight)) : empty_output(scope, weight ? *weight : z);
+    Tensor dz = need_dx ? allocate_like(scope, z) : empty_output(scope, z);
+    if (need_dx) torch::stable::copy_(dz, *dsum);
+    Tensor dweight = need_dweight ? allocate_like(scope, *weight) : empty_output(scope, weight ? *weight : z);
+    torch::stable::zero_(dweight);
     return {dz, dweight};
   }
   check_same_shape(scope.op(), *dy_in, "dy", z, "x");

@@ -24,11 +24,15 @@ bool dense(const Tensor& t) {
 // As torch.empty_like: the input's strides where they are dense (Hugging Face's transposed layout stays), else contiguous.
 Tensor output_like(const Scope& scope, const Tensor& t) {
   if (t.is_contiguous() || !dense(t)) return allocate_like(scope, t);
-  return torch::stable::empty_like(t);
+  const auto strides = t.strides();
+  return allocate(scope, sizes_of(t), {strides.begin(), strides.end()}, dtype_of(t, "q"), t);
 }
 
 // A view's last dimension must be contiguous; else a copy is.
-Tensor readable(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t); }
+Tensor readable(const char* op, const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  return t.size(last) <= 1 || t.stride(last) == 1 ? t : contiguous(op, t);
+}
 
 RopeHeads heads_of(const Tensor& in, const Tensor& out) {
   return {in.data_ptr(), out.data_ptr(), in.size(1), in.stride(0), in.stride(1), in.stride(2), out.stride(0), out.stride(1), out.stride(2)};
@@ -54,12 +58,12 @@ std::tuple<Tensor, Tensor> run(const char* op, Tensor q, Tensor k, Tensor cos, T
   require(cos.size(2) == sin.size(2) && cos.scalar_type() == sin.scalar_type(), op, ": cos and sin differ in rotary_dim or dtype");
   const Dtype dtype = dtype_of(q, "q");
 
-  if (cos.size(2) > 1 && cos.stride(2) != 1) cos = torch::stable::contiguous(cos);
-  if (sin.size(2) > 1 && sin.stride(2) != 1) sin = torch::stable::contiguous(sin);
+  cos = readable(op, cos);
+  sin = readable(op, sin);
   Tensor q_out = output_like(scope, q), k_out = output_like(scope, k);
   if (q.numel() + k.numel() == 0) return {q_out, k_out};
-  q = readable(q);
-  k = readable(k);
+  q = readable(op, q);
+  k = readable(op, k);
   const auto batch_stride = [](const Tensor& t) { return t.size(0) == 1 ? 0 : t.stride(0); };
   rope({q.size(0), q.size(2), q.size(3), cos.size(2), dtype, heads_of(q, q_out), heads_of(k, k_out), cos.data_ptr(), sin.data_ptr(),
         dtype_of(cos, "cos"), batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), transpose},

@@ -95,13 +95,17 @@ std::vector<int64_t> sizes_of(const Tensor& t) {
   return {sizes.begin(), sizes.end()};
 }
 
-Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t numel = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = std::max<int64_t>(numel, 1);
-    numel *= std::max<int64_t>(sizes[i], 1);
-  }
+namespace {
+
+int64_t element_bytes(ScalarType type) {
+  return type == ScalarType::Double || type == ScalarType::Long ? 8 : type == ScalarType::Float || type == ScalarType::Int ? 4 : 2;
+}
+
+[[noreturn]] void throw_out_of_memory(const char* op, int64_t bytes) {
+  throw std::runtime_error(text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", "liger_ext::", op, " tried to allocate ", bytes >> 20, " MiB"));
+}
+
+Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type, const Tensor& like) {
   int32_t device_type = 0;
   aoti_torch_get_device_type(like.get(), &device_type);
   AtenTensorHandle handle = nullptr;
@@ -109,12 +113,36 @@ Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarTyp
                                              torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device_type,
                                              like.get_device_index(), &handle);
   if (code != 0) {
-    const int64_t bytes = numel * (type == ScalarType::Double || type == ScalarType::Long ? 8 : type == ScalarType::Float ? 4 : 2);
-    const auto message = text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", "liger_ext::", scope.op(), " tried to allocate ",
-                              bytes >> 20, " MiB");
-    throw std::runtime_error(message);
+    int64_t elements = 1;
+    for (size_t i = 0; i < sizes.size(); ++i) elements += (sizes[i] - 1) * strides[i];
+    throw_out_of_memory(op, elements * element_bytes(type));
   }
   return Tensor(handle);
+}
+
+std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t numel = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = numel;
+    numel *= std::max<int64_t>(sizes[i], 1);
+  }
+  return strides;
+}
+
+}  // namespace
+
+Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Dtype dtype, const Tensor& like) {
+  return allocate_strided(scope.op(), sizes, strides, scalar_type(dtype), like);
+}
+Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
+  return allocate_strided(scope.op(), sizes, contiguous_strides(sizes), type, like);
+}
+Tensor contiguous(const char* op, const Tensor& t) {
+  if (t.is_contiguous()) return t;
+  Tensor copy = allocate_strided(op, sizes_of(t), contiguous_strides(sizes_of(t)), t.scalar_type(), t);
+  torch::stable::copy_(copy, t);
+  return copy;
 }
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like) {
   return allocate(scope, sizes, scalar_type(dtype), like);
@@ -142,7 +170,7 @@ RowsView as_rows(const char* op, const Tensor& t, const char* name) {
     span = t.stride(i) * t.size(i);
   }
   if (!regular || stride < 0) {
-    out.tensor = torch::stable::contiguous(t);
+    out.tensor = contiguous(op, t);
     stride = out.cols;
   }
   out.view = {out.tensor.data_ptr(), stride, dtype_of(t, name)};
@@ -158,9 +186,8 @@ Vector vector_of(const OptionalTensor& t, const char* name) {
   return {t->data_ptr(), dtype_of(*t, name)};
 }
 
-OptionalTensor contiguous(const OptionalTensor& t) {
-  if (!t.has_value() || t->is_contiguous()) return t;
-  return torch::stable::contiguous(*t);
+OptionalTensor contiguous(const char* op, const OptionalTensor& t) {
+  return t.has_value() ? OptionalTensor(contiguous(op, *t)) : t;
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -47,6 +47,7 @@ class Scope {
 // A failed allocation becomes "CUDA out of memory. liger_ext::<op> tried to allocate N MiB".
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like);
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like);
+Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Dtype dtype, const Tensor& like);
 Tensor allocate_like(const Scope& scope, const Tensor& like);                        // contiguous
 Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype);
 Tensor empty_output(const Scope& scope, const Tensor& like);                         // zero elements: an output not wanted
@@ -63,7 +64,8 @@ struct RowsView {
 RowsView as_rows(const char* op, const Tensor& t, const char* name);
 MutableRows mutable_rows(const Tensor& t, const char* name);      // a tensor this op allocated, contiguous
 Vector vector_of(const OptionalTensor& t, const char* name);      // contiguous; data nullptr if absent
-OptionalTensor contiguous(const OptionalTensor& t);
+Tensor contiguous(const char* op, const Tensor& t);               // itself, or a copy
+OptionalTensor contiguous(const char* op, const OptionalTensor& t);
 inline const Tensor* get(const OptionalTensor& t) { return t.has_value() ? &*t : nullptr; }
 
 }  // namespace liger::LIGER_BACKEND

@@ -13,7 +13,7 @@ from liger_ext.ops._register import register
 _cross_entropy = torch.ops.liger_ext.cross_entropy.default
 _cross_entropy_backward = torch.ops.liger_ext.cross_entropy_backward.default
 
-COUNTS = 8  # slots of the sums over all targets that forward and backward share
+COUNTS = 5  # slots of the sums over all targets that forward and backward share
 _NONE = REDUCTIONS["none"]
 
 
@@ -114,8 +114,10 @@ def results(
 
 def check_options(op: str, reduction: int, label_smoothing: float, softcap: float | None) -> None:
     require(0 <= reduction <= 2, op, ": reduction is ", reduction, ", expected 0 (none), 1 (mean) or 2 (sum)")
-    require(0 <= label_smoothing <= 1, op, ": label_smoothing is ", label_smoothing, ", expected a number in [0, 1]")
-    require(softcap is None or softcap > 0, op, ": softcap is ", softcap, ", expected None or a number greater than 0")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{op}: label_smoothing is {label_smoothing:g}, expected a number in [0, 1]")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap is {softcap:g}, expected None or a number greater than 0")
 
 
 def check_target(op: str, target: Tensor, rows, like: Tensor, like_name: str) -> None:

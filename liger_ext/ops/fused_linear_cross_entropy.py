@@ -124,7 +124,7 @@ def fused_linear_cross_entropy(
         return_predicted_tokens,
         accum_dtype,
         compute_dtype,
-        chunk_rows(rows.shape[0], weight.shape[0], weight.shape[-1], dtype, memory, x.device, need_dweight),
+        chunk_rows(weight.shape[0], weight.shape[-1], dtype, memory, x.device, need_dweight),
         grad and x.requires_grad,
         need_dweight,
         grad and bias is not None and bias.requires_grad,
@@ -133,7 +133,6 @@ def fused_linear_cross_entropy(
 
 
 def chunk_rows(
-    rows: int,
     vocab_size: int,
     hidden_size: int,
     dtype: torch.dtype,
@@ -141,14 +140,15 @@ def chunk_rows(
     device: torch.device,
     need_dweight: bool = False,
 ) -> int:
-    """How many rows of logits exist at a time: all of them, or equal chunks of a multiple of 128 rows.
+    """How many rows of logits may exist at a time; the op makes the fewest equal chunks of at most as many.
 
     ``memory`` is the size of the buffer of logits in bytes (of at least 128 rows). ``"auto"`` is a GPU's memory / 32,
     but at least 256 MiB; on a CPU 64 MiB, but at least 256 rows. Where the weight's gradient is wanted, ``"auto"`` also
     takes a single chunk whenever its logits are no larger than the float32 sum of that gradient, which only several
     chunks need.
 
-    Only facts that do not change decide (never how much memory is free), so that the same call gives the same bits.
+    Only facts that do not change decide (never how much memory is free), so that the same call gives the same bits; and not
+    the number of rows, so that one compiled graph serves every batch.
 
     Raises:
         ValueError: ``memory`` is neither ``"auto"`` nor a positive number.
@@ -163,11 +163,7 @@ def chunk_rows(
         budget = int(memory)
     else:
         raise ValueError(f"memory is {memory!r}, expected 'auto' or a number of bytes greater than 0")
-    most = max(budget // row_bytes // 128 * 128, 128)
-    if rows <= most:
-        return max(rows, 1)
-    chunks = (rows + most - 1) // most
-    return ((rows + chunks - 1) // chunks + 127) // 128 * 128
+    return max(budget // row_bytes // 128 * 128, 128)
 
 
 @torch.compiler.assume_constant_result
@@ -242,7 +238,8 @@ def _fake(
     return (
         *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
         x.new_empty(COUNTS, dtype=acc),
-        x.new_empty((rows, (vocab + 63) // 64 * 64) if deferred else 0, dtype=compute),
+        # Rows are padded to whole 64 elements, so that those of an odd vocabulary stay aligned.
+        x.new_empty_strided((rows, vocab), ((vocab + 63) // 64 * 64, 1), dtype=compute) if deferred else x.new_empty(0, dtype=compute),
         x.new_empty((rows, hidden) if accumulated and need_dx else 0, dtype=compute),
         x.new_empty((vocab, hidden) if accumulated and need_dweight else 0, dtype=accum),
         x.new_empty(vocab if accumulated and need_dbias else 0, dtype=acc),

@@ -1,0 +1,64 @@
+# The HIP build of liger_ext_gpu. The kernels are the same csrc/gpu/*.cu, compiled by clang (ROCm's amdclang++, or a distribution's
+# clang with its device libraries); everything else is the same plain C++ as for CUDA.
+set(LIGER_EXT_HIP_COMPILER "" CACHE FILEPATH "clang++ that compiles HIP (empty: amdclang++ of ROCm, else clang++-19, clang++)")
+set(LIGER_EXT_HIP_FLAGS "" CACHE STRING "more flags for it, e.g. '--rocm-path=/opt/rocm'")
+
+if(LIGER_EXT_HIP_COMPILER)
+  set(hip_compiler "${LIGER_EXT_HIP_COMPILER}")
+else()
+  find_program(LIGER_HIP_CLANG NAMES amdclang++ clang++-19 clang++ HINTS $ENV{ROCM_PATH}/llvm/bin /opt/rocm/bin /opt/rocm/llvm/bin)
+  if(NOT LIGER_HIP_CLANG)
+    message(FATAL_ERROR "no compiler for HIP: install ROCm, or clang 19 with rocm-device-libs and libamdhip64-dev, "
+                        "or name one by LIGER_EXT_HIP_COMPILER")
+  endif()
+  set(hip_compiler "${LIGER_HIP_CLANG}")
+endif()
+
+set(hip_flags -x hip -std=c++20 -O3 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -DLIGER_BACKEND=gpu)
+separate_arguments(more_flags UNIX_COMMAND "${LIGER_EXT_HIP_FLAGS}")
+list(APPEND hip_flags ${more_flags})
+set(archs ${LIGER_EXT_HIP_ARCHS})
+foreach(arch ${archs})
+  list(APPEND hip_flags --offload-arch=${arch})
+endforeach()
+list(JOIN archs " " LIGER_GPU_ARCH_TEXT)
+
+# ROCm's compiler finds its own device libraries. A distribution's may be older than some of the targets: then a folder of links
+# gives each missing target the file of its nearest relative, which differs in nothing that these kernels use.
+find_path(LIGER_ROCM_BITCODE ocml.bc HINTS $ENV{ROCM_PATH}/amdgcn/bitcode /opt/rocm/amdgcn/bitcode
+          PATHS /usr/lib/${CMAKE_LIBRARY_ARCHITECTURE}/amdgcn/bitcode /usr/lib/x86_64-linux-gnu/amdgcn/bitcode /usr/amdgcn/bitcode)
+if(LIGER_ROCM_BITCODE AND LIGER_ROCM_BITCODE MATCHES "^/usr/")
+  set(bitcode "${CMAKE_BINARY_DIR}/rocm_bitcode")
+  file(MAKE_DIRECTORY "${bitcode}")
+  file(GLOB files "${LIGER_ROCM_BITCODE}/*.bc")
+  foreach(file ${files})
+    get_filename_component(name "${file}" NAME)
+    file(CREATE_LINK "${file}" "${bitcode}/${name}" SYMBOLIC)
+  endforeach()
+  foreach(arch ${archs})
+    string(REGEX REPLACE "^gfx([0-9a-f]+).*$" "\\1" number "${arch}")
+    if(NOT EXISTS "${bitcode}/oclc_isa_version_${number}.bc")
+      file(CREATE_LINK "${LIGER_ROCM_BITCODE}/oclc_isa_version_1036.bc" "${bitcode}/oclc_isa_version_${number}.bc" SYMBOLIC)
+    endif()
+  endforeach()
+  list(APPEND hip_flags --rocm-path=/usr --rocm-device-lib-path=${bitcode})
+endif()
+
+# One command a file, with the compiler's own dependency list, so that touching one file rebuilds one object.
+file(MAKE_DIRECTORY "${CMAKE_BINARY_DIR}/hip")
+set(hip_objects "")
+foreach(source ${gpu_sources})
+  get_filename_component(name "${source}" NAME_WE)
+  set(object "${CMAKE_BINARY_DIR}/hip/${name}.o")
+  add_custom_command(
+    OUTPUT "${object}"
+    COMMAND "${hip_compiler}" ${hip_flags} "-DLIGER_EXT_GPU_ARCHS=\"${LIGER_GPU_ARCH_TEXT}\"" -I "${CMAKE_SOURCE_DIR}/csrc"
+            -MD -MF "${object}.d" -MT "${object}" -c "${source}" -o "${object}"
+    DEPENDS "${source}" DEPFILE "${object}.d" COMMENT "HIP ${name}.cu" VERBATIM)
+  list(APPEND hip_objects "${object}")
+endforeach()
+set_source_files_properties(${hip_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+target_sources(liger_ext_gpu PRIVATE ${hip_objects})
+
+# libamdhip64 is not linked: its symbols resolve through libtorch_hip's own dependency, so one library serves every ROCm major.
+liger_torch_gpu_stub(torch_hip)

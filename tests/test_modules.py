@@ -1,0 +1,138 @@
+"""Modules and upstream's function names: every option reaches the function that it names, bit for bit."""
+
+import copy
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import normal, random_targets
+
+import liger_ext
+from liger_ext import functional as F
+
+X, R = normal(5, 24), normal(5, 24, seed=1)
+LOGITS, TARGET = normal(6, 24, scale=3), random_targets(6, 24, ignored=0.3, ignore_index=3)
+HIDDEN, HEAD, BIAS = normal(6, 8), normal(24, 8, seed=1), normal(24, seed=2)
+CLASSES = normal(24, seed=3).abs() + 0.1
+CONFIG = SimpleNamespace(hidden_size=24, intermediate_size=40, hidden_act="silu", mlp_bias=True)
+LOSS = {
+    "ignore_index": 3,
+    "lse_square_scale": 0.01,
+    "label_smoothing": 0.1,
+    "reduction": "sum",
+    "softcap": 5.0,
+    "return_z_loss": True,
+    "return_token_accuracy": True,
+    "return_predicted_tokens": True,
+}
+FUSED = {**LOSS, "use_token_scaling": True, "accum_dtype": torch.float32}
+
+
+def same(a, b):
+    pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
+    assert all(torch.equal(x, y) for x, y in pairs)
+
+
+def perturbed(module):
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.copy_(normal(*p.shape, seed=20 + i, mean=0.5))
+    return module
+
+
+def test_norms():
+    m = perturbed(liger_ext.LigerRMSNorm(24, eps=0.1, offset=1.0, casting_mode="gemma"))
+    same(m(X), F.rms_norm(X, m.weight, 0.1, 1.0, "gemma"))
+    assert list(m.state_dict()) == ["weight"]
+    m = liger_ext.LigerRMSNorm(24, elementwise_affine=False)
+    same(m(X), F.rms_norm(X))
+    assert not m.state_dict()
+    assert not liger_ext.LigerRMSNorm(24, init_fn="zeros").weight.any()
+    m = perturbed(liger_ext.LigerFusedAddRMSNorm(24, eps=0.1, offset=1.0, casting_mode="none"))
+    same(m(X, R), F.add_rms_norm(X, R, m.weight, 0.1, 1.0, "none"))
+    m = perturbed(liger_ext.LigerLayerNorm(24, eps=0.1, bias=True))
+    same(m(X), F.layer_norm(X, m.weight, m.bias, 0.1))
+    assert list(m.state_dict()) == ["weight", "bias"]
+    with pytest.raises(ValueError, match="init_fn"):
+        liger_ext.LigerRMSNorm(24, init_fn="normal")
+
+
+def test_mlps():
+    m = perturbed(liger_ext.LigerSwiGLUMLP(CONFIG))
+    same(m(X), m.down_proj(F.swiglu(m.gate_proj(X), m.up_proj(X))))
+    assert m.gate_proj.bias is not None and m.down_proj.bias is not None
+    plain = SimpleNamespace(**{**vars(CONFIG), "mlp_bias": False, "hidden_act": "gelu_pytorch_tanh"})
+    m = perturbed(liger_ext.LigerGEGLUMLP(plain))
+    same(m(X), m.down_proj(F.geglu(m.gate_proj(X), m.up_proj(X))))
+    assert m.gate_proj.bias is None
+    for module in (liger_ext.LigerSwiGLUMLP, liger_ext.LigerGEGLUMLP):
+        with pytest.raises(ValueError, match="relu"):
+            module(SimpleNamespace(**{**vars(CONFIG), "hidden_act": "relu"}))
+
+
+@pytest.mark.parametrize("left_out", [None, *LOSS, "weight"])
+def test_cross_entropy(left_out):
+    """Each option alone back at its default, so that no two can be exchanged or dropped unseen."""
+    options = {k: v for k, v in {**LOSS, "weight": CLASSES}.items() if k != left_out}
+    expected = F.cross_entropy(LOGITS, TARGET, **options)
+    module = liger_ext.LigerCrossEntropyLoss(**options)
+    same(module(LOGITS, TARGET)[0], expected[0])
+    assert [t is None for t in module(LOGITS, TARGET)] == [t is None for t in expected]
+    same(liger_ext.liger_cross_entropy(LOGITS, TARGET, **options)[0], expected[0])
+
+
+@pytest.mark.parametrize("left_out", [None, *FUSED, "ce_weight"])
+def test_fused_linear_cross_entropy(left_out):
+    options = {k: v for k, v in {**FUSED, "ce_weight": CLASSES}.items() if k != left_out}
+    expected = F.fused_linear_cross_entropy(HIDDEN, HEAD, TARGET, BIAS, **options)
+    module = liger_ext.LigerFusedLinearCrossEntropyLoss(**options)
+    same(module(HEAD, HIDDEN, TARGET, BIAS)[0], expected[0])
+    assert [t is None for t in module(HEAD, HIDDEN, TARGET)] == [t is None for t in expected]
+    same(liger_ext.liger_fused_linear_cross_entropy(HIDDEN, HEAD, TARGET, BIAS, **options)[0], expected[0])
+
+
+def test_upstream_names():
+    weight, bias = normal(24, seed=5), normal(24, seed=6)
+    same(liger_ext.liger_rms_norm(X, weight, 0.1, 1.0, "gemma", True), F.rms_norm(X, weight, 0.1, 1.0, "gemma"))
+    same(liger_ext.liger_fused_add_rms_norm(X, R, weight, 0.1), F.add_rms_norm(X, R, weight, 0.1))
+    same(liger_ext.liger_layer_norm(X, weight, bias, 0.1), F.layer_norm(X, weight, bias, 0.1))
+    same(liger_ext.liger_swiglu(X, R), F.swiglu(X, R))
+    same(liger_ext.liger_geglu(X, R), F.geglu(X, R))
+    same(liger_ext.liger_softmax(X), F.softmax(X))
+    same(liger_ext.LigerSoftmax()(X), F.softmax(X))
+    q, k, cos, sin = normal(2, 3, 5, 8), normal(2, 1, 5, 8), normal(1, 5, 8), normal(1, 5, 8, seed=1)
+    same(liger_ext.liger_rotary_pos_emb(q, k, cos, sin), F.rope(q, k, cos, sin))
+    with pytest.warns(UserWarning, match="reduction"):
+        reduced = liger_ext.liger_cross_entropy(LOGITS, TARGET, size_average=False, ignore_index=3)
+    same(reduced, F.cross_entropy(LOGITS, TARGET, ignore_index=3, reduction="sum"))
+
+
+def test_class_weights_follow_the_module():
+    module = liger_ext.LigerCrossEntropyLoss(weight=CLASSES).to(torch.float64)
+    assert module.weight.dtype == torch.float64 and not module.state_dict()
+
+
+@pytest.mark.parametrize("module", [liger_ext.LigerCrossEntropyLoss, liger_ext.LigerFusedLinearCrossEntropyLoss])
+@pytest.mark.parametrize("bad", [{"label_smoothing": 1.5}, {"reduction": "avg"}, {"softcap": 0.0}], ids=str)
+def test_bad_loss_options_are_said_at_once(module, bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        module(**bad)
+
+
+def test_modules_are_copied_and_printed():
+    for module in (liger_ext.LigerRMSNorm(24), liger_ext.LigerFusedAddRMSNorm(24), liger_ext.LigerLayerNorm(24)):
+        assert "eps" in repr(copy.deepcopy(module))
+
+
+def test_loss_modules_take_every_option_of_their_function():
+    for module, function, own in (
+        (liger_ext.LigerCrossEntropyLoss, F.cross_entropy, {"logits", "target"}),
+        (
+            liger_ext.LigerFusedLinearCrossEntropyLoss,
+            F.fused_linear_cross_entropy,
+            {"x", "weight", "target", "bias", "memory", "normalizer"},
+        ),
+    ):
+        options = set(inspect.signature(function).parameters) - own
+        assert options == set(inspect.signature(module).parameters)
