@@ -25,12 +25,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_ext import references
+from liger_ext.ops._checks import accumulator
+from liger_ext.references import losses, rows
 
 __all__ = ["FACTOR", "OPS", "STEPS", "Measurement", "Op", "check", "compare", "judge", "measure", "self_test"]
 
@@ -39,10 +41,6 @@ FACTOR = 1.5
 STEPS = {torch.float32: 4, torch.float64: 32}
 """Roundings in the accumulator's dtype that a result may carry. float64 has more: there the reference itself is
 rounded."""
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def half_ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -287,23 +285,23 @@ def _functional(name: str) -> Callable[..., Any]:
     return run
 
 
-def _op(name: str, **kwargs: Any) -> Op:
-    scales = getattr(references, f"{name}_scales", Op.scales)
-    return Op(_functional(name), getattr(references, name), getattr(references, f"torch_{name}"), scales, **kwargs)
+def _op(module: ModuleType, name: str, **kwargs: Any) -> Op:
+    scales = getattr(module, f"{name}_scales", Op.scales)
+    return Op(_functional(name), getattr(module, name), getattr(module, f"torch_{name}"), scales, **kwargs)
 
 
 OPS: dict[str, Op] = {
-    "rms_norm": _op("rms_norm", parameters=("weight",), stores=True),
-    "add_rms_norm": _op("add_rms_norm", parameters=("weight",), stores=True),
-    "layer_norm": _op("layer_norm", parameters=("weight", "bias")),
-    "swiglu": _op("swiglu"),
-    "geglu": _op("geglu"),
-    "swiglu_packed": _op("swiglu_packed"),
-    "geglu_packed": _op("geglu_packed"),
-    "rope": _op("rope"),
-    "softmax": _op("softmax", native=True),
-    "cross_entropy": _op("cross_entropy"),
-    "fused_linear_cross_entropy": _op("fused_linear_cross_entropy", native=True),
+    "rms_norm": _op(rows, "rms_norm", parameters=("weight",), stores=True),
+    "add_rms_norm": _op(rows, "add_rms_norm", parameters=("weight",), stores=True),
+    "layer_norm": _op(rows, "layer_norm", parameters=("weight", "bias")),
+    "swiglu": _op(rows, "swiglu"),
+    "geglu": _op(rows, "geglu"),
+    "swiglu_packed": _op(rows, "swiglu_packed"),
+    "geglu_packed": _op(rows, "geglu_packed"),
+    "rope": _op(rows, "rope"),
+    "softmax": _op(rows, "softmax", native=True),
+    "cross_entropy": _op(losses, "cross_entropy"),
+    "fused_linear_cross_entropy": _op(losses, "fused_linear_cross_entropy", native=True),
 }
 
 
@@ -319,17 +317,17 @@ def self_test(
     def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, mean: float = 0.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale + mean).to(device, dtype).requires_grad_()
 
-    rows, hidden, vocab = 48, 320, 1003
-    target = torch.randint(0, vocab, (rows,), generator=generator)
+    tokens, hidden, vocab = 48, 320, 1003
+    target = torch.randint(0, vocab, (tokens,), generator=generator)
     target[::7] = -100
     target = target.to(device)
-    angle = torch.rand(1, rows // 2, 64, generator=generator).to(device) * 6
+    angle = torch.rand(1, tokens // 2, 64, generator=generator).to(device) * 6
     for dtype in dtypes:
-        x, residual = random(rows, hidden, dtype=dtype), random(rows, hidden, dtype=dtype)
+        x, residual = random(tokens, hidden, dtype=dtype), random(tokens, hidden, dtype=dtype)
         weight, bias = random(hidden, dtype=dtype, mean=1, scale=0.3), random(hidden, dtype=dtype)
-        logits = random(rows, vocab, dtype=dtype, scale=3)
+        logits = random(tokens, vocab, dtype=dtype, scale=3)
         head = random(vocab, hidden, dtype=dtype, scale=0.1)
-        q, k = random(2, 8, rows // 2, 64, dtype=dtype), random(2, 2, rows // 2, 64, dtype=dtype)
+        q, k = random(2, 8, tokens // 2, 64, dtype=dtype), random(2, 2, tokens // 2, 64, dtype=dtype)
         yield from compare("rms_norm", {"x": x, "weight": weight})
         yield from compare("add_rms_norm", {"x": x, "residual": residual, "weight": weight})
         yield from compare("layer_norm", {"x": x, "weight": weight, "bias": bias})

@@ -148,7 +148,8 @@ def assert_as_good(patched: Mapping[str, Tensor], stock: Mapping[str, Tensor], r
     gradients = ours.keys() - {"loss", "logits"}
     if gradients:
         all_ours, all_theirs = (math.fsum(d[name] ** 2 for name in gradients) ** 0.5 for d in (ours, theirs))
-        assert all_ours <= FACTOR * all_theirs + rounding(torch.float32) * len(gradients) ** 0.5
+        bound = FACTOR * all_theirs + rounding(torch.float32) * len(gradients) ** 0.5
+        assert all_ours <= bound, ("all gradients", all_ours, bound)
 
 
 def compare(

@@ -42,6 +42,18 @@ def test_a_second_backward_gives_the_same_gradients(device, example):
 
 
 @each_example
+def test_saved_tensors_may_be_offloaded(device, example):
+    """Hooks that keep saved tensors elsewhere give back copies: equal values, strides of their own."""
+    arguments = example.arguments(device, torch.float32)
+    expected = gradients(example, arguments)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t
+    ):
+        found = gradients(example, arguments)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@each_example
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_are_never_written(device, example, dtype):
     arguments = example.arguments(device, dtype)

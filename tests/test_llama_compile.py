@@ -21,17 +21,25 @@ def test_training_step(device):
     assert not counters["graph_break"]
 
 
-def test_evaluation(device):
+def test_the_graph_holds_our_ops(device):
     stock = build(device=device, num_hidden_layers=1).eval()
+    graphs = []
+
+    def keep_graph(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
     torch._dynamo.reset()
-    compiled = torch.compile(patched(stock), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(patched(stock), fullgraph=True, backend=keep_graph)
+    batch = batch_of(device)
     with torch.no_grad():
-        batch = batch_of(device)
-        for options in ({}, dict(skip_logits=True), dict(logits_to_keep=1)):
-            wanted = batch if "logits_to_keep" not in options else dict(input_ids=batch["input_ids"])
-            expected = stock(**wanted, **{k: v for k, v in options.items() if k != "skip_logits"})
-            output = compiled(**wanted, **options)
-            if "logits_to_keep" not in options:
-                torch.testing.assert_close(output.loss, expected.loss)
-            if "skip_logits" not in options:
-                torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        expected, output = stock(**batch), compiled(**batch)
+        torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(output.loss, expected.loss)
+        output = compiled(**batch, skip_logits=True)
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, expected.loss)
+    assert len(graphs) == 2
+    for graph, loss in zip(graphs, (set(), {"fused_linear_cross_entropy"}), strict=True):
+        names = {str(node.target) for node in graph.graph.nodes if str(node.target).startswith("liger_ext.")}
+        assert {name.split(".")[1] for name in names} == {"rms_norm", "add_rms_norm", "glu", "rope"} | loss

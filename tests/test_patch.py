@@ -38,9 +38,10 @@ def global_state():
     names = {name: getattr(modeling_llama, name) for name in dir(modeling_llama)}
     classes = [names[name] for name in (*PATCHED, "LlamaModel", "LlamaPreTrainedModel")]
     attributes = {
-        (cls, key): copy.copy(value) if type(value) is dict else value
+        (cls, key): dict(value) if type(value) is dict else value
         for cls in classes
         for key, value in vars(cls).items()
+        if "cache" not in key  # transformers' own, filled in when first asked for
     }
     return names, attributes, nn.functional.cross_entropy
 

@@ -11,6 +11,7 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
 from liger_ext.models import llama
+from liger_ext.models.loss import plain_linear
 
 peft = pytest.importorskip("peft")
 
@@ -221,6 +222,20 @@ def test_inside_another_module():
     assert type(wrapper.inner) is llama.LlamaForCausalLM
     handle.revert()
     assert type(wrapper.inner) is modeling_llama.LlamaForCausalLM
+
+
+def test_a_distributed_weight_is_not_plain(mesh):
+    head = nn.Linear(4, 8)
+    assert plain_linear(head) is head
+    weight = torch.distributed.tensor.distribute_tensor(head.weight.detach(), mesh)
+    head.weight = nn.Parameter(weight)
+    assert plain_linear(head) is None
+    norm = llama.LlamaRMSNorm(4)
+    hidden_states = torch.randn(3, 4)
+    expected = norm(hidden_states)
+    norm.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(norm.weight.detach(), mesh))
+    result = norm(torch.distributed.tensor.distribute_tensor(hidden_states, mesh))
+    torch.testing.assert_close(result.full_tensor(), expected)
 
 
 def test_parametrized_head_is_called(device):

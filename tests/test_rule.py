@@ -7,8 +7,9 @@ import pytest
 import torch
 from cases import LOW, normal, random_targets, rows_of_all_sizes
 
-from liger_ext import references
-from liger_ext.testing import OPS, accumulator, check, compare, half_ulp, outputs_of
+from liger_ext.ops._checks import accumulator
+from liger_ext.references import losses
+from liger_ext.testing import OPS, check, compare, half_ulp, outputs_of
 
 BF16 = torch.bfloat16
 
@@ -113,7 +114,7 @@ def loss_inputs(dtype=torch.float32):
 
 
 def right_loss(logits, target, **options):
-    return references.cross_entropy(logits.to(accumulator(logits.dtype)), target, **options)
+    return losses.cross_entropy(logits.to(accumulator(logits.dtype)), target, **options)
 
 
 WRONG_LOSSES = {
@@ -147,7 +148,7 @@ def test_a_wrong_fused_loss_fails(dtype):
         "weight": normal(70, 32, dtype=dtype, seed=1, scale=0.4).requires_grad_(),
     }
     inputs["target"] = random_targets(64, 70)
-    right = references.torch_fused_linear_cross_entropy
+    right = losses.torch_fused_linear_cross_entropy
     assert worst("fused_linear_cross_entropy", inputs, right) <= 1
 
     def chunk_forgotten(x, weight, target):  # dweight of the last 8 rows

@@ -14,7 +14,9 @@ STEPS = 30
 
 def train(model, device):
     """Thirty steps on four batches that come again and again; the losses, and all parameters at the end."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    # Under Adam's usual eps, 1e-8, what has almost no gradient moves by the sign of a rounding error. This one keeps
+    # the distance from a more precise run the same from seed to seed (in fp32 within 20%; there a factor of 20).
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01, eps=1e-4)
     losses = []
     for step in range(STEPS):
         ids = tokens(4, 24, device=device, seed=step % 4)
@@ -23,34 +25,33 @@ def train(model, device):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return torch.tensor(losses, dtype=torch.float64), torch.cat(
-        [p.detach().double().flatten() for p in model.parameters()]
-    )
+    return torch.tensor(losses, dtype=torch.float64), parameters(model)
+
+
+def parameters(model):
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_thirty_steps(device, dtype):
-    """The bound is the unpatched run's own distance from the same run in higher precision."""
+    """The bound is how far the unpatched run is from the same run in higher precision."""
     stock = build(device=device, dtype=dtype, initializer_range=0.05).train()
     reference = exact(stock) if dtype == torch.float32 else copy.deepcopy(stock).float()
     model = patched(stock)
-    start = torch.cat([p.detach().double().flatten() for p in stock.parameters()])
-    (exact_losses, exact_end), (losses, end), (our_losses, our_end) = (
-        train(m, device) for m in (reference, stock, model)
-    )
-    assert exact_losses[-4:].mean() < 0.75 * exact_losses[:4].mean(), (
-        "it does not learn: the comparison would prove nothing"
-    )
+    start = parameters(stock)
+    exact_losses, exact_end = train(reference, device)
+    losses, end = train(stock, device)
+    our_losses, our_end = train(model, device)
+    assert exact_losses[-4:].mean() < 0.75 * exact_losses[:4].mean(), "nothing is learnt: nothing would be proved"
 
-    # Losses: at each step, the largest deviation so far; a loss itself is a mean of many rounded logits, and fp32.
-    theirs = (losses - exact_losses).abs().cummax(0).values
-    ours = (our_losses - exact_losses).abs()
-    assert (ours <= 2 * FACTOR * theirs + 2 * rounding(dtype) * exact_losses).all(), (ours, theirs)
+    # At each step, seen against the largest deviation of the unpatched run so far.
+    bound = FACTOR * (losses - exact_losses).abs().cummax(0).values + rounding(dtype) * exact_losses
+    assert ((our_losses - exact_losses).abs() <= bound).all()
+    assert ((our_losses - losses).abs() <= bound).all()
 
-    # Parameters: how far they end from the reference, seen against how far training moved them.
-    moved = (exact_end - start).norm()
-    assert (our_end - exact_end).norm() / moved <= FACTOR * (end - exact_end).norm() / moved + rounding(dtype)
-    assert (our_end - end).norm() / moved <= 2 * FACTOR * (end - exact_end).norm() / moved + rounding(dtype)
+    bound = FACTOR * (end - exact_end).norm() + rounding(dtype) * (exact_end - start).norm()
+    assert (our_end - exact_end).norm() <= bound
+    assert (our_end - end).norm() <= bound
 
 
 class Rows(torch.utils.data.Dataset):

@@ -67,7 +67,8 @@ template <class A, int terms, class T, class Cap, class W>
 LIGER_INLINE RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight) {
   constexpr A least = -std::numeric_limits<A>::infinity();
   RowSums<A> r;
-  r.shift = std::max(r.shift, softcap(max_columns<A>(std::min(vocab, first_guess_columns), [&](int64_t j, auto n) { return load<A>(row, j, n); })));
+  const A guess = max_columns<A>(std::min(vocab, first_guess_columns), [&](int64_t j, auto n) { return load<A>(row, j, n); });
+  r.shift = std::max(r.shift, softcap(guess));
   for (int64_t first = 0; first < vocab; first += block_columns) {
     const int64_t count = std::min(block_columns, vocab - first);
     for (;;) {
@@ -173,7 +174,8 @@ LIGER_INLINE void with_class_weight(const Vector& v, const CrossEntropyOptions& 
   else f(param<A>(v));
 }
 
-// The loss of a row, into the arrays that are wanted; then then(row, softcap, sums' lse, x'[target], weight), and ignored(i) for ignored rows.
+// The loss of each row, into the arrays that are wanted; after it, while the row is in the cache, then(…), or ignored(i) for a row
+// that does not count, whose logits are not read.
 template <class A, class T, class Ignored, class Then>
 LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t end, Ignored&& ignored, Then&& then) {
   const Formula<A> formula(a);
@@ -265,9 +267,10 @@ template <>
             }
             const In<T> x = row<T>(a.logits, i);
             const A lse = static_cast<const A*>(a.lse)[i];
-            const double grad = grad_of(a.grad, i);
-            const Slopes slopes = formula.slopes(a.target[i], lse, softcap(element<A>(x, a.target[i])), grad * formula.counts[CrossEntropyCounts::ce_scale],
-                                                 grad * formula.counts[CrossEntropyCounts::z_scale]);
+            const double grad = grad_of(a.grad, i), x_target = softcap(element<A>(x, a.target[i]));
+            const double ce_factor = grad * formula.counts[CrossEntropyCounts::ce_scale];
+            const double z_factor = grad * formula.counts[CrossEntropyCounts::z_scale];
+            const Slopes slopes = formula.slopes(a.target[i], lse, x_target, ce_factor, z_factor);
             write_gradient<A>(x, out, a.vocab, a.target[i], softcap, lse, slopes, weight);
           }
         });

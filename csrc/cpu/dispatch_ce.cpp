@@ -117,13 +117,14 @@ void cross_entropy_reduce(const CrossEntropyReduce& a, Stream) {
       return;
     }
     // Without a valid row every term is 0, and so are the scales.
-    const double ce_sum = counts[CrossEntropyCounts::ce_scale] * blocked_sum(a.rows, [&](int64_t i) { return double(ce[i]); });
-    const double z_sum = z != nullptr ? counts[CrossEntropyCounts::z_scale] * blocked_sum(a.rows, [&](int64_t i) { return double(z[i]); }) : 0.0;
+    const auto sum = [&](const auto* terms) { return blocked_sum(a.rows, [&](int64_t i) { return double(terms[i]); }); };
+    const double ce_sum = counts[CrossEntropyCounts::ce_scale] * sum(ce);
+    const double z_sum = z != nullptr ? counts[CrossEntropyCounts::z_scale] * sum(z) : 0.0;
     *loss = A(ce_sum + z_sum);
     if (z_loss != nullptr) *z_loss = A(z_sum);
     if (a.token_accuracy != nullptr) {
       const double valid = counts[CrossEntropyCounts::valid];
-      *a.token_accuracy = valid > 0 ? float(blocked_sum(a.rows, [&](int64_t i) { return double(a.accuracy[i]); }) / valid) : 0.0f;
+      *a.token_accuracy = valid > 0 ? float(sum(a.accuracy) / valid) : 0.0f;
     }
   });
 }
@@ -133,7 +134,8 @@ void scale_cast(const ScaleCast& a, Stream) {
   if (a.row_scale.data == nullptr && a.in.stride == a.cols && a.out.stride == a.cols && a.rows > 1) {
     constexpr int64_t cols = 4096;
     const int64_t numel = a.rows * a.cols, whole = numel / cols * cols;
-    parallel_items(ScaleCast{numel / cols, cols, {a.in.data, cols, a.in.dtype}, {a.out.data, cols, a.out.dtype}, a.scale, {}}, numel / cols, cols);
+    const ScaleCast flat{whole / cols, cols, {a.in.data, cols, a.in.dtype}, {a.out.data, cols, a.out.dtype}, a.scale, {}};
+    parallel_items(flat, flat.rows, cols);
     const Rows rest_in{static_cast<const char*>(a.in.data) + whole * size_of(a.in.dtype), 0, a.in.dtype};
     const MutableRows rest_out{static_cast<char*>(a.out.data) + whole * size_of(a.out.dtype), 0, a.out.dtype};
     if (whole < numel) kernel<ScaleCast>()({1, numel - whole, rest_in, rest_out, a.scale, {}}, 0, 1);

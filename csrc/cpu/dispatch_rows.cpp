@@ -13,8 +13,9 @@ namespace {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 void sum_partials(const void* partials, int64_t blocks, int64_t stride, int64_t cols, Dtype accumulator, MutableVector out) {
-  if (out.data)
-    parallel_items(SumPartials{partials, blocks, stride, cols, accumulator, out}, ceil_div(cols, partial_columns), blocks * partial_columns);
+  if (!out.data) return;
+  const SumPartials sum{partials, blocks, stride, cols, accumulator, out};
+  parallel_items(sum, ceil_div(cols, partial_columns), blocks * partial_columns);
 }
 
 }  // namespace

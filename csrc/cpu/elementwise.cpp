@@ -56,7 +56,9 @@ template <>
         for (int64_t i = top; i < std::min(a.rows, top + block_rows); ++i) {
           const auto in = row<decltype(t)>(a.in, i);
           const A factor = a.row_scale.data != nullptr ? load<A>(row<any>(a.row_scale, i), 0, Part{1})[0] : A(1);
-          columns<A>(cols, [&](int64_t j, auto n) { store(block, j, n, load<A>(In<A>{partial}, j, n) + load<A>(in, first + j, n) * factor); });
+          columns<A>(cols, [&](int64_t j, auto n) {
+            store(block, j, n, load<A>(In<A>{partial}, j, n) + load<A>(in, first + j, n) * factor);
+          });
         }
         columns<A>(cols, [&](int64_t j, auto n) { store(total, j, n, load<A>(In<A>{total.data}, j, n) + load<A>(In<A>{partial}, j, n)); });
       }

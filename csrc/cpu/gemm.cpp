@@ -88,6 +88,11 @@ Matrix tile_of(const Matrix& x, int64_t row, int64_t col) {
   return {static_cast<const char*>(x.data) + offset * size_of(x.dtype), x.stride, x.dtype, x.transposed};
 }
 
+// to = from in to's dtype; both as they are stored.
+void convert(const Matrix& from, const Matrix& to, int64_t rows, int64_t cols) {
+  scale_cast({rows, cols, {from.data, from.stride, from.dtype}, {const_cast<void*>(to.data), to.stride, to.dtype}, nullptr, {}}, {});
+}
+
 // One fp32 tile of a 16-bit matrix at a time; asking again for the tile it holds costs nothing.
 class WidenedTiles {
  public:
@@ -96,12 +101,12 @@ class WidenedTiles {
 
   Matrix tile(int64_t row, int64_t col, int64_t rows, int64_t cols) {
     const int64_t stored_rows = source_.transposed ? cols : rows, stored_cols = source_.transposed ? rows : cols;
+    const Matrix wide{scratch_.get(), stored_cols, Dtype::f32, source_.transposed};
     if (row != row_ || col != col_) {
-      const Matrix from = tile_of(source_, row, col);
-      scale_cast({stored_rows, stored_cols, {from.data, from.stride, from.dtype}, {scratch_.get(), stored_cols, Dtype::f32}, nullptr, {}}, {});
+      convert(tile_of(source_, row, col), wide, stored_rows, stored_cols);
       row_ = row, col_ = col;
     }
-    return {scratch_.get(), stored_cols, Dtype::f32, source_.transposed};
+    return wide;
   }
 
  private:
@@ -124,17 +129,14 @@ void gemm_widen(const Gemm& g, const Matrix& c, double alpha) {
   for_each_tile(g.m, g.n, [&](int64_t row, int64_t col, int64_t rows, int64_t cols) {
     const Matrix target = tile_of(c, row, col);
     const Matrix sum = rounds ? Matrix{product.get(), cols, Dtype::f32, false} : target;
-    if (rounds && g.accumulate)
-      scale_cast({rows, cols, {target.data, target.stride, target.dtype}, {product.get(), cols, Dtype::f32}, nullptr, {}}, {});
+    if (rounds && g.accumulate) convert(target, sum, rows, cols);
     const Operand out(sum, rows, cols);
     for (int64_t k = 0; k < std::max<int64_t>(g.k, 1); k += tile_size) {
       const int64_t depth = std::min(tile_size, g.k - k);
       const Operand left(a.tile(row, k, rows, depth), rows, depth), right(b.tile(k, col, depth, cols), depth, cols);
       addmm(out, out, left, right, k > 0 || g.accumulate ? 1 : 0, alpha);
     }
-    if (rounds)
-      scale_cast({rows, cols, {product.get(), cols, Dtype::f32}, {const_cast<void*>(target.data), target.stride, target.dtype}, nullptr, {}},
-                 {});
+    if (rounds) convert(sum, target, rows, cols);
   });
 }
 

@@ -17,7 +17,8 @@ struct Table {
 // The transpose swaps sin between the halves and negates it: with that done here, both directions are one formula.
 template <class A>
 [[gnu::flatten]] void fill(Table<A>& table, const Rope& a, int64_t batch, int64_t position, int64_t first, int64_t count) {
-  const auto cos = row<any>(Rows{a.cos, a.cos_seq, a.table_dtype}, position), sin = row<any>(Rows{a.sin, a.sin_seq, a.table_dtype}, position);
+  const auto cos = row<any>(Rows{a.cos, a.cos_seq, a.table_dtype}, position);
+  const auto sin = row<any>(Rows{a.sin, a.sin_seq, a.table_dtype}, position);
   const int64_t cos_at = batch * a.cos_batch + first, sin_at = batch * a.sin_batch + first, half = a.rotary_dim / 2;
   columns<A>(count, [&](int64_t j, auto n) {
     store<A>(table.cos[0] + j, n, load<A>(cos, cos_at + j, n));

@@ -1,5 +1,5 @@
-// Softmax on the CPU. A row is read three times, the last two from L2 as long as it fits: maximum, sum of exponentials, result.
-// A 16-bit result computes the exponentials again, because rounding them before they are scaled would be a second rounding.
+// Softmax on the CPU: maximum, sum of exponentials, result. The exponentials, which cost more than the memory traffic, are kept
+// in accumulator precision in a buffer that fits L2 and scaled from there; rows too long for it compute them twice.
 // Infinite maxima need no special case: inf - inf is a NaN, and its row is NaN as in PyTorch.
 #include "kernels/softmax.h"
 
@@ -10,14 +10,21 @@ namespace {
 
 template <class T, class A>
 [[gnu::flatten]] void forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
-  const bool stream = streams(a.y, a.rows, a.cols);
+  constexpr int64_t buffered = (128 << 10) / sizeof(A);
+  alignas(vector_bytes) A exponentials[buffered];
+  const bool stream = streams(a.y, a.rows, a.cols), keep = a.cols <= buffered;
   for (int64_t i = begin; i < end; ++i) {
     const auto x = row<T>(a.x, i);
     const auto y = row<T>(a.y, i, stream);
     const A max = max_columns<A>(a.cols, [&](int64_t j, auto n) { return load<A>(x, j, n); });
-    const A sum = sum_columns<A>(a.cols, [&](int64_t j, auto n) { return Math<A>::exp(load<A>(x, j, n) - max); });
+    const A sum = sum_columns<A>(a.cols, [&](int64_t j, auto n) {
+      const auto e = Math<A>::exp(load<A>(x, j, n) - max);
+      if (keep) store<A>(exponentials + j, n, e);
+      return e;
+    });
     const A scale = A(1) / sum;
-    columns<A>(a.cols, [&](int64_t j, auto n) { store(y, j, n, Math<A>::exp(load<A>(x, j, n) - max) * scale); });
+    if (keep) columns<A>(a.cols, [&](int64_t j, auto n) { store(y, j, n, load<A>(exponentials + j, n) * scale); });
+    else columns<A>(a.cols, [&](int64_t j, auto n) { store(y, j, n, Math<A>::exp(load<A>(x, j, n) - max) * scale); });
   }
   if (stream) stream_fence();
 }

@@ -122,7 +122,8 @@ void start(Glu a, Stream stream, const Tensors&... tensors) {
     const auto with_vec = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
       const launch::LaunchPlan plan = launch::plan_row_tiles(device_profile(stream.device), a.rows, a.cols, VEC, vectors_per_thread);
-      const Tiles tiles{plan.threads_per_row, a.rows, a.cols, launch::ceil_div(a.cols, int64_t{plan.threads_per_row} * vectors_per_thread * VEC)};
+      const int64_t tile_cols = int64_t{plan.threads_per_row} * vectors_per_thread * VEC;
+      const Tiles tiles{plan.threads_per_row, a.rows, a.cols, launch::ceil_div(a.cols, tile_cols)};
       if (a.activation == Activation::silu) launch<Kernel<T, VEC, Activation::silu>>(plan, {tiles, a}, stream);
       else if (a.activation == Activation::gelu) launch<Kernel<T, VEC, Activation::gelu>>(plan, {tiles, a}, stream);
       else launch<Kernel<T, VEC, Activation::gelu_tanh>>(plan, {tiles, a}, stream);

@@ -235,7 +235,8 @@ struct NormBackwardTiles {
 
 // Elements of an access: 16 bytes of z's type; where dtypes are mixed, what serves all of them; 1 where rows are not aligned.
 inline int norm_backward_vec(const NormBackwardArgs& a) {
-  const bool wide = aligned(a.dy, a.cols) && aligned(a.dsum, a.cols) && aligned(a.z, a.cols) && aligned(a.dz, a.cols) && aligned(a.weight, a.cols);
+  const bool wide = aligned(a.dy, a.cols) && aligned(a.dsum, a.cols) && aligned(a.z, a.cols) && aligned(a.dz, a.cols) &&
+                    aligned(a.weight, a.cols);
   const bool any_f32 = a.z.dtype == Dtype::f32 || a.dy.dtype == Dtype::f32 || (a.dsum.data && a.dsum.dtype == Dtype::f32);
   const int vec = any_f32 ? 4 : 8;
   return wide && a.cols % vec == 0 ? vec : 1;
@@ -251,8 +252,9 @@ constexpr int norm_backward_threads(bool centered, int vec) { return centered ||
 inline int64_t norm_partial_floats(const launch::DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
   int64_t partial_rows = 1;
   for (const int vec : {1, 4, 8})
-    partial_rows = std::max<int64_t>({partial_rows, launch::plan_norm_backward(device, rows, cols, vec, norm_backward_threads(centered, vec)).partial_rows,
-                                      launch::plan_norm_tiles(device, rows, cols, vec).partial_rows});
+    partial_rows = std::max<int64_t>(
+        {partial_rows, launch::plan_norm_backward(device, rows, cols, vec, norm_backward_threads(centered, vec)).partial_rows,
+         launch::plan_norm_tiles(device, rows, cols, vec).partial_rows});
   return partial_rows * cols * (centered ? 2 : 1);
 }
 inline int64_t norm_backward_workspace(int64_t rows, int64_t cols, bool centered, Stream stream) {

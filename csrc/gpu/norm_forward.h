@@ -2,9 +2,10 @@
 //
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
-// Registers path: the threads of a row hold it, up to 32 columns each, all loads in flight before the first use; the variance is
-// that of the centred registers, so that it does not cancel. Re-read path, for longer rows: one pass for the statistics (LayerNorm
-// merges batches by Chan's formula), a second for the result, both by the same thread, so that the second mostly hits the L2.
+// Registers path: the threads of a row hold it, up to 32 columns each, all loads in flight before the first use; LayerNorm merges
+// the threads' own means and centred squares in one exchange, which does not cancel as E[z^2] - mean^2 would. Re-read path, for
+// longer rows: one pass for the statistics (LayerNorm merges batches by Chan's formula), a second for the result, both by the
+// same thread, so that the second mostly hits the L2.
 #pragma once
 #include "gpu/device.h"
 #include "gpu/rows.h"
@@ -61,6 +62,13 @@ struct NormTile {
   LIGER_DEVICE bool weight_is_t() const { return a.weight.data != nullptr && a.weight.dtype == dtype_of<T>; }
   LIGER_DEVICE void load_weight(Values& weight) const {
     if (weight_is_t()) columns.load(weight, a.weight.data);
+  }
+  // Of this thread's columns.
+  LIGER_DEVICE int count() const {
+    int vectors = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k) vectors += columns.has(k);
+    return vectors * VEC;
   }
   LIGER_DEVICE float sum(const Values& z) const {
     float total = 0;
@@ -127,8 +135,17 @@ struct NormForwardRegisters {
     typename Tile::Values z, weight;
     tile.load_input(z);
     tile.load_weight(weight);
-    const float mean = Centered ? group.sum(tile.sum(z)) / float(a.cols) : 0;
-    const float rstd = 1.0f / sqrtf(group.sum(tile.squares(z, mean)) / float(a.cols) + a.eps);
+    float mean = 0, squares;
+    if constexpr (Centered) {
+      const float count = float(tile.count());
+      mean = count > 0 ? tile.sum(z) / count : 0;
+      float moments[3] = {count, mean, tile.squares(z, mean)};
+      group.merge_moments(moments);
+      mean = moments[1], squares = moments[2];
+    } else {
+      squares = group.sum(tile.squares(z, 0));
+    }
+    const float rstd = 1.0f / sqrtf(squares / float(a.cols) + a.eps);
     if (live && group.index == 0) {
       a.rstd[row] = rstd;
       if constexpr (Centered) a.mean[row] = mean;
@@ -154,7 +171,7 @@ struct NormForwardReread {
       typename Tile::Values z;
       tile.load_input(z);
       if constexpr (Centered) {
-        const float added = float(columns_of(tile.columns));
+        const float added = float(tile.count());
         if (added == 0) continue;
         const float batch_mean = tile.sum(z) / added, delta = batch_mean - mean, share = added / (count + added);
         squares += tile.squares(z, batch_mean) + delta * delta * count * share;
@@ -184,14 +201,6 @@ struct NormForwardReread {
       tile.finish(z, weight, mean, rstd);
     }
   }
-
- private:
-  LIGER_DEVICE static int columns_of(const Columns<VEC, K>& columns) {
-    int vectors = 0;
-#pragma unroll
-    for (int k = 0; k < K; ++k) vectors += columns.has(k);
-    return vectors * VEC;
-  }
 };
 
 template <bool Centered>
@@ -205,7 +214,7 @@ void norm_forward(NormForwardArgs a, Stream stream) {
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
       launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC);
-      plan.smem = RowGroup::shared_bytes();
+      plan.smem = Centered ? RowGroup::shared_bytes<3>() : RowGroup::shared_bytes();
       a.threads_per_row = plan.threads_per_row;
       if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered>>(plan, a, stream);
       if constexpr (VEC > 1) {  // single elements come in one size: four a thread

@@ -107,9 +107,11 @@ void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
   const void* function = reinterpret_cast<const void*>(&entry<K>);
   if (plan.smem > 48 * 1024) {
-    if (const auto code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem)) throw_launch_error(code, "setting shared memory");
+    if (const auto code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem))
+      throw_launch_error(code, "setting shared memory");
   }
-  if (const auto code = cudaLaunchKernel(function, dim3(plan.grid), dim3(plan.block), parameters, plan.smem, static_cast<cudaStream_t>(stream.handle)))
+  if (const auto code = cudaLaunchKernel(function, dim3(plan.grid), dim3(plan.block), parameters, plan.smem,
+                                         static_cast<cudaStream_t>(stream.handle)))
     throw_launch_error(code, "launching a kernel");
 }
 

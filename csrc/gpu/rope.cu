@@ -12,8 +12,8 @@ namespace liger::gpu {
 namespace {
 
 template <class T, int VEC>
-struct RopeKernel {
-  static constexpr int max_threads = 256, heads_in_flight = 4;
+struct RopeKernel {  // two blocks of 61 KB of loads on a multiprocessor
+  static constexpr int max_threads = 256, min_blocks = 2, heads_in_flight = 4;
   struct Args {
     Rope rope;
     int lanes, q_slots, k_slots;  // of a position's threads: side by side in a head; heads at a time
@@ -34,15 +34,28 @@ struct RopeKernel {
     for (int64_t place = within - slot * args.lanes; place < places; place += args.lanes) {
       const bool rotates = place < rotating;
       const int64_t low = rotates ? place * VEC : a.rotary_dim + (place - rotating) * VEC;
+      const bool of_q = slot < args.q_slots;
+      const RopeHeads& heads = of_q ? a.q : a.k;
+      const int step = of_q ? args.q_slots : args.k_slots;
+      int64_t head = of_q ? slot : slot - args.q_slots;
+      const T* const in = static_cast<const T*>(heads.in) + (batch * heads.in_batch + seq * heads.in_seq + low);
+      T* const out = static_cast<T*>(heads.out) + (batch * heads.out_batch + seq * heads.out_seq + low);
+      // The first heads' loads are on their way before cos and sin are waited for.
+      Loaded x;
+      x.load(heads, in, rotates ? half : 0, head, step);
       Rotation r;
       load_rotation(r, a, rotates, batch, seq, low, low + half);
-      if (slot < args.q_slots) walk(r, a.q, rotates, batch, seq, low, low + half, slot, args.q_slots);
-      else walk(r, a.k, rotates, batch, seq, low, low + half, slot - args.q_slots, args.k_slots);
+      while (head < heads.heads) {
+        rotate(r, x, heads, out, rotates ? half : 0, head, step);
+        head += int64_t{step} * heads_in_flight;
+        x.load(heads, in, rotates ? half : 0, head, step);
+      }
     }
   }
 
  private:
-  LIGER_DEVICE static void load_rotation(Rotation& r, const Rope& a, bool rotates, int64_t batch, int64_t seq, int64_t low, int64_t high) {
+  LIGER_DEVICE static void load_rotation(Rotation& r, const Rope& a, bool rotates, int64_t batch, int64_t seq, int64_t low,
+                                         int64_t high) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
       r.direct[0][i] = r.direct[1][i] = 1;
@@ -62,36 +75,36 @@ struct RopeKernel {
       r.crossed[1][i] *= -sign;
     }
   }
-  LIGER_DEVICE static void walk(const Rotation& r, const RopeHeads& heads, bool rotates, int64_t batch, int64_t seq, int64_t low, int64_t high,
-                                int first_head, int step) {
-    const T* const in = static_cast<const T*>(heads.in) + (batch * heads.in_batch + seq * heads.in_seq);
-    T* const out = static_cast<T*>(heads.out) + (batch * heads.out_batch + seq * heads.out_seq);
-    for (int64_t head = first_head; head < heads.heads; head += int64_t{step} * heads_in_flight) {
-      Packed<T, VEC> x[heads_in_flight], pair[heads_in_flight];
+  // `half`: the distance of a pair's vectors, 0 where there is no pair.
+  struct Loaded {
+    Packed<T, VEC> low[heads_in_flight], high[heads_in_flight];
+    LIGER_DEVICE void load(const RopeHeads& heads, const T* in, int64_t half, int64_t first, int step) {
 #pragma unroll
       for (int h = 0; h < heads_in_flight; ++h) {
-        pair[h] = {};
-        if (head + h * step >= heads.heads) continue;
-        const T* from = in + (head + h * step) * heads.in_head;
-        load<Hint::stream>(x[h], from + low);
-        if (rotates) load<Hint::stream>(pair[h], from + high);
+        high[h] = {};
+        if (first + h * step >= heads.heads) continue;
+        const T* from = in + (first + h * step) * heads.in_head;
+        gpu::load<Hint::stream>(low[h], from);
+        if (half) gpu::load<Hint::stream>(high[h], from + half);
       }
+    }
+  };
+  LIGER_DEVICE static void rotate(const Rotation& r, Loaded& x, const RopeHeads& heads, T* out, int64_t half, int64_t first, int step) {
 #pragma unroll
-      for (int h = 0; h < heads_in_flight; ++h) {
-        if (head + h * step >= heads.heads) continue;
-        float lower[VEC], upper[VEC];
+    for (int h = 0; h < heads_in_flight; ++h) {
+      if (first + h * step >= heads.heads) continue;
+      float lower[VEC], upper[VEC];
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-          lower[i] = x[h][i] * r.direct[0][i] + pair[h][i] * r.crossed[0][i];
-          upper[i] = pair[h][i] * r.direct[1][i] + x[h][i] * r.crossed[1][i];
-        }
-        T* to = out + (head + h * step) * heads.out_head;
-        x[h].set(lower);
-        store<Hint::stream>(to + low, x[h]);
-        if (!rotates) continue;
-        pair[h].set(upper);
-        store<Hint::stream>(to + high, pair[h]);
+      for (int i = 0; i < VEC; ++i) {
+        lower[i] = x.low[h][i] * r.direct[0][i] + x.high[h][i] * r.crossed[0][i];
+        upper[i] = x.high[h][i] * r.direct[1][i] + x.low[h][i] * r.crossed[1][i];
       }
+      T* to = out + (first + h * step) * heads.out_head;
+      x.low[h].set(lower);
+      store<Hint::stream>(to, x.low[h]);
+      if (!half) continue;
+      x.high[h].set(upper);
+      store<Hint::stream>(to + half, x.high[h]);
     }
   }
 };
@@ -108,7 +121,8 @@ void rope(const Rope& a, Stream stream) {
   if (a.batch * a.seq * a.head_dim == 0) return;
   const int64_t wide = 16 / size_of(a.dtype);
   const auto fits = [&](const RopeHeads& h) {
-    return h.heads == 0 || (whole_vectors(h.in, wide, {h.in_batch, h.in_head, h.in_seq}) && whole_vectors(h.out, wide, {h.out_batch, h.out_head, h.out_seq}));
+    return h.heads == 0 || (whole_vectors(h.in, wide, {h.in_batch, h.in_head, h.in_seq}) &&
+                            whole_vectors(h.out, wide, {h.out_batch, h.out_head, h.out_seq}));
   };
   const bool vectors = fits(a.q) && fits(a.k) && a.head_dim % wide == 0 && (a.rotary_dim / 2) % wide == 0 &&
                        whole_vectors(a.cos, wide, {a.cos_batch, a.cos_seq}) && whole_vectors(a.sin, wide, {a.sin_batch, a.sin_seq});

@@ -53,7 +53,9 @@ LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (
 template <class T, int VEC, int K>
 struct SoftmaxRegisters {
   using Args = SoftmaxArgs;
-  static constexpr int max_threads = 1024;
+  // Two of the largest blocks on a multiprocessor, so that one reads while the other sums: only the row as it was read fits 32
+  // registers, and the exponentials are made twice.
+  static constexpr int max_threads = 1024, min_blocks = 2;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
     const int64_t row = block_id() * group.rows_per_block() + group.group;
@@ -61,10 +63,10 @@ struct SoftmaxRegisters {
     Packed<T, VEC> x[K];
     columns.template load<Hint::stream>(x, a.first.data, row * a.first.stride);
     const float max = group.max(max_of(columns, x));
-    float e[K][VEC], sum = 0;
-    for_each<T>(columns, [&](int k, int i) { sum += e[k][i] = expf(x[k][i] - max); });
+    float sum = 0;
+    for_each<T>(columns, [&](int k, int i) { sum += expf(x[k][i] - max); });
     const float scale = 1.0f / group.sum(sum);
-    write<T>(columns, a.out, row, [&](int k, int i) { return e[k][i] * scale; });
+    write<T>(columns, a.out, row, [&](int k, int i) { return expf(x[k][i] - max) * scale; });
   }
 };
 

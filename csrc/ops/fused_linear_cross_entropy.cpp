@@ -117,22 +117,29 @@ class Problem {
   }
 
   // dx[first .. first + count) = alpha * G @ W
-  void input_gradient(int64_t first, int64_t count, const MutableRows& gradient, const Tensor& dx, Dtype dx_dtype, const void* alpha) const {
-    gemm({count, hidden, vocab, matrix(readable(gradient)), matrix(weight_rows()), row_range(dx, first, hidden, dx_dtype).data, hidden, dx_dtype,
+  void input_gradient(int64_t first, int64_t count, const Rows& gradient, const Tensor& dx, Dtype dx_dtype, const void* alpha) const {
+    gemm({count, hidden, vocab, matrix(gradient), matrix(weight_rows()), row_range(dx, first, hidden, dx_dtype).data, hidden, dx_dtype,
           alpha, false},
          scope);
   }
   // dweight (+)= alpha * G^T @ x
-  void weight_gradient(int64_t count, const MutableRows& gradient, const Rows& x_chunk, const Tensor& dweight, Dtype dtype, const void* alpha,
+  void weight_gradient(int64_t count, const Rows& gradient, const Rows& x_chunk, const Tensor& dweight, Dtype dtype, const void* alpha,
                        bool accumulate) const {
-    gemm({vocab, hidden, count, matrix(readable(gradient), true), matrix(x_chunk), dweight.data_ptr(), hidden, dtype, alpha, accumulate}, scope);
+    gemm({vocab, hidden, count, matrix(gradient, true), matrix(x_chunk), dweight.data_ptr(), hidden, dtype, alpha, accumulate}, scope);
   }
   // dbias (+)= column sums of G
-  void bias_gradient(int64_t count, const MutableRows& gradient, const Rows& row_scale, const Tensor& dbias, bool accumulate) const {
-    ColumnSum args{count, vocab, readable(gradient), row_scale, dbias.data_ptr(), accumulate, nullptr};
+  void bias_gradient(int64_t count, const Rows& gradient, const Rows& row_scale, const Tensor& dbias, bool accumulate) const {
+    ColumnSum args{count, vocab, gradient, row_scale, dbias.data_ptr(), accumulate, nullptr};
     const Tensor space = workspace(scope, column_sum_workspace(args, scope), target);
     args.workspace = space.data_ptr();
     column_sum(args, scope);
+  }
+
+  // A chunk's share of the wanted gradients, without scale.
+  void accumulate_gradients(int64_t first, int64_t count, const Rows& gradient, const Tensor& dx, const Tensor& dweight, const Tensor& dbias) const {
+    if (wanted.dx) input_gradient(first, count, gradient, dx, compute, nullptr);
+    if (wanted.dweight) weight_gradient(count, gradient, row_range(x_rows(), first), dweight, accum, nullptr, first > 0);
+    if (wanted.dbias) bias_gradient(count, gradient, {}, dbias, first > 0);
   }
 
   // May a matmul of the compute dtype write this dtype?
@@ -191,10 +198,7 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
     for (int64_t first = 0; first < p.rows; first += p.chunk) {
       const int64_t count = std::min(p.chunk, p.rows - first);
       p.run_chunk(first, count, logits, counts, &losses, deferred || accumulated, {});
-      if (!accumulated) continue;
-      if (p.wanted.dx) p.input_gradient(first, count, logits, dx, p.compute, nullptr);
-      if (p.wanted.dweight) p.weight_gradient(count, logits, row_range(p.x_rows(), first), dweight, p.accum, nullptr, first > 0);
-      if (p.wanted.dbias) p.bias_gradient(count, logits, {}, dbias, first > 0);
+      if (accumulated) p.accumulate_gradients(first, count, readable(logits), dx, dweight, dbias);
     }
   } else {
     for (Tensor* t : {&dweight, &dbias}) torch::stable::zero_(*t);
@@ -225,7 +229,8 @@ class Backward {
   }
 
   void from_saved_gradient(const Tensor& saved) {
-    const MutableRows gradient = row_range(saved, 0, padded(p_.vocab), p_.compute);
+    const RowsView rows = as_rows(p_.scope.op(), saved, "saved");
+    const Rows gradient = rows;
     if (p_.wanted.dx) {
       into(dx, [&](const Tensor& out, Dtype dtype) { p_.input_gradient(0, p_.rows, gradient, out, dtype, alpha()); });
       if (per_row_) {
@@ -267,9 +272,7 @@ class Backward {
       const int64_t count = std::min(p_.chunk, p_.rows - first);
       const Rows row_grad{static_cast<const char*>(row_grad_.data) + first * size_of(row_grad_.dtype), 1, row_grad_.dtype};
       p_.run_chunk(first, count, gradient, counts_, nullptr, true, row_grad);
-      if (p_.wanted.dx) p_.input_gradient(first, count, gradient, dx_sum, p_.compute, nullptr);
-      if (p_.wanted.dweight) p_.weight_gradient(count, gradient, row_range(p_.x_rows(), first), dweight_sum, p_.accum, nullptr, first > 0);
-      if (p_.wanted.dbias) p_.bias_gradient(count, gradient, {}, dbias_sum, first > 0);
+      p_.accumulate_gradients(first, count, readable(gradient), dx_sum, dweight_sum, dbias_sum);
     }
     row_grad_ = {};  // is in the sums already
     from_accumulated(dx_sum, dweight_sum, dbias_sum);
@@ -332,9 +335,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
     case Gradients::none: break;
     case Gradients::deferred:
       check_device(scope.op(), saved, "saved", x, "x");
-      require(saved.dim() == 2 && saved.size(0) == p.rows && saved.size(1) == p.vocab && saved.stride(0) == padded(p.vocab) &&
-                  saved.stride(1) == 1 && dtype_of(saved, "saved") == p.compute,
-              scope.op(), ": saved is not what the forward returned for these arguments");
+      check_shape(scope.op(), saved, "saved", {p.rows, p.vocab});
+      require(dtype_of(saved, "saved") == p.compute, scope.op(), ": saved has dtype ", dtype_name(saved.scalar_type()), ", expected ",
+              dtype_name(scalar_type(p.compute)));
       backward.from_saved_gradient(saved);
       break;
     case Gradients::accumulated:

@@ -39,6 +39,7 @@ class Meter:
     """Bytes in use, and the most that were since `reset`."""
 
     def __init__(self, device: torch.device):
+        self.device = device
         self.cuda = device.type == "cuda"
 
     def _status(self, field: str) -> int:
@@ -49,14 +50,14 @@ class Meter:
         """Starts a measurement and returns the bytes in use."""
         gc.collect()
         if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return torch.cuda.memory_allocated(self.device)
         Path("/proc/self/clear_refs").write_text("5")
         return self._status("VmRSS:")
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.cuda else self._status("VmHWM:")
+        return torch.cuda.max_memory_allocated(self.device) if self.cuda else self._status("VmHWM:")
 
 
 def measure(

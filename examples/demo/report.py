@@ -37,7 +37,7 @@ def agreement(runs: list[Run], plan: Plan) -> Agreement:
     pairs = list(zip(runs[0].losses, runs[1].losses, strict=True))
     differences = [abs(a - b) for a, b in pairs]
     step = max(range(len(pairs)), key=lambda i: differences[i] if differences[i] == differences[i] else float("inf"))
-    base, growth = (2e-5, 2e-5) if plan.dtype == torch.float32 else (1e-2, 5e-4)
+    base, growth = (5e-5, 1e-5) if plan.dtype == torch.float32 else (2e-2, 5e-4)
     return Agreement(differences[step], step + 1, base + growth * plan.steps)
 
 

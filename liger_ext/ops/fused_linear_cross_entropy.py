@@ -147,8 +147,8 @@ def chunk_rows(
     takes a single chunk whenever its logits are no larger than the float32 sum of that gradient, which only several
     chunks need.
 
-    Only facts that do not change decide (never how much memory is free), so that the same call gives the same bits; and not
-    the number of rows, so that one compiled graph serves every batch.
+    Only facts that do not change decide (never how much memory is free), so that the same call gives the same bits; and
+    not the number of rows, so that one compiled graph serves every batch.
 
     Raises:
         ValueError: ``memory`` is neither ``"auto"`` nor a positive number.
@@ -235,11 +235,14 @@ def _fake(
     parameters = need_dweight or need_dbias
     deferred = parameters and chunk_rows >= rows
     accumulated = (need_dx or parameters) and not deferred and (reduction != REDUCTIONS["none"] or not parameters)
+    saved = x.new_empty(0, dtype=compute)
+    if deferred:
+        # Rows start at whole 64 elements, so that those of an odd vocabulary are aligned.
+        saved = x.new_empty_strided((rows, vocab), ((vocab + 63) // 64 * 64, 1), dtype=compute)
     return (
         *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
         x.new_empty(COUNTS, dtype=acc),
-        # Rows are padded to whole 64 elements, so that those of an odd vocabulary stay aligned.
-        x.new_empty_strided((rows, vocab), ((vocab + 63) // 64 * 64, 1), dtype=compute) if deferred else x.new_empty(0, dtype=compute),
+        saved,
         x.new_empty((rows, hidden) if accumulated and need_dx else 0, dtype=compute),
         x.new_empty((vocab, hidden) if accumulated and need_dweight else 0, dtype=accum),
         x.new_empty(vocab if accumulated and need_dbias else 0, dtype=acc),
