@@ -38,14 +38,21 @@ def _rows(arguments: argparse.Namespace, console: Console, write) -> None:
         write(dataclasses.asdict(row))
         results.append(row)
         ours = row.times.get("liger_ext")
-        console.print(f"{row.op} {row.shape} {row.direction}: {_cell(ours, row.copy.median / ours.median) if isinstance(ours, Timing) else ours}")
+        share = row.copy.median / ours.median if isinstance(ours, Timing) else None
+        console.print(f"{row.op} {row.shape} {row.direction}: {ours if isinstance(ours, str) else _cell(ours, share)}")
     names = list(dict.fromkeys(name for row in results for name in row.times))
-    table = Table(title=f"{arguments.dtype}: time, and efficiency = time of a same-size copy / time", title_justify="left")
+    table = Table(
+        title=f"{arguments.dtype}: time, and efficiency = time of a same-size copy / time", title_justify="left"
+    )
     for column in ("op", "shape", "direction", "copy", *names):
         table.add_column(column, no_wrap=True)
     for row in results:
-        cells = [_cell(row.times[n], row.copy.median / row.times[n].median if isinstance(row.times[n], Timing) else None)
-                 if n in row.times else "" for n in names]
+        cells = [
+            _cell(row.times[n], row.copy.median / row.times[n].median if isinstance(row.times[n], Timing) else None)
+            if n in row.times
+            else ""
+            for n in names
+        ]
         table.add_row(row.op, row.shape, row.direction, _cell(row.copy, None), *cells)
     console.print(table)
 
@@ -53,7 +60,10 @@ def _rows(arguments: argparse.Namespace, console: Console, write) -> None:
 def _flce(arguments: argparse.Namespace, console: Console, write) -> None:
     results = list(flce.run(DTYPES[arguments.dtype], arguments.device, arguments.providers))
     names = list(dict.fromkeys(name for result in results for name in result.times))
-    table = Table(title=f"{arguments.dtype}: forward + backward, share of the three-matmul floor, peak MiB above the inputs", title_justify="left")
+    table = Table(
+        title=f"{arguments.dtype}: forward + backward, share of the floor, peak MiB above the inputs",
+        title_justify="left",
+    )
     for column in ("rows x hidden x vocab", "floor", *names):
         table.add_column(column, no_wrap=True)
     for result in results:
@@ -68,11 +78,11 @@ def _flce(arguments: argparse.Namespace, console: Console, write) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="liger_ext beside its peers and the physical limit.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="liger_ext beside peers and the limit.")
     parser.add_argument("suite", choices=("rows", "flce"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=None, help="default: bf16 on a GPU, fp32 on a CPU")
-    parser.add_argument("--providers", nargs="+", help="only these (liger_ext, torch, torch.compile, F.rms_norm, liger, quack, cce)")
+    parser.add_argument("--providers", nargs="+", help="only these: liger_ext, torch, torch.compile, liger, ...")
     parser.add_argument("--ops", nargs="+", help="only these row ops")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for JSON lines")
     arguments = parser.parse_args()

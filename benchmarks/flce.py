@@ -1,4 +1,4 @@
-"""The fused loss, forward and backward, beside its floor: the three matmuls of the same operands, back to back, same run."""
+"""The fused loss, forward and backward, beside its floor: the three matmuls of the same operands in the same run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import liger_ext.functional as LF
 
 from .timing import Timing, time_cpu
 
-SHAPES_CUDA = [(4096, 2048, 128256), (4096, 4096, 128256), (8192, 4096, 128256), (8192, 4096, 32000), (16384, 2048, 128256)]
+SHAPES_CUDA = [
+    (4096, 2048, 128256),
+    (4096, 4096, 128256),
+    (8192, 4096, 128256),
+    (8192, 4096, 32000),
+    (16384, 2048, 128256),
+]
 SHAPES_CPU = [(1024, 576, 49152), (512, 2048, 32000)]
 
 
@@ -31,7 +37,11 @@ def _eager(x, w, t):
 
 
 def _providers() -> dict[str, Callable]:
-    out = {"liger_ext": LF.fused_linear_cross_entropy, "torch": _eager, "torch.compile": torch.compile(_eager, dynamic=False)}
+    out = {
+        "liger_ext": LF.fused_linear_cross_entropy,
+        "torch": _eager,
+        "torch.compile": torch.compile(_eager, dynamic=False),
+    }
     if torch.cuda.is_available() and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fn
 
@@ -48,8 +58,8 @@ def _providers() -> dict[str, Callable]:
 
 
 def _time_cuda(calls: dict[str, Callable[[], object]], rounds: int = 8, burst: int = 3) -> dict[str, Timing]:
-    """Whole steps as a user runs them. The calls take turns, a few in a row each: the clock follows the power that the last
-    second's matmuls drew, so that only neighbours in time compare."""
+    """Whole steps as a user runs them. The calls take turns, a few in a row each: the clock follows the power that
+    the last second's matmuls drew, so that only neighbours in time compare."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -81,7 +91,8 @@ def run(dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterato
         w = (torch.randn(vocab, hidden, device=device) * hidden**-0.5).to(dtype).requires_grad_()
         t = torch.randint(vocab, (rows,), device=device)
 
-        def floor(x=x.detach(), w=w.detach()):
+        @torch.no_grad()
+        def floor(x=x, w=w):
             logits = x @ w.T
             return logits @ w, logits.T @ x
 

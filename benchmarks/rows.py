@@ -1,7 +1,7 @@
 """Row ops: each case is a function of its inputs, given once per provider, and the bytes it must move at least.
 
-Efficiency = time of a copy moving the same bytes / time of the op. Bytes are ideal: each input read once, each output written
-once. The forward is timed with gradients recorded, the backward through autograd: the code that users call.
+Efficiency = time of a copy moving the same bytes / time of the op. Bytes are ideal: each input read once, each output
+written once. The forward is timed with gradients recorded, the backward through autograd: the code that users call.
 """
 
 from __future__ import annotations
@@ -64,45 +64,108 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
     def param(*shape):
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
 
-    norms = [(2048, 576), (2048, 4096)] if small else [(32768, 512), (32768, 1024), (32768, 2048), (8192, 4096), (32768, 4096), (16384, 8192), (8192, 16384)]
+    norms = (
+        [(2048, 576), (2048, 4096)]
+        if small
+        else [(32768, 512), (32768, 1024), (32768, 2048), (8192, 4096), (32768, 4096), (16384, 8192), (8192, 16384)]
+    )
     for rows, cols in norms:
         matrix, stat = rows * cols * size, rows * 4
         inputs = lambda r=rows, c=cols: (param(r, c), param(c))  # noqa: E731
-        yield Case("rms_norm", f"{rows}x{cols}", inputs,
-                   _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), _rms_eager), 2 * matrix + stat, 3 * matrix + stat)
-        yield Case("add_rms_norm", f"{rows}x{cols}", lambda r=rows, c=cols: (param(r, c), param(r, c), param(c)),
-                   _with_compile({"liger_ext": LF.add_rms_norm} | peers.add_rms_norm(), lambda x, r, w: (_rms_eager(x + r, w), x + r)),
-                   4 * matrix + stat, 4 * matrix + stat)
-        yield Case("layer_norm", f"{rows}x{cols}", lambda r=rows, c=cols: (param(r, c), param(c), param(c)),
-                   _with_compile({"liger_ext": LF.layer_norm} | peers.layer_norm(), lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-6)),
-                   2 * matrix + 2 * stat, 3 * matrix + 2 * stat)
+        yield Case(
+            "rms_norm",
+            f"{rows}x{cols}",
+            inputs,
+            _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), _rms_eager),
+            2 * matrix + stat,
+            3 * matrix + stat,
+        )
+        yield Case(
+            "add_rms_norm",
+            f"{rows}x{cols}",
+            lambda r=rows, c=cols: (param(r, c), param(r, c), param(c)),
+            _with_compile(
+                {"liger_ext": LF.add_rms_norm} | peers.add_rms_norm(), lambda x, r, w: (_rms_eager(x + r, w), x + r)
+            ),
+            4 * matrix + stat,
+            4 * matrix + stat,
+        )
+        yield Case(
+            "layer_norm",
+            f"{rows}x{cols}",
+            lambda r=rows, c=cols: (param(r, c), param(c), param(c)),
+            _with_compile(
+                {"liger_ext": LF.layer_norm} | peers.layer_norm(),
+                lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-6),
+            ),
+            2 * matrix + 2 * stat,
+            3 * matrix + 2 * stat,
+        )
 
     for rows, cols in [(2048, 1536), (1024, 11008)] if small else [(8192, 14336), (8192, 11008)]:
         matrix = rows * cols * size
         inputs = lambda r=rows, c=cols: (param(r, c), param(r, c))  # noqa: E731
-        yield Case("swiglu", f"{rows}x{cols}", inputs, _with_compile({"liger_ext": LF.swiglu} | peers.swiglu(), lambda g, u: F.silu(g) * u), 3 * matrix, 5 * matrix)
-        yield Case("geglu", f"{rows}x{cols}", inputs,
-                   _with_compile({"liger_ext": LF.geglu} | peers.geglu(), lambda g, u: F.gelu(g, approximate="tanh") * u), 3 * matrix, 5 * matrix)
+        yield Case(
+            "swiglu",
+            f"{rows}x{cols}",
+            inputs,
+            _with_compile({"liger_ext": LF.swiglu} | peers.swiglu(), lambda g, u: F.silu(g) * u),
+            3 * matrix,
+            5 * matrix,
+        )
+        yield Case(
+            "geglu",
+            f"{rows}x{cols}",
+            inputs,
+            _with_compile({"liger_ext": LF.geglu} | peers.geglu(), lambda g, u: F.gelu(g, approximate="tanh") * u),
+            3 * matrix,
+            5 * matrix,
+        )
 
-    for batch, seq, q_heads, k_heads, dim in [(1, 2048, 9, 3, 64), (1, 2048, 32, 8, 128)] if small else [(4, 2048, 32, 8, 128), (4, 2048, 32, 8, 64)]:
+    for batch, seq, q_heads, k_heads, dim in (
+        [(1, 2048, 9, 3, 64), (1, 2048, 32, 8, 128)] if small else [(4, 2048, 32, 8, 128), (4, 2048, 32, 8, 64)]
+    ):
+
         def inputs(b=batch, s=seq, hq=q_heads, hk=k_heads, d=dim):
-            q, k = (torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for h in (hq, hk))
+            q, k = (
+                torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for h in (hq, hk)
+            )
             angle = torch.rand(1, s, d // 2, device=device).repeat(1, 1, 2) * 6.28
             return q, k, angle.cos().to(dtype), angle.sin().to(dtype)
+
         moved = 2 * batch * seq * (q_heads + k_heads) * dim * size
-        yield Case("rope", f"B{batch} S{seq} {q_heads}+{k_heads} D{dim}", inputs,
-                   _with_compile({"liger_ext": LF.rope} | peers.rope(), _rope_eager), moved, moved)
+        yield Case(
+            "rope",
+            f"B{batch} S{seq} {q_heads}+{k_heads} D{dim}",
+            inputs,
+            _with_compile({"liger_ext": LF.rope} | peers.rope(), _rope_eager),
+            moved,
+            moved,
+        )
 
     for rows, cols in [(2048, 32768)] if small else [(4096, 32768), (32768, 1024)]:
         matrix = rows * cols * size
-        yield Case("softmax", f"{rows}x{cols}", lambda r=rows, c=cols: (param(r, c),),
-                   _with_compile({"liger_ext": LF.softmax} | peers.softmax(), lambda x: x.softmax(-1)), 2 * matrix, 3 * matrix)
+        yield Case(
+            "softmax",
+            f"{rows}x{cols}",
+            lambda r=rows, c=cols: (param(r, c),),
+            _with_compile({"liger_ext": LF.softmax} | peers.softmax(), lambda x: x.softmax(-1)),
+            2 * matrix,
+            3 * matrix,
+        )
 
     for rows, vocab in [(1024, 49152)] if small else [(4096, 128256), (8192, 32000)]:
         matrix = rows * vocab * size
-        yield Case("cross_entropy", f"{rows}x{vocab}", lambda r=rows, v=vocab: (param(r, v), torch.randint(v, (r,), device=device)),
-                   _with_compile({"liger_ext": LF.cross_entropy} | peers.cross_entropy(), lambda x, t: F.cross_entropy(x.float(), t)),
-                   matrix, 2 * matrix)
+        yield Case(
+            "cross_entropy",
+            f"{rows}x{vocab}",
+            lambda r=rows, v=vocab: (param(r, v), torch.randint(v, (r,), device=device)),
+            _with_compile(
+                {"liger_ext": LF.cross_entropy} | peers.cross_entropy(), lambda x, t: F.cross_entropy(x.float(), t)
+            ),
+            matrix,
+            2 * matrix,
+        )
 
 
 def _forward(function: Callable, inputs: tuple) -> Callable[[], object]:
@@ -128,7 +191,10 @@ def run(dtype: torch.dtype, device: str, providers: list[str] | None, ops: list[
 def _run_case(case: Case, dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterator[Row]:
     functions = {n: f for n, f in case.functions.items() if providers is None or n in providers}
     inputs = case.inputs()
-    for direction, bind, moved in (("forward", _forward, case.forward_bytes), ("backward", _backward, case.backward_bytes)):
+    for direction, bind, moved in (
+        ("forward", _forward, case.forward_bytes),
+        ("backward", _backward, case.backward_bytes),
+    ):
         calls, failed = {}, {}
         for name, function in functions.items():
             try:
@@ -136,5 +202,12 @@ def _run_case(case: Case, dtype: torch.dtype, device: str, providers: list[str] 
             except Exception as error:  # a peer that cannot run this case
                 failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
         # A read-only op's limit is still the copy's rate: the same bytes over the same time.
-        yield Row(case.op, case.shape, str(dtype).removeprefix("torch."), direction, moved, time_copy(moved, device),
-                  time_calls(calls, device) | failed)
+        yield Row(
+            case.op,
+            case.shape,
+            str(dtype).removeprefix("torch."),
+            direction,
+            moved,
+            time_copy(moved, device),
+            time_calls(calls, device) | failed,
+        )

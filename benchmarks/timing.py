@@ -1,9 +1,9 @@
 """How time is taken.
 
-On a GPU a call is captured as a CUDA graph, so that host time is out of the picture; before each replay the L2 cache is
-flushed by READING a large buffer (writing would leave dirty lines whose write-back is charged to the op); the result is the
-median over replays, with the middle half as the spread. On a CPU the providers take turns, call by call, because the machine's
-speed drifts, and medians are compared.
+On a GPU a call is captured as a CUDA graph, so that host time is out of the picture; before each replay the L2 cache
+is flushed by READING a large buffer (writing would leave dirty lines whose write-back is charged to the op); the result
+is the median over replays, with the middle half as the spread. On a CPU the providers take turns, call by call, because
+the machine's speed drifts, and medians are compared.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Timing:
 
 
 def on_a_stream_of_its_own(device: str):
-    """Everything that is captured must run on one stream that is not the default one: autograd runs a backward on the stream
-    of its forward."""
+    """Everything that is captured must run on one stream that is not the default one: autograd runs a backward on the
+    stream of its forward."""
     return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
 
 
@@ -107,7 +107,7 @@ def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str,
 
 
 def time_copy(moved_bytes: int, device: str) -> Timing:
-    """The limit: our streaming copy that moves this many bytes in all, half read and half written; best launch shape."""
+    """The limit: our streaming copy that moves this many bytes, half read and half written; best launch shape."""
     n = max(moved_bytes // 2 // 16, 1) * 4
     x = torch.randn(n, device=device)
     op = torch.ops.liger_ext.stream_copy

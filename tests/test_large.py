@@ -80,8 +80,9 @@ def test_row_ops(op, free_memory):
     dx, *dweight = torch.autograd.grad(y, (x, weight) if with_weight else (x,), dy)
     tail = x.detach()[-LAST:].clone().requires_grad_()
     expected = calls[op](tail)
-    assert torch.equal(y[-LAST:], expected)
-    assert torch.equal(dx[-LAST:], torch.autograd.grad(expected, tail, dy[-LAST:])[0])
+    # Few rows have another plan: the bits may differ, by no more than a rounding.
+    torch.testing.assert_close(y[-LAST:], expected)
+    torch.testing.assert_close(dx[-LAST:], torch.autograd.grad(expected, tail, dy[-LAST:])[0])
     if with_weight:
         total = sum(calls[op](part).double().sum(0) for part in x.detach().split(2**16))
         assert ((dweight[0].double() - total).abs() / ROWS**0.5).max() < 0.02
@@ -111,8 +112,8 @@ def test_cross_entropy(free_memory):
     (dlogits,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
     tail = logits.detach()[-LAST:].clone().requires_grad_()
     expected = F.cross_entropy(tail, target[-LAST:], reduction="none")
-    assert torch.equal(loss[-LAST:], expected)
-    assert torch.equal(dlogits[-LAST:], torch.autograd.grad(expected, tail, torch.ones_like(expected))[0])
+    torch.testing.assert_close(loss[-LAST:], expected)
+    torch.testing.assert_close(dlogits[-LAST:], torch.autograd.grad(expected, tail, torch.ones_like(expected))[0])
 
 
 @pytest.mark.cuda

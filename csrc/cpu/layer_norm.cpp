@@ -39,7 +39,8 @@ template <class T, class A, class W>
 template <class T, class A, class W>
 [[gnu::flatten]] void backward(const LayerNormBackward& a, const In<W> weight, int64_t begin, int64_t end, A* dweight, A* dbias) {
   const bool want_dx = a.dx.data != nullptr, stream = want_dx && streams(a.dx, a.rows, a.cols);
-  for (A* partial : {dweight, dbias})
+  A* const sums_of_block[] = {dweight, dbias};
+  for (A* const partial : sums_of_block)
     if (partial) columns<A>(a.cols, [&](int64_t j, auto n) { store<A>(partial + j, n, vec<A>{}); });
   for (int64_t i = begin; i < end; ++i) {
     const int64_t next = i + 1 < end ? i + 1 : i;

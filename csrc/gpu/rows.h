@@ -54,35 +54,7 @@ struct RowGroup {
     return one[0];
   }
 
-  // Merges every thread's (count, mean, sum of squared deviations) by Chan's formula, into those of the row. One exchange where
-  // a mean first and squares around it after would be two. Threads' results may differ in the last bit. Takes the shared memory
-  // of a reduction of 3 values.
-  LIGER_DEVICE void merge_moments(float (&m)[3]) {
-    merge(m, threads_per_row < warp_width() ? threads_per_row : warp_width());
-    if (threads_per_row <= warp_width()) return;
-    Shared<float> buffer = shared<float>(turn * 3 * 32 * int(sizeof(float)));
-    turn ^= 1;
-    if (lane_id() == 0)
-#pragma unroll
-      for (int i = 0; i < 3; ++i) buffer[i * 32 + warp_id()] = m[i];
-    block_barrier();
-    const int warps = threads_per_row / warp_width(), mine = group * warps + (lane_id() & (warps - 1));
-#pragma unroll
-    for (int i = 0; i < 3; ++i) m[i] = buffer[i * 32 + mine];
-    merge(m, warps);
-  }
-
  private:
-  LIGER_DEVICE static void merge(float (&m)[3], int width) {
-    for (int mask = width / 2; mask > 0; mask /= 2) {
-      const float count = shfl_xor(m[0], mask), mean = shfl_xor(m[1], mask), squares = shfl_xor(m[2], mask);
-      const float all = m[0] + count, delta = mean - m[1];
-      const float share = all == 0 ? 0 : count / all;
-      m[1] += delta * share;
-      m[2] += squares + delta * delta * (m[0] * share);
-      m[0] = all;
-    }
-  }
   template <int N, class F>
   LIGER_DEVICE static void butterfly(float (&v)[N], int width, F combine) {
     for (int mask = width / 2; mask > 0; mask /= 2)

@@ -18,6 +18,11 @@ struct SoftmaxArgs {
   int threads_per_row = 0;
 };
 
+// exp(x - max) in two instructions, as 2^(x log2(e) - max log2(e)). The product is exact inside the fma, and the rounding of the
+// second term is the same factor in every exponential of a row: it cancels in the quotient.
+constexpr float log2_e = 1.4426950408889634f;
+LIGER_DEVICE float exp_less(float x, float scaled_max) { return fast_exp2(fmaf(x, log2_e, -scaled_max)); }
+
 // Past the last column: nothing to add to a sum, nothing to raise a maximum.
 constexpr float nothing = -__builtin_inff();
 
@@ -46,7 +51,7 @@ LIGER_DEVICE void write(const Columns<VEC, K>& columns, const MutableRows& out, 
 template <class T, int VEC, int K>
 LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
   float max = nothing;
-  for_each<T>(columns, [&](int k, int i) { max = max_nan(max, x[k][i]); });
+  for_each<T>(columns, [&](int k, int i) { max = fmaxf(max, x[k][i]); });  // a NaN reaches every result through the sum
   return max;
 }
 
@@ -62,11 +67,11 @@ struct SoftmaxRegisters {
     const Columns<VEC, K> columns(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
     Packed<T, VEC> x[K];
     columns.template load<Hint::stream>(x, a.first.data, row * a.first.stride);
-    const float max = group.max(max_of(columns, x));
+    const float max = log2_e * group.max(max_of(columns, x));
     float sum = 0;
-    for_each<T>(columns, [&](int k, int i) { sum += expf(x[k][i] - max); });
+    for_each<T>(columns, [&](int k, int i) { sum += exp_less(x[k][i], max); });
     const float scale = 1.0f / group.sum(sum);
-    write<T>(columns, a.out, row, [&](int k, int i) { return expf(x[k][i] - max) * scale; });
+    write<T>(columns, a.out, row, [&](int k, int i) { return exp_less(x[k][i], max) * scale; });
   }
 };
 
