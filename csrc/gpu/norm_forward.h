@@ -3,8 +3,8 @@
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
 // Registers path: the threads of a row hold it, up to 32 columns each, all loads in flight before the first use; the variance is
-// that of the centred registers, which does not cancel as E[z^2] - mean^2 would. Re-read path, for longer rows: one pass for the statistics (LayerNorm merges batches by Chan's formula), a second for the result, both by the
-// same thread, so that the second mostly hits the L2.
+// that of the centred registers, so that it does not cancel. Re-read path, for longer rows: one pass for the statistics (LayerNorm
+// merges batches by Chan's formula), a second for the result, both by the same thread, so that the second mostly hits the L2.
 #pragma once
 #include "gpu/device.h"
 #include "gpu/rows.h"
@@ -57,18 +57,10 @@ struct NormTile {
       }
     columns.template load<Hint::stream>(out, from.data, row * from.stride);
   }
-  // Weights and biases of type T come with the row, so that their latency is the row's.
-  LIGER_DEVICE static bool is_t(const Vector& v) { return v.data != nullptr && v.dtype == dtype_of<T>; }
-  LIGER_DEVICE void load_parameters(Values& weight, Values& bias) const {
-    if (is_t(a.weight)) columns.load(weight, a.weight.data);
-    if (Centered && is_t(a.bias)) columns.load(bias, a.bias.data);
-  }
-  // Of this thread's columns.
-  LIGER_DEVICE int count() const {
-    int vectors = 0;
-#pragma unroll
-    for (int k = 0; k < K; ++k) vectors += columns.has(k);
-    return vectors * VEC;
+  // Weights of type T come with the row, so that their latency is the row's.
+  LIGER_DEVICE bool weight_is_t() const { return a.weight.data != nullptr && a.weight.dtype == dtype_of<T>; }
+  LIGER_DEVICE void load_weight(Values& weight) const {
+    if (weight_is_t()) columns.load(weight, a.weight.data);
   }
   LIGER_DEVICE float sum(const Values& z) const {
     float total = 0;
@@ -91,7 +83,7 @@ struct NormTile {
     return total;
   }
   // y from z.
-  LIGER_DEVICE void finish(const Values& z, const Values& weight, const Values& bias, float mean, float rstd) const {
+  LIGER_DEVICE void finish(const Values& z, const Values& weight, float mean, float rstd) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
@@ -102,7 +94,7 @@ struct NormTile {
         y[i] = (Centered ? z[k][i] - mean : z[k][i]) * rstd;
         if (!Centered && a.round_normalized) y[i] = round_to<T>(y[i]);
       }
-      if (is_t(a.weight)) {
+      if (weight_is_t()) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) y[i] *= weight[k][i] + a.offset;
       } else if (a.weight.data) {
@@ -110,10 +102,7 @@ struct NormTile {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) y[i] *= p[i] + a.offset;
       }
-      if (Centered && is_t(a.bias)) {
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) y[i] += bias[k][i];
-      } else if (Centered && a.bias.data) {
+      if (Centered && a.bias.data) {
         load_any(p, a.bias.data, a.bias.dtype, at);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) y[i] += p[i];
@@ -125,29 +114,26 @@ struct NormTile {
   }
 };
 
-// LayerNorm keeps a bias too: more registers, fewer threads.
-constexpr int norm_forward_threads(bool centered) { return centered ? 512 : 1024; }
-
 template <class T, int VEC, int K, bool Centered>
 struct NormForwardRegisters {
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Centered>;
-  static constexpr int max_threads = norm_forward_threads(Centered);
+  static constexpr int max_threads = 1024;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
     const int64_t row = block_id() * group.rows_per_block() + group.group;
     const bool live = row < a.rows;
     const Tile tile{a, {group.index, group.threads_per_row, 0, live ? a.cols : 0}, row};
-    typename Tile::Values z, weight, bias;
+    typename Tile::Values z, weight;
     tile.load_input(z);
-    tile.load_parameters(weight, bias);
+    tile.load_weight(weight);
     const float mean = Centered ? group.sum(tile.sum(z)) / float(a.cols) : 0;
     const float rstd = 1.0f / sqrtf(group.sum(tile.squares(z, mean)) / float(a.cols) + a.eps);
     if (live && group.index == 0) {
       a.rstd[row] = rstd;
       if constexpr (Centered) a.mean[row] = mean;
     }
-    tile.finish(z, weight, bias, mean, rstd);
+    tile.finish(z, weight, mean, rstd);
   }
 };
 
@@ -157,7 +143,7 @@ struct NormForwardReread {
   using Args = NormForwardArgs;
   static constexpr int K = 4;
   using Tile = NormTile<T, VEC, K, Centered>;
-  static constexpr int max_threads = norm_forward_threads(Centered);
+  static constexpr int max_threads = 1024;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
@@ -168,7 +154,7 @@ struct NormForwardReread {
       typename Tile::Values z;
       tile.load_input(z);
       if constexpr (Centered) {
-        const float added = float(tile.count());
+        const float added = float(columns_of(tile.columns));
         if (added == 0) continue;
         const float batch_mean = tile.sum(z) / added, delta = batch_mean - mean, share = added / (count + added);
         squares += tile.squares(z, batch_mean) + delta * delta * count * share;
@@ -191,12 +177,20 @@ struct NormForwardReread {
     const bool summed = !Centered && a.residual.data != nullptr;
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Tile tile{a, {group.index, block_threads(), begin, a.cols}, row};
-      typename Tile::Values z, weight, bias;
+      typename Tile::Values z, weight;
       if (summed) tile.columns.load(z, a.sum.data, row * a.sum.stride);
       else tile.load_as_t(z, a.x);
-      tile.load_parameters(weight, bias);
-      tile.finish(z, weight, bias, mean, rstd);
+      tile.load_weight(weight);
+      tile.finish(z, weight, mean, rstd);
     }
+  }
+
+ private:
+  LIGER_DEVICE static int columns_of(const Columns<VEC, K>& columns) {
+    int vectors = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k) vectors += columns.has(k);
+    return vectors * VEC;
   }
 };
 
@@ -210,7 +204,7 @@ void norm_forward(NormForwardArgs a, Stream stream) {
     using T = std::remove_cvref_t<decltype(tag)>;
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
-      launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC, norm_forward_threads(Centered));
+      launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC);
       plan.smem = RowGroup::shared_bytes();
       a.threads_per_row = plan.threads_per_row;
       if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered>>(plan, a, stream);

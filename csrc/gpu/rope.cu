@@ -12,8 +12,8 @@ namespace liger::gpu {
 namespace {
 
 template <class T, int VEC>
-struct RopeKernel {
-  static constexpr int max_threads = 256, min_blocks = 2, heads_in_flight = 2;
+struct RopeKernel {  // two blocks of 61 KB of loads on a multiprocessor
+  static constexpr int max_threads = 256, min_blocks = 2, heads_in_flight = 4;
   struct Args {
     Rope rope;
     int lanes, q_slots, k_slots;  // of a position's threads: side by side in a head; heads at a time

@@ -72,9 +72,7 @@ struct Columns {
   int step, left;
 
   LIGER_DEVICE Columns(int index, int threads, int64_t begin, int64_t end)
-      : first(begin + int64_t{index} * VEC),
-        step(threads * VEC),
-        left(end <= first ? 0 : end - first > K * step ? K * step : int(end - first)) {}
+      : first(begin + int64_t{index} * VEC), step(threads * VEC), left(end <= first ? 0 : end - first > K * step ? K * step : int(end - first)) {}
   LIGER_DEVICE bool has(int k) const { return k * step < left; }
   template <class F>
   LIGER_DEVICE static void with_row_dtype(Dtype dtype, F&& f) {

@@ -18,11 +18,6 @@ struct SoftmaxArgs {
   int threads_per_row = 0;
 };
 
-// exp(x - max) in two instructions, as 2^(x log2(e) - max log2(e)). The product is exact inside the fma, and the rounding of the
-// second term is the same factor in every exponential of a row: it cancels in the quotient.
-constexpr float log2_e = 1.4426950408889634f;
-LIGER_DEVICE float exp_less(float x, float scaled_max) { return fast_exp2(fmaf(x, log2_e, -scaled_max)); }
-
 // Past the last column: nothing to add to a sum, nothing to raise a maximum.
 constexpr float nothing = -__builtin_inff();
 
@@ -51,27 +46,25 @@ LIGER_DEVICE void write(const Columns<VEC, K>& columns, const MutableRows& out, 
 template <class T, int VEC, int K>
 LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
   float max = nothing;
-  for_each<T>(columns, [&](int k, int i) { max = fmaxf(max, x[k][i]); });  // a NaN reaches every result through the sum
+  for_each<T>(columns, [&](int k, int i) { max = max_nan(max, x[k][i]); });
   return max;
 }
 
 template <class T, int VEC, int K>
 struct SoftmaxRegisters {
   using Args = SoftmaxArgs;
-  // Two of the largest blocks on a multiprocessor, so that one reads while the other sums: only the row as it was read fits 32
-  // registers, and the exponentials are made twice.
-  static constexpr int max_threads = 1024, min_blocks = 2;
+  static constexpr int max_threads = 1024;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
     const int64_t row = block_id() * group.rows_per_block() + group.group;
     const Columns<VEC, K> columns(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
     Packed<T, VEC> x[K];
     columns.template load<Hint::stream>(x, a.first.data, row * a.first.stride);
-    const float max = log2_e * group.max(max_of(columns, x));
-    float sum = 0;
-    for_each<T>(columns, [&](int k, int i) { sum += exp_less(x[k][i], max); });
+    const float max = group.max(max_of(columns, x));
+    float e[K][VEC], sum = 0;
+    for_each<T>(columns, [&](int k, int i) { sum += e[k][i] = expf(x[k][i] - max); });
     const float scale = 1.0f / group.sum(sum);
-    write<T>(columns, a.out, row, [&](int k, int i) { return exp_less(x[k][i], max) * scale; });
+    write<T>(columns, a.out, row, [&](int k, int i) { return e[k][i] * scale; });
   }
 };
 

@@ -43,9 +43,9 @@ LaunchPlan plan_persistent_rows(const DeviceProfile& device, int64_t rows, int64
   return plan;
 }
 
-LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block) {
+LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
   // Few rows: more threads for each, since the device is not full.
-  return plan_row(device, rows, cols, {.vec = vec, .max_block = max_block, .prefer_k = rows < 2 * device.multiprocessors ? 1 : 4});
+  return plan_row(device, rows, cols, {.vec = vec, .prefer_k = rows < 2 * device.multiprocessors ? 1 : 4});
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
@@ -118,9 +118,7 @@ RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_hea
   plan.q_slots = static_cast<int>(ceil_div(q_heads, each));
   plan.k_slots = static_cast<int>(ceil_div(k_heads, each));
   plan.launch.threads_per_row = plan.lanes * (plan.q_slots + plan.k_slots);
-  const int64_t together = std::max(1, plan.launch.block / plan.launch.threads_per_row);
-  plan.launch.block = static_cast<int>(round_up(together * plan.launch.threads_per_row, device.warp));  // no warp without work
-  plan.launch.grid = grid_of(ceil_div(positions, together));
+  plan.launch.grid = grid_of(ceil_div(positions, plan.launch.block / plan.launch.threads_per_row));
   return plan;
 }
 

@@ -45,7 +45,7 @@ LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowT
 LaunchPlan plan_persistent_rows(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&, int blocks_per_multiprocessor);
 
 // The forward of the norms and softmax: a row in registers where 4 vectors a thread hold it, else one block a row that reads twice.
-LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_block = 1024);
+LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 // One block a row, however long.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
