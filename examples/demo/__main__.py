@@ -9,6 +9,8 @@ Exit status: 0; 1 if the two loss curves do not agree; 2 for a request that cann
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import platform
 import sys
@@ -67,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     try:
-        with console.status("loading the model and the text"):
+        # What the loaders print, bars of their own above all, would tear the display; what goes wrong is an exception.
+        with console.status("loading the model and the text"), contextlib.redirect_stderr(io.StringIO()):
             config, build, encode = models.load(args.model)
             plan = models.make_plan(args, config)
             data = batches(encode, max(1, (plan.steps - 1) // EPOCHS), plan.batch, plan.seq, args.text)

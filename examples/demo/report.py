@@ -107,6 +107,7 @@ def draw(path: Path, title: str, runs: list[Run], memory: Memory, plan: Plan) ->
     axes[0].plot(steps, runs[0].losses, color=COLOURS[UNPATCHED], linewidth=4, label=UNPATCHED)
     axes[0].plot(steps, runs[1].losses, color=COLOURS[PATCHED], linewidth=1.5, label=PATCHED)
     axes[0].set(xlabel="step", ylabel="training loss")
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
     axes[0].legend(frameon=False)
     for axis, (label, index) in zip(axes[1:], bars, strict=True):
         _, form, plain, patched = values[index]
@@ -115,6 +116,7 @@ def draw(path: Path, title: str, runs: list[Run], memory: Memory, plan: Plan) ->
         axis.set_title(label, fontsize=10)
         axis.set_ylim(0, 1.15 * max(plain, patched))
         axis.set_yticks([])
+        axis.spines["left"].set_visible(False)
         axis.tick_params(axis="x", labelsize=8, rotation=20)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
