@@ -138,16 +138,6 @@ LIGER_DEVICE int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
-// Reductions over `width` neighbouring lanes (a power of two, at most the warp); every lane gets the result.
-LIGER_DEVICE float group_sum(float v, int width) {
-  for (int mask = width / 2; mask > 0; mask /= 2) v += shfl_xor(v, mask);
-  return v;
-}
-LIGER_DEVICE float group_max(float v, int width) {
-  for (int mask = width / 2; mask > 0; mask /= 2) v = max_nan(v, shfl_xor(v, mask));
-  return v;
-}
-
 // The block's dynamic shared memory, the only kind there is. On a GPU a plain pointer; the host target checks it.
 template <class T> using Shared = T*;
 template <class T>

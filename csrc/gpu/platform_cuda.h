@@ -7,7 +7,6 @@
 #include "kernels/errors.h"
 
 #define LIGER_DEVICE __device__ __forceinline__
-#define LIGER_HOST_DEVICE __host__ __device__ __forceinline__
 
 namespace liger::gpu {
 
