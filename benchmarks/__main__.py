@@ -71,9 +71,9 @@ def _flce(arguments: argparse.Namespace, console: Console, write) -> None:
         cells = []
         for name in names:
             timing = result.times[name]
-            cell = _cell(timing, result.floor.median / timing.median if isinstance(timing, Timing) else None)
+            cell = _cell(timing, result.floors[name].median / timing.median if isinstance(timing, Timing) else None)
             cells.append(cell + (f" {result.peak_mib[name]:.0f}" if name in result.peak_mib else ""))
-        table.add_row(result.shape, _cell(result.floor, None), *cells)
+        table.add_row(result.shape, _cell(next(iter(result.floors.values())), None), *cells)
     console.print(table)
 
 

@@ -27,7 +27,7 @@ SHAPES_CPU = [(1024, 576, 49152), (512, 2048, 32000)]
 class Result:
     shape: str
     dtype: str
-    floor: Timing
+    floors: dict[str, Timing]  # taken in turns with each provider
     times: dict[str, Timing | str]
     peak_mib: dict[str, float]  # above the inputs (CUDA only)
 
@@ -57,21 +57,22 @@ def _providers() -> dict[str, Callable]:
     return out
 
 
-def _time_cuda(calls: dict[str, Callable[[], object]], rounds: int = 8, burst: int = 3) -> dict[str, Timing]:
-    """Whole steps as a user runs them. The calls take turns, a few in a row each: the clock follows the power that
-    the last second's matmuls drew, so that only neighbours in time compare."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+def _time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: int = 3) -> tuple[Timing, Timing]:
+    """Whole steps as a user runs them, in turns with the floor and with nothing else between: the clock follows the
+    power that the last matmuls drew, so that a floor timed behind a memory-bound peer is up to a tenth faster than one
+    timed behind another floor."""
+    samples: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
-        for name, call in calls.items():
+        for timed, into in zip((floor, call), samples, strict=True):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            call()
+            timed()
             start.record()
             for _ in range(burst):
-                call()
+                timed()
             end.record()
             end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / burst)
-    return {name: Timing.of(values) for name, values in samples.items()}
+            into.append(start.elapsed_time(end) * 1e3 / burst)
+    return Timing.of(samples[0]), Timing.of(samples[1])
 
 
 def _peak_mib(call: Callable[[], object]) -> float:
@@ -100,20 +101,17 @@ def run(dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterato
             return lambda: torch.autograd.grad(function(x, w, t), (x, w))
 
         calls = {n: step(f) for n, f in _providers().items() if providers is None or n in providers}
-        peaks: dict[str, float] = {}
-        times: dict[str, Timing | str] = {}
-        if device == "cpu":
-            timed = time_cpu({"floor": floor} | calls, seconds=2.0)
-            limit, times = timed.pop("floor"), dict(timed)
-        else:
-            for name, call in calls.items():
-                try:
-                    peaks[name] = _peak_mib(call)
-                except Exception as error:  # a peer that cannot run this shape must not end the run
-                    times[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
-                    torch.cuda.synchronize()
-            timed = _time_cuda({"floor": floor} | {name: call for name, call in calls.items() if name in peaks})
-            limit = timed.pop("floor")
-            times |= timed
-        yield Result(f"{rows}x{hidden}x{vocab}", str(dtype).removeprefix("torch."), limit, times, peaks)
+        result = Result(f"{rows}x{hidden}x{vocab}", str(dtype).removeprefix("torch."), {}, {}, {})
+        for name, call in calls.items():
+            if device == "cpu":
+                timed = time_cpu({"floor": floor, name: call}, seconds=2.0)
+                result.floors[name], result.times[name] = timed["floor"], timed[name]
+                continue
+            try:
+                result.peak_mib[name] = _peak_mib(call)
+                result.floors[name], result.times[name] = _time_beside_floor(floor, call)
+            except Exception as error:  # a peer that cannot run this shape must not end the run
+                result.times[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+                torch.cuda.synchronize()
+        yield result
         del x, w, t, calls

@@ -68,6 +68,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
         [(2048, 576), (2048, 4096)]
         if small
         else [(32768, 512), (32768, 1024), (32768, 2048), (8192, 4096), (32768, 4096), (16384, 8192), (8192, 16384)]
+        + [(2048, 65536)]
     )
     for rows, cols in norms:
         matrix, stat = rows * cols * size, rows * 4

@@ -180,9 +180,11 @@ template <bool Full> struct RowStatistics {
   LIGER_DEVICE void merge(RowGroup& group) {
     if constexpr (Full) {
       float tops[2] = {max, best};
-      group.reduce(tops, [](float x, float y) { return max_nan(x, y); });
+      group.reduce(tops, [](float(&a)[2], const float(&b)[2]) {
+        for (int i = 0; i < 2; ++i) a[i] = max_nan(a[i], b[i]);
+      });
       float columns[2] = {bit_cast<float>(best == tops[1] || best != best ? best_column : INT_MAX), 0};
-      group.reduce(columns, [](float x, float y) { return bit_cast<int>(x) < bit_cast<int>(y) ? x : y; });
+      group.reduce(columns, [](float(&a)[2], const float(&b)[2]) { a[0] = bit_cast<int>(a[0]) < bit_cast<int>(b[0]) ? a[0] : b[0]; });
       best_column = bit_cast<int>(columns[0]) == INT_MAX ? 0 : bit_cast<int>(columns[0]);
       float sums[2] = {0, weighted};
       rescale(tops[0], sums[0]);

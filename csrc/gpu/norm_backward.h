@@ -5,7 +5,8 @@
 // For RMSNorm mean = mean(g) = 0.
 //
 // Registers path: persistent blocks walk over rows; a thread owns 8 or 16 columns, whose weights and fp32 sums stay in its registers,
-// and the next row is on its way while this one is reduced. Each block writes one partial row of its sums.
+// and the next row is on its way while this one is reduced. Rows that a block cannot hold are held by a cluster of blocks, where the
+// device has clusters. Each block, or cluster, writes one partial row of its sums.
 // Re-read path, for rows too long for that or of mixed dtypes: one kernel reduces mean(g) and mean(g * n) of each row, a second
 // one owns tiles of columns and ranges of rows. Both paths end in column_sum.h.
 #pragma once
@@ -22,6 +23,7 @@ struct NormBackwardArgs {
   MutableRows dz;
   MutableVector dweight, dbias;
   float offset;
+  float inverse_cols = 0;
   float* partial = nullptr;     // [partial rows, cols], twice the columns for LayerNorm: dweight, dbias
   float* row_means = nullptr;   // [rows, 2]: mean(g), mean(g * n); re-read path
   int threads_per_row = 0;
@@ -75,8 +77,8 @@ struct NormBackwardRegisters {
     const Tile columns(group.index, group.threads_per_row, 0, a.cols);
     Sums weight, dweight = {}, dbias = {};
     if constexpr (prefetch) for_each_vector(columns, [&](int k, int64_t column) { load_weight(weight[k], a, column); });
-    const int64_t step = grid_blocks() * group.rows_per_block();
-    int64_t row = block_id() * group.rows_per_block() + group.group;
+    const int64_t step = group.teams() * group.rows_per_block();
+    int64_t row = group.first_row();
     Row next;
     next.fetch(a, group, row);
     // The same trip count for all threads: that of the block's first row.
@@ -103,7 +105,7 @@ struct NormBackwardRegisters {
       if (a.dz.data) {
         group.sum(means);
         now.widen_again();
-        const float mean_gn = means[0] / float(a.cols), mean_g = Centered ? means[Centered] / float(a.cols) : 0;
+        const float mean_gn = means[0] * a.inverse_cols, mean_g = Centered ? means[Centered] * a.inverse_cols : 0;
         for_each_vector(live, [&](int k, int64_t column) {
           if constexpr (!prefetch) {
             load_weight(weight[k], a, column);
@@ -125,8 +127,9 @@ struct NormBackwardRegisters {
     }
     if (a.partial == nullptr) return;
     const int64_t width = Centered ? 2 * a.cols : a.cols;
-    write_partial(group, columns, dweight, a.cols, a.partial + block_id() * width);
-    if constexpr (Centered) write_partial(group, columns, dbias, a.cols, a.partial + block_id() * width + a.cols);
+    float* const partial = a.partial + group.team() * width;
+    write_partial(group, columns, dweight, a.cols, partial);
+    if constexpr (Centered) write_partial(group, columns, dbias, a.cols, partial + a.cols);
   }
 
  private:
@@ -136,7 +139,7 @@ struct NormBackwardRegisters {
     for (int k = 0; k < K; ++k)
       if (columns.has(k)) f(k, columns.first + k * columns.step);
   }
-  // One partial row a block: where several rows share it, their groups' sums are added through shared memory, in order.
+  // One partial row a block or cluster: where several rows share it, their groups' sums are added through shared memory, in order.
   LIGER_DEVICE static void write_partial(const RowGroup& group, const Tile& columns, const Sums& sums, int64_t cols, float* to) {
     const int groups = group.rows_per_block();
     if (groups == 1) {
@@ -267,13 +270,14 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
   const launch::DeviceProfile& device = device_profile(stream.device);
   float* const partial = static_cast<float*>(workspace);
   if (a.dweight.data || a.dbias.data) a.partial = partial;
+  a.inverse_cols = 1.0f / float(a.cols);
   a.row_means = partial + norm_partial_floats(device, a.rows, a.cols, Centered);
   const int vec = norm_backward_vec(a);
   launch::LaunchPlan plan = launch::plan_norm_backward(device, a.rows, a.cols, vec, norm_backward_threads(Centered, vec));
 
   if (plan.path == launch::Path::regs && !norm_backward_mixed(a)) {
-    const int groups = plan.block / plan.threads_per_row;
-    plan.smem = RowGroup::shared_bytes<2>() + (groups > 1 ? groups * int(a.cols) * int(sizeof(float)) : 0);
+    const int groups = std::max(1, plan.block / plan.threads_per_row);
+    plan.smem = RowGroup::shared_bytes<2>(plan.cluster) + (groups > 1 ? groups * int(a.cols) * int(sizeof(float)) : 0);
     a.threads_per_row = plan.threads_per_row;
     dispatch(a.z.dtype, [&](auto tag) {
       using T = std::remove_cvref_t<decltype(tag)>;

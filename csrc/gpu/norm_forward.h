@@ -3,7 +3,8 @@
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
 // Registers path: the threads of a row hold it, up to 32 columns each, all loads in flight before the first use; the variance is
-// that of the centred registers, so that it does not cancel. Re-read path, for longer rows: one pass for the statistics (LayerNorm
+// that of the centred registers, so that it does not cancel. Rows that a block cannot hold are held by a cluster of blocks, where
+// the device has clusters. Re-read path, for longer rows: one pass for the statistics (LayerNorm
 // merges batches by Chan's formula), a second for the result, both by the same thread, so that the second mostly hits the L2.
 #pragma once
 #include "gpu/device.h"
@@ -19,6 +20,7 @@ struct NormForwardArgs {
   float *mean, *rstd;
   float eps, offset;
   bool round_normalized;
+  float inverse_cols = 0;
   int threads_per_row = 0;
 };
 
@@ -57,10 +59,11 @@ struct NormTile {
       }
     columns.template load<Hint::stream>(out, from.data, row * from.stride);
   }
-  // Weights of type T come with the row, so that their latency is the row's.
+  // Weights of type T come with the row, so that their latency is the row's; unless their registers are needed for the row.
+  static constexpr bool early_weight = K <= 4;
   LIGER_DEVICE bool weight_is_t() const { return a.weight.data != nullptr && a.weight.dtype == dtype_of<T>; }
   LIGER_DEVICE void load_weight(Values& weight) const {
-    if (weight_is_t()) columns.load(weight, a.weight.data);
+    if (early_weight && weight_is_t()) columns.template load<Hint::constant>(weight, a.weight.data);
   }
   LIGER_DEVICE float sum(const Values& z) const {
     float total = 0;
@@ -82,34 +85,52 @@ struct NormTile {
         }
     return total;
   }
-  // y from z.
+  // y from z. Its loop is made for each dtype of the parameters: one decision a row, not one an access.
   LIGER_DEVICE void finish(const Values& z, const Values& weight, float mean, float rstd) const {
+    if (a.weight.data == nullptr || weight_is_t()) return finish_with<T>(z, weight, mean, rstd);
+    with_dtype(a.weight.dtype, [&](auto tag) {
+      using W = std::remove_cvref_t<decltype(tag)>;
+      if constexpr (!std::is_same_v<W, T>) finish_with<W>(z, weight, mean, rstd);
+    });
+  }
+
+ private:
+  template <class W>
+  LIGER_DEVICE void finish_with(const Values& z, const Values& weight, float mean, float rstd) const {
+    const W* const weights = opaque(static_cast<const W*>(a.weight.data) + columns.first);
+    const W* const biases = opaque(static_cast<const W*>(a.bias.data) + columns.first);
+    T* const out = opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first));
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      const int64_t at = columns.first + k * columns.step;
-      float y[VEC], p[VEC];
+      const int at = k * columns.step;
+      float y[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         y[i] = (Centered ? z[k][i] - mean : z[k][i]) * rstd;
         if (!Centered && a.round_normalized) y[i] = round_to<T>(y[i]);
       }
-      if (weight_is_t()) {
+      Packed<W, VEC> w;
+      if constexpr (early_weight && std::is_same_v<W, T>) w = weight[k];
+      else if (a.weight.data) gpu::load<Hint::constant>(w, weights + at);
+      if (a.weight.data)
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) y[i] *= weight[k][i] + a.offset;
-      } else if (a.weight.data) {
-        load_any(p, a.weight.data, a.weight.dtype, at);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) y[i] *= p[i] + a.offset;
-      }
+        for (int i = 0; i < VEC; ++i) y[i] *= Centered ? w[i] : w[i] + a.offset;
       if (Centered && a.bias.data) {
-        load_any(p, a.bias.data, a.bias.dtype, at);
+        if (a.bias.dtype == dtype_of<W>) {
+          gpu::load<Hint::constant>(w, biases + at);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) y[i] += p[i];
+          for (int i = 0; i < VEC; ++i) y[i] += w[i];
+        } else {
+          float bias[VEC];
+          load_any(bias, a.bias.data, a.bias.dtype, columns.first + at);
+#pragma unroll
+          for (int i = 0; i < VEC; ++i) y[i] += bias[i];
+        }
       }
-      Packed<T, VEC> out;
-      out.set(y);
-      gpu::store<Hint::stream>(static_cast<T*>(a.y.data) + (row * a.y.stride + at), out);
+      Packed<T, VEC> packed;
+      packed.set(y);
+      gpu::store<Hint::stream>(out + at, packed);
     }
   }
 };
@@ -121,19 +142,32 @@ struct NormForwardRegisters {
   static constexpr int max_threads = 1024;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
-    const int64_t row = block_id() * group.rows_per_block() + group.group;
+    const int64_t row = group.first_row();
     const bool live = row < a.rows;
     const Tile tile{a, {group.index, group.threads_per_row, 0, live ? a.cols : 0}, row};
     typename Tile::Values z, weight;
     tile.load_input(z);
     tile.load_weight(weight);
-    const float mean = Centered ? group.sum(tile.sum(z)) / float(a.cols) : 0;
-    const float rstd = 1.0f / sqrtf(group.sum(tile.squares(z, mean)) / float(a.cols) + a.eps);
+    float mean = 0;
+    if constexpr (Centered) {
+      mean = group.sum(tile.sum(z)) / float(a.cols);  // divided: exact for a constant row
+      widen_again(z);
+    }
+    const float rstd = fast_rsqrt(group.sum(tile.squares(z, mean)) * a.inverse_cols + a.eps);
+    widen_again(z);
     if (live && group.index == 0) {
       a.rstd[row] = rstd;
       if constexpr (Centered) a.mean[row] = mean;
     }
     tile.finish(z, weight, mean, rstd);
+  }
+
+ private:
+  // The widened values of so many vectors would spill while an exchange is under way: they are made again from the packed ones.
+  LIGER_DEVICE static void widen_again(typename Tile::Values& z) {
+    if constexpr (K > 4)
+#pragma unroll
+      for (int k = 0; k < K; ++k) forget_at_all_costs(z[k].data);
   }
 };
 
@@ -169,7 +203,7 @@ struct NormForwardReread {
       squares += count * (mean - row_mean) * (mean - row_mean);
       mean = row_mean;
     }
-    const float rstd = 1.0f / sqrtf(group.sum(squares) / float(a.cols) + a.eps);
+    const float rstd = fast_rsqrt(group.sum(squares) * a.inverse_cols + a.eps);
     if (group.index == 0) {
       a.rstd[row] = rstd;
       if constexpr (Centered) a.mean[row] = mean;
@@ -204,13 +238,15 @@ void norm_forward(NormForwardArgs a, Stream stream) {
     using T = std::remove_cvref_t<decltype(tag)>;
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
-      launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC);
-      plan.smem = RowGroup::shared_bytes();
+      launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC, VEC == 1 ? 4 : 8);
+      plan.smem = RowGroup::shared_bytes(plan.cluster);
       a.threads_per_row = plan.threads_per_row;
+      a.inverse_cols = 1.0f / float(a.cols);
       if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered>>(plan, a, stream);
       if constexpr (VEC > 1) {  // single elements come in one size: four a thread
         if (plan.k == 1) return launch<NormForwardRegisters<T, VEC, 1, Centered>>(plan, a, stream);
         if (plan.k == 2) return launch<NormForwardRegisters<T, VEC, 2, Centered>>(plan, a, stream);
+        if (plan.k == 8) return launch<NormForwardRegisters<T, VEC, 8, Centered>>(plan, a, stream);
       }
       launch<NormForwardRegisters<T, VEC, 4, Centered>>(plan, a, stream);
     };

@@ -21,6 +21,17 @@
 
 namespace liger::gpu {
 
+#if !defined(LIGER_HAS_CLUSTERS)
+// Where cluster_blocks() is 1 for all, code for more is never reached, but has to compile.
+using Inbox = uint64_t;
+LIGER_DEVICE void cluster_arrive() {}
+LIGER_DEVICE void cluster_wait() {}
+LIGER_DEVICE void open_inbox(Inbox*) {}
+LIGER_DEVICE void expect_bytes(Inbox*, int) {}
+LIGER_DEVICE void wait_for_round(Inbox*, int) {}
+LIGER_DEVICE void send(float*, Inbox*, int, float) {}
+#endif
+
 // 16-bit floats are storage only; arithmetic is fp32, so that hardware without bf16 arithmetic runs the same code.
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
@@ -62,6 +73,11 @@ struct Packed {
     else if constexpr (std::is_same_v<T, bf16>) return bit_cast<float>(i % 2 ? word & 0xffff0000u : word << 16);
     else return to_float(T{uint16_t(i % 2 ? word >> 16 : word)});
   }
+  LIGER_DEVICE void negate() {
+    constexpr uint32_t signs = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
+#pragma unroll
+    for (int w = 0; w < words; ++w) data[w] ^= Word(signs);
+  }
   LIGER_DEVICE void set(const float (&values)[N]) {
 #pragma unroll
     for (int w = 0; w < words; ++w) {
@@ -73,19 +89,23 @@ struct Packed {
   }
 };
 
-// keep: ordinary caching. stream: read or written once, should not push other data out of the L2. A template argument, since
-// as an ordinary one the compiler was seen to drop it. A streaming load may be moved over stores of the same kernel: it is for
-// memory that the kernel has not written.
-enum class Hint { keep, stream };
+// keep: ordinary caching. stream: read or written once, should not push other data out of the L2. constant: read by all blocks and
+// written by none. A template argument, since as an ordinary one the compiler was seen to drop it. Streaming and constant loads
+// may be moved over stores of the same kernel: they are for memory that the kernel has not written.
+enum class Hint { keep, stream, constant };
 
 // Moves a Vec or Packed. Hints apply to accesses of 4 to 16 bytes; larger vectors move as several of 16.
 template <Hint H = Hint::keep, class V, class T>
 LIGER_DEVICE void load(V& out, const T* from) {
   constexpr int bytes = sizeof(V), step = bytes < 16 ? bytes : 16;
-  if constexpr (H == Hint::stream && step >= 4) {
+  if constexpr (H != Hint::keep && step >= 4) {
 #pragma unroll
-    for (int at = 0; at < bytes; at += step)
-      streaming_load<step>(reinterpret_cast<char*>(&out) + at, reinterpret_cast<const char*>(from) + at);
+    for (int at = 0; at < bytes; at += step) {
+      char* const to = reinterpret_cast<char*>(&out) + at;
+      const char* const source = reinterpret_cast<const char*>(from) + at;
+      if constexpr (H == Hint::stream) streaming_load<step>(to, source);
+      else constant_load<step>(to, source);
+    }
   } else {
     out = *reinterpret_cast<const V*>(from);
   }

@@ -29,9 +29,62 @@ LIGER_DEVICE int block_threads() { return int(blockDim.x); }
 LIGER_DEVICE int64_t block_id() { return int64_t(blockIdx.x); }
 LIGER_DEVICE int64_t grid_blocks() { return int64_t(gridDim.x); }
 LIGER_DEVICE constexpr int warp_width() { return 32; }
-LIGER_DEVICE int lane_id() { return thread_id() % 32; }
-LIGER_DEVICE int warp_id() { return thread_id() / 32; }
+LIGER_DEVICE int lane_id() { return int(threadIdx.x % 32); }
+LIGER_DEVICE int warp_id() { return int(threadIdx.x / 32); }
 LIGER_DEVICE void block_barrier() { __syncthreads(); }
+
+// Thread block clusters, from Hopper on; elsewhere every block is a cluster of its own.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define LIGER_HAS_CLUSTERS 1
+LIGER_DEVICE int cluster_blocks() {
+  int blocks;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
+LIGER_DEVICE int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// A barrier of all threads of the cluster, in its two halves. Its first half waits for this thread's stores to global memory: it
+// is for the start of a kernel, not for every row.
+LIGER_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+LIGER_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Messages between the blocks of a cluster: floats that other blocks store in this one's shared memory, and an Inbox that counts
+// their bytes. One thread says how many bytes a round brings; the round ends when they are here.
+using Inbox = uint64_t;
+LIGER_DEVICE unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+LIGER_DEVICE void open_inbox(Inbox* inbox) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(inbox)) : "memory");
+}
+LIGER_DEVICE void expect_bytes(Inbox* inbox, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)), "r"(bytes) : "memory");
+}
+LIGER_DEVICE void wait_for_round(Inbox* inbox, int parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(shared_address(inbox)),
+      "r"(parity)
+      : "memory");
+}
+// *at = v in the block with this rank, whose inbox counts it.
+LIGER_DEVICE void send(float* at, Inbox* inbox, int rank, float v) {
+  asm volatile(
+      "{ .reg .b32 there, counter;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [counter]; }" ::"r"(shared_address(at)),
+      "r"(shared_address(inbox)), "r"(rank), "r"(bit_cast<int>(v))
+      : "memory");
+}
+#else
+LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
+LIGER_DEVICE constexpr int cluster_rank() { return 0; }
+#endif
+// The position of the highest set bit of v > 0.
+LIGER_DEVICE int log2_of(int v) { return 31 - __clz(v); }
 LIGER_DEVICE void warp_barrier() { __syncwarp(); }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
@@ -43,13 +96,14 @@ LIGER_DEVICE float fast_exp2(float v) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
   return out;
 }
+// 1 / sqrt(v), 2 ulp.
+LIGER_DEVICE float fast_rsqrt(float v) { return rsqrtf(v); }
 // The same pointer, hiding how it was made: the compiler keeps a row's address instead of making it again for every access.
 template <class T>
 LIGER_DEVICE T* opaque(T* pointer) {
   asm("" : "+l"(pointer));
   return pointer;
 }
-
 // 1 / v, 1 ulp.
 LIGER_DEVICE float fast_reciprocal(float v) {
   float out;
@@ -57,7 +111,7 @@ LIGER_DEVICE float fast_reciprocal(float v) {
   return out;
 }
 
-// The compiler takes the words for new ones: nothing that it computed from them earlier stays in registers.
+// The compiler takes the words for new ones: nothing that it computed from them earlier has to stay in registers.
 template <int N>
 LIGER_DEVICE void forget(uint32_t (&words)[N]) {
 #pragma unroll
@@ -65,12 +119,26 @@ LIGER_DEVICE void forget(uint32_t (&words)[N]) {
 }
 template <int N>
 LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
+// The same against ptxas, which sees through an empty asm, for the price of an instruction: threadIdx.y is 0, but it does not know.
+template <int N>
+LIGER_DEVICE void forget_at_all_costs(uint32_t (&words)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) words[i] ^= threadIdx.y;
+}
+template <int N>
+LIGER_DEVICE void forget_at_all_costs(uint16_t (&words)[N]) {}
 
 template <int Bytes>
 LIGER_DEVICE void streaming_load(void* to, const void* from) {
   if constexpr (Bytes == 16) *static_cast<uint4*>(to) = __ldcs(static_cast<const uint4*>(from));
   else if constexpr (Bytes == 8) *static_cast<uint2*>(to) = __ldcs(static_cast<const uint2*>(from));
   else *static_cast<unsigned*>(to) = __ldcs(static_cast<const unsigned*>(from));
+}
+template <int Bytes>
+LIGER_DEVICE void constant_load(void* to, const void* from) {
+  if constexpr (Bytes == 16) *static_cast<uint4*>(to) = __ldg(static_cast<const uint4*>(from));
+  else if constexpr (Bytes == 8) *static_cast<uint2*>(to) = __ldg(static_cast<const uint2*>(from));
+  else *static_cast<unsigned*>(to) = __ldg(static_cast<const unsigned*>(from));
 }
 template <int Bytes>
 LIGER_DEVICE void streaming_store(void* to, const void* from) {
@@ -109,9 +177,13 @@ void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream
     if (const auto code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem))
       throw_launch_error(code, "setting shared memory");
   }
-  if (const auto code = cudaLaunchKernel(function, dim3(plan.grid), dim3(plan.block), parameters, plan.smem,
-                                         static_cast<cudaStream_t>(stream.handle)))
-    throw_launch_error(code, "launching a kernel");
+  cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.block), size_t(plan.smem), static_cast<cudaStream_t>(stream.handle)};
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {unsigned(plan.cluster), 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = plan.cluster > 1;
+  if (const auto code = cudaLaunchKernelExC(&config, function, parameters)) throw_launch_error(code, "launching a kernel");
 }
 
 }  // namespace liger::gpu

@@ -32,15 +32,22 @@ LIGER_DEVICE constexpr int warp_width() { return 64; }
 #else
 LIGER_DEVICE constexpr int warp_width() { return 32; }
 #endif
-LIGER_DEVICE int lane_id() { return thread_id() % warp_width(); }
-LIGER_DEVICE int warp_id() { return thread_id() / warp_width(); }
+LIGER_DEVICE int lane_id() { return int(threadIdx.x % unsigned(warp_width())); }
+LIGER_DEVICE int warp_id() { return int(threadIdx.x / unsigned(warp_width())); }
 LIGER_DEVICE void block_barrier() { __syncthreads(); }
+// No clusters: every block is one of its own.
+LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
+LIGER_DEVICE constexpr int cluster_rank() { return 0; }
+// The position of the highest set bit of v > 0.
+LIGER_DEVICE int log2_of(int v) { return 31 - __builtin_clz(unsigned(v)); }
 LIGER_DEVICE void warp_barrier() { __builtin_amdgcn_wave_barrier(); }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor(v, mask, warp_width()); }
 LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor(v, mask, warp_width()); }
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // One instruction, 1 ulp; results below the normal range become 0.
 LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
+// 1 / sqrt(v), 1 ulp.
+LIGER_DEVICE float fast_rsqrt(float v) { return __builtin_amdgcn_rsqf(v); }
 template <class T>
 LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
 
@@ -55,6 +62,8 @@ LIGER_DEVICE void forget(uint32_t (&words)[N]) {
 }
 template <int N>
 LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
+template <class Words>
+LIGER_DEVICE void forget_at_all_costs(Words& words) { forget(words); }
 
 // Vectors of the compiler's own, since its non-temporal builtins take no structs.
 template <int Bytes> struct NativeWord { using type = uint32_t; };
@@ -64,6 +73,11 @@ template <int Bytes>
 LIGER_DEVICE void streaming_load(void* to, const void* from) {
   using W = typename NativeWord<Bytes>::type;
   *static_cast<W*>(to) = __builtin_nontemporal_load(static_cast<const W*>(from));
+}
+template <int Bytes>
+LIGER_DEVICE void constant_load(void* to, const void* from) {
+  using W = typename NativeWord<Bytes>::type;
+  *static_cast<W*>(to) = *static_cast<const W*>(from);
 }
 template <int Bytes>
 LIGER_DEVICE void streaming_store(void* to, const void* from) {

@@ -73,6 +73,30 @@ inline void allocate_mapped(size_t bytes, void** host, void** device) {
 inline void check(cudaError_t code, const char* what) {
   if (code != cudaSuccess) throw_launch_error(code, what);
 }
+inline void clear_last_error() { cudaGetLastError(); }
+// A kernel whose blocks need a multiprocessor each, for counting.
+struct Idle {
+  struct Args {};
+  static constexpr int max_threads = 32;
+  static LIGER_DEVICE void run(const Args&) {}
+};
+inline void count_clusters(launch::DeviceProfile& profile) {
+  if (profile.arch < 90) return;
+  const void* function = reinterpret_cast<const void*>(&entry<Idle>);
+  if (cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, profile.shared_per_block_optin)) return clear_last_error();
+  for (int i = 0; i < 4; ++i) {
+    cudaLaunchConfig_t config{dim3(1 << i), dim3(32), size_t(profile.shared_per_block_optin)};
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {1u << i, 1, 1};
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    if (cudaOccupancyMaxActiveClusters(&profile.resident_clusters[i], function, &config)) {
+      profile.resident_clusters[i] = 0;
+      clear_last_error();
+    }
+  }
+}
 inline launch::DeviceProfile read_profile(int device) {
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, device), "reading a device's properties");
@@ -90,7 +114,8 @@ inline launch::DeviceProfile read_profile(int device) {
   profile.l2_bytes = properties.l2CacheSize;
   profile.memory_bytes = int64_t(properties.totalGlobalMem);
   profile.native_bf16 = profile.arch >= 80;
-  profile.clusters = profile.bulk_copies = profile.arch >= 90;
+  profile.bulk_copies = profile.arch >= 90;
+  count_clusters(profile);
   return profile;
 }
 inline int current_device() {
@@ -98,7 +123,6 @@ inline int current_device() {
   check(cudaGetDevice(&device), "asking for the current device");
   return device;
 }
-inline void clear_last_error() { cudaGetLastError(); }
 inline const char* error_text(int code) { return cudaGetErrorString(cudaError_t(code)); }
 inline bool is_missing_code(int code) {
   return code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion;

@@ -12,14 +12,17 @@ namespace liger::gpu {
 namespace {
 
 template <class T, int VEC>
-struct RopeKernel {  // two blocks of 61 KB of loads on a multiprocessor
+struct RopeKernel {
+  // Two blocks of 61 KB of loads on a multiprocessor: fewer heads in flight for more threads were measured to be slower.
   static constexpr int max_threads = 256, min_blocks = 2, heads_in_flight = 4;
   struct Args {
     Rope rope;
     int lanes, q_slots, k_slots;  // of a position's threads: side by side in a head; heads at a time
   };
-  struct Rotation {  // out = x * direct + pair * crossed, for the lower and the upper vector
-    float direct[2][VEC], crossed[2][VEC];
+  // out = x * cos + pair * sin, for the lower and the upper vector, with the sine's sign in it.
+  template <class Table>
+  struct Rotation {
+    Packed<Table, VEC> cos[2], sin[2];
   };
 
   static LIGER_DEVICE void run(const Args& args) {
@@ -29,82 +32,90 @@ struct RopeKernel {  // two blocks of 61 KB of loads on a multiprocessor
     const int64_t position = block_id() * positions + in_block;
     if (in_block >= positions || position >= a.batch * a.seq) return;  // no collective follows
     const int64_t batch = quotient(position, a.seq), seq = position - batch * a.seq;
-    const int64_t half = a.rotary_dim / 2, rotating = half / VEC, places = rotating + (a.head_dim - a.rotary_dim) / VEC;
     const int slot = within / args.lanes;
-    for (int64_t place = within - slot * args.lanes; place < places; place += args.lanes) {
-      const bool rotates = place < rotating;
-      const int64_t low = rotates ? place * VEC : a.rotary_dim + (place - rotating) * VEC;
-      const bool of_q = slot < args.q_slots;
-      const RopeHeads& heads = of_q ? a.q : a.k;
-      const int step = of_q ? args.q_slots : args.k_slots;
-      int64_t head = of_q ? slot : slot - args.q_slots;
-      const T* const in = static_cast<const T*>(heads.in) + (batch * heads.in_batch + seq * heads.in_seq + low);
-      T* const out = static_cast<T*>(heads.out) + (batch * heads.out_batch + seq * heads.out_seq + low);
-      // The first heads' loads are on their way before cos and sin are waited for.
-      Loaded x;
-      x.load(heads, in, rotates ? half : 0, head, step);
-      Rotation r;
-      load_rotation(r, a, rotates, batch, seq, low, low + half);
-      while (head < heads.heads) {
-        rotate(r, x, heads, out, rotates ? half : 0, head, step);
-        head += int64_t{step} * heads_in_flight;
-        x.load(heads, in, rotates ? half : 0, head, step);
+    const bool of_q = slot < args.q_slots;
+    const RopeHeads& heads = of_q ? a.q : a.k;
+    const int step = of_q ? args.q_slots : args.k_slots, first = of_q ? slot : slot - args.q_slots;
+    // From here on this thread's heads: `step` apart.
+    const int count = (int(heads.heads) - first + step - 1) / step;
+    const int64_t in_step = step * heads.in_head, out_step = step * heads.out_head;
+    const T* const in = static_cast<const T*>(heads.in) + (batch * heads.in_batch + seq * heads.in_seq + first * heads.in_head);
+    T* const out = static_cast<T*>(heads.out) + (batch * heads.out_batch + seq * heads.out_seq + first * heads.out_head);
+    const int64_t cos = batch * a.cos_batch + seq * a.cos_seq, sin = batch * a.sin_batch + seq * a.sin_seq;
+    const int half = int(a.rotary_dim / 2), rotating = half / VEC, places = rotating + int(a.head_dim - a.rotary_dim) / VEC;
+    with_dtype(a.table_dtype, [&](auto tag) {
+      using Table = std::remove_cvref_t<decltype(tag)>;
+      for (int place = within - slot * args.lanes; place < places; place += args.lanes) {
+        const bool rotates = place < rotating;
+        const int low = rotates ? place * VEC : 2 * half + (place - rotating) * VEC, pair = rotates ? half : 0;
+        // The first heads' loads are on their way before cos and sin are waited for.
+        Loaded x;
+        x.load(opaque(in + low), pair, in_step, count);
+        Rotation<Table> r;
+        if (rotates) load_rotation(r, a, cos, sin, low, low + half);
+        else keep(r);
+        for (int done = 0; done < count; done += heads_in_flight) {
+          rotate(r, x, opaque(out + done * out_step + low), pair, out_step, count - done);
+          const int next = done + heads_in_flight;
+          if (next < count) x.load(opaque(in + next * in_step + low), pair, in_step, count - next);
+        }
       }
-    }
+    });
   }
 
  private:
-  LIGER_DEVICE static void load_rotation(Rotation& r, const Rope& a, bool rotates, int64_t batch, int64_t seq, int64_t low,
-                                         int64_t high) {
+  // Forward: low * cos[low] - high * sin[low], high * cos[high] + low * sin[high]; the transpose swaps the two sines and their signs.
+  template <class Table>
+  LIGER_DEVICE static void load_rotation(Rotation<Table>& r, const Rope& a, int64_t cos, int64_t sin, int low, int high) {
+    const Table *cosines = static_cast<const Table*>(a.cos) + cos, *sines = static_cast<const Table*>(a.sin) + sin;
+    load<Hint::constant>(r.cos[0], cosines + low);
+    load<Hint::constant>(r.cos[1], cosines + high);
+    load<Hint::constant>(r.sin[0], sines + (a.transpose ? high : low));
+    load<Hint::constant>(r.sin[1], sines + (a.transpose ? low : high));
+    if (a.transpose) r.sin[1].negate();
+    else r.sin[0].negate();
+  }
+  // x * 1 + 0 * -0 is x, of either sign.
+  template <class Table>
+  LIGER_DEVICE static void keep(Rotation<Table>& r) {
+    float one[VEC], zero[VEC];
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-      r.direct[0][i] = r.direct[1][i] = 1;
-      r.crossed[0][i] = r.crossed[1][i] = -0.0f;  // x + 0 * -0 is x, of either sign
-    }
-    if (!rotates) return;
-    const int64_t cos = batch * a.cos_batch + seq * a.cos_seq, sin = batch * a.sin_batch + seq * a.sin_seq;
-    load_any(r.direct[0], a.cos, a.table_dtype, cos + low);
-    load_any(r.direct[1], a.cos, a.table_dtype, cos + high);
-    // Forward: low - high * sin[low], high + low * sin[high]. The transpose swaps the two sines and their signs.
-    load_any(r.crossed[0], a.sin, a.table_dtype, sin + (a.transpose ? high : low));
-    load_any(r.crossed[1], a.sin, a.table_dtype, sin + (a.transpose ? low : high));
-    const float sign = a.transpose ? 1 : -1;
+    for (int i = 0; i < VEC; ++i) one[i] = 1, zero[i] = -0.0f;
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-      r.crossed[0][i] *= sign;
-      r.crossed[1][i] *= -sign;
+    for (int side = 0; side < 2; ++side) {
+      r.cos[side].set(one);
+      r.sin[side].set(zero);
     }
   }
-  // `half`: the distance of a pair's vectors, 0 where there is no pair.
+  // `pair`: the distance of a pair's vectors, 0 where there is no pair.
   struct Loaded {
     Packed<T, VEC> low[heads_in_flight], high[heads_in_flight];
-    LIGER_DEVICE void load(const RopeHeads& heads, const T* in, int64_t half, int64_t first, int step) {
+    LIGER_DEVICE void load(const T* from, int pair, int64_t step, int count) {
 #pragma unroll
       for (int h = 0; h < heads_in_flight; ++h) {
         high[h] = {};
-        if (first + h * step >= heads.heads) continue;
-        const T* from = in + (first + h * step) * heads.in_head;
-        gpu::load<Hint::stream>(low[h], from);
-        if (half) gpu::load<Hint::stream>(high[h], from + half);
+        if (h >= count) continue;
+        gpu::load<Hint::stream>(low[h], from + h * step);
+        if (pair) gpu::load<Hint::stream>(high[h], from + h * step + pair);
       }
     }
   };
-  LIGER_DEVICE static void rotate(const Rotation& r, Loaded& x, const RopeHeads& heads, T* out, int64_t half, int64_t first, int step) {
+  template <class Table>
+  LIGER_DEVICE static void rotate(const Rotation<Table>& r, Loaded& x, T* to, int pair, int64_t step, int count) {
 #pragma unroll
     for (int h = 0; h < heads_in_flight; ++h) {
-      if (first + h * step >= heads.heads) continue;
+      if (h >= count) continue;
       float lower[VEC], upper[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
-        lower[i] = x.low[h][i] * r.direct[0][i] + x.high[h][i] * r.crossed[0][i];
-        upper[i] = x.high[h][i] * r.direct[1][i] + x.low[h][i] * r.crossed[1][i];
+        lower[i] = x.low[h][i] * r.cos[0][i] + x.high[h][i] * r.sin[0][i];
+        upper[i] = x.high[h][i] * r.cos[1][i] + x.low[h][i] * r.sin[1][i];
       }
-      T* to = out + (first + h * step) * heads.out_head;
       x.low[h].set(lower);
-      store<Hint::stream>(to, x.low[h]);
-      if (!half) continue;
+      store<Hint::stream>(to + h * step, x.low[h]);
+      if (!pair) continue;
       x.high[h].set(upper);
-      store<Hint::stream>(to + half, x.high[h]);
+      store<Hint::stream>(to + h * step + pair, x.high[h]);
     }
   }
 };

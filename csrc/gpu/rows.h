@@ -4,62 +4,123 @@
 
 namespace liger::gpu {
 
-// The threads that share one row: a power of two; part of a warp, one warp, or several whole warps of the block. Within a warp
-// shuffles are enough; across warps each reduction is one exchange through shared memory with one barrier: two buffers used in
-// turn make the second barrier needless, because a thread can only reach a buffer again after the other one's barrier.
+// The threads that share one row: a power of two; part of a warp, one warp, several whole warps of the block, or all blocks of a
+// cluster. Within a warp shuffles are enough; across warps each reduction is one exchange of the warps' values, with one barrier, or
+// by messages that each warp sends to all blocks of the cluster. Two buffers used in turn make a second barrier needless, because a
+// thread can only reach a buffer again after all others have passed the exchange between, and so have read it.
 struct RowGroup {
   int threads_per_row, index, group, groups, turn = 0;  // index: of this thread in its row; group: which of the block's rows
-  // Dynamic shared memory that reductions of up to N values take: two buffers of one float per warp, 32 warps at most.
-  template <int N = 1> static constexpr int shared_bytes() { return 2 * N * 32 * int(sizeof(float)); }
+  bool entering = false;                                // the cluster's other blocks may not have started yet
+  // Dynamic shared memory that reductions of up to N values take: two buffers of one float per warp of the block, or of the row,
+  // behind two inboxes.
+  static constexpr int inbox_bytes = 2 * int(sizeof(Inbox));
+  template <int N = 1> static constexpr int shared_bytes(int cluster = 1) { return inbox_bytes + 2 * N * 32 * cluster * int(sizeof(float)); }
 
-  LIGER_DEVICE explicit RowGroup(int threads)
-      : threads_per_row(threads), index(thread_id() & (threads - 1)), group(thread_id() / threads), groups(block_threads() / threads) {}
-  // All of a block whose size the compiler knows.
+  LIGER_DEVICE explicit RowGroup(int threads) : threads_per_row(threads) {
+    const int shift = log2_of(threads);
+    index = thread_id() & (threads - 1);
+    group = thread_id() >> shift;
+    groups = block_threads() >> shift;
+    if (cluster_blocks() > 1) use_cluster();
+  }
+  // All of a block, or of a cluster of blocks, whose size the compiler knows.
   template <int Threads>
   LIGER_DEVICE static RowGroup whole_block() {
-    RowGroup all(Threads);
+    RowGroup all;
+    all.threads_per_row = Threads;
+    all.index = thread_id();
     all.group = 0;
     all.groups = 1;
+    if (cluster_blocks() > 1) all.use_cluster();
     return all;
   }
   LIGER_DEVICE int rows_per_block() const { return groups; }
+  // What the threads of a row are one of: a block, or a cluster.
+  LIGER_DEVICE static int64_t team() { return cluster_blocks() == 1 ? block_id() : quotient(block_id(), cluster_blocks()); }
+  LIGER_DEVICE static int64_t teams() { return cluster_blocks() == 1 ? grid_blocks() : quotient(grid_blocks(), cluster_blocks()); }
+  LIGER_DEVICE int64_t first_row() const { return team() * groups + group; }
 
-  // Reduces N values at once by `combine(a, b)`, which commutes; all threads of the block call it together, all get the same
-  // bits. Reductions of one kernel must not mix different N: their buffers would overlap.
+  // Reduces N values at once by `combine(a, b)`: a becomes what a and b are together, of either order the same. All threads of the
+  // block, or cluster, call it together, all get the same bits. Reductions of one kernel must not mix different N: their buffers
+  // would overlap.
   template <int N, class F>
   LIGER_DEVICE void reduce(float (&v)[N], F combine) {
-    butterfly(v, threads_per_row < warp_width() ? threads_per_row : warp_width(), combine);
+    butterfly(v, threads_per_row, combine);
     if (threads_per_row <= warp_width()) return;
-    Shared<float> buffer = shared<float>(turn * N * 32 * int(sizeof(float)));
-    turn ^= 1;
-    if (lane_id() == 0)
+    const int warps = threads_per_row / warp_width(), cluster = cluster_blocks(), pitch = 32 * cluster, buffer_index = turn & 1;
+    const Shared<float> buffer = shared<float>(inbox_bytes + buffer_index * N * pitch * int(sizeof(float)));
+    int mine = lane_id() & (warps - 1);
+    if (cluster == 1) {
+      if (lane_id() == 0)
 #pragma unroll
-      for (int i = 0; i < N; ++i) buffer[i * 32 + warp_id()] = v[i];
-    block_barrier();
-    const int warps = threads_per_row / warp_width(), mine = group * warps + (lane_id() & (warps - 1));
+        for (int i = 0; i < N; ++i) buffer[i * pitch + warp_id()] = v[i];
+      block_barrier();
+      mine += group * warps;
+    } else {
+      const Shared<Inbox> inbox = shared<Inbox>(0) + buffer_index;
+      if (entering) cluster_wait();
+      entering = false;
+      if (thread_id() == 0) expect_bytes(inbox, warps * N * int(sizeof(float)));
+      if (lane_id() < cluster)
 #pragma unroll
-    for (int i = 0; i < N; ++i) v[i] = buffer[i * 32 + mine];
+        for (int i = 0; i < N; ++i) send(&buffer[i * pitch + index / warp_width()], inbox, lane_id(), v[i]);
+      wait_for_round(inbox, turn / 2 & 1);
+    }
+    ++turn;
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = buffer[i * pitch + mine];
+    for (int more = mine + warp_width(); more < warps; more += warp_width()) {
+      float other[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) other[i] = buffer[i * pitch + more];
+      combine(v, other);
+    }
     butterfly(v, warps, combine);
   }
   template <int N>
-  LIGER_DEVICE void sum(float (&v)[N]) { reduce(v, [](float a, float b) { return a + b; }); }
+  LIGER_DEVICE void sum(float (&v)[N]) {
+    reduce(v, [](float(&a)[N], const float(&b)[N]) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) a[i] += b[i];
+    });
+  }
   LIGER_DEVICE float sum(float v) {
     float one[1] = {v};
     sum(one);
     return one[0];
   }
+  // A NaN may be dropped.
   LIGER_DEVICE float max(float v) {
     float one[1] = {v};
-    reduce(one, [](float a, float b) { return max_nan(a, b); });
+    reduce(one, [](float(&a)[1], const float(&b)[1]) { a[0] = fmaxf(a[0], b[0]); });
     return one[0];
   }
 
  private:
+  RowGroup() = default;
+  LIGER_DEVICE void use_cluster() {
+    threads_per_row = block_threads() * cluster_blocks();
+    index = cluster_rank() * block_threads() + thread_id();
+    group = 0;
+    groups = 1;
+    entering = true;
+    if (thread_id() == 0) {
+      open_inbox(shared<Inbox>(0));
+      open_inbox(shared<Inbox>(0) + 1);
+    }
+    cluster_arrive();
+  }
+  // Over the lanes of a warp, or over groups of `width` of them.
   template <int N, class F>
   LIGER_DEVICE static void butterfly(float (&v)[N], int width, F combine) {
-    for (int mask = width / 2; mask > 0; mask /= 2)
 #pragma unroll
-      for (int i = 0; i < N; ++i) v[i] = combine(v[i], shfl_xor(v[i], mask));
+    for (int mask = warp_width() / 2; mask > 0; mask /= 2) {
+      if (mask >= width) continue;
+      float other[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) other[i] = shfl_xor(v[i], mask);
+      combine(v, other);
+    }
   }
 };
 
@@ -84,7 +145,7 @@ struct Columns {
   // All K loads are issued before the first use.
   template <Hint H = Hint::keep, class T>
   LIGER_DEVICE void load(Packed<T, VEC> (&out)[K], const void* data, int64_t row_offset = 0) const {
-    const T* from = static_cast<const T*>(data) + (row_offset + first);
+    const T* from = opaque(static_cast<const T*>(data) + (row_offset + first));
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       out[k] = {};
@@ -104,7 +165,7 @@ struct Columns {
   }
   template <Hint H = Hint::keep, class T>
   LIGER_DEVICE void store(const Packed<T, VEC> (&in)[K], void* data, int64_t row_offset = 0) const {
-    T* to = static_cast<T*>(data) + (row_offset + first);
+    T* to = opaque(static_cast<T*>(data) + (row_offset + first));
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (has(k)) gpu::store<H>(to + k * step, in[k]);

@@ -1,8 +1,9 @@
 // Softmax over rows, bound by memory: a row is read once and written once where the threads of a block can hold it (32 columns of
-// a 16-bit type each). Longer rows are read twice: each thread keeps a running maximum and the sum of exponentials relative to
-// it, the threads' pairs are merged, then the row is read again. The backward has the same two paths around sum(dy * y).
+// a 16-bit type each), or those of a cluster of blocks. Longer rows are read twice: each thread keeps a running maximum and the sum
+// of exponentials relative to it, the threads' pairs are merged, then the row is read again. The backward has the same two paths
+// around sum(dy * y).
 //
-// Maxima propagate NaN; a row of -inf, or one with +inf, gives NaN, as in PyTorch.
+// Maxima drop NaN, which reaches all results by way of the sum; a row of -inf, or one with +inf, gives NaN, as in PyTorch.
 #include "kernels/softmax.h"
 
 #include "gpu/device.h"
@@ -43,11 +44,36 @@ LIGER_DEVICE void write(const Columns<VEC, K>& columns, const MutableRows& out, 
     store<Hint::stream>(static_cast<T*>(out.data) + (row * out.stride + columns.first + k * columns.step), packed);
   }
 }
+// A maximum and the sum of exponentials relative to it. Relative to 0 where there is no maximum yet: -inf - -inf is no number.
+struct Exponentials {
+  float max = nothing, sum = 0;
+  LIGER_DEVICE float base() const { return max == nothing ? 0 : max; }
+};
+
+// exp(v) for v <= 0: as exactly as T can tell.
+template <class T>
+LIGER_DEVICE float exp_as(float v) {
+  if constexpr (std::is_same_v<T, float>) return expf(v);
+  else return fast_exp2(v * 1.4426950408889634f);
+}
+
 template <class T, int VEC, int K>
 LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
   float max = nothing;
-  for_each<T>(columns, [&](int k, int i) { max = max_nan(max, x[k][i]); });
+  for_each<T>(columns, [&](int k, int i) { max = fmaxf(max, x[k][i]); });
   return max;
+}
+
+// The whole row's, from each of its threads'.
+template <class T>
+LIGER_DEVICE Exponentials merged(RowGroup& group, const Exponentials& own) {
+  float pair[2] = {own.max, own.sum};
+  group.reduce(pair, [](float(&a)[2], const float(&b)[2]) {
+    const float smaller = exp_as<T>(a[0] == b[0] ? 0 : -fabsf(a[0] - b[0]));
+    a[1] = a[0] >= b[0] ? a[1] + b[1] * smaller : a[1] * smaller + b[1];
+    a[0] = fmaxf(a[0], b[0]);
+  });
+  return {pair[0], pair[1]};
 }
 
 template <class T, int VEC, int K>
@@ -56,14 +82,25 @@ struct SoftmaxRegisters {
   static constexpr int max_threads = 1024;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
-    const int64_t row = block_id() * group.rows_per_block() + group.group;
+    const int64_t row = group.first_row();
     const Columns<VEC, K> columns(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
     Packed<T, VEC> x[K];
     columns.template load<Hint::stream>(x, a.first.data, row * a.first.stride);
-    const float max = group.max(max_of(columns, x));
-    float e[K][VEC], sum = 0;
-    for_each<T>(columns, [&](int k, int i) { sum += e[k][i] = expf(x[k][i] - max); });
-    const float scale = 1.0f / group.sum(sum);
+    // Relative to this thread's own maximum, so that the row needs only one exchange.
+    Exponentials own{max_of(columns, x)};
+    if constexpr (K > 4) {  // no registers for the exponentials
+      for_each<T>(columns, [&](int k, int i) { own.sum += exp_as<T>(x[k][i] - own.base()); });
+      const Exponentials row_wide = merged<T>(group, own);
+      const float scale = 1 / row_wide.sum;
+#pragma unroll
+      for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
+      write<T>(columns, a.out, row, [&](int k, int i) { return exp_as<T>(x[k][i] - row_wide.max) * scale; });
+      return;
+    }
+    float e[K][VEC];
+    for_each<T>(columns, [&](int k, int i) { own.sum += e[k][i] = exp_as<T>(x[k][i] - own.base()); });
+    const Exponentials row_wide = merged<T>(group, own);
+    const float scale = (own.max == nothing ? 0 : exp_as<T>(own.max - row_wide.max)) / row_wide.sum;  // -inf everywhere: 0 / 0
     write<T>(columns, a.out, row, [&](int k, int i) { return e[k][i] * scale; });
   }
 };
@@ -77,22 +114,21 @@ struct SoftmaxReread {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
     Packed<T, VEC> x[K];
-    float max = nothing, sum = 0;
+    Exponentials own;
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
       columns.load(x, a.first.data, row * a.first.stride);
-      const float higher = max_nan(max, max_of(columns, x));
-      if (higher == nothing) continue;  // exp(-inf - -inf) is no number
-      sum *= expf(max - higher);
-      max = higher;
-      for_each<T>(columns, [&](int k, int i) { sum += expf(x[k][i] - max); });
+      const float before = own.max;
+      own.max = fmaxf(own.max, max_of(columns, x));
+      if (before != nothing) own.sum *= exp_as<T>(before - own.max);
+      for_each<T>(columns, [&](int k, int i) { own.sum += exp_as<T>(x[k][i] - own.base()); });
     }
-    const float row_max = group.max(max);
-    const float scale = 1.0f / group.sum(max == nothing ? 0 : sum * expf(max - row_max));
+    const Exponentials row_wide = merged<T>(group, own);
+    const float row_max = row_wide.max, scale = 1.0f / row_wide.sum;
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
       columns.load(x, a.first.data, row * a.first.stride);
-      write<T>(columns, a.out, row, [&](int k, int i) { return expf(x[k][i] - row_max) * scale; });
+      write<T>(columns, a.out, row, [&](int k, int i) { return exp_as<T>(x[k][i] - row_max) * scale; });
     }
   }
 };
@@ -113,7 +149,7 @@ struct SoftmaxBackwardRegisters {
   static constexpr int max_threads = 1024;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
-    const int64_t row = block_id() * group.rows_per_block() + group.group;
+    const int64_t row = group.first_row();
     const Columns<VEC, K> columns(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
     Packed<T, VEC> dy[K], y[K];
     columns.template load<Hint::stream>(dy, a.first.data, row * a.first.stride);
@@ -148,7 +184,8 @@ struct SoftmaxBackwardReread {
   }
 };
 
-template <template <class, int, int> class Registers, template <class, int> class Reread>
+// MaxK: vectors a thread's registers hold, of all inputs.
+template <template <class, int, int> class Registers, template <class, int> class Reread, int MaxK>
 void start(SoftmaxArgs a, Stream stream) {
   if (a.rows == 0 || a.cols == 0) return;
   const bool wide = aligned(a.first, a.cols) && aligned(a.second, a.cols) && aligned(a.out, a.cols);
@@ -156,13 +193,15 @@ void start(SoftmaxArgs a, Stream stream) {
     using T = std::remove_cvref_t<decltype(tag)>;
     const auto with_vec = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
-      launch::LaunchPlan plan = launch::plan_row_forward(device_profile(stream.device), a.rows, a.cols, VEC);
-      plan.smem = RowGroup::shared_bytes();
+      launch::LaunchPlan plan = launch::plan_row_forward(device_profile(stream.device), a.rows, a.cols, VEC, VEC == 1 ? 4 : MaxK);
+      plan.smem = RowGroup::shared_bytes<2>(plan.cluster);
       a.threads_per_row = plan.threads_per_row;
       if (plan.path == launch::Path::reread) return launch<Reread<T, VEC>>(plan, a, stream);
       if constexpr (VEC > 1) {  // single elements come in one size: four a thread
         if (plan.k == 1) return launch<Registers<T, VEC, 1>>(plan, a, stream);
         if (plan.k == 2) return launch<Registers<T, VEC, 2>>(plan, a, stream);
+        if constexpr (MaxK == 8)
+          if (plan.k == 8) return launch<Registers<T, VEC, 8>>(plan, a, stream);
       }
       launch<Registers<T, VEC, 4>>(plan, a, stream);
     };
@@ -174,10 +213,10 @@ void start(SoftmaxArgs a, Stream stream) {
 }  // namespace
 
 void softmax_forward(const SoftmaxForward& a, Stream stream) {
-  start<SoftmaxRegisters, SoftmaxReread>({a.rows, a.cols, a.x, {}, a.y}, stream);
+  start<SoftmaxRegisters, SoftmaxReread, 8>({a.rows, a.cols, a.x, {}, a.y}, stream);
 }
 void softmax_backward(const SoftmaxBackward& a, Stream stream) {
-  start<SoftmaxBackwardRegisters, SoftmaxBackwardReread>({a.rows, a.cols, a.dy, a.y, a.dx}, stream);
+  start<SoftmaxBackwardRegisters, SoftmaxBackwardReread, 4>({a.rows, a.cols, a.dy, a.y, a.dx}, stream);
 }
 
 }  // namespace liger::gpu

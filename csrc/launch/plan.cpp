@@ -12,6 +12,24 @@ int grid_of(int64_t blocks) {
   return static_cast<int>(std::max<int64_t>(1, blocks));
 }
 
+int resident_clusters(const DeviceProfile& device, int64_t cluster) {
+  for (int i = 0; i < 4; ++i)
+    if (cluster == 1 << i) return device.resident_clusters[i];
+  return 0;
+}
+constexpr int norm_cluster_block = 512;
+
+// The plan for rows of one cluster each.
+LaunchPlan clustered(LaunchPlan plan, int64_t rows, int cluster, int block, int k) {
+  plan.path = Path::regs;
+  plan.cluster = cluster;
+  plan.block = block;
+  plan.threads_per_row = cluster * block;
+  plan.k = k;
+  plan.grid = grid_of(std::max<int64_t>(1, rows) * cluster);
+  return plan;
+}
+
 }  // namespace
 
 LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, const RowTiling& tiling) {
@@ -35,17 +53,17 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   return plan;
 }
 
-LaunchPlan plan_persistent_rows(const DeviceProfile& device, int64_t rows, int64_t cols, const RowTiling& tiling,
-                                int blocks_per_multiprocessor) {
-  LaunchPlan plan = plan_row(device, rows, cols, tiling);
-  plan.grid = std::min(plan.grid, device.multiprocessors * blocks_per_multiprocessor);
-  plan.partial_rows = plan.grid * (plan.block / plan.threads_per_row);
-  return plan;
-}
-
-LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k) {
+  // 64 KB of a row to a block, and two blocks on a multiprocessor: one loads while the other one computes.
+  constexpr int block = 512;
   // Few rows: more threads for each, since the device is not full.
-  return plan_row(device, rows, cols, {.vec = vec, .prefer_k = rows < 2 * device.multiprocessors ? 1 : 4});
+  const bool few = rows < 2 * device.multiprocessors;
+  const LaunchPlan plan =
+      plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = few ? 1024 : block, .prefer_k = few ? 1 : 4});
+  if (plan.path == Path::regs) return plan;
+  const int64_t cluster = next_pow2(ceil_div(cols, int64_t{block} * max_k * vec));
+  if (vec > 1 && resident_clusters(device, cluster) > 0) return clustered(plan, rows, int(cluster), block, max_k);
+  return plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k});
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
@@ -62,11 +80,14 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
 LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block) {
   const int k = norm_backward_k(vec);
   LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = k, .max_block = max_block, .min_block = 256, .prefer_k = k});
+  const int64_t cluster = next_pow2(ceil_div(cols, int64_t{norm_cluster_block} * k * vec));
+  if (vec > 1 && cluster > 1 && resident_clusters(device, cluster) > 0) plan = clustered(plan, rows, int(cluster), norm_cluster_block, k);
   // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
   // number of rows take no longer and leave fewer partial rows.
-  const int64_t resident = int64_t{device.multiprocessors} * (plan.block <= 256 ? 2 : 1);
-  plan.grid = grid_of(ceil_div(plan.grid, ceil_div(plan.grid, resident)));
-  plan.partial_rows = plan.grid;
+  const int64_t resident = plan.cluster > 1 ? resident_clusters(device, plan.cluster) : int64_t{device.multiprocessors} * (plan.block <= 256 ? 2 : 1);
+  const int64_t teams = plan.grid / plan.cluster;
+  plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
+  plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
   return plan;
 }
 
@@ -110,15 +131,21 @@ LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t col
 RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread) {
   RopePlan plan;
   plan.launch.warp = device.warp;
-  plan.launch.block = 256;
+  constexpr int max_block = 256;
   plan.lanes = static_cast<int>(std::clamp<int64_t>(places, 1, 64));
   // Slots in proportion to the heads; a slot has no fewer than heads_per_thread heads, more where the block would not hold them.
-  const int64_t room = plan.launch.block / plan.lanes, heads = std::max<int64_t>(1, q_heads + k_heads);
+  const int64_t room = max_block / plan.lanes, heads = std::max<int64_t>(1, q_heads + k_heads);
   const int64_t each = std::max<int64_t>(heads_per_thread, ceil_div(heads, room - 1));
   plan.q_slots = static_cast<int>(ceil_div(q_heads, each));
   plan.k_slots = static_cast<int>(ceil_div(k_heads, each));
   plan.launch.threads_per_row = plan.lanes * (plan.q_slots + plan.k_slots);
-  plan.launch.grid = grid_of(ceil_div(positions, plan.launch.block / plan.launch.threads_per_row));
+  // As many positions to a block as leave the fewest threads idle.
+  const auto block_of = [&](int64_t count) { return round_up(count * plan.launch.threads_per_row, device.warp); };
+  int64_t best = 1;
+  for (int64_t count = 2; block_of(count) <= max_block; ++count)
+    if (block_of(count) * best <= block_of(best) * count) best = count;
+  plan.launch.block = static_cast<int>(block_of(best));
+  plan.launch.grid = grid_of(ceil_div(positions, best));
   return plan;
 }
 

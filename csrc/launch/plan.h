@@ -22,9 +22,10 @@ struct LaunchPlan {
   Path path = Path::regs;
   int vec = 1;              // elements of one access: 16 bytes' worth, or 1 where rows are not aligned
   int k = 1;                // vectors a thread holds (regs) or has in flight (reread)
-  int threads_per_row = 32; // a power of two; within a warp, or whole warps of one block
+  int threads_per_row = 32; // a power of two; within a warp, whole warps of one block, or all of a cluster
   int block = 32;           // threads; block / threads_per_row rows at a time
-  int grid = 1;
+  int grid = 1;             // blocks, a multiple of cluster
+  int cluster = 1;          // blocks that share a row
   int smem = 0;             // dynamic shared memory, bytes
   int warp = 32;
   int partial_rows = 0;     // of fp32 partial sums that a second kernel adds up (column sums: dweight, dbias)
@@ -40,12 +41,9 @@ struct RowTiling {
 };
 LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&);
 
-// The same with a persistent grid of about `blocks_per_multiprocessor` blocks: each block walks over rows and keeps one fp32
-// partial row of every column sum; partial_rows is the number of such rows.
-LaunchPlan plan_persistent_rows(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&, int blocks_per_multiprocessor);
-
-// The forward of the norms and softmax: a row in registers where 4 vectors a thread hold it, else one block a row that reads twice.
-LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
+// Kernels that keep a row in registers where max_k vectors a thread of a block, or of a cluster of blocks, hold it (the forward of
+// the norms, softmax); longer rows: one block a row that reads twice.
+LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k);
 // One block a row, however long.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 

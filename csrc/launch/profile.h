@@ -18,7 +18,10 @@ struct DeviceProfile {
   int shared_per_block_optin = 49152;
   int shared_per_multiprocessor = 65536;
   int64_t l2_bytes = 0, memory_bytes = 0;
-  bool native_bf16 = true, clusters = false, bulk_copies = false;
+  bool native_bf16 = true, bulk_copies = false;
+  // Clusters of 1, 2, 4 and 8 blocks that are on the device at a time, a block to a multiprocessor; 0: none of that size. Fewer
+  // than multiprocessors / size, since a cluster does not cross the device's groups of multiprocessors.
+  int resident_clusters[4] = {};
 };
 
 }  // namespace liger::launch

@@ -1,5 +1,10 @@
 // liger_ext._C: what was built, device profiles and launch plans, for Python. Knows nothing of torch.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
 
 #include "launch/plan.h"
 
@@ -19,7 +24,10 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("arch", &DeviceProfile::arch)
       .def_readwrite("warp", &DeviceProfile::warp)
       .def_readwrite("multiprocessors", &DeviceProfile::multiprocessors)
-      .def_readwrite("max_block_threads", &DeviceProfile::max_block_threads);
+      .def_readwrite("max_block_threads", &DeviceProfile::max_block_threads)
+      .def_property(
+          "resident_clusters", [](const DeviceProfile& d) { return std::vector<int>(std::begin(d.resident_clusters), std::end(d.resident_clusters)); },
+          [](DeviceProfile& d, const std::array<int, 4>& counts) { std::copy(counts.begin(), counts.end(), d.resident_clusters); });
   py::class_<RowTiling>(m, "RowTiling")
       .def(py::init<>())
       .def_readwrite("vec", &RowTiling::vec)
@@ -34,10 +42,11 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("threads_per_row", &LaunchPlan::threads_per_row)
       .def_readonly("block", &LaunchPlan::block)
       .def_readonly("grid", &LaunchPlan::grid)
+      .def_readonly("cluster", &LaunchPlan::cluster)
       .def_readonly("smem", &LaunchPlan::smem)
       .def_readonly("warp", &LaunchPlan::warp)
       .def_readonly("partial_rows", &LaunchPlan::partial_rows);
   m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"));
-  m.def("plan_persistent_rows", &plan_persistent_rows, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"),
-        py::arg("blocks_per_multiprocessor"));
+  m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"));
+  m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_block"));
 }
