@@ -129,17 +129,14 @@ template <int N>
 LIGER_DEVICE void forget_at_all_costs(uint16_t (&words)[N]) {}
 
 template <int Bytes>
-LIGER_DEVICE void streaming_load(void* to, const void* from) {
-  if constexpr (Bytes == 16) *static_cast<uint4*>(to) = __ldcs(static_cast<const uint4*>(from));
-  else if constexpr (Bytes == 8) *static_cast<uint2*>(to) = __ldcs(static_cast<const uint2*>(from));
-  else *static_cast<unsigned*>(to) = __ldcs(static_cast<const unsigned*>(from));
-}
-template <int Bytes>
 LIGER_DEVICE void constant_load(void* to, const void* from) {
   if constexpr (Bytes == 16) *static_cast<uint4*>(to) = __ldg(static_cast<const uint4*>(from));
   else if constexpr (Bytes == 8) *static_cast<uint2*>(to) = __ldg(static_cast<const uint2*>(from));
   else *static_cast<unsigned*>(to) = __ldg(static_cast<const unsigned*>(from));
 }
+// The default policy: with evict-first (ld.cs) kernels that read more than they write were up to 13 % slower on an H200.
+template <int Bytes>
+LIGER_DEVICE void streaming_load(void* to, const void* from) { constant_load<Bytes>(to, from); }
 template <int Bytes>
 LIGER_DEVICE void streaming_store(void* to, const void* from) {
   if constexpr (Bytes == 16) __stcs(static_cast<uint4*>(to), *static_cast<const uint4*>(from));
