@@ -39,7 +39,7 @@ struct RowOutputs {
 // One thread of the row calls this. negative_log = lse - x'[target].
 template <class T, bool Full>
 LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full>& row,
-                               const RowStatistics<Full>& statistics, float lse, float negative_log) {
+                               const RowStatistics<T, Full>& statistics, float lse, float negative_log) {
   if (!row.valid) {
     const float value = row.ignored ? 0.f : not_a_number();
     return out.write(row, value, value, value, -1);
@@ -69,7 +69,7 @@ template <class T, int N, bool Full> struct Forward {
     const RowWalk<T, N> own(row.valid ? a.vocab : 0, group);
     const bool want_best = Full && args.out.want_best();
 
-    RowStatistics<Full> statistics;
+    RowStatistics<T, Full> statistics;
     own.template walk<in_flight<Full>>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
                                        [&](const auto& raw, int, int column) {
                                          float x[N];
@@ -107,7 +107,7 @@ template <class T, int N, bool Full> struct Backward {
     if (!row.valid) return own.fill(out, row.ignored ? 0.f : not_a_number());
 
     const float lse = args.lse[row.row], grad = load_one(args.grad.data, args.grad.dtype, row.row * args.grad.stride);
-    const RowGradient gradient(a, row, lse, 1, lse, lse - row.target_logit, grad * a.counts[CrossEntropyCounts::ce_scale],
+    const RowGradient<T> gradient(a, row, lse, 1, lse, lse - row.target_logit, grad * a.counts[CrossEntropyCounts::ce_scale],
                                grad * a.counts[CrossEntropyCounts::z_scale]);
     own.template walk<in_flight<Full>>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
                                        [&](const auto& raw, int, int column) {
@@ -142,7 +142,7 @@ template <class T, int N, bool Full> struct InPlace {
     Shared<Packed<T, N>> stash = shared<Packed<T, N>>(args.stash_offset) + thread_id();
     const int slots = args.stash_slots, pitch = block_threads();
 
-    RowStatistics<Full> statistics;
+    RowStatistics<T, Full> statistics;
     own.template walk<in_flight<Full>>([&](auto& raw, int, int column) { load(raw, row.data + column); },
                                        [&](const auto& raw, int slot, int column) {
                                          if (slot < slots) stash[slot * pitch] = raw;
@@ -170,7 +170,7 @@ template <class T, int N, bool Full> struct InPlace {
     if (args.row_grad.data) grad *= load_one(args.row_grad.data, args.row_grad.dtype, row.row * args.row_grad.stride);
     const float ce_scale = a.counts[CrossEntropyCounts::ce_scale];
     const float z_grad = ce_scale == 0 ? 0.f : grad * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
-    const RowGradient gradient(a, row, statistics.base(), 1 / statistics.sum, lse, negative_log, grad, z_grad);
+    const RowGradient<T> gradient(a, row, statistics.base(), 1 / statistics.sum, lse, negative_log, grad, z_grad);
     auto write = [&](const auto& raw, int, int column) {
       store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
     };

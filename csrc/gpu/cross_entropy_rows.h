@@ -26,6 +26,15 @@ struct LogitRows {
 };
 
 LIGER_DEVICE float exp_of(float v) { return fast_exp2(v * 1.4426950408889634f); }
+// exp(x - base) of many x with one base. For 16-bit logits in one multiply-add and one exponential: the rounding of the product, |base|
+// units in the last place of fp32, is none of theirs.
+template <class T> struct Exp {
+  float base;
+  LIGER_DEVICE explicit Exp(float b) : base(sizeof(T) == 2 ? -b * 1.4426950408889634f : b) {}
+  LIGER_DEVICE float operator()(float x) const {
+    return sizeof(T) == 2 ? fast_exp2(x * 1.4426950408889634f + base) : exp_of(x - base);
+  }
+};
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
 LIGER_DEVICE float minus_infinity() { return bit_cast<float>(0xff800000u); }
 
@@ -97,14 +106,23 @@ template <class T, int N> struct RowWalk {
   }
   LIGER_DEVICE int slots() const { return (vectors + threads - 1) / threads; }
 
-  // Slots begin to end; K vectors are fetched before the first is used. fetch(vector, slot, column), use(vector, slot, column).
+  // Slots begin to end; K vectors are fetched before the first of the K before them is used, so that a thread always has loads under
+  // way. fetch(vector, slot, column), use(vector, slot, column).
   template <int K, class Fetch, class Use> LIGER_DEVICE void walk(int begin, int end, Fetch fetch, Use use) const {
     const int last = end * threads < vectors ? end * threads : vectors;
-    for (int slot = begin, v = index + begin * threads; v < last; slot += K, v += K * threads) {
-      Packed<T, N> raw[K];
+    Packed<T, N> next[K];
+    const auto fetch_batch = [&](int slot, int v) {
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (v + k * threads < last) fetch(raw[k], slot + k, (v + k * threads) * N);
+        if (v + k * threads < last) fetch(next[k], slot + k, (v + k * threads) * N);
+    };
+    int v = index + begin * threads;
+    fetch_batch(begin, v);
+    for (int slot = begin; v < last; slot += K, v += K * threads) {
+      Packed<T, N> raw[K];
+#pragma unroll
+      for (int k = 0; k < K; ++k) raw[k] = next[k];
+      fetch_batch(slot + K, v + K * threads);
 #pragma unroll
       for (int k = 0; k < K; ++k)
         if (v + k * threads < last) use(raw[k], slot + k, (v + k * threads) * N);
@@ -126,7 +144,7 @@ template <class T, int N> struct RowWalk {
 // max and sum of exp(x' - max) in one pass. The maximum is updated lazily: a sum may hold terms up to exp(slack), so that after
 // the first vectors it is hardly ever rescaled. A row's own -inf never meets a maximum of -inf in a difference; NaN and +inf
 // reach the sum as NaN. Full: also sum of w[j] * x'[j], and the first largest logit (of NaN the first, as torch.argmax).
-template <bool Full> struct RowStatistics {
+template <class T, bool Full> struct RowStatistics {
   static constexpr float slack = 16;
   float max = minus_infinity(), sum = 0, weighted = 0, best = minus_infinity();
   int best_column = INT_MAX;
@@ -160,10 +178,10 @@ template <bool Full> struct RowStatistics {
       sum *= exp_of(max - top);
       max = top;
     }
-    const float from = base();
+    const Exp<T> exp(base());
     float part = 0;
 #pragma unroll
-    for (int j = 0; j < N; ++j) part += exp_of(x[j] - from);
+    for (int j = 0; j < N; ++j) part += exp(x[j]);
     sum += part;
   }
 
@@ -206,14 +224,15 @@ template <bool Full> struct RowStatistics {
 };
 
 // A row's gradient: dx[j] = (scale * exp(x'[j] - base) - hard * [j == target] - soft * w[j]) * dx'[j] / dx[j].
-struct RowGradient {
-  float base, scale, hard, soft;
+template <class T> struct RowGradient {
+  Exp<T> exp;  // exp(x' - base)
+  float scale, hard, soft;
 
   // negative_log = lse - x'[target]; ce and z: the gradients of the row's two losses; over_sum: what turns exp(x' - base) into p.
-  template <class T, bool Full>
+  template <bool Full>
   LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float over_sum, float lse, float negative_log,
                            float ce, float z)
-      : base(base) {
+      : exp(base) {
     const float token = a.token_scaling ? exp_of(-negative_log) : 1.f;
     hard = token * ce * a.hard_share * row.target_weight;
     soft = token * ce * a.class_share;
@@ -223,7 +242,7 @@ struct RowGradient {
     scale *= over_sum;
   }
 
-  template <bool Full, class T, int N>
+  template <bool Full, int N>
   LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
     float x[N], g[N];
     widen(x, raw);
@@ -234,7 +253,7 @@ struct RowGradient {
       }
     }
 #pragma unroll
-    for (int j = 0; j < N; ++j) g[j] = scale * exp_of(x[j] - base);
+    for (int j = 0; j < N; ++j) g[j] = scale * exp(x[j]);
     if (target >= column && target < column + N) {
 #pragma unroll
       for (int j = 0; j < N; ++j) g[j] -= column + j == target ? hard : 0.f;
@@ -242,7 +261,7 @@ struct RowGradient {
     if constexpr (Full) {
       if (soft != 0) {
         float w[N];
-        RowStatistics<true>::class_weights(a, w, column);
+        RowStatistics<T, true>::class_weights(a, w, column);
 #pragma unroll
         for (int j = 0; j < N; ++j) g[j] -= soft * w[j];
       }

@@ -17,17 +17,18 @@ constexpr int vectors_per_thread = 2;
 struct Gate {
   float s, slope;  // s and its derivative
 };
-template <Activation A>
+// T: the type of what is stored.
+template <class T, Activation A>
 LIGER_DEVICE Gate gate_of(float x) {
   if constexpr (A == Activation::gelu) {
     constexpr float sqrt_half = 0.70710678118654752f, density = 0.39894228040143268f;
-    return {0.5f * (1 + erff(x * sqrt_half)), density * expf(-0.5f * x * x)};
+    return {0.5f * (1 + erff(x * sqrt_half)), density * exp_as<T>(-0.5f * x * x)};
   } else if constexpr (A == Activation::silu) {
-    const float s = fast_reciprocal(1 + expf(-x));
+    const float s = fast_reciprocal(1 + exp_as<T>(-x));
     return {s, s * (1 - s)};
   } else {
     constexpr float a = 1.5957691216057308f, b = 0.044715f;  // a = 2 sqrt(2 / pi)
-    const float s = fast_reciprocal(1 + expf(-a * (x + b * x * x * x)));
+    const float s = fast_reciprocal(1 + exp_as<T>(-x * (a + a * b * x * x)));
     return {s, s * (1 - s) * (a + 3 * a * b * x * x)};
   }
 }
@@ -65,7 +66,7 @@ struct GluForwardKernel {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         const float x = gate[k][i] * gate_multiplier;
-        h[i] = down_multiplier * (x * gate_of<A>(x).s) * up[k][i];
+        h[i] = down_multiplier * (x * gate_of<T, A>(x).s) * up[k][i];
       }
       gate[k].set(h);
     }
@@ -95,7 +96,7 @@ struct GluBackwardKernel {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         const float x = gate[k][i] * gate_multiplier, d = down_multiplier * dh[k][i];
-        const Gate g = gate_of<A>(x);
+        const Gate g = gate_of<T, A>(x);
         dup[i] = d * (x * g.s);
         dgate[i] = d * up[k][i] * (g.s + x * g.slope) * gate_multiplier;
       }

@@ -105,7 +105,9 @@ struct NormBackwardRegisters {
       if (a.dz.data) {
         group.sum(means);
         now.widen_again();
-        const float mean_gn = means[0] * a.inverse_cols, mean_g = Centered ? means[Centered] * a.inverse_cols : 0;
+        // dz = rstd * g - from_g - (z - mean) * from_n
+        const float from_n = now.rstd * now.rstd * (means[0] * a.inverse_cols);
+        const float from_g = Centered ? now.rstd * (means[Centered] * a.inverse_cols) : 0;
         for_each_vector(live, [&](int k, int64_t column) {
           if constexpr (!prefetch) {
             load_weight(weight[k], a, column);
@@ -115,7 +117,7 @@ struct NormBackwardRegisters {
 #pragma unroll
           for (int i = 0; i < VEC; ++i) {
             const float g = now.dy[k][i] * weight[k][i];
-            dz[i] = now.rstd * ((Centered ? g - mean_g : g) - now.n(k, i) * mean_gn);
+            dz[i] = now.rstd * g - (Centered ? (now.z[k][i] - now.mean) * from_n + from_g : now.z[k][i] * from_n);
             if (a.dsum.data) dz[i] += dsum[k][i];
           }
           Packed<T, VEC> out;

@@ -50,13 +50,6 @@ struct Exponentials {
   LIGER_DEVICE float base() const { return max == nothing ? 0 : max; }
 };
 
-// exp(v) for v <= 0: as exactly as T can tell.
-template <class T>
-LIGER_DEVICE float exp_as(float v) {
-  if constexpr (std::is_same_v<T, float>) return expf(v);
-  else return fast_exp2(v * 1.4426950408889634f);
-}
-
 template <class T, int VEC, int K>
 LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
   float max = nothing;
