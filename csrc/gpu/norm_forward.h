@@ -25,8 +25,8 @@ struct NormForwardArgs {
 };
 
 // What both paths do with their K vectors of a row. T is the type of what is normalised, and of y; x and the residual may be of
-// other types where T is fp32. The row stays in T, which is exact and half the registers; it is widened where it is used.
-template <class T, int VEC, int K, bool Centered>
+// other types where T is fp32. Usual: weight, and bias, are there and of type T; else both may be missing or of any type. The row stays in T, which is exact and half the registers; it is widened where it is used.
+template <class T, int VEC, int K, bool Centered, bool Usual>
 struct NormTile {
   using Values = Packed<T, VEC>[K];
   const NormForwardArgs& a;
@@ -59,11 +59,10 @@ struct NormTile {
       }
     columns.template load<Hint::stream>(out, from.data, row * from.stride);
   }
-  // Weights of type T come with the row, so that their latency is the row's; unless their registers are needed for the row.
-  static constexpr bool early_weight = K <= 4;
-  LIGER_DEVICE bool weight_is_t() const { return a.weight.data != nullptr && a.weight.dtype == dtype_of<T>; }
+  // The usual weights come with the row, so that their latency is the row's; unless their registers are needed for the row.
+  static constexpr bool early_weight = Usual && K <= 4;
   LIGER_DEVICE void load_weight(Values& weight) const {
-    if (early_weight && weight_is_t()) columns.template load<Hint::constant>(weight, a.weight.data);
+    if constexpr (early_weight) columns.template load<Hint::constant>(weight, a.weight.data);
   }
   LIGER_DEVICE float sum(const Values& z) const {
     float total = 0;
@@ -85,60 +84,73 @@ struct NormTile {
         }
     return total;
   }
-  // y from z. Its loop is made for each dtype of the parameters: one decision a row, not one an access.
+  // y from z.
   LIGER_DEVICE void finish(const Values& z, const Values& weight, float mean, float rstd) const {
-    if (a.weight.data == nullptr || weight_is_t()) return finish_with<T>(z, weight, mean, rstd);
-    with_dtype(a.weight.dtype, [&](auto tag) {
-      using W = std::remove_cvref_t<decltype(tag)>;
-      if constexpr (!std::is_same_v<W, T>) finish_with<W>(z, weight, mean, rstd);
-    });
+    if constexpr (Usual) {
+      Values bias;
+      if constexpr (Centered && early_weight) columns.template load<Hint::constant>(bias, a.bias.data);
+      write(z, mean, rstd, [&](float(&y)[VEC], int k, int64_t at) {
+        Packed<T, VEC> w, b = {};
+        if constexpr (early_weight) w = weight[k];
+        else gpu::load<Hint::constant>(w, static_cast<const T*>(a.weight.data) + at);
+        if constexpr (Centered && early_weight) b = bias[k];
+        else if constexpr (Centered) gpu::load<Hint::constant>(b, static_cast<const T*>(a.bias.data) + at);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) y[i] = Centered ? y[i] * w[i] + b[i] : y[i] * (w[i] + a.offset);
+      });
+    } else {
+      with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // one decision a row, not one an access
+        using W = std::remove_cvref_t<decltype(tag)>;
+        write(z, mean, rstd, [&](float(&y)[VEC], int, int64_t at) {
+          Packed<W, VEC> p;
+          if (a.weight.data) {
+            gpu::load<Hint::constant>(p, static_cast<const W*>(a.weight.data) + at);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) y[i] *= Centered ? p[i] : p[i] + a.offset;
+          }
+          if (!Centered || a.bias.data == nullptr) return;
+          if (a.bias.dtype != dtype_of<W>) return add(y, at);
+          gpu::load<Hint::constant>(p, static_cast<const W*>(a.bias.data) + at);
+#pragma unroll
+          for (int i = 0; i < VEC; ++i) y[i] += p[i];
+        });
+      });
+    }
   }
 
  private:
-  template <class W>
-  LIGER_DEVICE void finish_with(const Values& z, const Values& weight, float mean, float rstd) const {
-    const W* const weights = opaque(static_cast<const W*>(a.weight.data) + columns.first);
-    const W* const biases = opaque(static_cast<const W*>(a.bias.data) + columns.first);
+  // A bias of another type than the weight.
+  LIGER_DEVICE void add(float (&y)[VEC], int64_t at) const {
+    float bias[VEC];
+    load_any(bias, a.bias.data, a.bias.dtype, at);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) y[i] += bias[i];
+  }
+  // scale_and_shift(n, k, column) makes y of a vector of n.
+  template <class F>
+  LIGER_DEVICE void write(const Values& z, float mean, float rstd, F scale_and_shift) const {
     T* const out = opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first));
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      const int at = k * columns.step;
       float y[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         y[i] = (Centered ? z[k][i] - mean : z[k][i]) * rstd;
         if (!Centered && a.round_normalized) y[i] = round_to<T>(y[i]);
       }
-      Packed<W, VEC> w;
-      if constexpr (early_weight && std::is_same_v<W, T>) w = weight[k];
-      else if (a.weight.data) gpu::load<Hint::constant>(w, weights + at);
-      if (a.weight.data)
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) y[i] *= Centered ? w[i] : w[i] + a.offset;
-      if (Centered && a.bias.data) {
-        if (a.bias.dtype == dtype_of<W>) {
-          gpu::load<Hint::constant>(w, biases + at);
-#pragma unroll
-          for (int i = 0; i < VEC; ++i) y[i] += w[i];
-        } else {
-          float bias[VEC];
-          load_any(bias, a.bias.data, a.bias.dtype, columns.first + at);
-#pragma unroll
-          for (int i = 0; i < VEC; ++i) y[i] += bias[i];
-        }
-      }
+      scale_and_shift(y, k, columns.first + k * columns.step);
       Packed<T, VEC> packed;
       packed.set(y);
-      gpu::store<Hint::stream>(out + at, packed);
+      gpu::store<Hint::stream>(out + k * columns.step, packed);
     }
   }
 };
 
-template <class T, int VEC, int K, bool Centered>
+template <class T, int VEC, int K, bool Centered, bool Usual>
 struct NormForwardRegisters {
   using Args = NormForwardArgs;
-  using Tile = NormTile<T, VEC, K, Centered>;
+  using Tile = NormTile<T, VEC, K, Centered, Usual>;
   static constexpr int max_threads = 1024;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
@@ -172,11 +184,11 @@ struct NormForwardRegisters {
 };
 
 // One block a row, any length.
-template <class T, int VEC, bool Centered>
+template <class T, int VEC, bool Centered, bool Usual>
 struct NormForwardReread {
   using Args = NormForwardArgs;
   static constexpr int K = 4;
-  using Tile = NormTile<T, VEC, K, Centered>;
+  using Tile = NormTile<T, VEC, K, Centered, Usual>;
   static constexpr int max_threads = 1024;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
@@ -242,13 +254,19 @@ void norm_forward(NormForwardArgs a, Stream stream) {
       plan.smem = RowGroup::shared_bytes(plan.cluster);
       a.threads_per_row = plan.threads_per_row;
       a.inverse_cols = 1.0f / float(a.cols);
-      if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered>>(plan, a, stream);
-      if constexpr (VEC > 1) {  // single elements come in one size: four a thread
-        if (plan.k == 1) return launch<NormForwardRegisters<T, VEC, 1, Centered>>(plan, a, stream);
-        if (plan.k == 2) return launch<NormForwardRegisters<T, VEC, 2, Centered>>(plan, a, stream);
-        if (plan.k == 8) return launch<NormForwardRegisters<T, VEC, 8, Centered>>(plan, a, stream);
-      }
-      launch<NormForwardRegisters<T, VEC, 4, Centered>>(plan, a, stream);
+      const auto with_params = [&](auto constant) {
+        constexpr bool Usual = decltype(constant)::value;
+        if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered, Usual>>(plan, a, stream);
+        if constexpr (VEC > 1) {  // single elements come in one size: four a thread
+          if (plan.k == 1) return launch<NormForwardRegisters<T, VEC, 1, Centered, Usual>>(plan, a, stream);
+          if (plan.k == 2) return launch<NormForwardRegisters<T, VEC, 2, Centered, Usual>>(plan, a, stream);
+          if (plan.k == 8) return launch<NormForwardRegisters<T, VEC, 8, Centered, Usual>>(plan, a, stream);
+        }
+        launch<NormForwardRegisters<T, VEC, 4, Centered, Usual>>(plan, a, stream);
+      };
+      const bool usual = a.weight.data && a.weight.dtype == a.y.dtype && (!Centered || (a.bias.data && a.bias.dtype == a.y.dtype));
+      if (VEC > 1 && usual) with_params(std::bool_constant<(VEC > 1)>{});
+      else with_params(std::false_type{});
     };
     constexpr int wide_vec = 16 / int(sizeof(T));
     if (wide && a.cols % wide_vec == 0) start(std::integral_constant<int, wide_vec>{});
