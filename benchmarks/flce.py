@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import liger_ext.functional as LF
 
+from . import suite
 from .timing import Timing, time_cpu
 
 SHAPES_CUDA = [
@@ -36,7 +38,7 @@ def _eager(x, w, t):
     return F.cross_entropy((x @ w.T).float(), t)
 
 
-def _providers() -> dict[str, Callable]:
+def providers() -> dict[str, Callable]:
     out = {
         "liger_ext": LF.fused_linear_cross_entropy,
         "torch": _eager,
@@ -86,11 +88,16 @@ def _peak_mib(call: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def run(dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterator[Result]:
-    for rows, hidden, vocab in SHAPES_CPU if device == "cpu" else SHAPES_CUDA:
-        x = torch.randn(rows, hidden, device=device, dtype=dtype, requires_grad=True)
-        w = (torch.randn(vocab, hidden, device=device) * hidden**-0.5).to(dtype).requires_grad_()
-        t = torch.randint(vocab, (rows,), device=device)
+def inputs(rows: int, hidden: int, vocab: int, settings: suite.Settings) -> tuple[torch.Tensor, ...]:
+    """Hidden states, weight and targets; logits of a spread of 1."""
+    x = torch.randn(rows, hidden, device=settings.device, dtype=settings.torch_dtype, requires_grad=True)
+    w = (torch.randn(vocab, hidden, device=settings.device) * hidden**-0.5).to(settings.torch_dtype).requires_grad_()
+    return x, w, torch.randint(vocab, (rows,), device=settings.device)
+
+
+def run(settings: suite.Settings) -> Iterator[Result]:
+    for rows, hidden, vocab in SHAPES_CPU if settings.device == "cpu" else SHAPES_CUDA:
+        x, w, t = inputs(rows, hidden, vocab, settings)
 
         @torch.no_grad()
         def floor(x=x, w=w):
@@ -100,10 +107,10 @@ def run(dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterato
         def step(function, x=x, w=w, t=t):
             return lambda: torch.autograd.grad(function(x, w, t), (x, w))
 
-        calls = {n: step(f) for n, f in _providers().items() if providers is None or n in providers}
-        result = Result(f"{rows}x{hidden}x{vocab}", str(dtype).removeprefix("torch."), {}, {}, {})
+        calls = {name: step(function) for name, function in providers().items() if settings.wants(name)}
+        result = Result(f"{rows}x{hidden}x{vocab}", settings.dtype, {}, {}, {})
         for name, call in calls.items():
-            if device == "cpu":
+            if settings.device == "cpu":
                 timed = time_cpu({"floor": floor, name: call}, seconds=2.0)
                 result.floors[name], result.times[name] = timed["floor"], timed[name]
                 continue
@@ -115,3 +122,43 @@ def run(dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterato
                 torch.cuda.synchronize()
         yield result
         del x, w, t, calls
+
+
+def _share(result: Result, provider: str) -> float | None:
+    timing = result.times.get(provider)
+    return result.floors[provider].median / timing.median if isinstance(timing, Timing) else None
+
+
+def line(result: Result) -> str:
+    return f"{result.shape}: {_cell(result, 'liger_ext')}"
+
+
+def _cell(result: Result, provider: str) -> str:
+    share = _share(result, provider)
+    if share is None:
+        return "fails" if provider in result.times else ""
+    peak = f", {result.peak_mib[provider]:,.0f} MiB" if provider in result.peak_mib else ""
+    return f"{suite.duration(result.times[provider])}, {share:.2f}{peak}"
+
+
+def table(results: list[Result], settings: suite.Settings) -> suite.Grid:
+    names = suite.names_of(result.times for result in results)
+    grid = suite.Grid(
+        f"{settings.dtype}: forward + backward, the time of three matmuls taken in turns with it over its own, "
+        "peak memory above the inputs",
+        ["rows x hidden x vocab", "three matmuls", *names],
+    )
+    for result in results:
+        floor = suite.duration(next(iter(result.floors.values()))) if result.floors else ""
+        grid.rows.append([result.shape, floor, *[_cell(result, name) for name in names]])
+    return grid
+
+
+def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[Path]:
+    made, (axis,) = suite.figure(1, width=11)
+    names = suite.names_of(result.times for result in results)
+    shares = {name: [_share(result, name) for result in results] for name in names}
+    suite.bars(axis, [result.shape for result in results], shares, "three matmuls / forward + backward")
+    axis.axhline(1, color="k", linestyle="--", linewidth=1)
+    axis.set_title("fused linear cross entropy beside its floor (rows x hidden x vocab)")
+    return [suite.save(made, folder / f"flce_{settings.device}_{settings.dtype}.png")]

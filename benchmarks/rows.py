@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import liger_ext.functional as LF
 
-from . import peers
+from . import peers, suite
 from .timing import Timing, on_a_stream_of_its_own, time_calls, time_copy
 
 
@@ -39,12 +40,12 @@ class Row:
     times: dict[str, Timing | str]
 
 
-def _rms_eager(x, w):
+def rms_norm_eager(x, w):
     y = x.float()
     return w * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def _rope_eager(q, k, cos, sin):
+def rope_eager(q, k, cos, sin):
     def rotate(x):
         half = x.shape[-1] // 2
         return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
@@ -75,7 +76,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "rms_norm",
             f"{rows}x{cols}",
             inputs,
-            _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), _rms_eager),
+            _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), rms_norm_eager),
             2 * matrix + stat,
             3 * matrix + stat,
         )
@@ -84,7 +85,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             f"{rows}x{cols}",
             lambda r=rows, c=cols: (param(r, c), param(r, c), param(c)),
             _with_compile(
-                {"liger_ext": LF.add_rms_norm} | peers.add_rms_norm(), lambda x, r, w: (_rms_eager(x + r, w), x + r)
+                {"liger_ext": LF.add_rms_norm} | peers.add_rms_norm(), lambda x, r, w: (rms_norm_eager(x + r, w), x + r)
             ),
             4 * matrix + stat,
             4 * matrix + stat,
@@ -137,7 +138,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "rope",
             f"B{batch} S{seq} {q_heads}+{k_heads} D{dim}",
             inputs,
-            _with_compile({"liger_ext": LF.rope} | peers.rope(), _rope_eager),
+            _with_compile({"liger_ext": LF.rope} | peers.rope(), rope_eager),
             moved,
             moved,
         )
@@ -179,16 +180,16 @@ def _backward(function: Callable, inputs: tuple) -> Callable[[], object]:
     return lambda: torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
 
 
-def run(dtype: torch.dtype, device: str, providers: list[str] | None, ops: list[str] | None) -> Iterator[Row]:
+def run(settings: suite.Settings) -> Iterator[Row]:
     """Times every case, forward and backward; yields a row as soon as it is measured."""
-    for case in cases(dtype, device):
-        if not ops or case.op in ops:
-            with on_a_stream_of_its_own(device):
-                yield from _run_case(case, dtype, device, providers)
+    for case in cases(settings.torch_dtype, settings.device):
+        if settings.wants_op(case.op):
+            with on_a_stream_of_its_own(settings.device):
+                yield from _run_case(case, settings)
 
 
-def _run_case(case: Case, dtype: torch.dtype, device: str, providers: list[str] | None) -> Iterator[Row]:
-    functions = {n: f for n, f in case.functions.items() if providers is None or n in providers}
+def _run_case(case: Case, settings: suite.Settings) -> Iterator[Row]:
+    functions = {name: f for name, f in case.functions.items() if settings.wants(name)}
     inputs = case.inputs()
     for direction, bind, moved in (
         ("forward", _forward, case.forward_bytes),
@@ -204,9 +205,60 @@ def _run_case(case: Case, dtype: torch.dtype, device: str, providers: list[str] 
         yield Row(
             case.op,
             case.shape,
-            str(dtype).removeprefix("torch."),
+            settings.dtype,
             direction,
             moved,
-            time_copy(moved, device),
-            time_calls(calls, device) | failed,
+            time_copy(moved, settings.device),
+            time_calls(calls, settings.device) | failed,
         )
+
+
+def line(row: Row) -> str:
+    return f"{row.op} {row.shape} {row.direction}: {_cell(row, 'liger_ext')}"
+
+
+def _cell(row: Row, provider: str) -> str:
+    timing = row.times.get(provider, "")
+    if not timing:
+        return ""
+    return suite.duration(timing) + (f" ({row.copy.median / timing.median:.2f})" if isinstance(timing, Timing) else "")
+
+
+def table(rows: list[Row], settings: suite.Settings) -> suite.Grid:
+    names = suite.names_of(row.times for row in rows)
+    grid = suite.Grid(
+        f"{settings.dtype}: time, and the time of a copy of the same number of bytes over it",
+        ["op", "shape", "", "copy", *names],
+    )
+    for row in rows:
+        cells = [_cell(row, name) for name in names]
+        grid.rows.append([row.op, row.shape, row.direction, suite.duration(row.copy), *cells])
+    return grid
+
+
+def draw(rows: list[Row], settings: suite.Settings, folder: Path) -> list[Path]:
+    """One picture an op: bandwidth over the shapes, in the order of their rows' lengths, with the copy's."""
+    pictures = []
+    for op in dict.fromkeys(row.op for row in rows):
+        made, axes = suite.figure(2)
+        for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+            chosen = [row for row in rows if row.op == op and row.direction == direction]
+            chosen.sort(key=lambda row: (_row_length(row.shape), row.moved_bytes))
+            rate = lambda row, timing: row.moved_bytes / timing.median / 1e3  # noqa: E731
+            shapes = range(len(chosen))
+            axis.plot(shapes, [rate(r, r.copy) for r in chosen], "k--", linewidth=1, label="copy")
+            for i, name in enumerate(suite.names_of(row.times for row in chosen)):
+                timed = [(x, r.times[name]) for x, r in zip(shapes, chosen, strict=True)]
+                points = [(x, rate(chosen[x], t)) for x, t in timed if isinstance(t, Timing)]
+                axis.plot(*zip(*points, strict=True), "o-", label=name, color=suite.colour(name, i))
+            axis.set_xticks(shapes, [row.shape for row in chosen], rotation=30, ha="right", fontsize=8)
+            axis.set_ylim(bottom=0)
+            axis.set_ylabel("GB/s of ideal bytes")
+            axis.set_title(f"{op}, {direction}, {settings.dtype}")
+            axis.legend(fontsize=8)
+        pictures.append(suite.save(made, folder / f"rows_{settings.device}_{settings.dtype}_{op}.png"))
+    return pictures
+
+
+def _row_length(shape: str) -> int:
+    return int("".join(c if c.isdigit() else " " for c in shape).split()[-1])

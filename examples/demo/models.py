@@ -107,7 +107,7 @@ def make_plan(args: argparse.Namespace, config: PretrainedConfig) -> Plan:
     dtype = DTYPES[args.dtype] if args.dtype else torch.bfloat16 if fast_bf16 else torch.float32
     tiny = config.hidden_size <= 64
     seq = args.seq or (128 if tiny else 2048 if cuda else 256)
-    steps = args.steps or (61 if cuda or tiny else 21 if dtype == torch.bfloat16 else 13)
+    steps = args.steps or (61 if cuda or tiny else 17 if dtype == torch.bfloat16 else 9)
 
     hidden, intermediate = config.hidden_size, config.intermediate_size
     parameters = config.num_hidden_layers * hidden * (4 * hidden + 3 * intermediate)

@@ -1,0 +1,135 @@
+"""Host time: what a call costs before any kernel runs, which is all that counts at small shapes.
+
+On a GPU calls are queued one behind another and nothing waits for the device, whose work is shorter than the host's;
+on a CPU the tensors are so small that their arithmetic does not count. With gradients a call is forward and backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import liger_ext.functional as LF
+
+from . import peers, suite
+from .rows import rms_norm_eager, rope_eager
+from .timing import Timing
+
+SAMPLES, BURST = 15, 20
+
+
+@dataclass
+class HostTime:
+    op: str
+    shape: str
+    forward: dict[str, Timing]  # without gradients
+    step: dict[str, Timing]  # forward and backward through autograd
+
+
+@dataclass
+class Case:
+    op: str
+    inputs: tuple[torch.Tensor, ...]
+    functions: dict[str, Callable]
+
+
+def cases(settings: suite.Settings) -> Iterator[Case]:
+    rows, cols = (1024, 4096) if settings.device == "cuda" else (4, 64)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=settings.device, dtype=settings.torch_dtype, requires_grad=True)
+
+    x, y, w, b = leaf(rows, cols), leaf(rows, cols), leaf(cols), leaf(cols)
+    yield Case("rms_norm", (x, w), {"liger_ext": LF.rms_norm, "torch": rms_norm_eager} | peers.rms_norm())
+    yield Case("layer_norm", (x, w, b), {
+        "liger_ext": LF.layer_norm, "torch": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-6)
+    } | peers.layer_norm())  # fmt: skip
+    yield Case("swiglu", (x, y), {"liger_ext": LF.swiglu, "torch": lambda g, u: F.silu(g) * u} | peers.swiglu())
+    heads, dim = (4, 64) if settings.device == "cuda" else (1, 16)
+    seq = rows * cols // (heads * 4 * dim) if settings.device == "cuda" else 4
+    q, k = (
+        torch.randn(1, seq, n, dim, device=settings.device, dtype=settings.torch_dtype).transpose(1, 2).requires_grad_()
+        for n in (3 * heads, heads)
+    )
+    angle = torch.rand(1, seq, dim, device=settings.device)
+    tables = angle.cos().to(settings.torch_dtype), angle.sin().to(settings.torch_dtype)
+    yield Case("rope", (q, k, *tables), {"liger_ext": LF.rope, "torch": rope_eager} | peers.rope())
+    target = torch.randint(cols, (rows,), device=settings.device)
+    yield Case("cross_entropy", (x, target), {
+        "liger_ext": LF.cross_entropy, "torch": lambda x, t: F.cross_entropy(x.float(), t)
+    } | peers.cross_entropy())  # fmt: skip
+
+
+def _step(function: Callable, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
+    wanted = [t for t in inputs if t.requires_grad]
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    gradients = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in outputs]
+
+    def step() -> object:
+        made = function(*inputs)
+        return torch.autograd.grad(made if isinstance(made, tuple) else (made,), wanted, gradients)
+
+    return step
+
+
+def _time(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timing]:
+    """In turns, a burst of each; the device is empty when a burst begins, and nothing waits for it within."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for sample in range(-3, SAMPLES):  # the first ones warm up
+        for name, call in calls.items():
+            wait()
+            start = time.perf_counter()
+            for _ in range(BURST):
+                call()
+            spent = time.perf_counter() - start
+            if sample >= 0:
+                samples[name].append(spent / BURST * 1e6)
+    wait()
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def run(settings: suite.Settings) -> Iterator[HostTime]:
+    for case in cases(settings):
+        if not settings.wants_op(case.op):
+            continue
+        functions = {name: f for name, f in case.functions.items() if settings.wants(name)}
+        with torch.no_grad():
+            forward = _time({n: partial(f, *case.inputs) for n, f in functions.items()}, settings.device)
+        step = _time({n: _step(f, case.inputs) for n, f in functions.items()}, settings.device)
+        yield HostTime(case.op, "x".join(map(str, case.inputs[0].shape)), forward, step)
+
+
+def line(record: HostTime) -> str:
+    ours = record.forward.get("liger_ext"), record.step.get("liger_ext")
+    return f"{record.op}: " + ", ".join(suite.duration(t) for t in ours if t)
+
+
+def table(records: list[HostTime], settings: suite.Settings) -> suite.Grid:
+    names = suite.names_of(r.forward for r in records)
+    grid = suite.Grid(f"{settings.dtype}: host time of a call", ["op", "shape", "", *names])
+    for record in records:
+        for what, times in (("forward, no grad", record.forward), ("forward + backward", record.step)):
+            cells = [suite.duration(times[n]) if n in times else "" for n in names]
+            grid.rows.append([record.op, record.shape, what, *cells])
+    return grid
+
+
+def draw(records: list[HostTime], settings: suite.Settings, folder: Path) -> list[Path]:
+    made, axes = suite.figure(2)
+    names = suite.names_of(r.forward for r in records)
+    for axis, what in zip(axes, ("forward", "step"), strict=True):
+        times = [getattr(r, what) for r in records]
+        suite.bars(axis, [r.op for r in records], {
+            n: [t[n].median if n in t else None for t in times] for n in names
+        }, "microseconds")  # fmt: skip
+        axis.set_yscale("log")
+        axis.set_title("forward, no grad" if what == "forward" else "forward + backward")
+    return [suite.save(made, folder / f"host_{settings.device}_{settings.dtype}.png")]

@@ -1,0 +1,100 @@
+"""Peak memory of the loss: head, cross entropy and their gradients, above weights and hidden states.
+
+On a GPU from the allocator's statistics. On a CPU from the high-water mark of the resident set, which Linux lets a
+process reset; freed blocks go back to the system at once there, so that it is what is in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import liger_ext.functional as LF
+from examples.demo.memory import Meter
+
+from . import flce, suite
+
+SHAPES_CUDA = [(4096, 4096, 128256), (8192, 4096, 128256), (16384, 2048, 128256)]
+SHAPES_CPU = [(512, 576, 49152), (1024, 576, 49152), (2048, 576, 49152)]
+BUDGET_MIB = 256
+
+
+@dataclass
+class Peak:
+    shape: str
+    logits_mib: float  # what the logits alone would take, in the matmul's dtype
+    peak_mib: dict[str, float | str]
+
+
+def providers() -> dict[str, Callable]:
+    ours = partial(LF.fused_linear_cross_entropy, memory=BUDGET_MIB << 20)
+    return {**flce.providers(), f"liger_ext, {BUDGET_MIB} MiB": ours}
+
+
+def peak_mib(call: Callable[[], object], device: str) -> float:
+    meter = Meter(torch.device(device))
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    gc.collect()
+    before = meter.reset()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (meter.peak() - before) / 2**20
+
+
+def _gradients(function: Callable, x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> object:
+    return torch.autograd.grad(function(x, w, t), (x, w))
+
+
+def run(settings: suite.Settings) -> Iterator[Peak]:
+    if settings.device == "cpu":
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+    for rows, hidden, vocab in SHAPES_CPU if settings.device == "cpu" else SHAPES_CUDA:
+        inputs = flce.inputs(rows, hidden, vocab, settings)
+        peaks: dict[str, float | str] = {}
+        for name, function in providers().items():
+            if not settings.wants(name.split(",")[0]):
+                continue
+            try:
+                peaks[name] = peak_mib(partial(_gradients, function, *inputs), settings.device)
+            except Exception as error:  # a peer that cannot run this shape must not end the run
+                peaks[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        yield Peak(f"{rows}x{hidden}x{vocab}", rows * vocab * settings.torch_dtype.itemsize / 2**20, peaks)
+        del inputs
+
+
+def line(record: Peak) -> str:
+    return f"{record.shape}: {record.peak_mib.get('liger_ext')} MiB"
+
+
+def table(records: list[Peak], settings: suite.Settings) -> suite.Grid:
+    names = suite.names_of(r.peak_mib for r in records)
+    grid = suite.Grid(
+        f"{settings.dtype}: peak memory of loss and gradients above the inputs, MiB",
+        ["rows x hidden x vocab", "logits", *names],
+    )
+    for record in records:
+        cells = [record.peak_mib.get(n, "") for n in names]
+        texts = [f"{c:,.0f}" if isinstance(c, float) else "fails" if c else "" for c in cells]
+        grid.rows.append([record.shape, f"{record.logits_mib:,.0f}", *texts])
+    return grid
+
+
+def draw(records: list[Peak], settings: suite.Settings, folder: Path) -> list[Path]:
+    made, (axis,) = suite.figure(1, width=10)
+    values = {
+        n: [p if isinstance(p := r.peak_mib.get(n), float) else None for r in records]
+        for n in suite.names_of(r.peak_mib for r in records)
+    }
+    suite.bars(axis, [r.shape for r in records], values, "MiB above the inputs")
+    axis.set_title("peak memory of the loss and its gradients (rows x hidden x vocab)")
+    return [suite.save(made, folder / f"memory_{settings.device}_{settings.dtype}.png")]

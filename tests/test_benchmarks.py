@@ -1,0 +1,109 @@
+"""Each benchmark suite, on shapes so small that nothing is measured: what it prints, writes and draws."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from benchmarks import __main__ as cli
+from benchmarks import flce, host, memory, rows, suite, timing, train
+from benchmarks.timing import Timing
+
+PROVIDERS = {
+    "rows": ["liger_ext", "torch"],
+    "flce": ["liger_ext", "torch"],
+    "host": ["liger_ext", "torch"],
+    "memory": ["liger_ext", "torch"],
+    "train": ["liger_ext", "Hugging Face"],
+}
+TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    quick = functools.partial(timing.time_cpu, least=2)
+    for module in (timing, flce):
+        monkeypatch.setattr(module, "time_cpu", lambda calls, seconds=0: quick(calls, seconds=0))
+    every = rows.cases
+
+    def first_of_each_op(dtype, device):
+        seen = set()
+        for case in every(dtype, device):
+            if case.op not in seen:
+                seen.add(case.op)
+                yield case
+
+    monkeypatch.setattr(rows, "cases", first_of_each_op)
+    monkeypatch.setattr(flce, "SHAPES_CPU", [(8, 16, 64), (16, 16, 64)])
+    monkeypatch.setattr(memory, "SHAPES_CPU", [(8, 16, 64)])
+    monkeypatch.setattr(host, "SAMPLES", 2)
+    monkeypatch.setattr(train, "MODELS_CPU", {"tiny": (dict(TINY, vocab_size=64), 1, 8)})
+    monkeypatch.setattr(train, "STEPS", 2)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_suite(name, small, tmp_path, capsys):
+    arguments = [name, "--device", "cpu", "--out", str(tmp_path), "--providers", *PROVIDERS[name]]
+    if name == "rows":
+        arguments += ["--ops", "rms_norm", "swiglu", "rope"]
+    cli.main(arguments)
+    printed = capsys.readouterr().out
+    records = [json.loads(line) for line in (tmp_path / f"{name}_cpu_fp32.jsonl").read_text().splitlines()]
+    assert records
+    for record in records:
+        assert record["torch"] == torch.__version__ and record["device"].startswith("CPU")
+    table = (tmp_path / f"{name}_cpu_fp32.md").read_text()
+    for provider in PROVIDERS[name]:
+        assert provider in table and provider in printed
+    assert "fails" not in table
+    pictures = list(tmp_path.glob("*.png"))
+    assert len(pictures) == (3 if name == "rows" else 1)
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_a_peer_that_fails_does_not_end_the_run(small, monkeypatch, tmp_path):
+    def broken(x, w, t):
+        raise RuntimeError("no such shape")
+
+    monkeypatch.setattr(memory, "providers", lambda: {"liger_ext": flce.providers()["liger_ext"], "broken": broken})
+    (record,) = memory.run(suite.Settings("cpu", "fp32"))
+    assert isinstance(record.peak_mib["liger_ext"], float)
+    assert record.peak_mib["broken"] == "RuntimeError: no such shape"
+    assert "fails" in memory.table([record], suite.Settings("cpu", "fp32")).rows[0]
+    assert memory.draw([record], suite.Settings("cpu", "fp32"), tmp_path)[0].exists()
+
+
+def test_nothing_to_run_is_an_error(small, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["rows", "--device", "cpu", "--out", str(tmp_path), "--ops", "no_such_op"])
+    assert ended.value.code == 2
+    assert "no rows case matches" in capsys.readouterr().err
+
+
+def test_efficiency_is_the_copys_time_over_the_ops():
+    row = rows.Row("rms_norm", "8x16", "fp32", "forward", 100, Timing(10, 9, 11), {"liger_ext": Timing(20, 19, 21)})
+    (line,) = rows.table([row], suite.Settings("cpu", "fp32")).rows
+    assert line[-1] == "20.0 us (0.50)"
+
+
+def test_the_share_of_the_floor_is_of_the_floor_timed_beside_it():
+    floors = {"torch": Timing(40, 40, 40), "liger_ext": Timing(30, 30, 30)}
+    times = {"torch": Timing(80, 80, 80), "liger_ext": Timing(40, 40, 40)}
+    (line,) = flce.table([flce.Result("1x2x3", "fp32", floors, times, {})], suite.Settings("cpu", "fp32")).rows
+    assert line[2:] == ["80.0 us, 0.50", "40.0 us, 0.75"]
+
+
+@pytest.mark.parametrize(
+    "kernel, kind",
+    [
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bx_coopA_NTN", "matmul"),
+        ("aten::addmm", "matmul"),
+        ("pytorch_flash::flash_fwd_kernel", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("void at::native::multi_tensor_apply_kernel", "optimizer"),
+        ("liger::gpu::entry<NormForwardRegisters>", "other"),
+    ],
+)
+def test_kinds_of_kernels(kernel, kind):
+    assert train.kind_of(kernel) == kind
