@@ -39,6 +39,21 @@ def test_rows_far_apart(op):
     assert torch.equal(torch.autograd.grad(y, a, dy)[0], torch.autograd.grad(expected, near, dy)[0])
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "swiglu_packed", "softmax"])
+def test_outputs_that_the_system_maps_afresh(op):
+    """Of more than 32 MiB, whose pages are asked for ahead of the kernel: all of it is written, as in small pieces."""
+    rows, cols = 1301, 8210  # 41 MiB; neither whole pages nor whole vectors
+    a, b = normal(rows, cols, dtype=torch.float32, seed=0).requires_grad_(), normal(rows, cols, seed=1).float()
+    y = CALLS[op](a, b)
+    dy = normal(*y.shape, dtype=y.dtype, seed=2)
+    (dx,) = torch.autograd.grad(y, a, dy)
+    for part in (slice(0, 3), slice(650, 653), slice(rows - 3, rows)):
+        x = a[part].detach().requires_grad_()
+        small = CALLS[op](x, b[part])
+        assert torch.equal(y[part], small)
+        assert torch.equal(dx[part], torch.autograd.grad(small, x, dy[part])[0])
+
+
 ROWS, COLS = 2**19 + 64, 4096  # 2^31 elements and a little more
 LAST = 80
 

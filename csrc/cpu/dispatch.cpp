@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #if defined(__linux__)
+#include <sys/mman.h>
 #include <unistd.h>
 #endif
 
@@ -52,6 +53,24 @@ int64_t last_level_cache_bytes() {
     return size > 0 ? size : int64_t{32} << 20;
   }();
   return bytes;
+}
+
+Written::Written(const MutableRows& out, int64_t rows, int64_t cols, int64_t rows_per_item)
+    : data_(reinterpret_cast<uintptr_t>(out.data)),
+      bytes_(((rows - 1) * out.stride + cols) * size_of(out.dtype)),
+      item_bytes_(rows_per_item * out.stride * size_of(out.dtype)) {
+  constexpr int64_t fresh = 32 << 20, ahead = 512 << 10;
+  const bool dense = out.stride <= 2 * cols;  // two halves of one tensor at most, no gaps that nobody touches
+  if (out.data != nullptr && rows > 0 && dense && bytes_ >= fresh) step_ = std::max<int64_t>(1, ahead / std::max<int64_t>(1, item_bytes_));
+}
+
+void Written::map([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) const {
+#if defined(MADV_POPULATE_WRITE)
+  static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = (data_ + uintptr_t(begin * item_bytes_)) / page * page;
+  const uintptr_t last = (data_ + uintptr_t(std::min(bytes_, end * item_bytes_))) / page * page;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_POPULATE_WRITE);  // refused, pages fault as ever
+#endif
 }
 
 }  // namespace liger::cpu

@@ -95,7 +95,7 @@ void cross_entropy_forward(const CrossEntropyRows& a, Stream) {
 void cross_entropy_backward(const CrossEntropyBackward& a, Stream) {
   check_targets(a);
   check_gradient_dtype(a.op, a.dlogits.dtype, a.logits.dtype);
-  parallel_items(a, a.rows, a.vocab);
+  parallel_items(a, a.rows, a.vocab, {{a.dlogits, a.rows, a.vocab}});
 }
 
 void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream) {
@@ -135,7 +135,7 @@ void scale_cast(const ScaleCast& a, Stream) {
     constexpr int64_t cols = 4096;
     const int64_t numel = a.rows * a.cols, whole = numel / cols * cols;
     const ScaleCast flat{whole / cols, cols, {a.in.data, cols, a.in.dtype}, {a.out.data, cols, a.out.dtype}, a.scale, {}};
-    parallel_items(flat, flat.rows, cols);
+    parallel_items(flat, flat.rows, cols, {{flat.out, flat.rows, cols}});
     const Rows rest_in{static_cast<const char*>(a.in.data) + whole * size_of(a.in.dtype), 0, a.in.dtype};
     const MutableRows rest_out{static_cast<char*>(a.out.data) + whole * size_of(a.out.dtype), 0, a.out.dtype};
     if (whole < numel) kernel<ScaleCast>()({1, numel - whole, rest_in, rest_out, a.scale, {}}, 0, 1);

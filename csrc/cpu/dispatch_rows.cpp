@@ -26,7 +26,9 @@ int64_t rows_per_block(int64_t rows, int64_t cols) {
   return std::max({int64_t{4}, ceil_div(rows, 128), ceil_div(elements_per_task, std::max<int64_t>(1, cols))});
 }
 
-void rms_norm_forward(const RmsNormForward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+void rms_norm_forward(const RmsNormForward& a, Stream) {
+  parallel_items(a, a.rows, a.cols, {{a.y, a.rows, a.cols}, {a.sum, a.rows, a.cols}});
+}
 
 int64_t rms_norm_backward_workspace(const RmsNormBackward& a, Stream) {
   return a.dweight.data ? ceil_div(a.rows, rows_per_block(a.rows, a.cols)) * a.cols * size_of(accumulator(a.z.dtype)) : 0;
@@ -34,11 +36,11 @@ int64_t rms_norm_backward_workspace(const RmsNormBackward& a, Stream) {
 
 void rms_norm_backward(const RmsNormBackward& a, Stream) {
   const int64_t block_rows = rows_per_block(a.rows, a.cols), blocks = ceil_div(a.rows, block_rows);
-  parallel_items(a, blocks, block_rows * a.cols);
+  parallel_items(a, blocks, block_rows * a.cols, {{a.dz, a.rows, a.cols, block_rows}});
   sum_partials(a.workspace, blocks, a.cols, a.cols, accumulator(a.z.dtype), a.dweight);
 }
 
-void layer_norm_forward(const LayerNormForward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+void layer_norm_forward(const LayerNormForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.y, a.rows, a.cols}}); }
 
 int64_t layer_norm_backward_workspace(const LayerNormBackward& a, Stream) {
   if (!a.dweight.data && !a.dbias.data) return 0;
@@ -47,18 +49,20 @@ int64_t layer_norm_backward_workspace(const LayerNormBackward& a, Stream) {
 
 void layer_norm_backward(const LayerNormBackward& a, Stream) {
   const int64_t block_rows = rows_per_block(a.rows, a.cols), blocks = ceil_div(a.rows, block_rows);
-  parallel_items(a, blocks, block_rows * a.cols);
+  parallel_items(a, blocks, block_rows * a.cols, {{a.dx, a.rows, a.cols, block_rows}});
   const Dtype acc = accumulator(a.x.dtype);
   sum_partials(a.workspace, blocks, 2 * a.cols, a.cols, acc, a.dweight);
   sum_partials(static_cast<const char*>(a.workspace) + a.cols * size_of(acc), blocks, 2 * a.cols, a.cols, acc, a.dbias);
 }
 
-void glu_forward(const GluForward& a, Stream) { parallel_items(a, a.rows, a.cols); }
-void glu_backward(const GluBackward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+void glu_forward(const GluForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.h, a.rows, a.cols}}); }
+void glu_backward(const GluBackward& a, Stream) {
+  parallel_items(a, a.rows, a.cols, {{a.dgate, a.rows, a.cols}, {a.dup, a.rows, a.cols}});
+}
 
 void rope(const Rope& a, Stream) { parallel_items(a, a.batch * a.seq, (a.q.heads + a.k.heads) * a.head_dim); }
 
-void softmax_forward(const SoftmaxForward& a, Stream) { parallel_items(a, a.rows, a.cols); }
-void softmax_backward(const SoftmaxBackward& a, Stream) { parallel_items(a, a.rows, a.cols); }
+void softmax_forward(const SoftmaxForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.y, a.rows, a.cols}}); }
+void softmax_backward(const SoftmaxBackward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.dx, a.rows, a.cols}}); }
 
 }  // namespace liger::cpu

@@ -4,9 +4,6 @@
 
 #if LIGER_IS_GPU
 #include "gpu/device.h"
-#elif defined(__linux__)
-#include <sys/mman.h>
-#include <unistd.h>
 #endif
 
 namespace liger::LIGER_BACKEND {
@@ -108,23 +105,6 @@ int64_t element_bytes(ScalarType type) {
   throw std::runtime_error(text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", "liger_ext::", op, " tried to allocate ", bytes >> 20, " MiB"));
 }
 
-// Memory of a tensor this large is fresh from the system at each call (glibc maps every block from 32 MiB on), and faulting it in
-// page by page takes longer than the arithmetic of a row op. Asking for whole ranges saves a quarter of that; pages that are
-// there already cost nearly nothing. Huge pages were faster still on an idle machine, and many times slower in virtual machines
-// that give free memory back to their host.
-void map_pages([[maybe_unused]] const Tensor& t, [[maybe_unused]] int64_t bytes) {
-#if !LIGER_IS_GPU && defined(MADV_POPULATE_WRITE)
-  if (bytes < int64_t{32} << 20) return;
-  constexpr int64_t range = 1 << 20;
-  static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
-  const auto data = reinterpret_cast<uintptr_t>(t.data_ptr());
-  const uintptr_t first = (data + page - 1) / page * page, end = (data + uintptr_t(bytes)) / page * page;
-  torch::stable::parallel_for(0, int64_t(end - first) / range, 1, [&](int64_t begin, int64_t stop) {
-    madvise(reinterpret_cast<void*>(first + begin * range), size_t((stop - begin) * range), MADV_POPULATE_WRITE);
-  });
-#endif
-}
-
 Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type, const Tensor& like) {
   int32_t device_type = 0;
   aoti_torch_get_device_type(like.get(), &device_type);
@@ -132,12 +112,12 @@ Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const
   const auto code = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                              torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device_type,
                                              like.get_device_index(), &handle);
-  int64_t elements = 1;
-  for (size_t i = 0; i < sizes.size(); ++i) elements = sizes[i] == 0 || elements == 0 ? 0 : elements + (sizes[i] - 1) * strides[i];
-  if (code != 0) throw_out_of_memory(op, elements * element_bytes(type));
-  Tensor out(handle);
-  map_pages(out, elements * element_bytes(type));
-  return out;
+  if (code != 0) {
+    int64_t elements = 1;
+    for (size_t i = 0; i < sizes.size(); ++i) elements += (sizes[i] - 1) * strides[i];
+    throw_out_of_memory(op, elements * element_bytes(type));
+  }
+  return Tensor(handle);
 }
 
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
