@@ -3,6 +3,7 @@
 import importlib
 
 from liger_ext import _load  # noqa: F401  (loads the libraries: first)
+from liger_ext._C import version as __version__  # noqa: F401
 from liger_ext.compat import (
     liger_cross_entropy,
     liger_fused_add_rms_norm,
@@ -40,8 +41,6 @@ from liger_ext.modules import (
     LigerSoftmax,
     LigerSwiGLUMLP,
 )
-
-__version__ = "0.1.0"
 
 # Patching needs transformers, which is imported when one of these is first used.
 _PATCHING = (

@@ -3,8 +3,10 @@
 For an op ``name`` and its ``name_backward``, both implemented in C++:
 
 * fake implementations: shapes, dtypes and strides without data, for ``torch.compile`` and meta tensors;
-* autograd on the forward. The backward op carries a formula that refuses, since without one a double backward would
-  silently take the first derivative for a constant;
+* autograd on the forward, as one ``autograd.Function``: our own functions call it directly, and the dispatcher does
+  where the op is called otherwise or traced. ``torch.library.register_autograd`` takes two more trips through Python.
+  The backward op carries a formula that refuses, since without one a double backward would silently take the first
+  derivative for a constant;
 * a refusal under ``torch.func`` transforms, for the same reason: a jvp would silently be zero;
 * an autocast rule. Row ops fall through: they keep the dtypes of their inputs. An op with matmuls passes ``autocast``;
 * where the GPU library is missing, a CUDA implementation that says why.
@@ -31,8 +33,8 @@ def register(
     setup_context: Callable,
     backward: Callable,
     autocast: Callable | None = None,
-) -> None:
-    """Registers all of the above for ``name`` and ``name_backward``.
+) -> Callable:
+    """Registers all of the above for ``name`` and ``name_backward``; returns what calls the op with the least overhead.
 
     ``autocast(device_type, *args)`` returns the arguments that the forward runs with under autocast; the op itself, and
     the backward op, then run with autocast off, so that no matmul inside is cast.
@@ -47,8 +49,54 @@ def register(
             if autocast is not None:
                 rule = _without_autocast(op, key, device_type, autocast if op == name else None)
             LIBRARY.impl(op, rule, key.name)
-    torch.library.register_autograd(f"liger_ext::{name}", backward, setup_context=setup_context, lib=LIBRARY)
     torch.library.register_autograd(f"liger_ext::{name}_backward", _refuse_double_backward(name), lib=LIBRARY)
+    return _register_autograd(name, setup_context, backward, casts=autocast is not None)
+
+
+def _register_autograd(name: str, setup_context: Callable, backward: Callable, casts: bool) -> Callable:
+    op = getattr(torch.ops.liger_ext, name).default
+    below_autograd, any_requires_grad = torch._C._AutoDispatchBelowAutograd, torch._C._any_requires_grad
+    defaults = tuple(
+        argument.default_value if argument.has_default_value() else None for argument in op._schema.arguments
+    )
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            with below_autograd():
+                output = op(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *grads):
+            # Grad mode is on only while a double backward is prepared, which autograd has to see to refuse it.
+            if torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with below_autograd():
+                return backward(ctx, *grads)
+
+    Function.__name__ = Function.__qualname__ = f"liger_ext_{name}"
+
+    def kernel(keyset, *args):
+        if torch.is_grad_enabled() and any_requires_grad(*args):
+            return Function.apply(*args, *defaults[len(args) :])  # the dispatcher drops what equals a default
+        with below_autograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+    def call(*args):
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return op(*args)
+        if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+            return op(*args)
+        if torch.is_grad_enabled() and any_requires_grad(*args):
+            return Function.apply(*args)
+        with below_autograd():
+            return op(*args)
+
+    return call
 
 
 def _refuse_double_backward(name: str) -> Callable:

@@ -10,7 +10,6 @@ from torch import Tensor
 from liger_ext.ops._checks import REDUCTIONS, accumulator, check_device, check_dtype, code_of, require, shape_text
 from liger_ext.ops._register import register
 
-_cross_entropy = torch.ops.liger_ext.cross_entropy.default
 _cross_entropy_backward = torch.ops.liger_ext.cross_entropy_backward.default
 
 COUNTS = 5  # slots of the sums over all targets that forward and backward share
@@ -201,4 +200,6 @@ def _backward(ctx, dloss, *_):
     return dlogits, *(None,) * 10
 
 
-register("cross_entropy", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)
+_cross_entropy = register(
+    "cross_entropy", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward
+)

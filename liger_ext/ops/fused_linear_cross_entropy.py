@@ -106,7 +106,7 @@ def fused_linear_cross_entropy(
         ce_weight = ce_weight.to(accumulator(dtype))
     grad = torch.is_grad_enabled()
     need_dweight = grad and weight.requires_grad
-    outputs = _forward_op(
+    outputs = _call(
         rows,
         weight,
         target if target.dim() == 1 else target.reshape(-1),
@@ -297,7 +297,7 @@ def _backward(ctx, dloss, *_):
     return tuple(gradients)
 
 
-register(
+_call = register(
     "fused_linear_cross_entropy",
     fake=_fake,
     fake_backward=_fake_backward,

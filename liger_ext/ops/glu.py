@@ -8,9 +8,7 @@ from torch import Tensor
 from liger_ext.ops._checks import check_device, check_rows, check_same_dtype, check_same_shape, code_of, require
 from liger_ext.ops._register import register
 
-_glu = torch.ops.liger_ext.glu.default
 _glu_backward = torch.ops.liger_ext.glu_backward.default
-_glu_packed = torch.ops.liger_ext.glu_packed.default
 _glu_packed_backward = torch.ops.liger_ext.glu_packed_backward.default
 
 _SILU = 0
@@ -117,7 +115,7 @@ def _backward(ctx, dh):
     return dgate if need_dgate else None, dup if need_dup else None, None, None, None
 
 
-register("glu", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)
+_glu = register("glu", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)
 
 
 def _check_packed(op: str, gate_up: Tensor, activation: int) -> None:
@@ -152,7 +150,7 @@ def _packed_backward(ctx, dh):
     return _glu_packed_backward(dh, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
-register(
+_glu_packed = register(
     "glu_packed",
     fake=_fake_packed,
     fake_backward=_fake_packed_backward,

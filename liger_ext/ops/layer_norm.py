@@ -8,7 +8,6 @@ from torch import Tensor
 from liger_ext.ops._checks import accumulator, check_dtype, check_parameter, check_rows, check_same_shape
 from liger_ext.ops._register import register
 
-_layer_norm = torch.ops.liger_ext.layer_norm.default
 _layer_norm_backward = torch.ops.liger_ext.layer_norm_backward.default
 
 
@@ -73,4 +72,6 @@ def _backward(ctx, dy, *_):
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
 
 
-register("layer_norm", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)
+_layer_norm = register(
+    "layer_norm", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward
+)

@@ -17,9 +17,7 @@ from liger_ext.ops._checks import (
 )
 from liger_ext.ops._register import register
 
-_rms_norm = torch.ops.liger_ext.rms_norm.default
 _rms_norm_backward = torch.ops.liger_ext.rms_norm_backward.default
-_add_rms_norm = torch.ops.liger_ext.add_rms_norm.default
 _add_rms_norm_backward = torch.ops.liger_ext.add_rms_norm_backward.default
 
 
@@ -121,7 +119,9 @@ def _backward(ctx, dy, _):
     return dx if need_dx else None, dweight if need_dweight else None, None, None, None
 
 
-register("rms_norm", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)
+_rms_norm = register(
+    "rms_norm", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward
+)
 
 
 def _fake_add(x, residual, weight, eps, offset, casting_mode):
@@ -174,7 +174,7 @@ def _add_backward(ctx, dy, dsum, _):
     )
 
 
-register(
+_add_rms_norm = register(
     "add_rms_norm",
     fake=_fake_add,
     fake_backward=_fake_add_backward,

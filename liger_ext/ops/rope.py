@@ -8,7 +8,6 @@ from torch import Tensor
 from liger_ext.ops._checks import check_device, check_dtype, check_same_dtype, require, shape_text
 from liger_ext.ops._register import register
 
-_rope = torch.ops.liger_ext.rope.default
 _rope_backward = torch.ops.liger_ext.rope_backward.default
 
 
@@ -108,7 +107,7 @@ def _backward(ctx, dq, dk):
     return dq if need_dq else None, dk if need_dk else None, None, None
 
 
-register(
+_rope = register(
     "rope",
     fake=_fake_of("rope"),
     fake_backward=_fake_of("rope_backward"),

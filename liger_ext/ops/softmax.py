@@ -8,7 +8,6 @@ from torch import Tensor
 from liger_ext.ops._checks import check_device, check_rows, check_same_dtype, check_same_shape
 from liger_ext.ops._register import register
 
-_softmax = torch.ops.liger_ext.softmax.default
 _softmax_backward = torch.ops.liger_ext.softmax_backward.default
 
 
@@ -52,4 +51,6 @@ def _backward(ctx, dy):
     return None if dy is None else _softmax_backward(dy, *ctx.saved_tensors)
 
 
-register("softmax", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)
+_softmax = register(
+    "softmax", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward
+)
