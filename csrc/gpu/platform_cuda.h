@@ -98,7 +98,8 @@ LIGER_DEVICE float fast_exp2(float v) {
 }
 // 1 / sqrt(v), 2 ulp.
 LIGER_DEVICE float fast_rsqrt(float v) { return rsqrtf(v); }
-// The same pointer, hiding how it was made: the compiler keeps a row's address instead of making it again for every access.
+// The same pointer to global memory, hiding how it was made: the compiler keeps a row's address instead of making it again for
+// every access.
 template <class T>
 LIGER_DEVICE T* opaque(T* pointer) {
   asm("" : "+l"(pointer));

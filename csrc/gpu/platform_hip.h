@@ -48,8 +48,10 @@ LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 // 1 / sqrt(v), 1 ulp.
 LIGER_DEVICE float fast_rsqrt(float v) { return __builtin_amdgcn_rsqf(v); }
+// A pointer to global memory, which the compiler cannot always tell by itself: without this its accesses may become flat ones, which
+// wait for shared memory too.
 template <class T>
-LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
+LIGER_DEVICE T* opaque(T* pointer) { return (T*)(__attribute__((address_space(1))) T*)reinterpret_cast<uintptr_t>(pointer); }
 
 // 1 / v, 1 ulp.
 LIGER_DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }
@@ -93,8 +95,9 @@ LIGER_DEVICE unsigned char* shared_memory() {
 LIGER_DEVICE int atomic_claim(int* flag) { return atomicCAS_system(flag, 0, 1); }
 LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
 
+// Four waves on an execution unit: 128 registers at most, as blocks of 1,024 threads have on gfx9 in any case.
 template <class K>
-__global__ void __launch_bounds__(K::max_threads) entry(const typename K::Args args) { K::run(args); }
+__global__ void __launch_bounds__(K::max_threads, 4) entry(const typename K::Args args) { K::run(args); }
 
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);

@@ -34,13 +34,16 @@ struct RopeKernel {
     const int64_t batch = quotient(position, a.seq), seq = position - batch * a.seq;
     const int slot = within / args.lanes;
     const bool of_q = slot < args.q_slots;
-    const RopeHeads& heads = of_q ? a.q : a.k;
+    // One by one: a reference to one of two arguments is an address, and puts them all into memory.
+    const auto of = [&](auto member) { return of_q ? a.q.*member : a.k.*member; };
     const int step = of_q ? args.q_slots : args.k_slots, first = of_q ? slot : slot - args.q_slots;
     // From here on this thread's heads: `step` apart.
-    const int count = (int(heads.heads) - first + step - 1) / step;
-    const int64_t in_step = step * heads.in_head, out_step = step * heads.out_head;
-    const T* const in = static_cast<const T*>(heads.in) + (batch * heads.in_batch + seq * heads.in_seq + first * heads.in_head);
-    T* const out = static_cast<T*>(heads.out) + (batch * heads.out_batch + seq * heads.out_seq + first * heads.out_head);
+    const int count = (int(of(&RopeHeads::heads)) - first + step - 1) / step;
+    const int64_t in_head = of(&RopeHeads::in_head), out_head = of(&RopeHeads::out_head), in_step = step * in_head, out_step = step * out_head;
+    const T* const in = static_cast<const T*>(of(&RopeHeads::in)) +
+                        (batch * of(&RopeHeads::in_batch) + seq * of(&RopeHeads::in_seq) + first * in_head);
+    T* const out = static_cast<T*>(of(&RopeHeads::out)) +
+                   (batch * of(&RopeHeads::out_batch) + seq * of(&RopeHeads::out_seq) + first * out_head);
     const int64_t cos = batch * a.cos_batch + seq * a.cos_seq, sin = batch * a.sin_batch + seq * a.sin_seq;
     const int half = int(a.rotary_dim / 2), rotating = half / VEC, places = rotating + int(a.head_dim - a.rotary_dim) / VEC;
     with_dtype(a.table_dtype, [&](auto tag) {
@@ -67,7 +70,7 @@ struct RopeKernel {
   // Forward: low * cos[low] - high * sin[low], high * cos[high] + low * sin[high]; the transpose swaps the two sines and their signs.
   template <class Table>
   LIGER_DEVICE static void load_rotation(Rotation<Table>& r, const Rope& a, int64_t cos, int64_t sin, int low, int high) {
-    const Table *cosines = static_cast<const Table*>(a.cos) + cos, *sines = static_cast<const Table*>(a.sin) + sin;
+    const Table *cosines = opaque(static_cast<const Table*>(a.cos) + cos), *sines = opaque(static_cast<const Table*>(a.sin) + sin);
     load<Hint::constant>(r.cos[0], cosines + low);
     load<Hint::constant>(r.cos[1], cosines + high);
     load<Hint::constant>(r.sin[0], sines + (a.transpose ? high : low));
