@@ -2,10 +2,11 @@
 //
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
-// Registers path: the threads of a row hold it, up to 32 columns each, all loads in flight before the first use; the variance is
-// that of the centred registers, so that it does not cancel. Rows that a block cannot hold are held by a cluster of blocks, where
-// the device has clusters. Re-read path, for longer rows: one pass for the statistics (LayerNorm
-// merges batches by Chan's formula), a second for the result, both by the same thread, so that the second mostly hits the L2.
+// Registers path: the threads of a row hold it, 32 columns each, 64 in rows too long for two blocks on a multiprocessor otherwise, all
+// loads in flight before the first use; the variance is that of the centred registers, so that it does not cancel. Rows that a
+// block cannot hold are held by a cluster of blocks, where the device has clusters. Re-read path, for longer rows: one pass for
+// the statistics (LayerNorm merges batches by Chan's formula), a second for the result, both by the same thread, so that the
+// second mostly hits the L2. On an H200 instructions are the second limit: there are kernels of their own for the usual parameters.
 #pragma once
 #include "gpu/device.h"
 #include "gpu/rows.h"
@@ -25,7 +26,8 @@ struct NormForwardArgs {
 };
 
 // What both paths do with their K vectors of a row. T is the type of what is normalised, and of y; x and the residual may be of
-// other types where T is fp32. Usual: weight, and bias, are there and of type T; else both may be missing or of any type. The row stays in T, which is exact and half the registers; it is widened where it is used.
+// other types where T is fp32. The row stays in T, which is exact and half the registers; it is widened where it is used.
+// Usual: weight, and bias, are there and of type T; else both may be missing, or of any type.
 template <class T, int VEC, int K, bool Centered, bool Usual>
 struct NormTile {
   using Values = Packed<T, VEC>[K];
