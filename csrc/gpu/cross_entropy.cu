@@ -48,7 +48,7 @@ LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const 
   if (a.class_share != 0) ce += a.class_share * (a.counts[CrossEntropyCounts::weight] * lse - statistics.weighted);
   float z = a.lse_square_scale != 0 ? a.lse_square_scale * lse * lse : 0.f;
   if (a.token_scaling) {
-    const float token = exp_of(-negative_log);
+    const float token = fast_exp(-negative_log);
     ce *= token;
     z *= token;
   }

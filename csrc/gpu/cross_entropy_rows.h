@@ -25,14 +25,13 @@ struct LogitRows {
   TargetReport report;
 };
 
-LIGER_DEVICE float exp_of(float v) { return fast_exp2(v * 1.4426950408889634f); }
 // exp(x - base) of many x with one base. For 16-bit logits in one multiply-add and one exponential: the rounding of the product, |base|
 // units in the last place of fp32, is none of theirs.
 template <class T> struct Exp {
   float base;
-  LIGER_DEVICE explicit Exp(float b) : base(sizeof(T) == 2 ? -b * 1.4426950408889634f : b) {}
+  LIGER_DEVICE explicit Exp(float b) : base(sizeof(T) == 2 ? -b * log2_e : b) {}
   LIGER_DEVICE float operator()(float x) const {
-    return sizeof(T) == 2 ? fast_exp2(x * 1.4426950408889634f + base) : exp_of(x - base);
+    return sizeof(T) == 2 ? fast_exp2(x * log2_e + base) : fast_exp(x - base);
   }
 };
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
@@ -175,7 +174,7 @@ template <class T, bool Full> struct RowStatistics {
 #pragma unroll
     for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
     if (top > max + slack) {
-      sum *= exp_of(max - top);
+      sum *= fast_exp(max - top);
       max = top;
     }
     const Exp<T> exp(base());
@@ -219,7 +218,7 @@ template <class T, bool Full> struct RowStatistics {
   LIGER_DEVICE void rescale(float row_max, float& scaled) {
     const float own = max;
     max = row_max;
-    scaled = sum * exp_of(own - base());
+    scaled = sum * fast_exp(own - base());
   }
 };
 
@@ -233,7 +232,7 @@ template <class T> struct RowGradient {
   LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float over_sum, float lse, float negative_log,
                            float ce, float z)
       : exp(base) {
-    const float token = a.token_scaling ? exp_of(-negative_log) : 1.f;
+    const float token = a.token_scaling ? fast_exp(-negative_log) : 1.f;
     hard = token * ce * a.hard_share * row.target_weight;
     soft = token * ce * a.class_share;
     scale = hard;

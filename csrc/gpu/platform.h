@@ -152,12 +152,15 @@ LIGER_DEVICE void store_one(void* data, Dtype dtype, int64_t at, float value) {
   with_dtype(dtype, [&](auto tag) { static_cast<decltype(tag)*>(data)[at] = from_float<decltype(tag)>(value); });
 }
 
+constexpr float log2_e = 1.4426950408889634f;
+// exp(v) with an error of |v| units in the last place; results below the normal range become 0.
+LIGER_DEVICE float fast_exp(float v) { return fast_exp2(v * log2_e); }
 // exp(v) as exactly as T can tell: where T has 16 bits, an error of |v| units in the last place of fp32 does not matter. Results
 // below fp32's normal range may become 0.
 template <class T>
 LIGER_DEVICE float exp_as(float v) {
   if constexpr (std::is_same_v<T, float>) return expf(v);
-  else return fast_exp2(v * 1.4426950408889634f);
+  else return fast_exp(v);
 }
 
 // a / b for a >= 0, b > 0; most of the time 32 bits are enough, and a fraction of the instructions.

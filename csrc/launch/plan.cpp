@@ -17,14 +17,16 @@ int resident_clusters(const DeviceProfile& device, int64_t cluster) {
     if (cluster == 1 << i) return device.resident_clusters[i];
   return 0;
 }
-constexpr int norm_cluster_block = 512;
 
-// The plan for rows of one cluster each.
-LaunchPlan clustered(LaunchPlan plan, int64_t rows, int cluster, int block, int k) {
+// Rows of a cluster of blocks each, k vectors a thread, where a block is too small and the device has clusters; else `plan`.
+LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k) {
+  constexpr int block = 512;
+  const int64_t cluster = next_pow2(ceil_div(cols, int64_t{block} * k * plan.vec));
+  if (plan.vec == 1 || cluster == 1 || resident_clusters(device, cluster) == 0) return plan;
   plan.path = Path::regs;
-  plan.cluster = cluster;
+  plan.cluster = static_cast<int>(cluster);
   plan.block = block;
-  plan.threads_per_row = cluster * block;
+  plan.threads_per_row = plan.cluster * block;
   plan.k = k;
   plan.grid = grid_of(std::max<int64_t>(1, rows) * cluster);
   return plan;
@@ -61,9 +63,7 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
   const LaunchPlan plan =
       plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = few ? 1024 : block, .prefer_k = few ? 1 : 4});
   if (plan.path == Path::regs) return plan;
-  const int64_t cluster = next_pow2(ceil_div(cols, int64_t{block} * max_k * vec));
-  if (vec > 1 && resident_clusters(device, cluster) > 0) return clustered(plan, rows, int(cluster), block, max_k);
-  return plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k});
+  return clustered(device, plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k}), rows, cols, max_k);
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
@@ -80,11 +80,11 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
 LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block) {
   const int k = norm_backward_k(vec);
   LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = k, .max_block = max_block, .min_block = 256, .prefer_k = k});
-  const int64_t cluster = next_pow2(ceil_div(cols, int64_t{norm_cluster_block} * k * vec));
-  if (vec > 1 && cluster > 1 && resident_clusters(device, cluster) > 0) plan = clustered(plan, rows, int(cluster), norm_cluster_block, k);
+  plan = clustered(device, plan, rows, cols, k);
   // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
   // number of rows take no longer and leave fewer partial rows.
-  const int64_t resident = plan.cluster > 1 ? resident_clusters(device, plan.cluster) : int64_t{device.multiprocessors} * (plan.block <= 256 ? 2 : 1);
+  const int64_t resident =
+      plan.cluster > 1 ? resident_clusters(device, plan.cluster) : int64_t{device.multiprocessors} * (plan.block <= 256 ? 2 : 1);
   const int64_t teams = plan.grid / plan.cluster;
   plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
   plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);

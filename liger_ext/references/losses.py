@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -163,26 +163,22 @@ def _loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in ("accum_dtype", "memory", "compute_dtype", "stored")}
 
 
-def fused_linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ce_weight: Tensor | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
-    return cross_entropy(_logits(x, weight, bias), target, ce_weight, **_loss_options(options))
+def _with_head(loss: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    def fused(
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        return loss(_logits(x, weight, bias), target, ce_weight, **_loss_options(options))
+
+    return fused
 
 
-def torch_fused_linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ce_weight: Tensor | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
-    return torch_cross_entropy(_logits(x, weight, bias), target, ce_weight, **_loss_options(options))
+fused_linear_cross_entropy = _with_head(cross_entropy)
+torch_fused_linear_cross_entropy = _with_head(torch_cross_entropy)
 
 
 def fused_linear_cross_entropy_scales(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,31 +60,26 @@ def rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors)
     return {"dx": _norm_gradient_scale(x * rstd, rstd, grads["out"], weight, offset)}
 
 
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    stored: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+def _of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The norm sees the sum as it is stored."""
-    total = x + residual
-    return rms_norm(_rounded(total, stored), weight, eps, offset), total
+
+    def add_norm(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        stored: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(_rounded(total, stored), weight, eps, offset, casting_mode, stored), total
+
+    return add_norm
 
 
-def torch_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    stored: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return torch_rms_norm(_rounded(total, stored), weight, eps, offset, casting_mode, stored), total
+add_rms_norm = _of_sum(rms_norm)
+torch_add_rms_norm = _of_sum(torch_rms_norm)
 
 
 def add_rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
