@@ -5,21 +5,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
+import importlib.metadata
 import json
 import subprocess
 import time
 from pathlib import Path
 
 import torch
-import transformers
 from rich.console import Console
 
 import liger_ext
 
-from . import flce, host, memory, rows, suite, train
+from . import suite
 
-# Each has run(settings) -> records, line(record), table(records, settings), draw(records, settings, folder) -> files.
-SUITES = {"rows": rows, "flce": flce, "train": train, "host": host, "memory": memory}
+# Modules here, imported when they are run, since only `train` needs transformers. Each has run(settings) -> records,
+# line(record), table(records, settings), draw(records, settings, folder) -> files.
+SUITES = ("rows", "flce", "train", "host", "memory")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def facts(device: str) -> dict[str, str]:
@@ -30,7 +39,7 @@ def facts(device: str) -> dict[str, str]:
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
         "liger_ext": liger_ext.__version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": _version("transformers"),
         "commit": git.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -49,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = suite.Settings(arguments.device, dtype, tuple(arguments.providers), tuple(arguments.ops))
     torch._dynamo.config.cache_size_limit = 64  # one compiled version per shape
 
-    chosen = SUITES[arguments.suite]
+    chosen = importlib.import_module(f"{__package__}.{arguments.suite}")
     known = facts(arguments.device)
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = arguments.out / f"{arguments.suite}_{arguments.device}_{dtype}"

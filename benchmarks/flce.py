@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 import liger_ext.functional as LF
 
 from . import suite
-from .timing import Timing, time_cpu
+from .timing import Timing, failure, peak_mib, time_cpu
 
 SHAPES_CUDA = [
     (4096, 2048, 128256),
@@ -77,22 +78,15 @@ def _time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst:
     return Timing.of(samples[0]), Timing.of(samples[1])
 
 
-def _peak_mib(call: Callable[[], object]) -> float:
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
 def inputs(rows: int, hidden: int, vocab: int, settings: suite.Settings) -> tuple[torch.Tensor, ...]:
     """Hidden states, weight and targets; logits of a spread of 1."""
     x = torch.randn(rows, hidden, device=settings.device, dtype=settings.torch_dtype, requires_grad=True)
     w = (torch.randn(vocab, hidden, device=settings.device) * hidden**-0.5).to(settings.torch_dtype).requires_grad_()
     return x, w, torch.randint(vocab, (rows,), device=settings.device)
+
+
+def gradients(function: Callable, x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> object:
+    return torch.autograd.grad(function(x, w, t), (x, w))
 
 
 def run(settings: suite.Settings) -> Iterator[Result]:
@@ -104,10 +98,11 @@ def run(settings: suite.Settings) -> Iterator[Result]:
             logits = x @ w.T
             return logits @ w, logits.T @ x
 
-        def step(function, x=x, w=w, t=t):
-            return lambda: torch.autograd.grad(function(x, w, t), (x, w))
-
-        calls = {name: step(function) for name, function in providers().items() if settings.wants(name)}
+        calls = {
+            name: partial(gradients, function, x, w, t)
+            for name, function in providers().items()
+            if settings.wants(name)
+        }
         result = Result(f"{rows}x{hidden}x{vocab}", settings.dtype, {}, {}, {})
         for name, call in calls.items():
             if settings.device == "cpu":
@@ -115,10 +110,10 @@ def run(settings: suite.Settings) -> Iterator[Result]:
                 result.floors[name], result.times[name] = timed["floor"], timed[name]
                 continue
             try:
-                result.peak_mib[name] = _peak_mib(call)
+                result.peak_mib[name] = peak_mib(call, settings.device)
                 result.floors[name], result.times[name] = _time_beside_floor(floor, call)
             except Exception as error:  # a peer that cannot run this shape must not end the run
-                result.times[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+                result.times[name] = failure(error)
                 torch.cuda.synchronize()
         yield result
         del x, w, t, calls

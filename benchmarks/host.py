@@ -13,12 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import liger_ext.functional as LF
 
-from . import peers, suite
-from .rows import rms_norm_eager, rope_eager
+from . import eager, peers, suite
 from .timing import Timing
 
 SAMPLES, BURST = 15, 20
@@ -46,11 +44,9 @@ def cases(settings: suite.Settings) -> Iterator[Case]:
         return torch.randn(*shape, device=settings.device, dtype=settings.torch_dtype, requires_grad=True)
 
     x, y, w, b = leaf(rows, cols), leaf(rows, cols), leaf(cols), leaf(cols)
-    yield Case("rms_norm", (x, w), {"liger_ext": LF.rms_norm, "torch": rms_norm_eager} | peers.rms_norm())
-    yield Case("layer_norm", (x, w, b), {
-        "liger_ext": LF.layer_norm, "torch": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-6)
-    } | peers.layer_norm())  # fmt: skip
-    yield Case("swiglu", (x, y), {"liger_ext": LF.swiglu, "torch": lambda g, u: F.silu(g) * u} | peers.swiglu())
+    yield Case("rms_norm", (x, w), {"liger_ext": LF.rms_norm, "torch": eager.rms_norm} | peers.rms_norm())
+    yield Case("layer_norm", (x, w, b), {"liger_ext": LF.layer_norm, "torch": eager.layer_norm} | peers.layer_norm())
+    yield Case("swiglu", (x, y), {"liger_ext": LF.swiglu, "torch": eager.swiglu} | peers.swiglu())
     heads, dim = (4, 64) if settings.device == "cuda" else (1, 16)
     seq = rows * cols // (heads * 4 * dim) if settings.device == "cuda" else 4
     q, k = (
@@ -59,11 +55,10 @@ def cases(settings: suite.Settings) -> Iterator[Case]:
     )
     angle = torch.rand(1, seq, dim, device=settings.device)
     tables = angle.cos().to(settings.torch_dtype), angle.sin().to(settings.torch_dtype)
-    yield Case("rope", (q, k, *tables), {"liger_ext": LF.rope, "torch": rope_eager} | peers.rope())
+    yield Case("rope", (q, k, *tables), {"liger_ext": LF.rope, "torch": eager.rope} | peers.rope())
     target = torch.randint(cols, (rows,), device=settings.device)
-    yield Case("cross_entropy", (x, target), {
-        "liger_ext": LF.cross_entropy, "torch": lambda x, t: F.cross_entropy(x.float(), t)
-    } | peers.cross_entropy())  # fmt: skip
+    functions = {"liger_ext": LF.cross_entropy, "torch": eager.cross_entropy} | peers.cross_entropy()
+    yield Case("cross_entropy", (x, target), functions)
 
 
 def _step(function: Callable, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:

@@ -7,7 +7,6 @@ process reset; freed blocks go back to the system at once there, so that it is w
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +15,9 @@ from pathlib import Path
 import torch
 
 import liger_ext.functional as LF
-from examples.demo.memory import Meter
 
 from . import flce, suite
+from .timing import failure, peak_mib
 
 SHAPES_CUDA = [(4096, 4096, 128256), (8192, 4096, 128256), (16384, 2048, 128256)]
 SHAPES_CPU = [(512, 576, 49152), (1024, 576, 49152), (2048, 576, 49152)]
@@ -37,24 +36,6 @@ def providers() -> dict[str, Callable]:
     return {**flce.providers(), f"liger_ext, {BUDGET_MIB} MiB": ours}
 
 
-def peak_mib(call: Callable[[], object], device: str) -> float:
-    meter = Meter(torch.device(device))
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    gc.collect()
-    before = meter.reset()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (meter.peak() - before) / 2**20
-
-
-def _gradients(function: Callable, x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> object:
-    return torch.autograd.grad(function(x, w, t), (x, w))
-
-
 def run(settings: suite.Settings) -> Iterator[Peak]:
     if settings.device == "cpu":
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
@@ -65,9 +46,9 @@ def run(settings: suite.Settings) -> Iterator[Peak]:
             if not settings.wants(name.split(",")[0]):
                 continue
             try:
-                peaks[name] = peak_mib(partial(_gradients, function, *inputs), settings.device)
+                peaks[name] = peak_mib(partial(flce.gradients, function, *inputs), settings.device)
             except Exception as error:  # a peer that cannot run this shape must not end the run
-                peaks[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+                peaks[name] = failure(error)
         yield Peak(f"{rows}x{hidden}x{vocab}", rows * vocab * settings.torch_dtype.itemsize / 2**20, peaks)
         del inputs
 

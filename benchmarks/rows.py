@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import liger_ext.functional as LF
 
-from . import peers, suite
-from .timing import Timing, on_a_stream_of_its_own, time_calls, time_copy
+from . import eager, peers, suite
+from .timing import Timing, failure, on_a_stream_of_its_own, time_calls, time_copy
 
 
 @dataclass
@@ -40,22 +39,8 @@ class Row:
     times: dict[str, Timing | str]
 
 
-def rms_norm_eager(x, w):
-    y = x.float()
-    return w * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def rope_eager(q, k, cos, sin):
-    def rotate(x):
-        half = x.shape[-1] // 2
-        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
-
-
-def _with_compile(functions: dict[str, Callable], eager: Callable) -> dict[str, Callable]:
-    return functions | {"torch": eager, "torch.compile": torch.compile(eager, dynamic=False)}
+def _with_compile(functions: dict[str, Callable], plain: Callable) -> dict[str, Callable]:
+    return functions | {"torch": plain, "torch.compile": torch.compile(plain, dynamic=False)}
 
 
 def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -76,7 +61,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "rms_norm",
             f"{rows}x{cols}",
             inputs,
-            _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), rms_norm_eager),
+            _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), eager.rms_norm),
             2 * matrix + stat,
             3 * matrix + stat,
         )
@@ -84,9 +69,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "add_rms_norm",
             f"{rows}x{cols}",
             lambda r=rows, c=cols: (param(r, c), param(r, c), param(c)),
-            _with_compile(
-                {"liger_ext": LF.add_rms_norm} | peers.add_rms_norm(), lambda x, r, w: (rms_norm_eager(x + r, w), x + r)
-            ),
+            _with_compile({"liger_ext": LF.add_rms_norm} | peers.add_rms_norm(), eager.add_rms_norm),
             4 * matrix + stat,
             4 * matrix + stat,
         )
@@ -96,7 +79,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             lambda r=rows, c=cols: (param(r, c), param(c), param(c)),
             _with_compile(
                 {"liger_ext": LF.layer_norm} | peers.layer_norm(),
-                lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-6),
+                eager.layer_norm,
             ),
             2 * matrix + 2 * stat,
             3 * matrix + 2 * stat,
@@ -109,7 +92,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "swiglu",
             f"{rows}x{cols}",
             inputs,
-            _with_compile({"liger_ext": LF.swiglu} | peers.swiglu(), lambda g, u: F.silu(g) * u),
+            _with_compile({"liger_ext": LF.swiglu} | peers.swiglu(), eager.swiglu),
             3 * matrix,
             5 * matrix,
         )
@@ -117,7 +100,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "geglu",
             f"{rows}x{cols}",
             inputs,
-            _with_compile({"liger_ext": LF.geglu} | peers.geglu(), lambda g, u: F.gelu(g, approximate="tanh") * u),
+            _with_compile({"liger_ext": LF.geglu} | peers.geglu(), eager.geglu),
             3 * matrix,
             5 * matrix,
         )
@@ -138,7 +121,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "rope",
             f"B{batch} S{seq} {q_heads}+{k_heads} D{dim}",
             inputs,
-            _with_compile({"liger_ext": LF.rope} | peers.rope(), rope_eager),
+            _with_compile({"liger_ext": LF.rope} | peers.rope(), eager.rope),
             moved,
             moved,
         )
@@ -149,7 +132,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "softmax",
             f"{rows}x{cols}",
             lambda r=rows, c=cols: (param(r, c),),
-            _with_compile({"liger_ext": LF.softmax} | peers.softmax(), lambda x: x.softmax(-1)),
+            _with_compile({"liger_ext": LF.softmax} | peers.softmax(), eager.softmax),
             2 * matrix,
             3 * matrix,
         )
@@ -160,9 +143,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "cross_entropy",
             f"{rows}x{vocab}",
             lambda r=rows, v=vocab: (param(r, v), torch.randint(v, (r,), device=device)),
-            _with_compile(
-                {"liger_ext": LF.cross_entropy} | peers.cross_entropy(), lambda x, t: F.cross_entropy(x.float(), t)
-            ),
+            _with_compile({"liger_ext": LF.cross_entropy} | peers.cross_entropy(), eager.cross_entropy),
             matrix,
             2 * matrix,
         )
@@ -200,7 +181,7 @@ def _run_case(case: Case, settings: suite.Settings) -> Iterator[Row]:
             try:
                 calls[name] = bind(function, inputs)
             except Exception as error:  # a peer that cannot run this case
-                failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+                failed[name] = failure(error)
         # A read-only op's limit is still the copy's rate: the same bytes over the same time.
         yield Row(
             case.op,

@@ -1,4 +1,4 @@
-"""How time is taken.
+"""How time and memory are taken.
 
 On a GPU a call is captured as a CUDA graph, so that host time is out of the picture; before each replay the L2 cache
 is flushed by READING a large buffer (writing would leave dirty lines whose write-back is charged to the op); the result
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from examples.demo.meter import Meter
+
 FLUSH_BYTES = 256 << 20
 
 
@@ -34,6 +36,11 @@ class Timing:
             return Timing(samples[0], samples[0], samples[0])
         low, median, high = statistics.quantiles(samples, n=4)
         return Timing(median, low, high)
+
+
+def failure(error: Exception) -> str:
+    """What stands in a record for a peer that cannot run a case; it must not end the run."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
 
 
 def on_a_stream_of_its_own(device: str):
@@ -101,7 +108,7 @@ def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str,
         try:
             out[name] = time_cuda(call)
         except Exception as error:  # a peer that cannot run this shape must not end the run
-            out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            out[name] = failure(error)
             torch.cuda.synchronize()
     return out
 
@@ -114,3 +121,17 @@ def time_copy(moved_bytes: int, device: str) -> Timing:
     if device == "cpu":
         return time_cpu({"copy": lambda: op(x, 1)})["copy"]
     return min((time_cuda(lambda k=k: op(x, k)) for k in (1, 2, 4, 8)), key=lambda t: t.median)
+
+
+def peak_mib(call: Callable[[], object], device: str) -> float:
+    """The most that a second call has in use above what was in use before it."""
+    meter = Meter(torch.device(device))
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    before = meter.reset()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (meter.peak() - before) / 2**20

@@ -17,12 +17,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.demo.memory import Meter
+from examples.demo.meter import Meter
 from examples.demo.training import optimizer_for
 from liger_ext import apply_liger_kernel_to_llama
 
 from . import suite
-from .timing import Timing
+from .timing import Timing, failure
 
 _LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0}
 # name: (configuration, batch, seq)
@@ -136,7 +136,7 @@ def run(settings: suite.Settings) -> Iterator[Training]:
             try:
                 yield _train(name, provider, make, settings)
             except Exception as error:  # a peer that cannot run this model must not end the run
-                text = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+                text = failure(error)
                 yield Training(name, provider, batch * seq, None, None, None, text)
             gc.collect()
             if settings.device == "cuda":
