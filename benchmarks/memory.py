@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 import liger_ext.functional as LF
 
 from . import flce, suite
