@@ -30,7 +30,9 @@ def test_layer_norm(device, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 8192), (2, 65_537), (3, 70_001), (1500, 96), (700, 2)])
+@pytest.mark.parametrize(
+    "shape", [(3, 8192), (2, 65_537), (3, 70_001), (1500, 96), (700, 2), (140, 40_960), (150, 65_536)]
+)
 def test_wide_and_long(device, dtype, shape):
     parameters = {
         name: normal(shape[-1], dtype=dtype, device=device, seed=i).requires_grad_()

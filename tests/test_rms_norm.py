@@ -49,7 +49,8 @@ def test_add_rms_norm(device, data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", [(3, 8192), (2, 65_536), (2, 65_537), (1, 131_072), (3, 70_001), (1500, 96), (700, 1)]
+    "shape",
+    [(3, 8192), (2, 65536), (2, 65537), (1, 131072), (3, 70001), (1500, 96), (700, 1), (140, 40960), (150, 65536)],
 )
 def test_wide_and_long(device, dtype, shape):
     x, weight = (

@@ -1,5 +1,6 @@
-// Adds the rows of a [partial rows, columns] fp32 matrix that mostly lies in the L2. A block owns 32 neighbouring columns (one
-// 128-byte line of each row) and all rows, which its groups of 32 threads share; the groups' sums meet in shared memory.
+// Adds the rows of a [partial rows, columns] fp32 matrix that mostly lies in the L2. A block owns a few neighbouring columns, a 32-byte
+// sector of each row at least, and all rows, which its groups of threads share; their sums meet in shared memory. Blocks are small, so
+// that they find room beside the kernel that makes the matrix and are there when it ends.
 #include "gpu/column_sum.h"
 
 #include "gpu/platform.h"
@@ -10,43 +11,55 @@ namespace {
 struct SumColumns {
   struct Args {
     PartialSums partial;
-    ColumnTotal total;
+    ColumnTotals totals;
+    int64_t first_blocks;
+    int width;  // columns of a block
   };
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = 256;
   static LIGER_DEVICE void run(const Args& a) {
-    const int lane = thread_id() % 32, group = thread_id() / 32, groups = block_threads() / 32;
-    const int64_t col = block_id() * 32 + lane;
-    const bool live = col < a.total.cols;
+    const int width = a.width, lane = thread_id() & (width - 1), group = thread_id() >> log2_of(width), groups = block_threads() >> log2_of(width);
+    const bool second = block_id() >= a.first_blocks;
+    const ColumnTotal& total = second ? a.totals.second : a.totals.first;
+    const int64_t col = (block_id() - (second ? a.first_blocks : 0)) * width + lane;
+    const bool live = col < total.cols;
+    wait_for_previous_kernel();
     float sum = 0;
     if (live) {
-      const float* column = a.partial.data + a.total.first_column + col;
+      const float* at = a.partial.data + (total.first_column + col + group * a.partial.stride);
+      const int64_t step = groups * a.partial.stride;
       int64_t row = group;
       // Four loads in flight.
-      for (; row + 3 * groups < a.partial.rows; row += 4 * groups) {
-        float v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = column[(row + i * groups) * a.partial.stride];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum += v[i];
+      for (; row + 3 * groups < a.partial.rows; row += 4 * groups, at += 4 * step) {
+        const float v[4] = {at[0], at[step], at[2 * step], at[3 * step]};
+        sum += (v[0] + v[1]) + (v[2] + v[3]);
       }
-      for (; row < a.partial.rows; row += groups) sum += column[row * a.partial.stride];
+      for (; row < a.partial.rows; row += groups, at += step) sum += *at;
     }
+    // Within a warp by shuffles, then by shared memory.
+    for (int mask = warp_width() / 2; mask >= width; mask /= 2) sum += shfl_xor(sum, mask);
     const Shared<float> sums = shared<float>(0);
     sums[thread_id()] = sum;
     block_barrier();
     if (group == 0 && live) {
-      for (int g = 1; g < groups; ++g) sum += sums[g * 32 + lane];
-      if (a.total.accumulate) sum += load_one(a.total.out.data, a.total.out.dtype, col);
-      store_one(a.total.out.data, a.total.out.dtype, col, sum);
+      sum = 0;
+#pragma unroll 8
+      for (int at = lane; at < block_threads(); at += width > warp_width() ? width : warp_width()) sum += sums[at];
+      if (total.accumulate) sum += load_one(total.out.data, total.out.dtype, col);
+      store_one(total.out.data, total.out.dtype, col, sum);
     }
   }
 };
 
 }  // namespace
 
-void sum_columns(const PartialSums& partial, const ColumnTotal& total, Stream stream) {
-  if (total.out.data == nullptr || total.cols == 0) return;
-  launch<SumColumns>(launch::plan_column_sum(device_profile(stream.device), partial.rows, total.cols), {partial, total}, stream);
+void sum_columns(const PartialSums& partial, ColumnTotals totals, Stream stream) {
+  for (ColumnTotal* total : {&totals.first, &totals.second})
+    if (total->out.data == nullptr) total->cols = 0;
+  const launch::DeviceProfile& device = device_profile(stream.device);
+  const int width = launch::column_sum_width(partial.rows);
+  const int64_t first = launch::ceil_div(totals.first.cols, width), second = launch::ceil_div(totals.second.cols, width);
+  if (first + second == 0) return;
+  launch<SumColumns>(launch::plan_column_sum(device, width * (first + second), width), {partial, totals, first, width}, stream);
 }
 
 }  // namespace liger::gpu

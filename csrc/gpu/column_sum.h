@@ -11,12 +11,15 @@ struct PartialSums {
   int64_t rows, stride;
 };
 
-// out[j] = (accumulate ? out[j] : 0) + sum over rows of partial[row][first_column + j], for j < cols.
+// Two totals at most, by one kernel: out[j] = (accumulate ? out[j] : 0) + sum over rows of partial[row][first_column + j], for j < cols.
 struct ColumnTotal {
   int64_t first_column, cols;
   MutableVector out;     // data == nullptr: not wanted
   bool accumulate = false;
 };
-void sum_columns(const PartialSums& partial, const ColumnTotal& total, Stream stream);
+struct ColumnTotals {
+  ColumnTotal first, second;
+};
+void sum_columns(const PartialSums& partial, ColumnTotals totals, Stream stream);
 
 }  // namespace liger::gpu

@@ -26,6 +26,7 @@ template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
       for (int i = 0; i < N; ++i) all[i * threads + t] += all[i * threads + t + half];
     }
   }
+  if (t != 0) return;
 #pragma unroll
   for (int i = 0; i < N; ++i) v[i] = all[i * threads];
 }
@@ -58,6 +59,7 @@ struct CountTargets {
   static constexpr int max_threads = 1024;
 
   static LIGER_DEVICE void run(const Args& a) {
+    let_next_kernel_start();
     enum { valid, target_weight, weight, sums };
     double sum[sums] = {};
     const bool weighted = a.class_weight.data != nullptr;
@@ -105,6 +107,7 @@ struct SumLosses {
   static constexpr int max_threads = 1024;
 
   static LIGER_DEVICE void run(const Args& a) {
+    wait_for_previous_kernel();
     enum { ce, z, accuracy, sums };
     auto column = [&](const float* values) { return values ? thread_sum(a.rows, [&](int64_t row) { return values[row]; }) : 0.0; };
     double sum[sums] = {column(a.ce), column(a.z), column(a.accuracy)};
@@ -154,8 +157,9 @@ void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
     if (op.rows > 0) launch<AddLosses>(launch::plan_elementwise(device, op.rows, 1), {op.rows, ce, z, loss, z_loss}, stream);
     return;
   }
-  launch<SumLosses>(launch::plan_block_sum(device, op.rows, 3 * int(sizeof(double))),
-                    {op.rows, ce, z, op.accuracy, counts, loss, z_loss, op.token_accuracy}, stream);
+  auto plan = launch::plan_block_sum(device, op.rows, 3 * int(sizeof(double)));
+  plan.pdl = device.bulk_copies;
+  launch<SumLosses>(plan, {op.rows, ce, z, op.accuracy, counts, loss, z_loss, op.token_accuracy}, stream);
 }
 
 }  // namespace liger::gpu

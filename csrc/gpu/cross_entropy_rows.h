@@ -23,6 +23,8 @@ struct LogitRows {
   bool token_scaling;
   int threads_per_row;
   TargetReport report;
+
+  LIGER_DEVICE bool is_class(int64_t target) const { return target != ignore_index && target >= 0 && target < vocab; }
 };
 
 // exp(x - base) of many x with one base. For 16-bit logits in one multiply-add and one exponential: the rounding of the product, |base|
@@ -47,6 +49,15 @@ LIGER_DEVICE float capped_slope(const LogitRows& a, float x) {
 template <class T, int N> LIGER_DEVICE void widen(float (&out)[N], const Packed<T, N>& in) {
 #pragma unroll
   for (int j = 0; j < N; ++j) out[j] = in[j];
+}
+
+// A vector like `in` of one value.
+template <class T, int N> LIGER_DEVICE Packed<T, N> same_value(Packed<T, N> in, float value) {
+  float values[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) values[j] = value;
+  in.set(values);
+  return in;
 }
 
 // First bad target wins; the host finds the record complete (state 2) at its next call.
@@ -75,33 +86,42 @@ template <class T, bool Full> struct LogitRow {
   float target_logit = 0, target_weight = 1;
   const T* data;
 
-  LIGER_DEVICE LogitRow(const LogitRows& a, const RowGroup& group) : row(block_id() * group.rows_per_block() + group.group) {
-    live = row < a.rows;
+  LIGER_DEVICE LogitRow(const LogitRows& a, const RowGroup& group)
+      : LogitRow(a, block_id() * group.rows_per_block() + group.group, group.index == 0) {}
+  // One thread of the row reports a bad target.
+  LIGER_DEVICE LogitRow(const LogitRows& a, int64_t row, bool reports, bool reads_logit = true) : row(row), live(row < a.rows) {
     data = opaque(static_cast<const T*>(a.logits) + row * a.stride);
     if (!live) return;
     const int64_t wanted = a.target[row];
     ignored = wanted == a.ignore_index;
-    valid = !ignored && wanted >= 0 && wanted < a.vocab;
+    valid = a.is_class(wanted);
     if (valid) {
       target = int(wanted);
-      target_logit = to_float(data[target]);
+      if (reads_logit) target_logit = to_float(data[target]);
       if (Full && a.softcap != 0) target_logit = capped(a, target_logit);
       if (a.class_weight.data) target_weight = load_one(a.class_weight.data, a.class_weight.dtype, target);
-    } else if (!ignored && group.index == 0) {
+    } else if (!ignored && reports) {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
 };
 
-// The columns that one thread owns: vector `index + i * threads` in its slot i, and at most one of the elements that are left
-// behind the last whole vector. A thread reads and writes only its own columns, so passes over a row need no barrier between
+// Elements before the first one of a row whose address is a multiple of 16.
+template <class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
+  const int head = int(-reinterpret_cast<intptr_t>(row) & 15) / int(sizeof(T));
+  return head < cols ? head : int(cols);
+}
+
+// The columns that one thread owns: of the vectors behind the `head`, vector `index + i * threads` in its slot i, and at most one of
+// the elements before them or behind the last whole one. A thread reads and writes only its own columns, so passes over a row need no barrier between
 // them. No collective happens inside a walk: threads may differ in the number of slots.
 template <class T, int N> struct RowWalk {
-  int vectors, index, threads, tail;  // tail: the single element's column, or -1
+  int vectors, index, threads, head, single;  // single: the single element's column, or -1
 
-  LIGER_DEVICE RowWalk(int64_t vocab, const RowGroup& group) : vectors(int(vocab / N)), index(group.index), threads(group.threads_per_row) {
-    const int column = vectors * N + index;
-    tail = column < vocab ? column : -1;
+  LIGER_DEVICE RowWalk(int64_t vocab, const RowGroup& group, int head = 0)
+      : vectors(int((vocab - head) / N)), index(group.index), threads(group.threads_per_row), head(head) {
+    const int column = index < head ? index : vectors * N + index;
+    single = column < vocab ? column : -1;
   }
   LIGER_DEVICE int slots() const { return (vectors + threads - 1) / threads; }
 
@@ -113,7 +133,7 @@ template <class T, int N> struct RowWalk {
     const auto fetch_batch = [&](int slot, int v) {
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (v + k * threads < last) fetch(next[k], slot + k, (v + k * threads) * N);
+        if (v + k * threads < last) fetch(next[k], slot + k, head + (v + k * threads) * N);
     };
     int v = index + begin * threads;
     fetch_batch(begin, v);
@@ -124,19 +144,15 @@ template <class T, int N> struct RowWalk {
       fetch_batch(slot + K, v + K * threads);
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (v + k * threads < last) use(raw[k], slot + k, (v + k * threads) * N);
+        if (v + k * threads < last) use(raw[k], slot + k, head + (v + k * threads) * N);
     }
   }
   template <int K, class Fetch, class Use> LIGER_DEVICE void walk(Fetch fetch, Use use) const { walk<K>(0, slots(), fetch, use); }
   // Every owned column of `out` becomes `value`.
   LIGER_DEVICE void fill(T* out, float value) const {
-    float values[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) values[j] = value;
-    Packed<T, N> same;
-    same.set(values);
-    for (int v = index; v < vectors; v += threads) store<Hint::stream>(out + int64_t{v} * N, same);
-    if (tail >= 0) out[tail] = from_float<T>(value);
+    const Packed<T, N> same = same_value(Packed<T, N>{}, value);
+    for (int v = index; v < vectors; v += threads) store<Hint::stream>(out + (head + int64_t{v} * N), same);
+    if (single >= 0) out[single] = from_float<T>(value);
   }
 };
 

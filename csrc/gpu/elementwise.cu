@@ -213,7 +213,7 @@ void column_sum(const ColumnSum& op, Stream stream) {
     launch<std::remove_cvref_t<decltype(kernel)>>(
         plan, {op.rows, op.cols, launch::ceil_div(op.rows, parts), plan.grid / parts, op.in, op.row_scale, partial, stride}, stream);
   });
-  sum_columns({partial, parts, stride}, {0, op.cols, {op.sum, Dtype::f32}, op.accumulate}, stream);
+  sum_columns({partial, parts, stride}, {{0, op.cols, {op.sum, Dtype::f32}, op.accumulate}, {}}, stream);
 }
 
 void scalar_product(const ScalarProduct& op, Stream stream) {

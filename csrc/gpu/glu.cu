@@ -80,7 +80,7 @@ struct GluBackwardKernel {
     Tiles tiles;
     GluBackward glu;
   };
-  static constexpr int K = vectors_per_thread, max_threads = 256;
+  static constexpr int K = vectors_per_thread, max_threads = 256, min_blocks = 4;
   static LIGER_DEVICE void run(const Args& args) {
     const GluBackward& a = args.glu;
     const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);

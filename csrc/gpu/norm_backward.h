@@ -5,13 +5,14 @@
 // For RMSNorm mean = mean(g) = 0.
 //
 // Registers path: persistent blocks walk over rows; a thread owns 8 or 16 columns, whose weights and fp32 sums stay in its registers,
-// and the next row is on its way while this one is reduced. Rows that a block cannot hold are held by a cluster of blocks, where the
-// device has clusters. Each block, or cluster, writes one partial row of its sums.
+// and a RowStream brings the next rows while this one is reduced. Rows that a block cannot hold are held by a cluster of blocks, where
+// the device has clusters. Each block, or cluster, writes one partial row of its sums: where one block fills a multiprocessor
+// with rows in flight, there is only one such row for each.
 // Re-read path, for rows too long for that or of mixed dtypes: one kernel reduces mean(g) and mean(g * n) of each row, a second
 // one owns tiles of columns and ranges of rows. Both paths end in column_sum.h.
 #pragma once
 #include "gpu/column_sum.h"
-#include "gpu/rows.h"
+#include "gpu/row_stream.h"
 
 namespace liger::gpu {
 
@@ -26,7 +27,7 @@ struct NormBackwardArgs {
   float inverse_cols = 0;
   float* partial = nullptr;     // [partial rows, cols], twice the columns for LayerNorm: dweight, dbias
   float* row_means = nullptr;   // [rows, 2]: mean(g), mean(g * n); re-read path
-  int threads_per_row = 0;
+  int threads_per_row = 0, stages = 0, ring_offset = 0;
   int64_t rows_per_block = 0;   // of the re-read path's second kernel
 };
 
@@ -38,128 +39,130 @@ LIGER_DEVICE void load_weight(float (&weight)[VEC], const NormBackwardArgs& a, i
   for (int i = 0; i < VEC; ++i) weight[i] = a.weight.data ? weight[i] + a.offset : 1;
 }
 
-// Threads: of a row, 512 or 1024, one row a block; 0: as the plan says, within a block of 256 (single elements: 512).
+// Threads: of a row; 0: as the plan says.
 template <class T, int VEC, int Threads, bool Centered>
 struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
-  static constexpr int K = launch::norm_backward_k(VEC), max_threads = Threads > 0 ? Threads : VEC == 1 ? 512 : 256;
-  // Two blocks of 256 threads on a multiprocessor. At 1024 threads there are 64 registers for each: enough for one row and its
-  // sums, while weights are loaded where they are used.
-  static constexpr int min_blocks = Threads == 0 && VEC > 1 ? 2 : 1;
-  static constexpr bool prefetch = Threads < 1024;
+  static constexpr int K = launch::norm_backward_k(VEC), max_threads = Threads > 512 ? 1024 : 512;
+  // At 1024 threads there are 64 registers for each: enough for one row and its sums, while weights are loaded where they are used.
+  static constexpr bool spacious = Threads < 1024;
   using Tile = Columns<VEC, K>;
   using Sums = float[K][VEC];
-
-  struct Row {
-    Packed<T, VEC> dy[K], z[K];
-    float mean, rstd;
-    LIGER_DEVICE void fetch(const Args& a, const RowGroup& group, int64_t row) {
-      const bool live = row < a.rows;
-      const Tile columns(group.index, group.threads_per_row, 0, live ? a.cols : 0);
-      columns.template load<Hint::stream>(z, a.z.data, row * a.z.stride);
-      columns.template load<Hint::stream>(dy, a.dy.data, row * a.dy.stride);
-      rstd = live ? a.rstd[row] : 0;
-      mean = Centered && live ? a.mean[row] : 0;
-    }
-    // Widened values must not wait in registers for a reduction to end: they are made again from the packed ones.
-    LIGER_DEVICE void widen_again() {
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        forget(dy[k].data);
-        forget(z[k].data);
-      }
-    }
-    LIGER_DEVICE float n(int k, int i) const { return (Centered ? z[k][i] - mean : z[k][i]) * rstd; }
-  };
+  enum { dy, z, dsum, inputs = Centered ? 2 : 3 };  // LayerNorm has no dsum
+  using Stream = RowStream<RowGroupOf<Threads>, T, VEC, K, inputs, 2, spacious ? 2 : 0>;
+  // n = (z - mean) * rstd. Of 16-bit values z * rstd - mean * rstd in one instruction: it rounds mean * rstd, as mean itself is rounded.
+  static constexpr bool one_step = Centered && sizeof(T) == 2;
 
   static LIGER_DEVICE void run(const Args& a) {
-    RowGroup group = Threads > 0 ? RowGroup::whole_block<Threads>() : RowGroup(a.threads_per_row);
-    const Tile columns(group.index, group.threads_per_row, 0, a.cols);
-    Sums weight, dweight = {}, dbias = {};
-    if constexpr (prefetch) for_each_vector(columns, [&](int k, int64_t column) { load_weight(weight[k], a, column); });
+    RowGroupOf<Threads> group(a.threads_per_row);
+    const Tile columns = warp_columns<VEC, K>(group, a.cols);
     const int64_t step = group.teams() * group.rows_per_block();
     int64_t row = group.first_row();
-    Row next;
-    next.fetch(a, group, row);
+    const Rows tensors[3] = {a.dy, a.z, a.dsum};
+    Stream stream(group, {row, step, a.rows, a.cols, reinterpret_cast<const Rows(&)[inputs]>(tensors)}, a.stages, a.ring_offset);
+    Sums weight, dweight = {}, dbias = {};
+    if constexpr (spacious) for_each_vector(columns, [&](int k, int64_t column) { load_weight(weight[k], a, column); });
+    float next_rstd, next_mean;
+    const auto fetch_statistics = [&](int64_t of) {
+      next_rstd = of < a.rows ? a.rstd[of] : 0;
+      next_mean = Centered && of < a.rows ? a.mean[of] : 0;
+    };
+    fetch_statistics(row);
     // The same trip count for all threads: that of the block's first row.
     for (int64_t first = row - group.group; first < a.rows; first += step, row += step) {
-      Row now = next;
-      if constexpr (prefetch) next.fetch(a, group, row + step);
-      const Tile live = Threads > 0 ? columns : Tile(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
-      Packed<T, VEC> dsum[K];
-      if (prefetch && a.dsum.data) live.template load<Hint::stream>(dsum, a.dsum.data, row * a.dsum.stride);
+      Packed<T, VEC> in[inputs][K];
+      stream.take(in);
+      const bool live = Threads >= 512 || row < a.rows;
+      if (!live) clear(in);
+      const float rstd = next_rstd, mean = next_mean, shift = -mean * rstd;
+      fetch_statistics(row + step);
       float means[Centered ? 2 : 1] = {};
       for_each_vector(columns, [&](int k, int64_t column) {
-        if constexpr (!prefetch) load_weight(weight[k], a, column);
+        if constexpr (!spacious) load_weight(weight[k], a, column);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float dy = now.dy[k][i], n = now.n(k, i), g = dy * weight[k][i];
-          means[0] += g * n;
-          dweight[k][i] += dy * n;
+          const float n = one_step ? in[z][k][i] * rstd + shift : (Centered ? in[z][k][i] - mean : in[z][k][i]) * rstd;
+          const float dyn = in[dy][k][i] * n;
+          dweight[k][i] += dyn;
+          means[0] += dyn * weight[k][i];
           if constexpr (Centered) {
-            means[1] += g;
-            dbias[k][i] += dy;
+            means[1] += in[dy][k][i] * weight[k][i];
+            dbias[k][i] += in[dy][k][i];
           }
         }
       });
-      if (a.dz.data) {
-        group.sum(means);
-        now.widen_again();
-        // dz = rstd * g - from_g - (z - mean) * from_n
-        const float from_n = now.rstd * now.rstd * (means[0] * a.inverse_cols);
-        const float from_g = Centered ? now.rstd * (means[Centered] * a.inverse_cols) : 0;
-        for_each_vector(live, [&](int k, int64_t column) {
-          if constexpr (!prefetch) {
-            load_weight(weight[k], a, column);
-            if (a.dsum.data) load<Hint::stream>(dsum[k], static_cast<const T*>(a.dsum.data) + (row * a.dsum.stride + column));
-          }
-          float dz[VEC];
+      if (a.dz.data == nullptr) continue;
+      group.sum(means);
+      // Widened values must not wait in registers for a reduction to end: they are made again from the packed ones.
 #pragma unroll
-          for (int i = 0; i < VEC; ++i) {
-            const float g = now.dy[k][i] * weight[k][i];
-            dz[i] = now.rstd * g - (Centered ? (now.z[k][i] - now.mean) * from_n + from_g : now.z[k][i] * from_n);
-            if (a.dsum.data) dz[i] += dsum[k][i];
-          }
-          Packed<T, VEC> out;
-          out.set(dz);
-          store<Hint::stream>(static_cast<T*>(a.dz.data) + (row * a.dz.stride + column), out);
-        });
+      for (int k = 0; k < K; ++k) {
+        forget(in[dy][k].data);
+        forget(in[z][k].data);
       }
-      if constexpr (!prefetch) next.fetch(a, group, row + step);
+      // dz = rstd * g - from_g - (z - mean) * from_n
+      const float from_n = rstd * rstd * (means[0] * a.inverse_cols), from_g = Centered ? rstd * (means[Centered] * a.inverse_cols) : 0;
+      const float constant = mean * from_n - from_g;
+      T* const dz = opaque(static_cast<T*>(a.dz.data) + (row * a.dz.stride + columns.first));
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        if (!live || !columns.has(k)) continue;
+        if constexpr (!spacious) load_weight(weight[k], a, columns.first + k * columns.step);
+        float out[VEC];
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          const float g = in[dy][k][i] * weight[k][i], other = one_step ? constant - in[z][k][i] * from_n : -(in[z][k][i] - mean) * from_n - from_g;
+          out[i] = rstd * g + other;
+          if (!Centered && a.dsum.data) out[i] += in[dsum][k][i];
+        }
+        Packed<T, VEC> packed;
+        packed.set(out);
+        store<Hint::stream>(dz + k * columns.step, packed);
+      }
     }
+    let_next_kernel_start();
     if (a.partial == nullptr) return;
     const int64_t width = Centered ? 2 * a.cols : a.cols;
     float* const partial = a.partial + group.team() * width;
-    write_partial(group, columns, dweight, a.cols, partial);
-    if constexpr (Centered) write_partial(group, columns, dbias, a.cols, partial + a.cols);
+    const int groups = group.rows_per_block();
+    if (groups == 1) {
+      for_each_vector(columns, [&](int k, int64_t column) {
+        store(partial + column, reinterpret_cast<const Vec<float, VEC>&>(dweight[k]));
+        if constexpr (Centered) store(partial + a.cols + column, reinterpret_cast<const Vec<float, VEC>&>(dbias[k]));
+      });
+      return;
+    }
+    // The block's groups meet in shared memory, where the rings were, and are added in order.
+    const Shared<float> all = shared<float>(RowGroup::shared_bytes<2>());
+    block_barrier();
+    for_each_vector(columns, [&](int k, int64_t column) {
+      const int at = group.group * int(width) + int(column);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        all[at + i] = dweight[k][i];
+        if constexpr (Centered) all[at + int(a.cols) + i] = dbias[k][i];
+      }
+    });
+    block_barrier();
+    for (int col = thread_id(); col < width; col += block_threads()) {
+      float sum = 0;
+#pragma unroll 8
+      for (int g = 0; g < groups; ++g) sum += all[g * int(width) + col];
+      partial[col] = sum;
+    }
   }
 
  private:
+  LIGER_DEVICE static void clear(Packed<T, VEC> (&in)[inputs][K]) {
+#pragma unroll
+    for (int n = 0; n < inputs; ++n)
+#pragma unroll
+      for (int k = 0; k < K; ++k) in[n][k] = {};
+  }
   template <class F>
   LIGER_DEVICE static void for_each_vector(const Tile& columns, F f) {
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (columns.has(k)) f(k, columns.first + k * columns.step);
-  }
-  // One partial row a block or cluster: where several rows share it, their groups' sums are added through shared memory, in order.
-  LIGER_DEVICE static void write_partial(const RowGroup& group, const Tile& columns, const Sums& sums, int64_t cols, float* to) {
-    const int groups = group.rows_per_block();
-    if (groups == 1) {
-      for_each_vector(columns, [&](int k, int64_t column) { store(to + column, reinterpret_cast<const Vec<float, VEC>&>(sums[k])); });
-      return;
-    }
-    const Shared<float> all = shared<float>(RowGroup::shared_bytes<2>());
-    block_barrier();
-    for_each_vector(columns, [&](int k, int64_t column) {
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) all[group.group * int(cols) + int(column) + i] = sums[k][i];
-    });
-    block_barrier();
-    for (int col = thread_id(); col < cols; col += block_threads()) {
-      float sum = 0;
-      for (int g = 0; g < groups; ++g) sum += all[g * int(cols) + col];
-      to[col] = sum;
-    }
   }
 };
 
@@ -251,14 +254,17 @@ inline bool norm_backward_mixed(const NormBackwardArgs& a) {
 }
 
 // With a second set of sums, or with the addresses of single elements, 1024 threads would not have enough registers.
-constexpr int norm_backward_threads(bool centered, int vec) { return centered || vec == 1 ? 512 : 1024; }
+// Where there are clusters, blocks of 512 are better.
+inline int norm_backward_threads(const launch::DeviceProfile& device, bool centered, int vec) {
+  return centered || vec == 1 || device.bulk_copies ? 512 : 1024;
+}
 
 // Floats of partial sums, for whichever alignment the call will have.
 inline int64_t norm_partial_floats(const launch::DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
   int64_t partial_rows = 1;
   for (const int vec : {1, 4, 8})
     partial_rows = std::max<int64_t>(
-        {partial_rows, launch::plan_norm_backward(device, rows, cols, vec, norm_backward_threads(centered, vec)).partial_rows,
+        {partial_rows, launch::plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, centered, vec)).partial_rows,
          launch::plan_norm_tiles(device, rows, cols, vec).partial_rows});
   return partial_rows * cols * (centered ? 2 : 1);
 }
@@ -275,17 +281,22 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
   a.inverse_cols = 1.0f / float(a.cols);
   a.row_means = partial + norm_partial_floats(device, a.rows, a.cols, Centered);
   const int vec = norm_backward_vec(a);
-  launch::LaunchPlan plan = launch::plan_norm_backward(device, a.rows, a.cols, vec, norm_backward_threads(Centered, vec));
+  launch::LaunchPlan plan = launch::plan_norm_backward(device, a.rows, a.cols, vec, norm_backward_threads(device, Centered, vec));
 
   if (plan.path == launch::Path::regs && !norm_backward_mixed(a)) {
-    const int groups = std::max(1, plan.block / plan.threads_per_row);
-    plan.smem = RowGroup::shared_bytes<2>(plan.cluster) + (groups > 1 ? groups * int(a.cols) * int(sizeof(float)) : 0);
+    const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = RowGroup::shared_bytes<2>(plan.cluster);
+    launch::add_ring(device, plan, a.dsum.data ? 3 : 2, reduction, launch::norm_backward_resident(plan));
+    // In place of the ring, when it is done with.
+    if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (Centered ? 2 : 1) * int(a.cols) * int(sizeof(float)));
     a.threads_per_row = plan.threads_per_row;
+    a.stages = plan.stages;
+    a.ring_offset = plan.ring_offset;
     dispatch(a.z.dtype, [&](auto tag) {
       using T = std::remove_cvref_t<decltype(tag)>;
       constexpr int wide = 16 / int(sizeof(T));
       if (vec == 1) return launch<NormBackwardRegisters<T, 1, 0, Centered>>(plan, a, stream);
-      if (plan.block <= 256) return launch<NormBackwardRegisters<T, wide, 0, Centered>>(plan, a, stream);
+      if (plan.threads_per_row < 256) return launch<NormBackwardRegisters<T, wide, 0, Centered>>(plan, a, stream);
+      if (plan.threads_per_row == 256) return launch<NormBackwardRegisters<T, wide, 256, Centered>>(plan, a, stream);
       if constexpr (!Centered)
         if (plan.block > 512) return launch<NormBackwardRegisters<T, wide, 1024, Centered>>(plan, a, stream);
       launch<NormBackwardRegisters<T, wide, 512, Centered>>(plan, a, stream);
@@ -307,8 +318,7 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
     else start(std::integral_constant<int, 1>{});
   }
   const PartialSums sums{partial, plan.partial_rows, Centered ? 2 * a.cols : a.cols};
-  sum_columns(sums, {0, a.cols, a.dweight}, stream);
-  if constexpr (Centered) sum_columns(sums, {a.cols, a.cols, a.dbias}, stream);
+  sum_columns(sums, {{0, a.cols, a.dweight}, {a.cols, Centered ? a.cols : 0, a.dbias}}, stream);
 }
 
 }  // namespace liger::gpu

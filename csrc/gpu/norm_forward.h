@@ -3,13 +3,14 @@
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
 // Registers path: the threads of a row hold it, 32 columns each, 64 in rows too long for two blocks on a multiprocessor otherwise, all
-// loads in flight before the first use; the variance is that of the centred registers, so that it does not cancel. Rows that a
-// block cannot hold are held by a cluster of blocks, where the device has clusters. Re-read path, for longer rows: one pass for
+// loads in flight before the first use; the variance is that of the centred registers, so that it does not cancel. Stream path: rows
+// that a block cannot hold are held by a cluster of persistent blocks, where the device has them, to which a RowStream brings the next
+// ones, since the clusters' exchanges and starts would leave the memory idle. Re-read path, for longer rows: one pass for
 // the statistics (LayerNorm merges batches by Chan's formula), a second for the result, both by the same thread, so that the
 // second mostly hits the L2. On an H200 instructions are the second limit: there are kernels of their own for the usual parameters.
 #pragma once
 #include "gpu/device.h"
-#include "gpu/rows.h"
+#include "gpu/row_stream.h"
 
 namespace liger::gpu {
 
@@ -22,10 +23,10 @@ struct NormForwardArgs {
   float eps, offset;
   bool round_normalized;
   float inverse_cols = 0;
-  int threads_per_row = 0;
+  int threads_per_row = 0, stages = 0, ring_offset = 0;
 };
 
-// What both paths do with their K vectors of a row. T is the type of what is normalised, and of y; x and the residual may be of
+// What all paths do with their K vectors of a row. T is the type of what is normalised, and of y; x and the residual may be of
 // other types where T is fp32. The row stays in T, which is exact and half the registers; it is widened where it is used.
 // Usual: weight, and bias, are there and of type T; else both may be missing, or of any type.
 template <class T, int VEC, int K, bool Centered, bool Usual>
@@ -41,6 +42,9 @@ struct NormTile {
     if (Centered || a.residual.data == nullptr) return;
     Values residual;
     load_as_t(residual, a.residual);
+    add_residual(z, residual);
+  }
+  LIGER_DEVICE void add_residual(Values& z, const Values& residual) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       float sum[VEC];
@@ -66,6 +70,9 @@ struct NormTile {
   LIGER_DEVICE void load_weight(Values& weight) const {
     if constexpr (early_weight) columns.template load<Hint::constant>(weight, a.weight.data);
   }
+  LIGER_DEVICE void load_bias(Values& bias) const {
+    if constexpr (early_weight && Centered) columns.template load<Hint::constant>(bias, a.bias.data);
+  }
   LIGER_DEVICE float sum(const Values& z) const {
     float total = 0;
 #pragma unroll
@@ -86,11 +93,9 @@ struct NormTile {
         }
     return total;
   }
-  // y from z.
-  LIGER_DEVICE void finish(const Values& z, const Values& weight, float mean, float rstd) const {
+  // y from z. weight and bias have been loaded, if they are early.
+  LIGER_DEVICE void finish(const Values& z, const Values& weight, const Values& bias, float mean, float rstd) const {
     if constexpr (Usual) {
-      Values bias;
-      if constexpr (Centered && early_weight) columns.template load<Hint::constant>(bias, a.bias.data);
       write(z, mean, rstd, [&](float(&y)[VEC], int k, int64_t at) {
         Packed<T, VEC> w, b = {};
         if constexpr (early_weight) w = weight[k];
@@ -159,7 +164,7 @@ struct NormForwardRegisters {
     const int64_t row = group.first_row();
     const bool live = row < a.rows;
     const Tile tile{a, {group.index, group.threads_per_row, 0, live ? a.cols : 0}, row};
-    typename Tile::Values z, weight;
+    typename Tile::Values z, weight, bias;
     tile.load_input(z);
     tile.load_weight(weight);
     float mean = 0;
@@ -173,7 +178,8 @@ struct NormForwardRegisters {
       a.rstd[row] = rstd;
       if constexpr (Centered) a.mean[row] = mean;
     }
-    tile.finish(z, weight, mean, rstd);
+    tile.load_bias(bias);
+    tile.finish(z, weight, bias, mean, rstd);
   }
 
  private:
@@ -182,6 +188,61 @@ struct NormForwardRegisters {
     if constexpr (K > 4)
 #pragma unroll
       for (int k = 0; k < K; ++k) forget_at_all_costs(z[k].data);
+  }
+};
+
+// Persistent blocks, or clusters, of whole rows that come through a RowStream. The parameters stay in registers.
+template <class T, int VEC, int K, bool Centered, bool Usual>
+struct NormForwardStream {
+  using Args = NormForwardArgs;
+  using Tile = NormTile<T, VEC, K, Centered, Usual>;
+  static constexpr int max_threads = 512, inputs = Centered ? 1 : 2;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroupOf<max_threads> group(a.threads_per_row);
+    const Columns<VEC, K> columns = warp_columns<VEC, K>(group, a.cols);
+    const int64_t step = group.teams();
+    int64_t row = group.first_row();
+    const Rows tensors[2] = {a.x, a.residual};
+    RowStream<decltype(group), T, VEC, K, inputs, 1> stream(group, {row, step, a.rows, a.cols, reinterpret_cast<const Rows(&)[inputs]>(tensors)}, a.stages, a.ring_offset);
+    typename Tile::Values weight, bias;
+    Tile{a, columns, row}.load_weight(weight);
+    Tile{a, columns, row}.load_bias(bias);
+    // All threads have as many columns; the warps' values are at most two a lane.
+    const bool even = a.cols == int64_t{group.threads_per_row} * K * VEC && group.threads_per_row <= 64 * warp_width();
+    for (; row < a.rows; row += step) {
+      const Tile tile{a, columns, row};
+      typename Tile::Values in[inputs];
+      stream.take(in);
+      if (inputs > 1 && a.residual.data != nullptr) tile.add_residual(in[0], in[inputs - 1]);
+      float mean = 0, variance;
+      if constexpr (!Centered) {
+        variance = group.sum(tile.squares(in[0], 0)) * a.inverse_cols;
+      } else if (even) {
+        // One exchange: of two halves of as many columns, the mean and the variance of both together.
+        const float own_mean = tile.sum(in[0]) / float(K * VEC);
+        float pair[2] = {own_mean, tile.squares(in[0], own_mean) / float(K * VEC)};
+        group.reduce(pair, [](float(&a)[2], const float(&b)[2]) {
+          const float half_apart = 0.5f * (a[0] - b[0]);
+          a[1] = 0.5f * (a[1] + b[1]) + half_apart * half_apart;
+          a[0] = 0.5f * (a[0] + b[0]);
+        });
+        mean = pair[0];
+        variance = pair[1];
+      } else {
+        float total[2] = {tile.sum(in[0]), 0};
+        group.sum(total);
+        mean = total[0] / float(a.cols);
+        float squares[2] = {tile.squares(in[0], mean), 0};
+        group.sum(squares);
+        variance = squares[0] * a.inverse_cols;
+      }
+      const float rstd = fast_rsqrt(variance + a.eps);
+      if (group.index == 0) {
+        a.rstd[row] = rstd;
+        if constexpr (Centered) a.mean[row] = mean;
+      }
+      tile.finish(in[0], weight, bias, mean, rstd);
+    }
   }
 };
 
@@ -225,11 +286,12 @@ struct NormForwardReread {
     const bool summed = !Centered && a.residual.data != nullptr;
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Tile tile{a, {group.index, block_threads(), begin, a.cols}, row};
-      typename Tile::Values z, weight;
+      typename Tile::Values z, weight, bias;
       if (summed) tile.columns.load(z, a.sum.data, row * a.sum.stride);
       else tile.load_as_t(z, a.x);
       tile.load_weight(weight);
-      tile.finish(z, weight, mean, rstd);
+      tile.load_bias(bias);
+      tile.finish(z, weight, bias, mean, rstd);
     }
   }
 
@@ -252,12 +314,18 @@ void norm_forward(NormForwardArgs a, Stream stream) {
     using T = std::remove_cvref_t<decltype(tag)>;
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
-      launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC, VEC == 1 ? 4 : 8);
-      plan.smem = RowGroup::shared_bytes(plan.cluster);
-      a.threads_per_row = plan.threads_per_row;
       a.inverse_cols = 1.0f / float(a.cols);
+      const bool one_type = a.x.dtype == a.y.dtype && (a.residual.data == nullptr || a.residual.dtype == a.y.dtype);
+      const int inputs = a.residual.data ? 2 : 1;
+      launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC, VEC == 1 ? 4 : 8, one_type);
+      launch::add_ring(device, plan, inputs, RowGroup::shared_bytes<2>(plan.cluster));
+      a.threads_per_row = plan.threads_per_row;
+      a.stages = plan.stages;
+      a.ring_offset = plan.ring_offset;
       const auto with_params = [&](auto constant) {
         constexpr bool Usual = decltype(constant)::value;
+        if constexpr (VEC > 1)
+          if (plan.path == launch::Path::stream) return launch<NormForwardStream<T, VEC, launch::stream_k, Centered, Usual>>(plan, a, stream);
         if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered, Usual>>(plan, a, stream);
         if constexpr (VEC > 1) {  // single elements come in one size: four a thread
           if (plan.k == 1) return launch<NormForwardRegisters<T, VEC, 1, Centered, Usual>>(plan, a, stream);

@@ -22,14 +22,16 @@
 namespace liger::gpu {
 
 #if !defined(LIGER_HAS_CLUSTERS)
-// Where cluster_blocks() is 1 for all, code for more is never reached, but has to compile.
+// Where there are neither clusters nor bulk copies, code for them is never reached, but has to compile.
+constexpr bool has_bulk_copies = false;
 using Inbox = uint64_t;
 LIGER_DEVICE void cluster_arrive() {}
 LIGER_DEVICE void cluster_wait() {}
-LIGER_DEVICE void open_inbox(Inbox*) {}
+LIGER_DEVICE void open_inbox(Inbox*, int = 1) {}
 LIGER_DEVICE void expect_bytes(Inbox*, int) {}
 LIGER_DEVICE void wait_for_round(Inbox*, int) {}
 LIGER_DEVICE void send(float*, Inbox*, int, float) {}
+LIGER_DEVICE void bulk_copy(void*, const void*, int, Inbox*) {}
 #endif
 
 // 16-bit floats are storage only; arithmetic is fp32, so that hardware without bf16 arithmetic runs the same code.

@@ -32,6 +32,8 @@ LIGER_DEVICE constexpr int warp_width() { return 32; }
 LIGER_DEVICE int lane_id() { return int(threadIdx.x % 32); }
 LIGER_DEVICE int warp_id() { return int(threadIdx.x / 32); }
 LIGER_DEVICE void block_barrier() { __syncthreads(); }
+// Of one of the block's groups of `threads`, whole warps; up to 15 groups have a barrier of their own.
+LIGER_DEVICE void group_barrier(int group, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory"); }
 
 // Thread block clusters, from Hopper on; elsewhere every block is a cluster of its own.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -51,12 +53,13 @@ LIGER_DEVICE int cluster_rank() {
 LIGER_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 LIGER_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Messages between the blocks of a cluster: floats that other blocks store in this one's shared memory, and an Inbox that counts
-// their bytes. One thread says how many bytes a round brings; the round ends when they are here.
+// Messages between the blocks of a cluster, floats that other blocks store in this one's shared memory, and bulk copies; an Inbox
+// counts their bytes. Its senders say how many bytes each of them brings in a round, which ends when they are here.
 using Inbox = uint64_t;
 LIGER_DEVICE unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-LIGER_DEVICE void open_inbox(Inbox* inbox) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(inbox)) : "memory");
+LIGER_DEVICE void open_inbox(Inbox* inbox, int senders = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(inbox)), "r"(senders)
+               : "memory");
 }
 LIGER_DEVICE void expect_bytes(Inbox* inbox, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)), "r"(bytes) : "memory");
@@ -79,12 +82,44 @@ LIGER_DEVICE void send(float* at, Inbox* inbox, int rank, float v) {
       "r"(shared_address(inbox)), "r"(rank), "r"(bit_cast<int>(v))
       : "memory");
 }
+// `bytes` from global to shared memory, multiples of 16 all; the inbox counts them.
+constexpr bool has_bulk_copies = true;
+LIGER_DEVICE void bulk_copy(void* to, const void* from, int bytes, Inbox* inbox) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes), "r"(shared_address(inbox))
+               : "memory");
+}
 #else
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }
 #endif
+// The first lane's value, for all lanes of a warp: what the compiler then knows to be the same for all.
+LIGER_DEVICE int uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
+LIGER_DEVICE int64_t uniform(int64_t v) { return __shfl_sync(0xffffffffu, static_cast<long long>(v), 0); }
+// True in one lane of a warp all of whose lanes call it. The compiler then knows that a branch is one thread's.
+LIGER_DEVICE bool elected() {
+#if defined(LIGER_HAS_CLUSTERS)
+  unsigned is_it;
+  asm volatile("{ .reg .pred it; elect.sync _|it, 0xffffffff; selp.u32 %0, 1, 0, it; }" : "=r"(is_it));
+  return is_it != 0;
+#else
+  return lane_id() == 0;
+#endif
+}
 // The position of the highest set bit of v > 0.
 LIGER_DEVICE int log2_of(int v) { return 31 - __clz(v); }
+// A kernel launched with `pdl` starts while the one before it on the stream still runs, as soon as all of its blocks have called
+// let_next_kernel_start(); what that one writes may be read behind wait_for_previous_kernel().
+LIGER_DEVICE void let_next_kernel_start() {
+#if defined(LIGER_HAS_CLUSTERS)
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+LIGER_DEVICE void wait_for_previous_kernel() {
+#if defined(LIGER_HAS_CLUSTERS)
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 LIGER_DEVICE void warp_barrier() { __syncwarp(); }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
@@ -167,6 +202,13 @@ __global__ void __launch_bounds__(K::max_threads, min_blocks_of<K>()) entry(cons
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);  // clears the device's last error first
 
+inline cudaLaunchAttribute cluster_attribute(int blocks) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {unsigned(blocks), 1, 1};
+  return attribute;
+}
+
 template <class K>
 void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
@@ -176,11 +218,14 @@ void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream
       throw_launch_error(code, "setting shared memory");
   }
   cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.block), size_t(plan.smem), static_cast<cudaStream_t>(stream.handle)};
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {unsigned(plan.cluster), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = plan.cluster > 1;
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (plan.cluster > 1) attributes[config.numAttrs++] = cluster_attribute(plan.cluster);
+  if (plan.pdl) {
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
   if (const auto code = cudaLaunchKernelExC(&config, function, parameters)) throw_launch_error(code, "launching a kernel");
 }
 

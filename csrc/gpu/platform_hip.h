@@ -35,11 +35,18 @@ LIGER_DEVICE constexpr int warp_width() { return 32; }
 LIGER_DEVICE int lane_id() { return int(threadIdx.x % unsigned(warp_width())); }
 LIGER_DEVICE int warp_id() { return int(threadIdx.x / unsigned(warp_width())); }
 LIGER_DEVICE void block_barrier() { __syncthreads(); }
+// There are no barriers of less than a block.
+LIGER_DEVICE void group_barrier(int, int) { block_barrier(); }
 // No clusters: every block is one of its own.
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }
 // The position of the highest set bit of v > 0.
 LIGER_DEVICE int log2_of(int v) { return 31 - __builtin_clz(unsigned(v)); }
+LIGER_DEVICE int uniform(int v) { return __builtin_amdgcn_readfirstlane(v); }
+LIGER_DEVICE int64_t uniform(int64_t v) { return int64_t(uniform(int(v >> 32))) << 32 | uint32_t(uniform(int(v))); }
+LIGER_DEVICE bool elected() { return lane_id() == 0; }
+LIGER_DEVICE void let_next_kernel_start() {}
+LIGER_DEVICE void wait_for_previous_kernel() {}
 LIGER_DEVICE void warp_barrier() { __builtin_amdgcn_wave_barrier(); }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor(v, mask, warp_width()); }
 LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor(v, mask, warp_width()); }

@@ -81,21 +81,26 @@ struct Idle {
   static LIGER_DEVICE void run(const Args&) {}
 };
 inline void count_clusters(launch::DeviceProfile& profile) {
-  if (profile.arch < 90) return;
   const void* function = reinterpret_cast<const void*>(&entry<Idle>);
+  // Only of code made for it: a library of PTX for older devices runs here, too.
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, function)) return clear_last_error();
+  profile.bulk_copies = attributes.ptxVersion >= 90;
+  if (!profile.bulk_copies) return;
   if (cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, profile.shared_per_block_optin)) return clear_last_error();
-  for (int i = 0; i < 4; ++i) {
-    cudaLaunchConfig_t config{dim3(1 << i), dim3(32), size_t(profile.shared_per_block_optin)};
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {1u << i, 1, 1};
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    if (cudaOccupancyMaxActiveClusters(&profile.resident_clusters[i], function, &config)) {
-      profile.resident_clusters[i] = 0;
-      clear_last_error();
+  for (int blocks = 1; blocks <= 3; ++blocks)
+    for (int i = 0; i < 4; ++i) {
+      const int shared = std::min(profile.shared_per_block_optin, profile.shared_per_multiprocessor / blocks - 1024);
+      cudaLaunchConfig_t config{dim3(1 << i), dim3(32), size_t(shared)};
+      cudaLaunchAttribute cluster = cluster_attribute(1 << i);
+      config.attrs = &cluster;
+      config.numAttrs = 1;
+      int& count = profile.resident_clusters[blocks - 1][i];
+      if (cudaOccupancyMaxActiveClusters(&count, function, &config)) {
+        count = 0;
+        clear_last_error();
+      }
     }
-  }
 }
 inline launch::DeviceProfile read_profile(int device) {
   cudaDeviceProp properties;
@@ -114,7 +119,6 @@ inline launch::DeviceProfile read_profile(int device) {
   profile.l2_bytes = properties.l2CacheSize;
   profile.memory_bytes = int64_t(properties.totalGlobalMem);
   profile.native_bf16 = profile.arch >= 80;
-  profile.bulk_copies = profile.arch >= 90;
   count_clusters(profile);
   return profile;
 }

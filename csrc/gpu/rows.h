@@ -8,7 +8,10 @@ namespace liger::gpu {
 // cluster. Within a warp shuffles are enough; across warps each reduction is one exchange of the warps' values, with one barrier, or
 // by messages that each warp sends to all blocks of the cluster. Two buffers used in turn make a second barrier needless, because a
 // thread can only reach a buffer again after all others have passed the exchange between, and so have read it.
-struct RowGroup {
+// Threads: so many, or all of a cluster of blocks of so many; 0: as the plan says.
+template <int Threads>
+struct RowGroupOf {
+  static constexpr bool whole_warps = Threads >= 64;    // for certain
   int threads_per_row, index, group, groups, turn = 0;  // index: of this thread in its row; group: which of the block's rows
   bool entering = false;                                // the cluster's other blocks may not have started yet
   // Dynamic shared memory that reductions of up to N values take: two buffers of one float per warp of the block, or of the row,
@@ -16,66 +19,39 @@ struct RowGroup {
   static constexpr int inbox_bytes = 2 * int(sizeof(Inbox));
   template <int N = 1> static constexpr int shared_bytes(int cluster = 1) { return inbox_bytes + 2 * N * 32 * cluster * int(sizeof(float)); }
 
-  LIGER_DEVICE explicit RowGroup(int threads) : threads_per_row(threads) {
-    const int shift = log2_of(threads);
-    index = thread_id() & (threads - 1);
+  LIGER_DEVICE explicit RowGroupOf(int threads) : threads_per_row(threads) {
+    if (cluster_blocks() > 1) {
+      use_cluster();
+      return;
+    }
+    if (Threads > 0) threads_per_row = Threads;
+    const int shift = log2_of(threads_per_row);
+    index = thread_id() & (threads_per_row - 1);
     group = thread_id() >> shift;
     groups = block_threads() >> shift;
-    if (cluster_blocks() > 1) use_cluster();
-  }
-  // All of a block, or of a cluster of blocks, whose size the compiler knows.
-  template <int Threads>
-  LIGER_DEVICE static RowGroup whole_block() {
-    RowGroup all;
-    all.threads_per_row = Threads;
-    all.index = thread_id();
-    all.group = 0;
-    all.groups = 1;
-    if (cluster_blocks() > 1) all.use_cluster();
-    return all;
   }
   LIGER_DEVICE int rows_per_block() const { return groups; }
+  // Of a warp, those that share a row.
+  LIGER_DEVICE int lanes() const { return whole_warps || threads_per_row > warp_width() ? warp_width() : threads_per_row; }
   // What the threads of a row are one of: a block, or a cluster.
-  LIGER_DEVICE static int64_t team() { return cluster_blocks() == 1 ? block_id() : quotient(block_id(), cluster_blocks()); }
-  LIGER_DEVICE static int64_t teams() { return cluster_blocks() == 1 ? grid_blocks() : quotient(grid_blocks(), cluster_blocks()); }
+  LIGER_DEVICE int64_t team() const { return cluster_blocks() == 1 ? block_id() : quotient(block_id(), cluster_blocks()); }
+  LIGER_DEVICE int64_t teams() const { return cluster_blocks() == 1 ? grid_blocks() : quotient(grid_blocks(), cluster_blocks()); }
   LIGER_DEVICE int64_t first_row() const { return team() * groups + group; }
 
   // Reduces N values at once by `combine(a, b)`: a becomes what a and b are together, of either order the same. All threads of the
-  // block, or cluster, call it together, all get the same bits. Reductions of one kernel must not mix different N: their buffers
+  // block, or cluster, call it together (of the group, where group_barrier is one of a group), all get the same bits. Reductions of one kernel must not mix different N: their buffers
   // would overlap.
   template <int N, class F>
   LIGER_DEVICE void reduce(float (&v)[N], F combine) {
-    butterfly(v, threads_per_row, combine);
-    if (threads_per_row <= warp_width()) return;
-    const int warps = threads_per_row / warp_width(), cluster = cluster_blocks(), pitch = 32 * cluster, buffer_index = turn & 1;
-    const Shared<float> buffer = shared<float>(inbox_bytes + buffer_index * N * pitch * int(sizeof(float)));
-    int mine = lane_id() & (warps - 1);
-    if (cluster == 1) {
-      if (lane_id() == 0)
-#pragma unroll
-        for (int i = 0; i < N; ++i) buffer[i * pitch + warp_id()] = v[i];
-      block_barrier();
-      mine += group * warps;
+    if constexpr (whole_warps) {
+      butterfly(v, warp_width(), combine);
     } else {
-      const Shared<Inbox> inbox = shared<Inbox>(0) + buffer_index;
-      if (entering) cluster_wait();
-      entering = false;
-      if (thread_id() == 0) expect_bytes(inbox, warps * N * int(sizeof(float)));
-      if (lane_id() < cluster)
-#pragma unroll
-        for (int i = 0; i < N; ++i) send(&buffer[i * pitch + index / warp_width()], inbox, lane_id(), v[i]);
-      wait_for_round(inbox, turn / 2 & 1);
+      butterfly(v, threads_per_row, combine);
+      if (threads_per_row <= warp_width()) return;
     }
+    if (cluster_blocks() == 1) exchange(v, combine);
+    else exchange_in_cluster(v, combine);
     ++turn;
-#pragma unroll
-    for (int i = 0; i < N; ++i) v[i] = buffer[i * pitch + mine];
-    for (int more = mine + warp_width(); more < warps; more += warp_width()) {
-      float other[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) other[i] = buffer[i * pitch + more];
-      combine(v, other);
-    }
-    butterfly(v, warps, combine);
   }
   template <int N>
   LIGER_DEVICE void sum(float (&v)[N]) {
@@ -97,9 +73,7 @@ struct RowGroup {
   }
 
  private:
-  RowGroup() = default;
   LIGER_DEVICE void use_cluster() {
-    threads_per_row = block_threads() * cluster_blocks();
     index = cluster_rank() * block_threads() + thread_id();
     group = 0;
     groups = 1;
@@ -109,6 +83,45 @@ struct RowGroup {
       open_inbox(shared<Inbox>(0) + 1);
     }
     cluster_arrive();
+  }
+  // The warps' values, between the warps of a row.
+  template <int N, class F>
+  LIGER_DEVICE void exchange(float (&v)[N], F combine) {
+    const int warps = (Threads > 0 ? Threads : threads_per_row) / warp_width();
+    const Shared<float> buffer = shared<float>(inbox_bytes + (turn & 1) * N * 32 * int(sizeof(float)));
+    if (lane_id() == 0)
+#pragma unroll
+      for (int i = 0; i < N; ++i) buffer[i * 32 + warp_id()] = v[i];
+    if (groups == 1) block_barrier();
+    else group_barrier(group, threads_per_row);
+    const int at = group * warps + (lane_id() & (warps - 1));
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = buffer[i * 32 + at];
+    butterfly(v, warps, combine);
+  }
+  template <int N, class F>
+  LIGER_DEVICE void exchange_in_cluster(float (&v)[N], F combine) {
+    const int warps = threads_per_row / warp_width(), cluster = cluster_blocks(), pitch = 32 * cluster, buffer_index = turn & 1;
+    const Shared<float> buffer = shared<float>(inbox_bytes + buffer_index * N * pitch * int(sizeof(float)));
+    const Shared<Inbox> inbox = shared<Inbox>(0) + buffer_index;
+    if (entering) cluster_wait();
+    entering = false;
+    if (thread_id() == 0) expect_bytes(inbox, warps * N * int(sizeof(float)));
+    if (lane_id() < cluster)
+#pragma unroll
+      for (int i = 0; i < N; ++i) send(&buffer[i * pitch + index / warp_width()], inbox, lane_id(), v[i]);
+    wait_for_round(inbox, turn / 2 & 1);
+    const int at = lane_id() & (warps - 1);
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = buffer[i * pitch + at];
+#pragma unroll 1
+    for (int more = at + warp_width(); more < warps; more += warp_width()) {
+      float other[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) other[i] = buffer[i * pitch + more];
+      combine(v, other);
+    }
+    butterfly(v, warps, combine);
   }
   // Over the lanes of a warp, or over groups of `width` of them.
   template <int N, class F>
@@ -123,6 +136,7 @@ struct RowGroup {
     }
   }
 };
+using RowGroup = RowGroupOf<0>;
 
 // This thread's K vectors of a range of columns: vector k starts at first + k * step, so that neighbouring threads touch
 // neighbouring vectors. Vectors past the end read as zeros and are not stored; a row past the last one has an empty range.

@@ -50,6 +50,7 @@ struct CrossEntropyRows {
   const char* op;         // name for error messages
   void *ce, *z, *lse, *accuracy;  // [rows] of A (accuracy: always float); ce and z are unreduced
   int64_t* predicted;     // argmax, first on ties
+  bool after_counts;      // nothing was put on the stream since cross_entropy_counts: a kernel may start beside it
 };
 
 // dlogits = grad_ce * counts[ce_scale] * dce + grad_ce * counts[z_scale] * dz, row by row; logits read once, dlogits written once.

@@ -12,9 +12,10 @@ int grid_of(int64_t blocks) {
   return static_cast<int>(std::max<int64_t>(1, blocks));
 }
 
-int resident_clusters(const DeviceProfile& device, int64_t cluster) {
+// Clusters on the device at a time, `blocks` of their blocks to a multiprocessor.
+int resident_clusters(const DeviceProfile& device, int64_t cluster, int blocks = 1) {
   for (int i = 0; i < 4; ++i)
-    if (cluster == 1 << i) return device.resident_clusters[i];
+    if (cluster == 1 << i) return device.resident_clusters[blocks - 1][i];
   return 0;
 }
 
@@ -55,14 +56,35 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   return plan;
 }
 
-LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k) {
+void add_ring(const DeviceProfile& device, LaunchPlan& plan, int inputs, int fixed, int resident) {
+  // More than this on a multiprocessor makes short calls slower: it all has to arrive before the last rows do.
+  constexpr int ring_bytes = 96 * 1024;
+  plan.smem = fixed;
+  const bool ring = device.bulk_copies && plan.vec > 1 && plan.path != Path::reread && (plan.path == Path::stream || plan.partial_rows > 0);
+  if (!ring) return;
+  plan.ring_offset = static_cast<int>(round_up(fixed, 128));
+  const int stage = plan.block * inputs * plan.k * 16 + plan.block / plan.warp * 8;
+  const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
+  plan.stages = std::clamp(ring_bytes / resident / stage, 1, std::max(1, room / stage));
+  plan.smem = plan.ring_offset + plan.stages * stage;
+}
+
+LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k, bool streams) {
   // 64 KB of a row to a block, and two blocks on a multiprocessor: one loads while the other one computes.
   constexpr int block = 512;
   // Few rows: more threads for each, since the device is not full.
   const bool few = rows < 2 * device.multiprocessors;
-  const LaunchPlan plan =
-      plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = few ? 1024 : block, .prefer_k = few ? 1 : 4});
+  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = few ? 1024 : block, .prefer_k = few ? 1 : 4});
   if (plan.path == Path::regs) return plan;
+  if (streams && device.bulk_copies && rows >= device.multiprocessors) {
+    plan = clustered(device, plan, rows, cols, stream_k);
+    if (plan.cluster > 1) {
+      plan.path = Path::stream;
+      const int64_t teams = resident_clusters(device, plan.cluster);
+      plan.grid = grid_of(ceil_div(rows, ceil_div(rows, teams)) * plan.cluster);
+      return plan;
+    }
+  }
   return clustered(device, plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k}), rows, cols, max_k);
 }
 
@@ -79,12 +101,14 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
 
 LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block) {
   const int k = norm_backward_k(vec);
-  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = k, .max_block = max_block, .min_block = 256, .prefer_k = k});
+  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = k, .max_block = max_block,
+                                               .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .prefer_k = k});
+  plan.k = k;
   plan = clustered(device, plan, rows, cols, k);
   // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
   // number of rows take no longer and leave fewer partial rows.
   const int64_t resident =
-      plan.cluster > 1 ? resident_clusters(device, plan.cluster) : int64_t{device.multiprocessors} * (plan.block <= 256 ? 2 : 1);
+      plan.cluster > 1 ? resident_clusters(device, plan.cluster) : int64_t{device.multiprocessors} * norm_backward_resident(plan);
   const int64_t teams = plan.grid / plan.cluster;
   plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
   plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
@@ -116,13 +140,13 @@ LaunchPlan plan_elementwise(const DeviceProfile& device, int64_t work, int per_t
   return plan;
 }
 
-LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int per_thread) {
+LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads) {
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
   plan.k = per_thread;
   plan.block = 256;
-  plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, int64_t{vec} * per_thread)), 1, plan.block));
+  plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, int64_t{vec} * per_thread)), min_threads, plan.block));
   const int64_t tiles_per_row = ceil_div(cols, int64_t{plan.threads_per_row} * vec * per_thread);
   plan.grid = grid_of(tiles_per_row * ceil_div(rows, plan.block / plan.threads_per_row));
   return plan;
@@ -149,19 +173,19 @@ RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_hea
   return plan;
 }
 
-LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, int64_t cols) {
+LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t cols, int width) {
   LaunchPlan plan;
   plan.warp = device.warp;
-  plan.threads_per_row = 32;
-  const int64_t groups = std::clamp<int64_t>(next_pow2(ceil_div(partial_rows, 4)), 4, 32);
-  plan.block = static_cast<int>(std::min<int64_t>(32 * groups, device.max_block_threads));
+  plan.threads_per_row = width;
+  plan.block = 256;
   plan.smem = plan.block * static_cast<int>(sizeof(float));
-  plan.grid = static_cast<int>(std::max<int64_t>(1, ceil_div(cols, 32)));
+  plan.grid = grid_of(ceil_div(cols, plan.threads_per_row));
+  plan.pdl = device.bulk_copies;
   return plan;
 }
 
 LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash) {
-  constexpr int vectors_per_thread = 8, min_threads = 8, max_resident = 2;
+  constexpr int vectors_per_thread = 8, max_resident = 2;
   // Small blocks overlap more rows on a multiprocessor; large ones where shared memory holds few rows, or there are few.
   const int max_threads = stash || rows < 4 * device.multiprocessors ? 512 : 256;
   constexpr int reserved_shared = 1024;  // what a driver takes of a multiprocessor's shared memory for each block
@@ -170,15 +194,14 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   plan.vec = vec;
   plan.path = Path::reread;
   const int64_t vectors = std::max<int64_t>(1, ceil_div(vocab, vec));
-  // min_threads: the elements behind the last whole vector are one thread's each.
   auto spread = [&](int limit) {
     limit = std::min(limit, device.max_block_threads);
-    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(vectors, vectors_per_thread)), min_threads, limit));
+    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(vectors, vectors_per_thread)), min_logit_threads, limit));
     plan.block = std::max(plan.threads_per_row, 128);
   };
   spread(max_threads);
   plan.k = 0;
-  plan.smem = shared_bytes;
+  plan.smem = plan.ring_offset = shared_bytes;
   // As many blocks on a multiprocessor as leave no more unstashed than the L2 holds; the last resort is one large block.
   for (int resident = max_resident; stash && resident >= 1; --resident) {
     if (resident == 1 && plan.threads_per_row == max_threads) spread(2 * max_threads);
@@ -193,6 +216,34 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
     if (in_flight <= device.l2_bytes / 5 * 4) break;
   }
   plan.grid = grid_of(ceil_div(rows, plan.block / plan.threads_per_row));
+  return plan;
+}
+
+LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes) {
+  constexpr int block = 256, max_resident = 3, reserved_shared = 1024;
+  LaunchPlan plan;
+  plan.warp = device.warp;
+  plan.vec = 16 / element_bytes;
+  plan.block = block;
+  const int64_t vectors = vocab / plan.vec;
+  if (!device.bulk_copies || vectors * 16 < 24 * 1024) return plan;
+  for (int resident = max_resident; resident > 0; --resident)
+    for (int cluster = 1; cluster <= (resident == 1 ? 8 : 4); cluster *= 2) {
+      const int64_t teams = cluster == 1 ? int64_t{resident} * device.multiprocessors : resident_clusters(device, cluster, resident);
+      const int64_t k = ceil_div(vectors, int64_t{block} * cluster);
+      const int64_t room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved_shared);
+      plan.ring_offset = static_cast<int>(round_up(shared_bytes * cluster, 128));
+      const int64_t smem = plan.ring_offset + block * k * 16 + block / device.warp * 8;
+      if (teams == 0 || smem > room) continue;
+      plan.path = Path::stream;
+      plan.stages = 1;
+      plan.k = static_cast<int>(k);
+      plan.cluster = cluster;
+      plan.threads_per_row = block * cluster;
+      plan.smem = static_cast<int>(smem);
+      plan.grid = grid_of(ceil_div(rows, ceil_div(rows, teams)) * cluster);
+      return plan;
+    }
   return plan;
 }
 

@@ -15,8 +15,9 @@ constexpr int64_t next_pow2(int64_t n) {
   return p;
 }
 
-// regs: a thread keeps its columns of a row in registers, one global read. reread: rows too long for that are read again.
-enum class Path { regs, reread };
+// regs: a thread keeps its columns of a row in registers, one global read. reread: rows too long for that are read again. stream:
+// as regs, by persistent blocks to which rows are brought ahead of time.
+enum class Path { regs, reread, stream };
 
 struct LaunchPlan {
   Path path = Path::regs;
@@ -27,6 +28,9 @@ struct LaunchPlan {
   int grid = 1;             // blocks, a multiple of cluster
   int cluster = 1;          // blocks that share a row
   int smem = 0;             // dynamic shared memory, bytes
+  int stages = 0;           // rows of a ring of bulk copies
+  int ring_offset = 0;      // where it begins in shared memory
+  bool pdl = false;         // starts while the kernel before it still runs
   int warp = 32;
   int partial_rows = 0;     // of fp32 partial sums that a second kernel adds up (column sums: dweight, dbias)
 };
@@ -43,7 +47,12 @@ LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowT
 
 // Kernels that keep a row in registers where max_k vectors a thread of a block, or of a cluster of blocks, hold it (the forward of
 // the norms, softmax); longer rows: one block a row that reads twice.
-LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k);
+// `streams`: the kernel has a stream path of stream_k vectors a thread, for rows that take a cluster.
+constexpr int stream_k = 4;
+LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, bool streams = false);
+// Gives a plan its shared memory: `fixed` bytes, and behind them rings for rows of `inputs` tensors, if the device has bulk copies and
+// the kernel persistent blocks, of which `resident` are on a multiprocessor at a time.
+void add_ring(const DeviceProfile&, LaunchPlan&, int inputs, int fixed, int resident = 1);
 // One block a row, however long.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
@@ -51,6 +60,8 @@ LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, 
 // block. Registers hold the sums of no more columns than this.
 constexpr int norm_backward_k(int vec) { return vec == 1 ? 4 : 2; }
 LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_block);
+// Its blocks on a multiprocessor at a time.
+constexpr int norm_backward_resident(const LaunchPlan& plan) { return plan.block <= 256 ? 2 : 1; }
 // Its re-read path: tiles of block * vec columns times ranges of rows; partial_rows: the number of ranges.
 LaunchPlan plan_norm_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
@@ -59,7 +70,7 @@ LaunchPlan plan_elementwise(const DeviceProfile&, int64_t work, int per_thread, 
 
 // Elementwise work on rows with gaps between them: blocks of tiles of threads_per_row * k vectors of one row each, several short
 // rows to a block; block = row group * tiles_per_row + tile.
-LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int per_thread);
+LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads = 1);
 
 // Rotary embedding: a position's threads are `lanes` side by side in a head times slots for heads of q and of k, so many that
 // each has at most heads_per_thread heads (unless a block is too small); threads_per_row is their product.
@@ -69,13 +80,22 @@ struct RopePlan {
 };
 RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread);
 
-// Sums `partial_rows` rows of `cols` floats: a block owns 32 columns and all rows.
-LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t cols);
+// Sums rows of `cols` floats: a block of 256 threads owns `width` columns and all rows, of which a thread has about four.
+constexpr int column_sum_width(int64_t partial_rows) {
+  return static_cast<int>(256 / std::clamp<int64_t>(next_pow2(ceil_div(partial_rows, 4)), 1, 32));
+}
+LaunchPlan plan_column_sum(const DeviceProfile&, int64_t cols, int width);
 
+// Threads that a row of logits needs at least: the elements before its first and behind its last whole vector are one thread's each.
+constexpr int min_logit_threads = 16;
 // Rows of logits (cross entropy), a row to at most one block of threads that walk over it. With `stash`, each thread keeps its
 // first `k` vectors of the row in shared memory behind `shared_bytes` for reductions, so that they are read once; what the
 // rows in flight leave out has to be read again and is bounded by the L2. path is regs if nothing is left out.
 LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash);
+
+// Rows of logits that clusters of blocks hold in shared memory, k vectors of 16 bytes a thread, `shared_bytes` for reductions of one
+// block before them. path is stream if the device can and rows are long enough for it.
+LaunchPlan plan_logits_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes);
 
 // One block sums n values, with `bytes` of shared memory a thread.
 LaunchPlan plan_block_sum(const DeviceProfile&, int64_t n, int bytes);

@@ -19,9 +19,9 @@ struct DeviceProfile {
   int shared_per_multiprocessor = 65536;
   int64_t l2_bytes = 0, memory_bytes = 0;
   bool native_bf16 = true, bulk_copies = false;
-  // Clusters of 1, 2, 4 and 8 blocks that are on the device at a time, a block to a multiprocessor; 0: none of that size. Fewer
-  // than multiprocessors / size, since a cluster does not cross the device's groups of multiprocessors.
-  int resident_clusters[4] = {};
+  // Clusters of 1, 2, 4 and 8 blocks that are on the device at a time, if a multiprocessor holds 1, 2 or 3 of the blocks; 0: none of
+  // that size. Fewer than multiprocessors / size, since a cluster does not cross the device's groups of multiprocessors.
+  int resident_clusters[3][4] = {};
 };
 
 }  // namespace liger::launch

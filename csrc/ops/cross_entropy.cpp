@@ -43,6 +43,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tens
   CrossEntropyRows args = rows_of(scope, rows, target, weight, counts, options);
   losses.point(args, 0);
   args.lse = lse.data_ptr();
+  args.after_counts = true;
   if (rows.rows > 0) cross_entropy_forward(args, scope);
   losses.finish(counts);
   return {losses.loss, losses.z_loss, losses.token_accuracy, losses.predicted_tokens, lse, counts};

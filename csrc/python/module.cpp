@@ -18,7 +18,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("gpu_backend") = LIGER_GPU_BACKEND;
   m.attr("gpu_architectures") = LIGER_GPU_ARCHS;
 
-  py::enum_<Path>(m, "Path").value("regs", Path::regs).value("reread", Path::reread);
+  py::enum_<Path>(m, "Path").value("regs", Path::regs).value("reread", Path::reread).value("stream", Path::stream);
   py::class_<DeviceProfile>(m, "DeviceProfile")
       .def(py::init<>())
       .def_readwrite("arch", &DeviceProfile::arch)
@@ -26,8 +26,12 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("multiprocessors", &DeviceProfile::multiprocessors)
       .def_readwrite("max_block_threads", &DeviceProfile::max_block_threads)
       .def_property(
-          "resident_clusters", [](const DeviceProfile& d) { return std::vector<int>(std::begin(d.resident_clusters), std::end(d.resident_clusters)); },
-          [](DeviceProfile& d, const std::array<int, 4>& counts) { std::copy(counts.begin(), counts.end(), d.resident_clusters); });
+          "resident_clusters", [](const DeviceProfile& d) { return std::vector<int>(std::begin(d.resident_clusters[0]), std::end(d.resident_clusters[0])); },
+          // As many times as many where a multiprocessor holds several blocks: there is at least that much room.
+          [](DeviceProfile& d, const std::array<int, 4>& counts) {
+            for (int blocks = 1; blocks <= 3; ++blocks)
+              for (int i = 0; i < 4; ++i) d.resident_clusters[blocks - 1][i] = blocks * counts[i];
+          });
   py::class_<RowTiling>(m, "RowTiling")
       .def(py::init<>())
       .def_readwrite("vec", &RowTiling::vec)
@@ -47,6 +51,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("warp", &LaunchPlan::warp)
       .def_readonly("partial_rows", &LaunchPlan::partial_rows);
   m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"));
-  m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"));
+  m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"),
+        py::arg("streams") = false);
   m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_block"));
 }

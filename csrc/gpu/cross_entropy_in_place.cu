@@ -1,0 +1,205 @@
+// The fused loss's kernel: the losses of rows of logits, and their gradient in the place of the logits.
+//
+// Bound by memory, a read and a write of each row; but a row is needed twice, and of 128256 bf16 logits it has 256 KB.
+// Stream: where there are bulk copies, a cluster of blocks holds a row in its shared memory, brought there by WarpRings; each thread
+// reads its columns twice from there, and its warp asks for the next row when it has written its part of the gradient. A few clusters
+// on the same multiprocessors are at different points of their rows, so that the memory always has something to do.
+// Elsewhere, and with options that cost instructions per element, a row belongs to a block: a thread puts what it reads into its own
+// slots of shared memory, as many as the plan gives it, and takes the gradient from there; what has no slot is read again, and the
+// plan bounds these parts of all rows in flight by the L2.
+#include "gpu/cross_entropy_launch.h"
+#include "gpu/row_stream.h"
+
+namespace liger::gpu {
+namespace {
+
+struct InPlaceArgs {
+  LogitRows rows;
+  RowOutputs out;
+  Rows row_grad;
+  float gradient_scale;
+  void* gradient;  // may be the logits
+  int64_t gradient_stride;
+  int slots;          // vectors of a thread in shared memory
+  int shared_offset;  // where they begin
+};
+
+// The gradient that a row's losses have: what both kernels know of it once they have its statistics.
+template <class T, bool Full>
+LIGER_DEVICE RowGradient<T> gradient_of(const InPlaceArgs& args, const LogitRow<T, Full>& row,
+                                        const RowStatistics<T, Full>& statistics, float lse, float negative_log) {
+  const LogitRows& a = args.rows;
+  float grad = args.gradient_scale;
+  if (args.row_grad.data) grad *= load_one(args.row_grad.data, args.row_grad.dtype, row.row * args.row_grad.stride);
+  const float ce_scale = a.counts[CrossEntropyCounts::ce_scale];
+  const float z_grad = ce_scale == 0 ? 0.f : grad * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
+  return {a, row, statistics.base(), 1 / statistics.sum, lse, negative_log, grad, z_grad};
+}
+
+template <class T, int N, bool Full> struct InPlace {
+  using Args = InPlaceArgs;
+  static constexpr int max_threads = 1024;
+
+  static LIGER_DEVICE void run(const Args& args) {
+    const LogitRows& a = args.rows;
+    RowGroup group(a.threads_per_row);
+    const LogitRow<T, Full> row(a, group);
+    const RowWalk<T, N> own(row.valid ? a.vocab : 0, group);
+    const bool want_best = Full && args.out.want_best();
+    Shared<Packed<T, N>> stash = shared<Packed<T, N>>(args.shared_offset) + thread_id();
+    const int slots = args.slots, pitch = block_threads();
+
+    RowStatistics<T, Full> statistics;
+    own.template walk<in_flight<Full>>([&](auto& raw, int, int column) { load(raw, row.data + column); },
+                                       [&](const auto& raw, int slot, int column) {
+                                         if (slot < slots) stash[slot * pitch] = raw;
+                                         float x[N];
+                                         widen(x, raw);
+                                         statistics.add(a, x, column, want_best);
+                                       });
+    Packed<T, 1> last{};
+    if (own.single >= 0) {
+      load(last, row.data + own.single);
+      float x[1] = {last[0]};
+      statistics.add(a, x, own.single, want_best);
+    }
+    statistics.merge(group);
+    warp_barrier();  // every thread of the row has read the target's logit before the first gradient is written
+
+    const float log_sum = statistics.log_sum(), lse = statistics.base() + log_sum;
+    const float negative_log = statistics.base() - row.target_logit + log_sum;
+    if (group.index == 0 && row.live) write_losses(a, args.out, row, statistics, lse, negative_log);
+    if (!row.live) return;
+    T* const out = opaque(static_cast<T*>(args.gradient) + row.row * args.gradient_stride);
+    if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
+
+    const RowGradient<T> gradient = gradient_of(args, row, statistics, lse, negative_log);
+    auto write = [&](const auto& raw, int, int column) {
+      store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
+    };
+    own.template walk<1>(0, slots, [&](auto& raw, int slot, int) { raw = stash[slot * pitch]; }, write);
+    own.template walk<in_flight<Full>>(
+        slots, own.slots(), [&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); }, write);
+    if (own.single >= 0) store(out + own.single, gradient.template of<Full>(a, last, own.single, row.target));
+  }
+};
+
+template <class T, int N> struct InPlaceStream {
+  using Args = InPlaceArgs;
+  static constexpr int max_threads = 256, min_blocks = 3, piece = 4;  // vectors of a thread
+
+  static LIGER_DEVICE void run(const Args& args) {
+    const LogitRows& a = args.rows;
+    RowGroupOf<max_threads> group(a.threads_per_row);
+    const int slots = args.slots, whole = int(a.vocab / N) * N, tail = whole + group.index < a.vocab ? whole + group.index : -1;
+    const WarpShare share(group, whole / N);
+    const int first = int(share.begin + share.lane) * N, end = int(share.end) * N, step = warp_width() * N;  // this thread's columns
+    const int64_t rows_apart = group.teams();
+    const auto has_class = [&](int64_t row) { return row < a.rows && a.is_class(a.target[row]); };
+    const Rows logits[1] = {{a.logits, a.stride, dtype_of<T>}};
+    WarpRing<RowGroupOf<max_threads>, T, N, 1> ring(group, {group.first_row(), rows_apart, a.rows, whole, logits}, slots, 1, args.shared_offset);
+    ring.ask(0, has_class(group.first_row()));
+    for (int64_t at = group.first_row(); at < a.rows; at += rows_apart) {
+      const LogitRow<T, false> row(a, at, group.index == 0, false);
+      const bool next_has_class = has_class(at + rows_apart);
+      T* const out = opaque(static_cast<T*>(args.gradient) + at * args.gradient_stride);
+      Packed<T, 1> last{};
+      if (row.valid && tail >= 0) load(last, row.data + tail);
+      ring.wait();
+      if (!row.valid) {
+        ring.release(next_has_class);
+        if (group.index == 0) write_losses(a, args.out, row, RowStatistics<T, false>{}, 0, 0);
+        fill(out, first, step, end, tail, row.ignored ? 0.f : not_a_number());
+        continue;
+      }
+      RowStatistics<T, false> own;
+      float target_logit = 0;
+#pragma unroll 4
+      for (int k = 0; k < slots; ++k) {
+        const int column = first + k * step;
+        if (column >= end) continue;
+        Packed<T, N> raw;
+        ring.vector(raw, 0, k);
+        float x[N];
+        widen(x, raw);
+        own.add(a, x, column, false);
+      }
+      if (tail >= 0) {
+        float x[1] = {last[0]};
+        own.add(a, x, tail, false);
+        if (row.target == tail) target_logit = x[0];
+      }
+      const int to_target = row.target - first, slot = to_target / step;
+      if (to_target >= 0 && row.target < end && to_target - slot * step < N) {
+        Packed<T, N> raw;
+        ring.vector(raw, 0, slot);
+#pragma unroll
+        for (int j = 0; j < N; ++j) target_logit = j == to_target - slot * step ? raw[j] : target_logit;
+      }
+      float merged[3] = {own.max, own.sum, target_logit};
+      group.reduce(merged, [](float(&to)[3], const float(&from)[3]) {
+        const float smaller = fast_exp(to[0] == from[0] ? 0.f : -fabsf(to[0] - from[0]));
+        to[1] = to[0] >= from[0] ? to[1] + from[1] * smaller : to[1] * smaller + from[1];
+        to[0] = fmaxf(to[0], from[0]);
+        to[2] += from[2];
+      });
+      own.max = merged[0];
+      own.sum = merged[1];
+      const float log_sum = own.log_sum(), lse = own.base() + log_sum, negative_log = own.base() - merged[2] + log_sum;
+      if (group.index == 0) write_losses(a, args.out, row, own, lse, negative_log);
+      const RowGradient<T> gradient = gradient_of(args, row, own, lse, negative_log);
+      ring.open(next_has_class);
+      for (int k = 0; k < slots; k += piece) {
+#pragma unroll
+        for (int i = 0; i < piece; ++i) {
+          const int column = first + (k + i) * step;
+          if (column >= end) continue;
+          Packed<T, N> raw;
+          ring.vector(raw, 0, k + i);
+          store<Hint::stream>(out + column, gradient.template of<false>(a, raw, column, row.target));
+        }
+        ring.refill(k, k + piece);
+      }
+      ring.close();
+      if (tail >= 0) store(out + tail, gradient.template of<false>(a, last, tail, row.target));
+    }
+  }
+
+ private:
+  LIGER_DEVICE static void fill(T* out, int first, int step, int end, int tail, float value) {
+    const Packed<T, N> same = same_value(Packed<T, N>{}, value);
+    for (int column = first; column < end; column += step) store<Hint::stream>(out + column, same);
+    if (tail >= 0) out[tail] = from_float<T>(value);
+  }
+};
+
+}  // namespace
+
+void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
+  const CrossEntropyRows& row = op.row;
+  require(op.gradient.dtype == row.logits.dtype, row.op, ": the gradient of the logits must have their dtype");
+  const bool vectors = vectors_fit(row) && aligned(op.gradient, 0), full = costly_options(row.options) || row.accuracy || row.predicted;
+  const auto set = [&](InPlaceArgs& args, const launch::LaunchPlan& plan) {
+    args.out = row_outputs(row);
+    args.row_grad = op.row_grad;
+    args.gradient_scale = float(op.gradient_scale);
+    args.gradient = op.gradient.data;
+    args.gradient_stride = op.gradient.stride;
+    args.slots = plan.k;
+    args.shared_offset = plan.ring_offset;
+  };
+  const int bytes = size_of(row.logits.dtype);
+  const launch::LaunchPlan stream_plan = launch::plan_logits_stream(device_profile(stream.device), row.rows, row.vocab, bytes, RowGroup::shared_bytes<3>());
+  if (vectors && !full && row.rows > 0 && stream_plan.path == launch::Path::stream) {
+    dispatch(row.logits.dtype, [&](auto element) {
+      using T = std::remove_cvref_t<decltype(element)>;
+      InPlaceArgs args{logit_rows(row, stream_plan, stream)};
+      set(args, stream_plan);
+      launch<InPlaceStream<T, 16 / int(sizeof(T))>>(stream_plan, args, stream);
+    });
+  } else {
+    launch_rows<InPlace>(row, vectors, full, true, stream, set);
+  }
+}
+
+}  // namespace liger::gpu
