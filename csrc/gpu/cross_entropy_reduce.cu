@@ -26,6 +26,7 @@ template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
       for (int i = 0; i < N; ++i) all[i * threads + t] += all[i * threads + t + half];
     }
   }
+  if (t != 0) return;
 #pragma unroll
   for (int i = 0; i < N; ++i) v[i] = all[i * threads];
 }
