@@ -3,7 +3,6 @@
 #pragma once
 #include <cmath>
 #include <source_location>
-#include <typeinfo>
 
 #include "gpu/host/simt.h"
 #include "kernels/errors.h"
@@ -75,11 +74,10 @@ template <class T> LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
 template <class Words> LIGER_DEVICE void forget(Words&) {}
 template <class Words> LIGER_DEVICE void forget_at_all_costs(Words&) {}
 
-// One access of this size and alignment.
-template <int Bytes> struct alignas(Bytes) NativeWord { uint32_t words[Bytes / 4]; };
 template <int Bytes>
 LIGER_DEVICE void streaming_load(void* to, const void* from) {
-  *static_cast<NativeWord<Bytes>*>(to) = *static_cast<const NativeWord<Bytes>*>(from);
+  using Word [[gnu::vector_size(Bytes)]] = uint32_t;  // one access of this size and alignment
+  *static_cast<Word*>(to) = *static_cast<const Word*>(from);
 }
 template <int Bytes> LIGER_DEVICE void constant_load(void* to, const void* from) { streaming_load<Bytes>(to, from); }
 template <int Bytes> LIGER_DEVICE void streaming_store(void* to, const void* from) { streaming_load<Bytes>(to, from); }
@@ -94,7 +92,7 @@ LIGER_DEVICE void publish_to_host() {}
 template <class K>
 void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream) {
   const auto run = [](const void* a) { K::run(*static_cast<const typename K::Args*>(a)); };
-  simt::run({typeid(K).name(), K::max_threads, run, &args, sizeof(args)}, plan);
+  simt::run({simt::Known<K>::index, K::max_threads, run, &args, sizeof(args)}, plan);
 }
 
 }  // namespace liger::gpu

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 #include "gpu/host/simt.h"
@@ -60,6 +61,7 @@ struct Access {
   uintptr_t at;
   int64_t size;
   bool writes, aligned;
+  const void* code;  // behind the access
   const char* verb() const { return writes ? "stores" : "loads"; }
 };
 
@@ -103,7 +105,7 @@ void note(Cell& cell, const Access& access) {
 template <class Name>
 void check_order(const Cell& cell, const Access& access, const Name& name) {
   const auto race = [&](uint32_t tick, int thread, const char* did) {
-    report(text("race: ", access.verb(), " ", access.size, " bytes ", name(), "; ", other(tick, thread, did)));
+    report(access.code, text("race: ", access.verb(), " ", access.size, " bytes ", name(), "; ", other(tick, thread, did)));
   };
   if (races(cell.write_block, cell.write_warp, cell.writer)) race(cell.write_block, cell.writer, "written");
   if (!access.writes) return;
@@ -117,21 +119,21 @@ template <class Name>
 void check_alignment(const Access& access, const Name& name) {
   const int64_t alignment = access.size % 16 == 0 ? 16 : access.size & -access.size;
   if (access.aligned && access.at % uintptr_t(alignment) != 0)
-    report(text("misaligned: ", access.verb(), " ", access.size, " bytes ", name(), ", which is no multiple of ", alignment));
+    report(access.code, text("misaligned: ", access.verb(), " ", access.size, " bytes ", name(), ", which is no multiple of ", alignment));
 }
 
 void touch_shared(const Access& access) {
   const int64_t offset = int64_t(access.at - uintptr_t(arena)) - shared_margin;
   const auto name = [&] { return text("at shared memory + ", offset); };
   if (offset < 0 || offset + access.size > shared_bytes)
-    report(text("out of bounds: ", access.verb(), " ", access.size, " bytes ", name(), "; the launch asked for ", shared_bytes, " bytes"));
+    report(access.code, text("out of bounds: ", access.verb(), " ", access.size, " bytes ", name(), "; the launch asked for ", shared_bytes, " bytes"));
   check_alignment(access, name);
   static const Cells cells = make_cells(shared_room);
   for (int64_t at = offset / granule; at < (offset + access.size + granule - 1) / granule; ++at) {
     Cell& cell = cells[at];
     if (cell.write_block < block_start) {  // of an earlier block: nothing that this one knows
       if (!access.writes)
-        report(text("uninitialised: loads ", access.size, " bytes ", name(), ", which no thread of the block has written"));
+        report(access.code, text("uninitialised: loads ", access.size, " bytes ", name(), ", which no thread of the block has written yet"));
       cell = {};
     }
     check_order(cell, access, name);
@@ -172,29 +174,31 @@ void touch_global(const Access& access) {
           const int64_t offset = offset_in(buffer), distance = offset < 0 ? -offset : offset - buffer.extent();
           if (distance < closest) closest = distance, near = &buffer;
         }
-    report(text("out of bounds: ", access.verb(), " ", access.size, " bytes ",
+    report(access.code, text("out of bounds: ", access.verb(), " ", access.size, " bytes ",
                 near ? "outside of all buffers, " + described(*near, offset_in(*near)) : "of global memory without any buffer"));
   }
   const auto name = [&] { return described(*inside, offset_in(*inside)); };
-  if (access.writes && inside->content == Content::input) report(text("out of bounds: stores ", access.size, " bytes ", name(), ", an input"));
+  if (access.writes && inside->content == Content::input) report(access.code, text("out of bounds: stores ", access.size, " bytes ", name(), ", an input"));
   check_alignment(access, name);
   const int64_t first = int64_t(access.at - last->range.begin);
   for (int64_t at = first / granule; at < (first + access.size + granule - 1) / granule; ++at) {
     Cell& cell = last->cells[at];
     if (!access.writes && inside->content == Content::output && cell.write_block == 0)
-      report(text("uninitialised: loads ", access.size, " bytes ", name(), ", which no kernel has written"));
+      report(access.code, text("uninitialised: loads ", access.size, " bytes ", name(), ", which no kernel has written yet"));
     check_order(cell, access, name);
     note(cell, access);
   }
 }
 
-void touch(const void* pointer, int64_t size, bool writes, bool aligned = true) {
+void check(const Access& access) {
+  if (access.at >= uintptr_t(arena) && access.at < uintptr_t(arena) + sizeof(arena)) return touch_shared(access);
+  if (access.writes || !arguments.holds(access.at, access.size)) touch_global(access);
+}
+
+// Inlined into what the compiler calls, so that the return address is the access's.
+[[gnu::always_inline]] inline void touch(const void* pointer, int64_t size, bool writes, bool aligned = true) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(pointer);
-  if (running < 0 || stacks.touches(at)) return;
-  const Access access{at, size, writes, aligned};
-  if (at >= uintptr_t(arena) && at < uintptr_t(arena) + sizeof(arena)) return touch_shared(access);
-  if (!writes && arguments.holds(at, size)) return;
-  touch_global(access);
+  if (running >= 0 && !stacks.touches(at)) check({at, size, writes, aligned, __builtin_return_address(0)});
 }
 
 }  // namespace
@@ -296,4 +300,14 @@ void __tsan_unaligned_write8(void* p) { touch(p, 8, true, false); }
 void __tsan_unaligned_write16(void* p) { touch(p, 16, true, false); }
 void __tsan_read_range(void* p, long size) { touch(p, size, false); }
 void __tsan_write_range(void* p, long size) { touch(p, size, true); }
+// clang's copies of structs
+void* __tsan_memcpy(void* to, const void* from, size_t size) {
+  touch(from, int64_t(size), false);
+  touch(to, int64_t(size), true);
+  return std::memcpy(to, from, size);
+}
+void* __tsan_memset(void* to, int value, size_t size) {
+  touch(to, int64_t(size), true);
+  return std::memset(to, value, size);
+}
 }

@@ -1,16 +1,19 @@
 #include "gpu/host/simt.h"
 
 #include <cxxabi.h>
+#include <dlfcn.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <vector>
 
 #include "gpu/host/memory.h"
 #include "kernels/errors.h"
@@ -47,6 +50,30 @@ std::string stop_text(const Thread& t) {
   }
 }
 
+struct KnownKernel {
+  std::string name;
+  int64_t launches = 0;
+};
+std::vector<KnownKernel>& known_kernels() {
+  static std::vector<KnownKernel> all;
+  return all;
+}
+
+// Where the instruction before `code` was written, innermost function first, by binutils where they are installed.
+std::string source_of(const void* code) {
+  Dl_info image;
+  if (code == nullptr || dladdr(code, &image) == 0) return "";
+  char offset[32];
+  std::snprintf(offset, sizeof(offset), "%tx", static_cast<const char*>(code) - static_cast<const char*>(image.dli_fbase) - 1);
+  std::string lines;
+  if (FILE* const pipe = popen(text("addr2line -ise '", image.dli_fname, "' ", offset, " 2>/dev/null").c_str(), "r")) {
+    char line[4096];
+    while (std::fgets(line, sizeof(line), pipe)) lines += text(lines.empty() ? "\n  at " : ", in ", std::string(line, std::strcspn(line, " \n")));
+    pclose(pipe);
+  }
+  return lines;
+}
+
 // One launch at a time; a fibre is resumed and suspended by longjmp, ucontext only starts it.
 class Machine {
  public:
@@ -57,6 +84,7 @@ class Machine {
     kernel_ = &kernel;
     warp_ = warp_width();
     check(plan);
+    ++known_kernels()[kernel.known].launches;
     make_stacks();
     memory::begin_launch(kernel.args, kernel.args_bytes, stacks_, stack_bytes * max_threads, warp_, plan.smem);
     struct End {
@@ -81,17 +109,16 @@ class Machine {
     return threads_[thread].bits;
   }
 
-  [[noreturn]] void report(const std::string& finding) {
+  [[noreturn]] void report(const void* code, const std::string& finding) {
     finding_ = described(finding);
+    finding_code_ = code;
     threads_[place.thread].exists = false;
     _longjmp(scheduler_, 1);
   }
 
  private:
   std::string described(const std::string& finding) const {
-    int status = 0;
-    const std::unique_ptr<char, void (*)(void*)> name(abi::__cxa_demangle(kernel_->name, nullptr, nullptr, &status), std::free);
-    return text("host target: ", finding, "\n  kernel ", name ? name.get() : kernel_->name, "\n  block ", place.block, " of ", place.grid,
+    return text("host target: ", finding, "\n  kernel ", known_kernels()[kernel_->known].name, "\n  block ", place.block, " of ", place.grid,
                 ", thread ", place.thread, " of ", place.block_threads, " (warp ", place.thread / warp_, ", lane ", place.thread % warp_,
                 ")\n  after ", since_.line() == 0 ? "the start of the block" : "the block barrier of " + site(since_));
   }
@@ -192,7 +219,7 @@ class Machine {
     }
     memory::begin_thread(-1);
     if (!finding_.empty()) {
-      const std::string finding = std::move(finding_);
+      const std::string finding = finding_ + source_of(finding_code_);
       finding_.clear();
       throw_finding(finding);
     }
@@ -208,6 +235,7 @@ class Machine {
   jmp_buf scheduler_;
   std::source_location since_;
   std::string finding_;
+  const void* finding_code_ = nullptr;
 };
 
 Machine machine;
@@ -223,7 +251,13 @@ void Machine::fibre() {
 
 Place place() { return machine.place; }
 unsigned char* shared_memory() { return memory::shared(); }
-void report(const std::string& finding) { machine.report(finding); }
+void report(const void* code, const std::string& finding) { machine.report(code, finding); }
+int know(const char* name) {
+  int status = 0;
+  const std::unique_ptr<char, void (*)(void*)> readable(abi::__cxa_demangle(name, nullptr, nullptr, &status), std::free);
+  known_kernels().push_back({readable ? readable.get() : name});
+  return int(known_kernels().size()) - 1;
+}
 void run(const Kernel& kernel, const launch::LaunchPlan& plan) { machine.run(kernel, plan); }
 
 void block_barrier(const std::source_location& where) { machine.suspend(Stop::block_barrier, where); }
@@ -261,3 +295,11 @@ launch::DeviceProfile profile() {
 }
 
 }  // namespace liger::gpu::simt
+
+// A line for each kernel: how often it was launched, and its name.
+extern "C" [[gnu::visibility("default")]] const char* liger_ext_host_kernels() {
+  static std::string lines;
+  lines.clear();
+  for (const auto& kernel : liger::gpu::simt::known_kernels()) lines += liger::text(kernel.launches, " ", kernel.name, "\n");
+  return lines.c_str();
+}

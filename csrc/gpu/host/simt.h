@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <source_location>
 #include <string>
+#include <typeinfo>
 
 #include "launch/plan.h"
 
@@ -32,8 +33,15 @@ void warp_barrier(const std::source_location&);
 uint32_t shuffle_xor(uint32_t bits, int mask, const std::source_location&);
 int atomic_claim(int* flag);
 
+// Kernels that a library can launch are known when it is loaded, so that a test can ask for those that have not run.
+int know(const char* name);
+template <class K>
+struct Known {
+  static inline const int index = know(typeid(K).name());
+};
+
 struct Kernel {
-  const char* name;   // as typeid gives it
+  int known;   // index
   int max_threads;
   void (*run)(const void* args);
   const void* args;
@@ -42,7 +50,7 @@ struct Kernel {
 // Throws std::runtime_error at the first finding.
 void run(const Kernel&, const launch::LaunchPlan&);
 
-// The running thread, which does not come back, did what `finding` says.
-[[noreturn]] void report(const std::string& finding);
+// The running thread, which does not come back, did what `finding` says, by the instruction before `code`.
+[[noreturn]] void report(const void* code, const std::string& finding);
 
 }  // namespace liger::gpu::simt
