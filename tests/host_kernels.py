@@ -15,6 +15,8 @@ from cases import BY_NAME, EXAMPLES, IDS, LOW, laid_out, normal, random_targets
 from liger_ext._load import library_folder
 from liger_ext.testing import judge
 
+torch.set_num_threads(1)  # kernels run on one, and the references are small
+
 dtypes = pytest.mark.parametrize("dtype", LOW, ids=["fp32", "bf16", "fp16"])
 ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "softmax")
 
@@ -56,7 +58,7 @@ def test_odd_sizes(op, rows, cols, dtype):
     row_op(op, rows, cols, dtype)
 
 
-# Rows by the number of their 16-byte vectors: two to eight a thread, in blocks of up to 1,024 threads, and rows that are read again.
+# By the number of 16-byte vectors: two to eight a thread in blocks of up to 1,024, and rows that are read again.
 @dtypes
 @pytest.mark.parametrize("rows, vectors", [(9, 16), (1, 40), (1, 1000), (2, 1500), (1, 2500), (1, 4104), (1, 8200)])
 @pytest.mark.parametrize("op", [op for op in ROWS if "glu" not in op])
@@ -80,7 +82,8 @@ def test_mixed_dtypes(dtype):
     row_op("add_rms_norm", 3, 40, dtype, other_dtype=torch.bfloat16, casting_mode="gemma", offset=1.0)
     row_op("geglu", 3, 33, dtype, approximate="none")
     # A gradient of another dtype than the activations comes from callers of the op alone.
-    x, dy, weight = normal(5, 48, dtype=dtype), normal(5, 48, dtype=torch.bfloat16, seed=1), normal(48, dtype=dtype, seed=2)
+    x, weight = normal(5, 48, dtype=dtype), normal(48, dtype=dtype, seed=2)
+    dy = normal(5, 48, dtype=torch.bfloat16, seed=1)
     rstd = torch.ops.liger_ext.rms_norm(x, weight, 1e-6, 0.0, -1)[1]
     found = torch.ops.liger_ext.rms_norm_backward(dy, x, weight, rstd, 0.0, True, True)
     same = torch.ops.liger_ext.rms_norm_backward(dy.to(dtype), x, weight, rstd, 0.0, True, True)
@@ -102,8 +105,9 @@ def test_rope(head_dim, rotary, dtype):
 def test_loss(rows, vocab, dtype):
     loss(rows, vocab, dtype)
     loss(rows, vocab, dtype, label_smoothing=0.1, lse_square_scale=1e-3, return_predicted_tokens=True)
-    wide = normal(rows, vocab + 16 - vocab % 8, dtype=dtype)[:, :vocab].requires_grad_()  # aligned, a part of a vector behind
-    judge("cross_entropy", {"logits": wide, "target": random_targets(rows, vocab), "reduction": "sum"})
+    # Aligned rows with a part of a vector at the end.
+    logits = normal(rows, vocab + 16 - vocab % 8, dtype=dtype)[:, :vocab].requires_grad_()
+    judge("cross_entropy", {"logits": logits, "target": random_targets(rows, vocab), "reduction": "sum"})
 
 
 @dtypes

@@ -306,6 +306,11 @@ void* __tsan_memcpy(void* to, const void* from, size_t size) {
   touch(to, int64_t(size), true);
   return std::memcpy(to, from, size);
 }
+void* __tsan_memmove(void* to, const void* from, size_t size) {
+  touch(from, int64_t(size), false);
+  touch(to, int64_t(size), true);
+  return std::memmove(to, from, size);
+}
 void* __tsan_memset(void* to, int value, size_t size) {
   touch(to, int64_t(size), true);
   return std::memset(to, value, size);
