@@ -2,7 +2,7 @@
 // call a function for every access to memory; here these functions are ours instead of the thread sanitizer's (memory.cpp), so that
 // no access can go by unseen and no kernel is written differently. Found, to the granule of two bytes:
 //   races                shared and global memory: two threads of a block without a barrier between them, one of which writes, also
-//                        within a warp, where only a warp barrier orders; two blocks of a launch (global memory)
+//                        within a warp, where a warp barrier orders, but no shuffle; two blocks of a launch (global memory)
 //   uninitialised reads  of shared memory, and of buffers that an op has allocated and not written
 //   out of bounds        shared memory beyond what the launch asked for; global memory that is no part of the op's buffers, gaps
 //                        between rows included; stores to an input
@@ -33,7 +33,7 @@ struct Buffer {
   bool holds(int64_t offset, int64_t size) const;
 };
 
-// The buffers that launches may touch for as long as this lives.
+// The buffers that launches may touch for as long as this lives; one at a time in a process.
 class Buffers {
  public:
   Buffers(std::initializer_list<Buffer>);
