@@ -1,6 +1,7 @@
 # One command each, on a machine with python3 (venv), make and a C++20 compiler:
 #   make demo    fine-tune a real Llama with and without liger_ext and compare       make test    everything that needs no GPU
 #   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl      make bench   the benchmark tables
+#   make host    the GPU's kernels for the CPU, to test them (part of make test)
 #   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
@@ -44,13 +45,13 @@ ifndef GPU
 endif
 CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
 
-.PHONY: demo test build wheel bench lint format clean configure
+.PHONY: demo test build host wheel bench lint format clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
 	$(PY) -m examples.demo $(ARGS)
 
-test: build $(MODEL)
+test: build host $(MODEL)
 	$(PY) -m pytest -m "not cuda" $(ARGS)
 
 bench: build
@@ -58,6 +59,10 @@ bench: build
 
 build: configure
 	@cmake --build $(BUILD)
+
+# The GPU's kernels as a library for this machine's CPU, and broken ones: for tests.
+host: configure
+	@cmake --build $(BUILD) --target liger_ext_host
 
 # Configured once for each set of settings; ninja itself sees changes of the CMake files. A copied or moved checkout starts anew.
 configure: $(ENVIRONMENT)

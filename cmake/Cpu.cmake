@@ -4,9 +4,15 @@ file(GLOB cpu_baseline CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/dispatch*
 file(GLOB cpu_kernels CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp")
 list(REMOVE_ITEM cpu_kernels ${cpu_baseline})
 
-add_library(liger_ext_cpu SHARED csrc/schemas.cpp ${LIGER_OPS} ${cpu_baseline})
+# Schemas and ops, also for the host target of the GPU kernels.
+add_library(liger_ops_cpu OBJECT csrc/schemas.cpp ${LIGER_OPS})
+target_include_directories(liger_ops_cpu PRIVATE csrc)
+target_compile_definitions(liger_ops_cpu PRIVATE LIGER_BACKEND=cpu LIGER_DISPATCH_KEY=CPU LIGER_IS_GPU=0)
+target_link_libraries(liger_ops_cpu PRIVATE liger_torch)
+
+add_library(liger_ext_cpu SHARED $<TARGET_OBJECTS:liger_ops_cpu> ${cpu_baseline})
 target_include_directories(liger_ext_cpu PRIVATE csrc)
-target_compile_definitions(liger_ext_cpu PRIVATE LIGER_BACKEND=cpu LIGER_DISPATCH_KEY=CPU LIGER_IS_GPU=0)
+target_compile_definitions(liger_ext_cpu PRIVATE LIGER_BACKEND=cpu)
 target_link_libraries(liger_ext_cpu PRIVATE liger_torch)
 
 set(isas baseline)

@@ -12,12 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_ext._load import library_folder
+
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "padded", "offset", "columns", "transposed", "expanded")
 
 
 def dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
-    return LOW if device.type == "cuda" else (*LOW, torch.float64)
+    return LOW if device.type == "cuda" or host_target() else (*LOW, torch.float64)
+
+
+def host_target() -> bool:
+    """Are the ops of CPU tensors those of the GPU library, run on the host? See test_host_target."""
+    return library_folder().name == "host"
 
 
 def laid_out(t: Tensor, layout: str) -> Tensor:

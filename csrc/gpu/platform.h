@@ -1,4 +1,4 @@
-// The programming model of every GPU kernel, and the only door to CUDA and HIP: no kernel names a vendor's word.
+// The programming model of every GPU kernel, and the only door to CUDA, HIP and the host target: no kernel names a vendor's word.
 //
 // A kernel is  struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
 // and is started by launch<K>(plan, args, stream). Collectives need the whole warp and barriers the whole block: rows past the
@@ -15,8 +15,8 @@
 #include "gpu/platform_hip.h"
 #elif defined(__CUDACC__)
 #include "gpu/platform_cuda.h"
-#else
-#error "csrc/gpu is compiled by a CUDA or a HIP compiler"
+#else  // any other C++ compiler: the host target, for tests
+#include "gpu/platform_host.h"
 #endif
 
 namespace liger::gpu {
@@ -171,7 +171,7 @@ LIGER_DEVICE int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
-// The block's dynamic shared memory, the only kind there is. On a GPU a plain pointer; the host target checks it.
+// The block's dynamic shared memory, the only kind there is.
 template <class T> using Shared = T*;
 template <class T>
 LIGER_DEVICE Shared<T> shared(int byte_offset) { return reinterpret_cast<T*>(shared_memory() + byte_offset); }

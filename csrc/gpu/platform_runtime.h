@@ -1,10 +1,13 @@
-// CUDA's and HIP's words for device.cu: what a device is, error texts, pinned memory.
+// CUDA's, HIP's and the host target's words for device.cu: what a device is, error texts, pinned memory.
 #pragma once
 #include <cstdlib>
 #include <cstring>
 #include <string>
 
 #include "gpu/platform.h"
+#if !defined(__CUDACC__) && !defined(__HIPCC__) && !defined(__HIP__)
+#include "gpu/host/memory.h"
+#endif
 
 namespace liger::gpu::runtime {
 
@@ -68,7 +71,7 @@ inline void allocate_mapped(size_t bytes, void** host, void** device) {
   check(mapped, "allocating the record of bad targets");
 }
 
-#else
+#elif defined(__CUDACC__)
 
 inline void check(cudaError_t code, const char* what) {
   if (code != cudaSuccess) throw_launch_error(code, what);
@@ -149,6 +152,21 @@ inline void allocate_mapped(size_t bytes, void** host, void** device) {
   const cudaError_t mapped = allocated == cudaSuccess ? cudaHostGetDevicePointer(device, *host, 0) : allocated;
   cudaThreadExchangeStreamCaptureMode(&mode);
   check(mapped, "allocating the record of bad targets");
+}
+
+#else  // the host target, where no launch returns a code
+
+inline launch::DeviceProfile read_profile(int) { return simt::profile(); }
+inline int current_device() { return 0; }
+inline void clear_last_error() {}
+inline const char* error_text(int) { return "an error"; }
+inline bool is_missing_code(int) { return false; }
+inline std::string architecture(const launch::DeviceProfile& device) { return device.name; }
+inline std::string built_for() { return "the host"; }
+inline std::string rebuild_hint(const launch::DeviceProfile&) { return "make test"; }
+inline void allocate_mapped(size_t bytes, void** host, void** device) {
+  *host = *device = std::calloc(1, bytes);
+  simt::allow(*host, bytes);
 }
 
 #endif

@@ -1,0 +1,58 @@
+// Watches the memory of kernels that run on the host. Kernel sources are compiled with -fsanitize=thread, which makes the compiler
+// call a function for every access to memory; here these functions are ours instead of the thread sanitizer's (memory.cpp), so that
+// no access can go by unseen and no kernel is written differently. Found, to the granule of two bytes:
+//   races                shared and global memory: two threads of a block without a barrier between them, one of which writes, also
+//                        within a warp, where a warp barrier orders, but no shuffle; two blocks of a launch (global memory)
+//   uninitialised reads  of shared memory, and of buffers that an op has allocated and not written
+//   out of bounds        shared memory beyond what the launch asked for; global memory that is no part of the op's buffers, gaps
+//                        between rows included; stores to an input
+//   misaligned           an access of 2 to 16 bytes at an address that is not a multiple of that
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <vector>
+
+namespace liger::gpu::simt {
+
+enum class Content { input, output, both };  // output: not written yet; both: written, and may be written again
+
+// Runs of `bytes` at data + the sum of i * stride over up to three dimensions; strides in bytes. No data, or no runs: nothing.
+struct Dimension {
+  int64_t count = 1, stride = 0;
+};
+struct Buffer {
+  const char* name;
+  const void* data;
+  int64_t bytes;
+  Content content;
+  Dimension dimensions[3] = {};
+
+  bool empty() const;
+  int64_t extent() const;  // bytes from data to the end of the last run
+  bool holds(int64_t offset, int64_t size) const;
+};
+
+// The buffers that launches may touch for as long as this lives; one at a time in a process.
+class Buffers {
+ public:
+  Buffers(std::initializer_list<Buffer>);
+  ~Buffers();
+  Buffers(const Buffers&) = delete;
+};
+
+// Memory that is not watched: the record of bad targets.
+void allow(const void* data, size_t bytes);
+
+// Between the scheduler and the watch.
+namespace memory {
+void begin_launch(const void* args, size_t args_bytes, const unsigned char* stacks, size_t stack_bytes, int warp, int shared_bytes);
+void begin_block();
+void end_launch();
+void begin_thread(int thread);  // accesses are this thread's from here on; -1: nobody's, they are not watched
+void at_block_barrier();
+void at_warp_barrier(int warp);
+unsigned char* shared();
+}  // namespace memory
+
+}  // namespace liger::gpu::simt

@@ -1,0 +1,56 @@
+// Runs a kernel on the CPU as a GPU would: block after block, the threads of a block as fibres in lockstep warps. A thread runs
+// alone until its next collective (shuffle, barrier) or its end; there the whole warp, or block, must arrive at the same one.
+// What a GPU would leave undefined is an error here, and names kernel, block and thread:
+//   divergence      threads of a warp at different collectives, of a block at different barriers, or returned before one
+//   shuffles        a partner outside the warp
+//   launches        more threads than the kernel was compiled for, part of a warp, more shared memory than the device has
+//   memory          see gpu/host/memory.h
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <source_location>
+#include <string>
+#include <typeinfo>
+
+#include "launch/plan.h"
+
+namespace liger::gpu::simt {
+
+// Where the running thread is.
+struct Place {
+  int thread, block_threads;
+  int64_t block, grid;
+};
+Place place();
+unsigned char* shared_memory();
+
+// Lanes of a warp, and the device that launch plans are made for: LIGER_EXT_HOST_WARP=32 (the default) or 64 in the environment.
+int warp_width();
+launch::DeviceProfile profile();
+
+void block_barrier(const std::source_location&);
+void warp_barrier(const std::source_location&);
+uint32_t shuffle_xor(uint32_t bits, int mask, const std::source_location&);
+int atomic_claim(int* flag);
+
+// Kernels that a library can launch are known when it is loaded, so that a test can ask for those that have not run.
+int know(const char* name);
+template <class K>
+struct Known {
+  static inline const int index = know(typeid(K).name());
+};
+
+struct Kernel {
+  int known;   // index
+  int max_threads;
+  void (*run)(const void* args);
+  const void* args;
+  size_t args_bytes;
+};
+// Throws std::runtime_error at the first finding.
+void run(const Kernel&, const launch::LaunchPlan&);
+
+// The running thread, which does not come back, did what `finding` says, by the instruction before `code`.
+[[noreturn]] void report(const void* code, const std::string& finding);
+
+}  // namespace liger::gpu::simt

@@ -1,0 +1,98 @@
+// The host target's words for platform.h: a kernel's threads are fibres on the CPU, in warps of 32 or 64 (gpu/host/simt.h), and the
+// compiler reports every memory access of a kernel to gpu/host/memory.h. For tests; slow.
+#pragma once
+#include <cmath>
+#include <source_location>
+
+#include "gpu/host/simt.h"
+#include "kernels/errors.h"
+#include "kernels/types.h"
+
+#define LIGER_DEVICE inline
+
+namespace liger::gpu {
+
+using std::source_location;
+
+template <class To, class From>
+LIGER_DEVICE To bit_cast(const From& from) {
+  return __builtin_bit_cast(To, from);
+}
+LIGER_DEVICE float half_to_float(uint16_t bits) {
+  const uint32_t sign = uint32_t{bits & 0x8000u} << 16, rest = bits & 0x7fffu;
+  if (rest >= 0x7c00) return bit_cast<float>(sign | 0x7f800000u | (rest & 0x3ff) << 13);
+  return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(rest << 13) * 0x1p112f));
+}
+LIGER_DEVICE uint16_t float_to_half(float v) {
+  const uint32_t bits = bit_cast<uint32_t>(v), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);
+  // Below the normal range: in the sum with 0.5 the last bit of a float is the last bit of a half.
+  if (rest < 0x38800000) return uint16_t(sign | (bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3f000000));
+  return uint16_t(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
+}
+LIGER_DEVICE uint16_t float_to_bf16(float v) {
+  const uint32_t bits = bit_cast<uint32_t>(v);
+  return uint16_t(v != v ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Two at once, `low` in the lower half.
+LIGER_DEVICE uint32_t floats_to_bf16s(float low, float high) { return float_to_bf16(low) | uint32_t{float_to_bf16(high)} << 16; }
+LIGER_DEVICE uint32_t floats_to_halves(float low, float high) { return float_to_half(low) | uint32_t{float_to_half(high)} << 16; }
+
+LIGER_DEVICE int thread_id() { return simt::place().thread; }
+LIGER_DEVICE int block_threads() { return simt::place().block_threads; }
+LIGER_DEVICE int64_t block_id() { return simt::place().block; }
+LIGER_DEVICE int64_t grid_blocks() { return simt::place().grid; }
+LIGER_DEVICE int warp_width() { return simt::warp_width(); }
+LIGER_DEVICE int lane_id() { return thread_id() % warp_width(); }
+LIGER_DEVICE int warp_id() { return thread_id() / warp_width(); }
+LIGER_DEVICE void block_barrier(source_location where = source_location::current()) { simt::block_barrier(where); }
+// No clusters: every block is one of its own.
+LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
+LIGER_DEVICE constexpr int cluster_rank() { return 0; }
+// The position of the highest set bit of v > 0.
+LIGER_DEVICE int log2_of(int v) { return 31 - __builtin_clz(unsigned(v)); }
+LIGER_DEVICE void warp_barrier(source_location where = source_location::current()) { simt::warp_barrier(where); }
+LIGER_DEVICE float shfl_xor(float v, int mask, source_location where = source_location::current()) {
+  return bit_cast<float>(simt::shuffle_xor(bit_cast<uint32_t>(v), mask, where));
+}
+LIGER_DEVICE int shfl_xor(int v, int mask, source_location where = source_location::current()) {
+  return int(simt::shuffle_xor(uint32_t(v), mask, where));
+}
+LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
+// As on GPUs, results below the normal range become 0.
+LIGER_DEVICE float fast_exp2(float v) {
+  const float out = exp2f(v);
+  return out < 0x1p-126f ? 0 : out;
+}
+LIGER_DEVICE float fast_rsqrt(float v) { return 1 / sqrtf(v); }
+LIGER_DEVICE float fast_reciprocal(float v) { return 1 / v; }
+
+// Hints to a GPU's compiler.
+template <class T> LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
+template <class Words> LIGER_DEVICE void forget(Words&) {}
+template <class Words> LIGER_DEVICE void forget_at_all_costs(Words&) {}
+
+template <int Bytes>
+LIGER_DEVICE void streaming_load(void* to, const void* from) {
+  using Word [[gnu::vector_size(Bytes)]] = uint32_t;  // one access of this size and alignment
+  *static_cast<Word*>(to) = *static_cast<const Word*>(from);
+}
+template <int Bytes> LIGER_DEVICE void constant_load(void* to, const void* from) { streaming_load<Bytes>(to, from); }
+template <int Bytes> LIGER_DEVICE void streaming_store(void* to, const void* from) { streaming_load<Bytes>(to, from); }
+
+LIGER_DEVICE unsigned char* shared_memory() { return simt::shared_memory(); }
+LIGER_DEVICE int atomic_claim(int* flag) { return simt::atomic_claim(flag); }
+LIGER_DEVICE void publish_to_host() {}
+
+[[noreturn]] void throw_unsupported_dtype();
+[[noreturn]] void throw_launch_error(int code, const char* what);
+
+template <class K>
+void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream) {
+  const auto run = [](const void* a) { K::run(*static_cast<const typename K::Args*>(a)); };
+  simt::run({simt::Known<K>::index, K::max_threads, run, &args, sizeof(args)}, plan);
+}
+
+}  // namespace liger::gpu

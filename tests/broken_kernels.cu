@@ -1,0 +1,230 @@
+// Small kernels, each broken in one way that a GPU would mostly let pass; test_host_target.py asks the host target to find it.
+//   broken_kernels            the names
+//   broken_kernels NAME       runs the broken kernel:  prints what was found
+//   broken_kernels NAME ok    runs the kernel as it should be: prints nothing
+// What is broken is broken in block 1 alone.
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <memory>
+
+#include "gpu/host/memory.h"
+#include "gpu/platform.h"
+
+using namespace liger::gpu;
+
+namespace {
+
+constexpr int blocks = 3, threads = 128, row_floats = threads + 8;  // rows of `out` have a gap of 8 floats behind them
+
+struct KernelArgs {
+  const float* in;  // [threads]
+  float* out;       // [blocks, threads]
+  float* both;      // [blocks + 1], read and written
+  bool ok;
+  LIGER_DEVICE bool broken() const { return !ok && block_id() == 1; }
+  LIGER_DEVICE float* row() const { return out + block_id() * row_floats; }
+};
+struct Base {
+  using Args = KernelArgs;
+  static constexpr int max_threads = threads;
+};
+
+LIGER_DEVICE Shared<float> zeros() {
+  const Shared<float> all = shared<float>(0);
+  all[thread_id()] = 0;
+  block_barrier();
+  return all;
+}
+
+struct MissingBarrier : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    const Shared<float> all = zeros();
+    all[thread_id()] = a.in[thread_id()];
+    if (!a.broken()) block_barrier();
+    a.row()[thread_id()] = all[(thread_id() + warp_width()) % threads];
+  }
+};
+struct MissingDoubleBuffer : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    const Shared<float> all = shared<float>(0);
+    float value = a.in[thread_id()];
+    for (int round = 0; round < 2; ++round) {
+      const int buffer = a.broken() ? 0 : round * threads;
+      all[buffer + thread_id()] = value;
+      block_barrier();
+      value = all[buffer + threads - 1 - thread_id()];
+    }
+    a.row()[thread_id()] = value;
+  }
+};
+struct RaceInWarp : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    const Shared<float> all = zeros();
+    all[thread_id()] = a.in[thread_id()];
+    if (!a.broken()) warp_barrier();
+    a.row()[thread_id()] = all[thread_id() ^ 1];
+  }
+};
+struct StoreAfterLoads : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    const Shared<float> all = zeros();
+    a.row()[thread_id()] = all[0];
+    if (!a.broken()) block_barrier();
+    if (thread_id() == threads - 1) all[0] = 1;
+  }
+};
+struct StoreAfterLoadsInWarp : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    const Shared<float> all = zeros();
+    a.row()[thread_id()] = all[warp_id()];
+    if (!a.broken()) warp_barrier();
+    if (lane_id() == 11) all[warp_id()] = 1;
+  }
+};
+struct RaceOnGlobal : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    a.row()[thread_id()] = a.in[thread_id()];
+    if (!a.broken()) block_barrier();
+    if (thread_id() == 5) a.row()[4] = 0;
+  }
+};
+struct RaceOfBlocks : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (thread_id() == 7) (a.broken() ? a.out : a.row())[7] = 1;
+  }
+};
+struct StoreAfterLoadsOfBlocks : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (thread_id() == 7) a.both[block_id()] = a.both[a.ok ? blocks : 1];
+  }
+};
+struct ConditionalBarrier : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (!a.broken() || warp_id() == 0) block_barrier();
+  }
+};
+struct TwoBarriers : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (a.broken() && thread_id() == 3) block_barrier();
+    else block_barrier();
+  }
+};
+struct EarlyReturn : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (a.broken() && thread_id() == 9) return;
+    a.row()[thread_id()] = shfl_xor(a.in[thread_id()], 1);
+  }
+};
+struct ShuffleOutOfRange : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    a.row()[thread_id()] = shfl_xor(a.in[thread_id()], a.broken() ? warp_width() : 1);
+  }
+};
+struct UninitialisedShared : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    const Shared<float> all = shared<float>(0);
+    if (!a.broken() || thread_id() != 2) all[thread_id()] = a.in[thread_id()];
+    a.row()[thread_id()] = all[thread_id()];
+  }
+};
+struct UninitialisedGlobal : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (!a.broken()) a.row()[thread_id()] = 0;
+    if (thread_id() == 6) a.row()[6] += a.in[6];
+  }
+};
+struct SharedOutOfBounds : Base {
+  static LIGER_DEVICE void run(const Args& a) { shared<float>(0)[a.broken() && thread_id() == 1 ? 2 * threads : thread_id()] = 1; }
+};
+struct GlobalOutOfBounds : Base {
+  static LIGER_DEVICE void run(const Args& a) { a.row()[thread_id()] = a.in[a.broken() && thread_id() == 8 ? threads : thread_id()]; }
+};
+struct GapBetweenRows : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (thread_id() == 4) store(a.row() + (a.broken() ? threads : 0), 1.0f);
+  }
+};
+struct StoreToInput : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (a.broken() && thread_id() == 3) const_cast<float*>(a.in)[3] = 1;
+  }
+};
+struct MisalignedVector : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (thread_id() == 2) store<Hint::stream>(a.row() + (a.broken() ? 2 : 4), Vec<float, 4>{});
+  }
+};
+
+// Launches that no GPU of this warp width would take.
+struct TooManyThreads : Base {
+  static constexpr int max_threads = 64;
+  static LIGER_DEVICE void run(const Args&) {}
+};
+struct PartOfAWarp : Base {
+  static LIGER_DEVICE void run(const Args&) {}
+};
+struct TooMuchSharedMemory : Base {
+  static LIGER_DEVICE void run(const Args&) {}
+};
+
+template <class K>
+void start(bool ok) {
+  constexpr int out_floats = blocks * row_floats;
+  const auto in = std::make_unique<float[]>(threads);
+  alignas(16) static float out[out_floats];
+  float both[blocks + 1] = {};
+  const simt::Buffers buffers{{"in", in.get(), threads * sizeof(float), simt::Content::input},
+                              {"out", out, threads * sizeof(float), simt::Content::output, {{blocks, row_floats * sizeof(float)}}},
+                              {"both", both, sizeof(both), simt::Content::both}};
+  liger::launch::LaunchPlan plan;
+  plan.block = threads;
+  plan.grid = blocks;
+  plan.smem = 2 * threads * int(sizeof(float));
+  if (std::is_same_v<K, TooManyThreads> && ok) plan.block = 64;
+  if (std::is_same_v<K, PartOfAWarp> && !ok) plan.block = threads - warp_width() / 2;
+  if (std::is_same_v<K, TooMuchSharedMemory> && !ok) plan.smem = simt::profile().shared_per_block_optin + 4;
+  launch<K>(plan, {in.get(), out, both, ok}, {});
+}
+
+struct Case {
+  const char* name;
+  void (*start)(bool ok);
+};
+constexpr Case cases[] = {
+    {"missing_barrier", start<MissingBarrier>},
+    {"missing_double_buffer", start<MissingDoubleBuffer>},
+    {"race_in_warp", start<RaceInWarp>},
+    {"store_after_loads", start<StoreAfterLoads>},
+    {"store_after_loads_in_warp", start<StoreAfterLoadsInWarp>},
+    {"store_after_loads_of_blocks", start<StoreAfterLoadsOfBlocks>},
+    {"race_on_global", start<RaceOnGlobal>},
+    {"race_of_blocks", start<RaceOfBlocks>},
+    {"conditional_barrier", start<ConditionalBarrier>},
+    {"two_barriers", start<TwoBarriers>},
+    {"early_return", start<EarlyReturn>},
+    {"shuffle_out_of_range", start<ShuffleOutOfRange>},
+    {"uninitialised_shared", start<UninitialisedShared>},
+    {"uninitialised_global", start<UninitialisedGlobal>},
+    {"shared_out_of_bounds", start<SharedOutOfBounds>},
+    {"global_out_of_bounds", start<GlobalOutOfBounds>},
+    {"gap_between_rows", start<GapBetweenRows>},
+    {"store_to_input", start<StoreToInput>},
+    {"misaligned_vector", start<MisalignedVector>},
+    {"too_many_threads", start<TooManyThreads>},
+    {"part_of_a_warp", start<PartOfAWarp>},
+    {"too_much_shared_memory", start<TooMuchSharedMemory>},
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  for (const Case& one : cases) {
+    if (count < 2) std::puts(one.name);
+    else if (std::strcmp(arguments[1], one.name) == 0) try {
+        one.start(count > 2);
+      } catch (const std::exception& finding) {
+        std::puts(finding.what());
+      }
+  }
+}

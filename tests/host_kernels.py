@@ -1,0 +1,148 @@
+"""Every GPU kernel on the host, against float64: forward and backward, three dtypes, odd sizes, the paths of long rows.
+
+Not collected by itself: the library must be the host target's, for which test_host_target runs this file in a process
+for each warp width. By hand, after ``make test`` has built it::
+
+    LIGER_EXT_LIB=liger_ext/lib/host LIGER_EXT_HOST_WARP=64 python -m pytest tests/host_kernels.py -k softmax
+"""
+
+import ctypes
+
+import pytest
+import torch
+from cases import BY_NAME, EXAMPLES, IDS, LOW, laid_out, normal, random_targets
+
+from liger_ext._load import library_folder
+from liger_ext.testing import judge
+
+torch.set_num_threads(1)  # kernels run on one, and the references are small
+
+dtypes = pytest.mark.parametrize("dtype", LOW, ids=["fp32", "bf16", "fp16"])
+ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "softmax")
+
+
+def row_op(op, rows, cols, dtype, *, layout="contiguous", weight_dtype=None, other_dtype=None, **options):
+    """Judges a row op; all of its tensors want gradients."""
+    tensors = {"swiglu": ("gate", "up"), "geglu": ("gate", "up"), "add_rms_norm": ("x", "residual")}.get(op, ("x",))
+    made = {}
+    for seed, name in enumerate(tensors):
+        of = other_dtype if seed and other_dtype else dtype
+        made[name] = laid_out(normal(rows, cols, dtype=of, seed=seed), layout).requires_grad_()
+    for seed, name in enumerate({"layer_norm": ("weight", "bias"), "softmax": ()}.get(op, ("weight",)), start=2):
+        if "norm" in op:
+            made[name] = normal(cols, dtype=weight_dtype or dtype, seed=seed, mean=1, scale=0.3).requires_grad_()
+    judge(op, made | options)
+
+
+def loss(rows, vocab, dtype, *, layout="contiguous", **options):
+    logits = laid_out(normal(rows, vocab, dtype=dtype, scale=3), layout).requires_grad_()
+    judge("cross_entropy", {"logits": logits, "target": random_targets(rows, vocab), **options})
+
+
+def fused_loss(rows, vocab, dtype, *, hidden=8, **options):
+    x, weight = normal(rows, hidden, dtype=dtype), normal(vocab, hidden, dtype=dtype, seed=1)
+    inputs = {"x": x.requires_grad_(), "weight": weight.requires_grad_(), "target": random_targets(rows, vocab)}
+    judge("fused_linear_cross_entropy", inputs | options)
+
+
+@dtypes
+@pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
+def test_small(example, dtype):
+    judge(example.op, example.arguments("cpu", dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("rows, cols", [(0, 8), (1, 1), (3, 7), (3, 33), (5, 64), (1, 1001), (9, 1024)])
+@pytest.mark.parametrize("op", ROWS)
+def test_odd_sizes(op, rows, cols, dtype):
+    row_op(op, rows, cols, dtype)
+
+
+# By the number of 16-byte vectors: two to eight a thread in blocks of up to 1,024, and rows that are read again.
+@dtypes
+@pytest.mark.parametrize("rows, vectors", [(9, 16), (1, 40), (1, 1000), (2, 1500), (1, 2500), (1, 4104), (1, 8200)])
+@pytest.mark.parametrize("op", [op for op in ROWS if "glu" not in op])
+def test_long_rows(op, rows, vectors, dtype):
+    cols = vectors * 16 // dtype.itemsize
+    row_op(op, rows, cols, dtype)
+    if "norm" in op:  # parameters of another dtype have kernels of their own
+        row_op(op, rows, cols, dtype, weight_dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
+
+
+@dtypes
+@pytest.mark.parametrize("op", ROWS)
+def test_long_unaligned_rows(op, dtype):
+    row_op(op, 2, 4099, dtype)
+    row_op(op, 9, 40, dtype, layout="padded")
+    row_op(op, 3, 24, dtype, layout="offset")
+
+
+@dtypes
+def test_mixed_dtypes(dtype):
+    row_op("add_rms_norm", 3, 40, dtype, other_dtype=torch.bfloat16, casting_mode="gemma", offset=1.0)
+    row_op("geglu", 3, 33, dtype, approximate="none")
+    # A gradient of another dtype than the activations comes from callers of the op alone.
+    x, weight = normal(5, 48, dtype=dtype), normal(48, dtype=dtype, seed=2)
+    dy = normal(5, 48, dtype=torch.bfloat16, seed=1)
+    rstd = torch.ops.liger_ext.rms_norm(x, weight, 1e-6, 0.0, -1)[1]
+    found = torch.ops.liger_ext.rms_norm_backward(dy, x, weight, rstd, 0.0, True, True)
+    same = torch.ops.liger_ext.rms_norm_backward(dy.to(dtype), x, weight, rstd, 0.0, True, True)
+    for a, b in zip(found, same, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim, rotary", [(6, 6), (16, 16), (40, 16), (64, 64)])
+def test_rope(head_dim, rotary, dtype):
+    q, k = normal(2, 5, 7, head_dim, dtype=dtype), normal(2, 1, 7, head_dim, dtype=dtype, seed=1)
+    angle = normal(1, 7, rotary, seed=9, scale=3)
+    tables = {"cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
+    judge("rope", {"q": q.requires_grad_(), "k": k.requires_grad_(), **tables})
+
+
+@dtypes
+@pytest.mark.parametrize("rows, vocab", [(0, 8), (3, 1), (3, 33), (40, 64), (1, 1001), (3, 5003), (2, 40_000)])
+def test_loss(rows, vocab, dtype):
+    loss(rows, vocab, dtype)
+    loss(rows, vocab, dtype, label_smoothing=0.1, lse_square_scale=1e-3, return_predicted_tokens=True)
+    # Aligned rows with a part of a vector at the end.
+    logits = normal(rows, vocab + 16 - vocab % 8, dtype=dtype)[:, :vocab].requires_grad_()
+    judge("cross_entropy", {"logits": logits, "target": random_targets(rows, vocab), "reduction": "sum"})
+
+
+@dtypes
+@pytest.mark.parametrize("rows, vocab", [(1, 1), (3, 33), (200, 1003), (3, 40_000)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fused_loss(rows, vocab, reduction, dtype):
+    fused_loss(rows, vocab, dtype, reduction=reduction)
+
+
+@dtypes
+def test_fused_loss_unaligned(dtype):
+    bias = laid_out(normal(35, dtype=dtype, seed=5), "offset").requires_grad_()
+    class_weight = laid_out(normal(35, seed=6).abs() + 0.1, "offset")
+    fused_loss(9, 35, dtype, hidden=7, bias=bias, ce_weight=class_weight, reduction="none")
+    # What autograd saves may come back without the gaps between its rows.
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
+        fused_loss(9, 35, dtype, bias=bias)
+
+
+@pytest.mark.parametrize("per_thread", [1, 2, 4, 8])
+def test_stream_copy(per_thread):
+    x = normal(3, 1012)
+    assert torch.equal(torch.ops.liger_ext.stream_copy(x, per_thread), x)
+
+
+def test_a_bad_target_is_reported():
+    with pytest.raises(IndexError, match=r"target\[2\] is 33, expected a class in \[0, 33\)"):
+        BY_NAME["cross_entropy"]({"logits": normal(4, 33), "target": torch.tensor([0, -100, 33, 1])})
+
+
+def test_every_kernel_has_run():
+    """Of this process: the last test."""
+    kernels = ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")).liger_ext_host_kernels
+    kernels.restype = ctypes.c_char_p
+    launches = [line.split(" ", 1) for line in kernels().decode().splitlines()]
+    print(len(launches), "kernels", sum(int(count) for count, _ in launches), "launches")
+    idle = [name for count, name in launches if count == "0"]
+    assert launches and not idle, "\n".join(idle)

@@ -1,0 +1,86 @@
+"""The GPU's kernels, run on the host: every one of them against float64, and broken ones that have to be found.
+
+``make host`` builds what is tested here, into the folder ``host`` beside the libraries; CONTRIBUTING.md says how to
+use it when writing a kernel.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import liger_ext
+from liger_ext._load import library_folder
+
+HERE, HOST = Path(__file__).parent, library_folder() / "host"
+
+pytestmark = pytest.mark.skipif(
+    not (HOST / "broken_kernels").exists(), reason=f"no host target in {HOST}: `make host` builds it"
+)
+warp_widths = pytest.mark.parametrize("warp", [32, 64])
+
+
+def run(*command, warp, **env):
+    return subprocess.run(
+        [str(part) for part in command],
+        env={**os.environ, "LIGER_EXT_HOST_WARP": str(warp), **env},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@warp_widths
+def test_every_kernel(warp):
+    path = os.pathsep.join([str(Path(liger_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    file = HERE / "host_kernels.py"
+    done = run(sys.executable, "-m", "pytest", "-q", file, warp=warp, LIGER_EXT_LIB=str(HOST), PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+
+
+# In which thread, and what is found; {warp} is the warp's width, which is also the first thread of the second warp.
+BROKEN = {
+    "missing_barrier": ("{warp}", "race: stores 4 bytes at shared memory"),
+    "missing_double_buffer": (64, "race: loads 4 bytes at shared memory"),
+    "race_in_warp": (1, "race: stores 4 bytes at shared memory + 4; thread 0 has read them, of the same warp"),
+    "store_after_loads": (127, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
+    "store_after_loads_in_warp": (11, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
+    "store_after_loads_of_blocks": (7, "race: stores 4 bytes at both + 4 (16 bytes); another block has read them"),
+    "race_on_global": (5, "race: stores 4 bytes at out + 560", "thread 4 has written them"),
+    "race_of_blocks": (7, "race: stores 4 bytes at out + 28", "another block has written them"),
+    "conditional_barrier": ("{warp}", "divergence: this thread has returned, thread 0 waits at the block barrier"),
+    "two_barriers": (3, "divergence: this thread waits at the block barrier", "thread 0 waits at the block barrier"),
+    "early_return": (9, "divergence: this thread has returned, thread 0 waits at the shuffle"),
+    "shuffle_out_of_range": (0, "shuffle out of range: lane 0 ^ {warp} is no lane of a warp of {warp}"),
+    "uninitialised_shared": (2, "uninitialised: loads 4 bytes at shared memory + 8"),
+    "uninitialised_global": (6, "uninitialised: loads 4 bytes at out + 568"),
+    "shared_out_of_bounds": (1, "out of bounds: stores 4 bytes at shared memory + 1024"),
+    "global_out_of_bounds": (8, "out of bounds: loads 4 bytes outside of all buffers, at in + 512"),
+    "gap_between_rows": (4, "out of bounds: stores 4 bytes outside of all buffers, at out + 1056"),
+    "store_to_input": (3, "out of bounds: stores 4 bytes at in + 12", ", an input"),
+    "misaligned_vector": (2, "misaligned: stores 16 bytes at out + 552"),
+    "too_many_threads": (0, "launched with 128 threads, compiled for at most 64"),
+    "part_of_a_warp": (0, "threads, which is no multiple of the warp's {warp}"),
+    "too_much_shared_memory": (0, "launched with 65540 bytes of shared memory; the device has 65536"),
+}
+LAUNCHES = ("too_many_threads", "part_of_a_warp", "too_much_shared_memory")  # found before the first block
+
+
+@warp_widths
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_kernel_is_found(name, warp):
+    """By kind, kernel, block and thread; and the same kernel mended is not."""
+    thread, *findings = BROKEN[name]
+    kernel, block = name.title().replace("_", ""), 0 if name in LAUNCHES else 1
+    found = run(HOST / "broken_kernels", name, warp=warp).stdout
+    for part in [*findings, f"::{kernel}\n", f"block {block} of 3, thread {thread} of "]:
+        assert part.format(warp=warp) in found, found
+    assert run(HOST / "broken_kernels", name, "ok", warp=warp).stdout == ""
+
+
+def test_every_broken_kernel_is_tested():
+    assert run(HOST / "broken_kernels", warp=32).stdout.split() == list(BROKEN)
