@@ -64,3 +64,6 @@ target_sources(liger_ext_gpu PRIVATE ${hip_objects})
 # The stub has that dependency where there is a libamdhip64, so that the library can be loaded beside it.
 find_library(LIGER_AMDHIP amdhip64 HINTS $ENV{ROCM_PATH}/lib /opt/rocm/lib)
 liger_torch_gpu_stub(torch_hip $<$<BOOL:${LIGER_AMDHIP}>:${LIGER_AMDHIP}>)
+
+# Kept out of sdists, with the other tests.
+include("${CMAKE_SOURCE_DIR}/tests/amd/emulated.cmake" OPTIONAL)

@@ -2,6 +2,7 @@
 build, which needs no AMD hardware: ``tests/compile_gpu.sh hip``."""
 
 import re
+import struct
 import subprocess
 
 import pytest
@@ -52,13 +53,16 @@ def kernels(request):
     return found
 
 
+def images():
+    return objects.images_of(objects.HIP_LIBRARY)
+
+
 def naming(kernels, wrong):
     return [f"{k.name} on {k.arch}: {wrong(k)}" for k in kernels if wrong(k)]
 
 
 def test_every_architecture_has_every_kernel():
-    images = objects.images_of(objects.HIP_LIBRARY)
-    symbols = [{arch: set(objects.metadata_of(image)) for arch, image in each.items()} for each in images]
+    symbols = [{arch: set(objects.metadata_of(image)) for arch, image in i.items()} for i in images()]
     for each in symbols:
         assert set(each) == set(ARCHITECTURES)
         assert all(one == each["gfx942"] for one in each.values())
@@ -104,6 +108,14 @@ def test_streaming_accesses(kernels):
             assert found <= STREAMS[family], kernel.name
         else:
             assert found == STREAMS[family], f"{kernel.name} on {kernel.arch} streams {found}"
+
+
+def test_variables_that_the_host_asks_for():
+    """No kernel uses them, and a compiler leaves out what nothing uses."""
+    variables = [{arch: objects.variables_of(image) for arch, image in i.items()} for i in images()]
+    for arch in ARCHITECTURES:
+        betas = [value for each in variables for name, value in each[arch].items() if "device_beta" in name]
+        assert betas == [struct.pack("<2f", 0, 1)]
 
 
 BAD_KERNEL = """

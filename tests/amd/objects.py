@@ -76,6 +76,17 @@ def metadata_of(image: bytes) -> dict[str, dict]:
     return {}
 
 
+def variables_of(image: bytes) -> dict[str, bytes]:
+    """The initial values of a code object's variables that the host can ask for, by symbol."""
+    elf, found = ELFFile(io.BytesIO(image)), {}
+    for symbol in elf.get_section_by_name(".dynsym").iter_symbols():
+        if symbol["st_info"]["type"] == "STT_OBJECT" and not symbol.name.endswith(".kd"):
+            section = elf.get_section(symbol["st_shndx"])
+            start = symbol["st_value"] - section["sh_addr"]
+            found[symbol.name] = section.data()[start : start + symbol["st_size"]]
+    return found
+
+
 def tool(name: str) -> str | None:
     """An LLVM program, of the version that the HIP build uses if there are several."""
     return shutil.which(f"{name}-19") or shutil.which(name)
