@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from amd import run
+from amd import objects, run
 
 SCRIPT = Path(run.__file__)
 
@@ -29,7 +29,7 @@ def test_a_few_cases_of_every_op(arch):
     assert done.returncode == 0 and " 0 wrong" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(not run.BUILD.exists(), reason="there is no HIP build: tests/compile_gpu.sh hip")
+@pytest.mark.skipif(not objects.HIP_LIBRARY.exists(), reason="there is no HIP build: tests/compile_gpu.sh hip")
 def test_without_an_emulator_it_says_how_to_get_one(tmp_path):
     done = script("gfx942", LIGER_EXT_AMD_EMULATOR=str(tmp_path))
     assert done.returncode == run.NO_EMULATOR, done.stderr

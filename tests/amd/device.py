@@ -1,6 +1,6 @@
 """An AMD GPU in an emulator, as a device of torch's CPU tensors.
 
-``open_device("gfx942")`` makes this process's liger_ext run its GPU library: the ops check, plan and launch as they do
+``Device("gfx942")`` makes this process's liger_ext run its GPU library: the ops check, plan and launch as they do
 on a GPU, and each launch executes the architecture's code object, the one that a HIP build ships, instruction by
 instruction. ``tests/amd/runtime.cpp`` is the C++ half.
 """
@@ -22,15 +22,14 @@ from torch import Tensor
 
 from amd import emulator, objects
 
-ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build/compile-hip"
-LIBRARY = BUILD / "emulated/libliger_ext_cpu.so"
+HIP_BUILD = objects.HIP_LIBRARY.parents[1]
+LIBRARY = HIP_BUILD / "emulated/libliger_ext_cpu.so"
 MULTIPROCESSORS = 3  # a small device: persistent blocks get several rows each, a grid has a remainder
 
 
 def build() -> None:
     """Builds the library, from the objects of ``tests/compile_gpu.sh hip``."""
-    subprocess.run(["cmake", "--build", BUILD, "--target", "liger_ext_emulated"], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", HIP_BUILD, "--target", "liger_ext_emulated"], check=True, capture_output=True)
 
 
 class Device:
@@ -39,12 +38,11 @@ class Device:
     def __init__(self, arch: str) -> None:
         self.arch, self.order = arch, "forward"
         self.launched: Counter[str] = Counter()
-        self.failure: BaseException | None = None
         self._emulator = emulator.load()
         self._folder = tempfile.TemporaryDirectory(prefix="liger_ext_amd_")
         self._code: dict[str, Any] = {}
         self._variables: dict[str, Any] = {}
-        self._find_code(objects.images_of(LIBRARY))
+        self._find_code()
         self.names = dict(zip(self._code, objects.short_names(list(self._code)), strict=True))
 
         if "liger_ext" in sys.modules:
@@ -60,11 +58,8 @@ class Device:
         warp = 64 if arch.startswith("gfx9") else 32
         self._library.emulated_device(arch.encode(), warp, MULTIPROCESSORS, *self._callbacks)
 
-    def _find_code(self, bundles: list[dict[str, bytes]]) -> None:
-        for number, images in enumerate(bundles):
-            if self.arch not in images:
-                raise ValueError(f"{LIBRARY} has no code for {self.arch}: it has {', '.join(images)}")
-            image = images[self.arch]
+    def _find_code(self) -> None:
+        for number, image in enumerate(objects.images(self.arch)):
             kernels = objects.metadata_of(image)
             if kernels:
                 path = Path(self._folder.name) / f"{number}.co"
@@ -72,9 +67,8 @@ class Device:
                 code = self._emulator.CodeObject(str(path))
                 assert not kernels.keys() & self._code.keys(), "two kernels of one name"
                 self._code |= dict.fromkeys(kernels, code)
-            self._variables |= {
-                k: ctypes.create_string_buffer(v, len(v)) for k, v in objects.variables_of(image).items()
-            }
+            variables = objects.variables_of(image)
+            self._variables |= {k: ctypes.create_string_buffer(v, len(v)) for k, v in variables.items()}
 
     def _launch(self, name: bytes, grid: int, block: int, shared_bytes: int, arguments: int) -> int:
         try:
@@ -85,7 +79,6 @@ class Device:
             self.launched[self.names[kernel]] += 1
             return 0
         except BaseException as error:
-            self.failure = error
             self._library.emulated_failure(str(error).encode())
             return 1
 

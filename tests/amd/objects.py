@@ -19,8 +19,10 @@ from pathlib import Path
 import msgpack
 from elftools.elf.elffile import ELFFile
 
-# Where tests/compile_gpu.sh puts it.
-HIP_LIBRARY = Path(__file__).parents[2] / "build/compile-hip/lib/libliger_ext_gpu.so"
+BUILD = Path(__file__).parents[2] / "build"
+HIP_LIBRARY = BUILD / "compile-hip/lib/libliger_ext_gpu.so"  # tests/compile_gpu.sh hip
+ARCHITECTURES = ("gfx90a", "gfx942", "gfx1100", "gfx1201")  # what it has
+SEPARATE = {"gfx950": BUILD / "compile-gfx950"}  # by tests/compile_gfx950.sh: code objects of another compiler
 
 BUNDLE_MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 METADATA_NOTE = 32  # NT_AMDGPU_METADATA
@@ -116,16 +118,24 @@ def disassembled(image: bytes) -> dict[str, list[str]]:
     return functions
 
 
-def kernels_of_image(image: bytes) -> list[Kernel]:
-    """The kernels of a code object with their instructions."""
+def kernels_of_image(image: bytes, code: bool = True) -> list[Kernel]:
+    """The kernels of a code object; with their instructions if ``code``."""
     metadata = metadata_of(image)
     if not metadata:
         return []
-    functions = disassembled(image)
+    functions = disassembled(image) if code else {symbol: [] for symbol in metadata}
     names = short_names(list(metadata))
     return [Kernel(k, name, m, functions[k]) for (k, m), name in zip(metadata.items(), names, strict=True)]
 
 
-def kernels(library: os.PathLike | str, arch: str) -> list[Kernel]:
-    """All kernels that a HIP library has for an architecture."""
-    return [kernel for images in images_of(library) for kernel in kernels_of_image(images[arch])]
+def images(arch: str) -> list[bytes]:
+    """An architecture's code objects, one for each source; FileNotFoundError names the script that compiles them."""
+    if arch in SEPARATE:
+        found = [path.read_bytes() for path in sorted(SEPARATE[arch].glob("*.co"))]
+        script = f"tests/compile_{arch}.sh"
+    else:
+        found = [by_arch[arch] for by_arch in images_of(HIP_LIBRARY)] if HIP_LIBRARY.exists() else []
+        script = "tests/compile_gpu.sh hip"
+    if not found:
+        raise FileNotFoundError(f"there is no code for {arch}: run {script}")
+    return found

@@ -23,10 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from amd import emulator  # noqa: E402
-from amd.device import BUILD, LIBRARY, build  # noqa: E402
+from amd import device, emulator, objects  # noqa: E402
 
-ARCHITECTURES = ("gfx90a", "gfx942", "gfx1100", "gfx1201")
+ARCHITECTURES = (*objects.ARCHITECTURES, *(arch for arch, folder in objects.SEPARATE.items() if folder.exists()))
 WRONG, NO_BUILD, NO_EMULATOR = 1, 2, 3
 
 
@@ -79,27 +78,25 @@ def print_table(records: list[dict]) -> None:
 def run_one(args: argparse.Namespace) -> int:
     import torch
 
-    from amd.device import Device
-
     torch.set_num_threads(1)
-    device = Device(args.architectures[0])
+    opened = device.Device(args.architectures[0])
     from amd.judge import Report, run_cases, run_checks
     from amd.shapes import NEVER_NEEDED
 
-    report, start = Report(device), time.monotonic()
+    report, start = Report(opened), time.monotonic()
     orders = ("forward", "reverse") if args.all else ("alternating",)
     for order in orders:
-        run_cases(device, report, order, args.only, quick=not args.all)
+        run_cases(opened, report, order, args.only, quick=not args.all)
         if not args.only:
-            run_checks(device, report)
+            run_checks(opened, report)
     if args.all and not args.only:
-        never = set(device.names.values()) - set(device.launched) - NEVER_NEEDED
+        never = set(opened.names.values()) - set(opened.launched) - NEVER_NEEDED
         report.wrong += [f"{name} never ran" for name in sorted(never)]
     for problem in report.wrong:
-        print(f"{device.arch}: {problem}")
-    kernels = f"{len(device.launched)} of {len(device.names)} kernels"
+        print(f"{opened.arch}: {problem}")
+    kernels = f"{len(opened.launched)} of {len(opened.names)} kernels"
     print(
-        f"{device.arch}: {report.cases} cases, {kernels}, {len(report.wrong)} wrong, {time.monotonic() - start:.0f} s",
+        f"{opened.arch}: {report.cases} cases, {kernels}, {len(report.wrong)} wrong, {time.monotonic() - start:.0f} s",
         flush=True,
     )
     write(args.json, report.records())
@@ -110,15 +107,17 @@ def run_one(args: argparse.Namespace) -> int:
 
 def main() -> int:
     args = arguments()
-    if not LIBRARY.exists() and not (BUILD / "build.ninja").exists():
-        print(f"there is no HIP build in {BUILD.relative_to(ROOT)}: run tests/compile_gpu.sh hip")
-        return NO_BUILD
     try:
+        for arch in (*args.architectures, objects.ARCHITECTURES[0]):
+            objects.images(arch)
         emulator.load()
+    except FileNotFoundError as missing:
+        print(missing)
+        return NO_BUILD
     except emulator.EmulatorMissing as missing:
         print(missing)
         return NO_EMULATOR
-    build()
+    device.build()
     return run_one(args) if len(args.architectures) == 1 else run_all(args)
 
 
