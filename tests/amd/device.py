@@ -1,8 +1,8 @@
 """An AMD GPU in an emulator, as a device of torch's CPU tensors.
 
-``Device("gfx942")`` makes this process's liger_ext run its GPU library: the ops check, plan and launch as they do
-on a GPU, and each launch executes the architecture's code object, the one that a HIP build ships, instruction by
-instruction. ``tests/amd/runtime.cpp`` is the C++ half.
+``Device("gfx942")`` makes this process's liger_ext run its GPU library: the ops check, plan and launch as they do on a
+GPU, and each launch goes to ``device.execute``. ``tests/amd/runtime.cpp`` is the C++ half. ``Emulation`` executes the
+architecture's code object, the one that a HIP build ships, instruction by instruction.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 import tempfile
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +31,43 @@ MULTIPROCESSORS = 3  # a small device: persistent blocks get several rows each, 
 
 def build() -> None:
     """Builds the library, from the objects of ``tests/compile_gpu.sh hip``."""
-    subprocess.run(["cmake", "--build", HIP_BUILD, "--target", "liger_ext_emulated"], check=True, capture_output=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    command = ["cmake", "--build", HIP_BUILD, "--target", "liger_ext_emulated"]
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout[-4000:]}{done.stderr}")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``kernel``: the symbol in the code object; ``arguments``: the bytes of its struct."""
+
+    kernel: str
+    grid: int
+    block: int
+    shared_bytes: int
+    arguments: bytes
 
 
 class Device:
-    """``order``: "forward" or "reverse", which wave of a block goes first; ``launched``: how often each kernel ran."""
+    """``kernels``: the compiler's metadata by symbol; ``names``: their short names; ``launched``: how often each ran.
+    What ``execute`` raises becomes the launch's error."""
 
-    def __init__(self, arch: str) -> None:
-        self.arch, self.order = arch, "forward"
-        self.launched: Counter[str] = Counter()
-        self._emulator = emulator.load()
-        self._folder = tempfile.TemporaryDirectory(prefix="liger_ext_amd_")
-        self._code: dict[str, Any] = {}
-        self._variables: dict[str, Any] = {}
-        self._find_code()
-        self.names = dict(zip(self._code, objects.short_names(list(self._code)), strict=True))
-
+    def __init__(self, arch: str, multiprocessors: int = MULTIPROCESSORS) -> None:
         if "liger_ext" in sys.modules:
             raise RuntimeError("the device must be opened before liger_ext is imported")
+        self.arch, self.images = arch, objects.images(arch)
+        self.kernels: dict[str, dict] = {}
+        for image in self.images:
+            found = objects.metadata_of(image)
+            assert not found.keys() & self.kernels.keys(), "two kernels of one name"
+            self.kernels |= found
+        self.names = dict(zip(self.kernels, objects.short_names(list(self.kernels)), strict=True))
+        self.launched: Counter[str] = Counter()
+        self.execute: Callable[[Launch], None]
+        variables = [item for image in self.images for item in objects.variables_of(image).items()]
+        self._variables = {name: ctypes.create_string_buffer(value, len(value)) for name, value in variables}
+
         os.environ["LIGER_EXT_LIB"] = str(LIBRARY.parent)
         self._library = ctypes.CDLL(str(LIBRARY), mode=ctypes.RTLD_GLOBAL)
         self._library.emulated_allocate.restype = ctypes.c_void_p
@@ -56,30 +77,17 @@ class Device:
         variable = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
         self._callbacks = launch(self._launch), variable(self._variable)
         warp = 64 if arch.startswith("gfx9") else 32
-        self._library.emulated_device(arch.encode(), warp, MULTIPROCESSORS, *self._callbacks)
-
-    def _find_code(self) -> None:
-        for number, image in enumerate(objects.images(self.arch)):
-            kernels = objects.metadata_of(image)
-            if kernels:
-                path = Path(self._folder.name) / f"{number}.co"
-                path.write_bytes(image)
-                code = self._emulator.CodeObject(str(path))
-                assert not kernels.keys() & self._code.keys(), "two kernels of one name"
-                self._code |= dict.fromkeys(kernels, code)
-            variables = objects.variables_of(image)
-            self._variables |= {k: ctypes.create_string_buffer(v, len(v)) for k, v in variables.items()}
+        self._library.emulated_device(arch.encode(), warp, multiprocessors, *self._callbacks)
 
     def _launch(self, name: bytes, grid: int, block: int, shared_bytes: int, arguments: int) -> int:
+        kernel = name.decode()
         try:
-            kernel = name.decode()
-            code = self._code[kernel]
-            given = ctypes.string_at(arguments, code.kernels[kernel][".args"][0][".size"])
-            self._emulator.run(code, kernel, grid, block, [given], shared_bytes, self.order)
+            size = self.kernels[kernel][".args"][0][".size"]
+            self.execute(Launch(kernel, grid, block, shared_bytes, ctypes.string_at(arguments, size)))
             self.launched[self.names[kernel]] += 1
             return 0
         except BaseException as error:
-            self._library.emulated_failure(str(error).encode())
+            self._library.emulated_failure(f"{type(error).__name__}: {error}".encode())
             return 1
 
     def _variable(self, name: bytes) -> int:
@@ -98,3 +106,24 @@ class Device:
         with torch.no_grad():
             placed = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(tensor)
         return placed.requires_grad_(tensor.requires_grad)
+
+
+class Emulation:
+    """A device's ``execute``. ``order``: "forward" or "reverse", which wave of a block goes first."""
+
+    def __init__(self, device: Device) -> None:
+        self.order = "forward"
+        self._run = emulator.load().run
+        self._folder = tempfile.TemporaryDirectory(prefix="liger_ext_amd_")
+        self._code: dict[str, Any] = {}
+        for number, image in enumerate(device.images):
+            kernels = objects.metadata_of(image)
+            if kernels:
+                path = Path(self._folder.name) / f"{number}.co"
+                path.write_bytes(emulator.readable(image))
+                self._code |= dict.fromkeys(kernels, emulator.load().CodeObject(str(path)))
+
+    def __call__(self, launch: Launch) -> None:
+        code = self._code[launch.kernel]
+        given = [launch.arguments]
+        self._run(code, launch.kernel, launch.grid, launch.block, given, launch.shared_bytes, self.order)
