@@ -65,5 +65,5 @@ target_sources(liger_ext_gpu PRIVATE ${hip_objects})
 find_library(LIGER_AMDHIP amdhip64 HINTS $ENV{ROCM_PATH}/lib /opt/rocm/lib)
 liger_torch_gpu_stub(torch_hip $<$<BOOL:${LIGER_AMDHIP}>:${LIGER_AMDHIP}>)
 
-# Kept out of sdists, with the other tests.
+# A target for tests, built by name alone.
 include("${CMAKE_SOURCE_DIR}/tests/amd/emulated.cmake" OPTIONAL)
