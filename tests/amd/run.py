@@ -34,7 +34,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("architectures", nargs="*", default=ARCHITECTURES)
     parser.add_argument("--all", action="store_true", help="every case, in both orders of the waves")
     parser.add_argument("--only", default="", help="cases whose op contains this")
-    parser.add_argument("--json", type=Path, help="where results go, one JSON object a line")
+    parser.add_argument("--json", type=Path, help="where results go, one JSON object a line for each op and dtype")
+    parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)  # of one architecture, for the process of all
     return parser.parse_args()
 
 
@@ -44,19 +45,25 @@ def run_all(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for arch in args.architectures:
             output = Path(folder) / arch
-            command = [sys.executable, __file__, arch, "--only", args.only, "--json", str(output)]
+            command = [sys.executable, __file__, arch, "--only", args.only, "--records", str(output)]
             done = subprocess.run([*command, *(["--all"] if args.all else [])], check=False)
             status = status or done.returncode
             if output.exists():
                 records += [json.loads(line) for line in output.read_text().splitlines()]
-    print_table(records)
-    write(args.json, records)
+    publish(args, records)
     return status
 
 
-def write(path: Path | None, records: list[dict]) -> None:
-    if path:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+def write(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def publish(args: argparse.Namespace, records: list[dict]) -> None:
+    """The table of kernels, and the file of ops."""
+    if records:
+        print_table(records)
+    if args.json:
+        write(args.json, [record for record in records if "op" in record])
 
 
 def print_table(records: list[dict]) -> None:
@@ -99,9 +106,10 @@ def run_one(args: argparse.Namespace) -> int:
         f"{opened.arch}: {report.cases} cases, {kernels}, {len(report.wrong)} wrong, {time.monotonic() - start:.0f} s",
         flush=True,
     )
-    write(args.json, report.records())
-    if not args.json:
-        print_table(report.records())
+    if args.records:
+        write(args.records, report.records())
+    else:
+        publish(args, report.records())
     return WRONG if report.wrong else 0
 
 
