@@ -25,7 +25,7 @@ target_include_directories(liger_ext_gpu PRIVATE csrc)
 target_compile_definitions(liger_ext_gpu PRIVATE LIGER_BACKEND=gpu LIGER_DISPATCH_KEY=CUDA LIGER_IS_GPU=1)
 set_property(SOURCE ${LIGER_OPS} APPEND PROPERTY COMPILE_DEFINITIONS USE_CUDA)
 
-# Symbols of torch's GPU library that ops/ and gpu/ call.
+# Symbols of torch's GPU library that ops/ and gpu/ call. Further arguments: libraries that it brings along.
 set(stub_symbols aoti_torch_get_current_cuda_stream torch_get_current_cuda_blas_handle)
 function(liger_torch_gpu_stub name)
   find_library(LIGER_TORCH_GPU_LIBRARY ${name} PATHS "${LIGER_TORCH_LIB}" NO_DEFAULT_PATH)
@@ -42,6 +42,7 @@ function(liger_torch_gpu_stub name)
   add_library(liger_stub SHARED "${stub}")
   set_target_properties(liger_stub PROPERTIES OUTPUT_NAME ${name} C_VISIBILITY_PRESET default
                         LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/stub")
+  target_link_libraries(liger_stub PRIVATE -Wl,--no-as-needed ${ARGN})
   target_link_libraries(liger_ext_gpu PRIVATE liger_stub)
 endfunction()
 target_link_libraries(liger_ext_gpu PRIVATE liger_torch ${CMAKE_DL_LIBS})

@@ -61,4 +61,9 @@ set_source_files_properties(${hip_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENER
 target_sources(liger_ext_gpu PRIVATE ${hip_objects})
 
 # libamdhip64 is not linked: its symbols resolve through libtorch_hip's own dependency, so one library serves every ROCm major.
-liger_torch_gpu_stub(torch_hip)
+# The stub has that dependency where there is a libamdhip64, so that the library can be loaded beside it.
+find_library(LIGER_AMDHIP amdhip64 HINTS $ENV{ROCM_PATH}/lib /opt/rocm/lib)
+liger_torch_gpu_stub(torch_hip $<$<BOOL:${LIGER_AMDHIP}>:${LIGER_AMDHIP}>)
+
+# A target for tests, built by name alone.
+include("${CMAKE_SOURCE_DIR}/tests/amd/emulated.cmake" OPTIONAL)

@@ -2,8 +2,9 @@
 
 Tests take a ``device`` fixture and have the same body on a CPU and on a GPU. Without a GPU the CUDA ones are
 deselected; with one, ``pytest`` runs both and ``pytest -m cuda`` the CUDA ones. ``large`` tests need a GPU with
-memory to spare. ``sanitizer`` marks the compact selection for compute-sanitizer: ``compute-sanitizer --tool
-memcheck python -m pytest -m "sanitizer and cuda"``.
+memory to spare. ``amd`` tests execute AMD's code objects where the environment variable LIGER_EXT_AMD_EMULATOR names
+an emulator (tests/amd/run.py). ``sanitizer`` marks the compact selection for compute-sanitizer: ``compute-sanitizer
+--tool memcheck python -m pytest -m "sanitizer and cuda"``.
 """
 
 import os
@@ -35,15 +36,17 @@ LARGE_BYTES = 60 << 30  # device memory that the largest of the large tests may 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: runs on a GPU (CUDA or ROCm)")
     config.addinivalue_line("markers", "large: tensors of more than 2^31 elements; needs a GPU with about 60 GiB")
+    config.addinivalue_line("markers", "amd: executes AMD's code objects; needs an emulator (tests/amd/run.py)")
     config.addinivalue_line("markers", "sanitizer: a compact selection of every kernel, for compute-sanitizer")
 
 
 def pytest_collection_modifyitems(config, items):
     gpu = torch.cuda.is_available()
     room = gpu and torch.cuda.get_device_properties(0).total_memory >= LARGE_BYTES
+    here = {"cuda": gpu, "large": room, "amd": bool(os.environ.get("LIGER_EXT_AMD_EMULATOR"))}
     runs, left_out = [], []
     for item in items:
-        possible = (gpu or not item.get_closest_marker("cuda")) and (room or not item.get_closest_marker("large"))
+        possible = all(present or not item.get_closest_marker(name) for name, present in here.items())
         (runs if possible else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

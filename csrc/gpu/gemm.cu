@@ -17,7 +17,8 @@ extern "C" int32_t torch_get_current_cuda_blas_handle(void** handle);
 namespace liger::gpu {
 namespace {
 
-__device__ const float device_beta[2] = {0, 1};
+// Not const: of a constant that no kernel uses, clang leaves nothing in HIP's device code, and the runtime does not find it.
+__device__ float device_beta[2] = {0, 1};
 
 template <class F, int N> F find(const char* const (&names)[N]) {
   for (const char* name : names)

@@ -102,9 +102,17 @@ LIGER_DEVICE unsigned char* shared_memory() {
 LIGER_DEVICE int atomic_claim(int* flag) { return atomicCAS_system(flag, 0, 1); }
 LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
 
-// Four waves on an execution unit: 128 registers at most, as blocks of 1,024 threads have on gfx9 in any case.
+// Waves that an execution unit should hold at a time: bounds a kernel's registers. Four leave 128 of them on gfx9, as blocks of 1,024
+// threads do in any case. A kernel that wants several blocks on a multiprocessor says how many (K::min_blocks) and has that many waves:
+// gfx9 spreads a block's over four units. Two blocks of 256 threads (RoPE, the norms' backward) spilled up to 61 registers with 128;
+// they take 142 to 168, three waves a unit.
 template <class K>
-__global__ void __launch_bounds__(K::max_threads, 4) entry(const typename K::Args args) { K::run(args); }
+constexpr int waves_per_unit() {
+  if constexpr (requires { requires K::min_blocks > 1; }) return K::min_blocks * K::max_threads / (4 * 64);
+  else return 4;
+}
+template <class K>
+__global__ void __launch_bounds__(K::max_threads, waves_per_unit<K>()) entry(const typename K::Args args) { K::run(args); }
 
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);

@@ -1,0 +1,1 @@
+"""What AMD's GPUs would run, looked at and executed on machines that have none."""

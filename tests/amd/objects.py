@@ -1,0 +1,141 @@
+"""The AMD code objects inside a HIP build: their kernels' metadata and instructions.
+
+A HIP object file, and a library linked from several, holds one bundle for each source in its section .hip_fatbin; a
+bundle holds one ELF file for each architecture. llvm-objdump disassembles; nothing else of ROCm is needed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgpack
+from elftools.elf.elffile import ELFFile
+
+BUILD = Path(__file__).parents[2] / "build"
+HIP_LIBRARY = BUILD / "compile-hip/lib/libliger_ext_gpu.so"  # tests/compile_gpu.sh hip
+ARCHITECTURES = ("gfx90a", "gfx942", "gfx1100", "gfx1201")  # what it has
+SEPARATE = {"gfx950": BUILD / "compile-gfx950"}  # by tests/compile_gfx950.sh: code objects of another compiler
+
+BUNDLE_MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
+METADATA_NOTE = 32  # NT_AMDGPU_METADATA
+
+
+@dataclass
+class Kernel:
+    """``name`` is demangled and short, ``NormForwardReread<bf16, 8, true, false>``; ``metadata`` the compiler's."""
+
+    symbol: str
+    name: str
+    metadata: dict
+    instructions: list[str] = field(repr=False)
+
+    @property
+    def spills(self) -> int:
+        return self.metadata[".vgpr_spill_count"] + self.metadata[".sgpr_spill_count"]
+
+    def count(self, pattern: str) -> int:
+        """Instructions that match a regular expression from their beginning."""
+        return sum(re.match(pattern, line) is not None for line in self.instructions)
+
+
+def bundled_images(bundle: bytes) -> dict[str, bytes]:
+    """The ELF files of one bundle by architecture."""
+    images, at = {}, len(BUNDLE_MAGIC) + 8
+    (count,) = struct.unpack_from("<Q", bundle, len(BUNDLE_MAGIC))
+    for _ in range(count):
+        offset, size, name_size = struct.unpack_from("<3Q", bundle, at)
+        target = bundle[at + 24 : at + 24 + name_size].decode()
+        at += 24 + name_size
+        if target.startswith("hip"):
+            images[target.rpartition("-")[2]] = bundle[offset : offset + size]
+    return images
+
+
+def images_of(library: os.PathLike | str) -> list[dict[str, bytes]]:
+    """The ELF files of each source of a HIP library, by architecture."""
+    with open(library, "rb") as file:
+        section = ELFFile(file).get_section_by_name(".hip_fatbin")
+        data = section.data() if section else b""
+    starts = [match.start() for match in re.finditer(re.escape(BUNDLE_MAGIC), data)]
+    return [bundled_images(data[start:]) for start in starts]
+
+
+def metadata_of(image: bytes) -> dict[str, dict]:
+    """The metadata of a code object's kernels, by symbol; empty where it has none."""
+    for segment in ELFFile(io.BytesIO(image)).iter_segments("PT_NOTE"):
+        for note in segment.iter_notes():
+            if note["n_name"] == "AMDGPU" and note["n_type"] == METADATA_NOTE:
+                found = msgpack.unpackb(note["n_descdata"]).get("amdhsa.kernels", [])
+                return {kernel[".symbol"].removesuffix(".kd"): kernel for kernel in found}
+    return {}
+
+
+def variables_of(image: bytes) -> dict[str, bytes]:
+    """The initial values of a code object's variables that the host can ask for, by symbol."""
+    elf, found = ELFFile(io.BytesIO(image)), {}
+    for symbol in elf.get_section_by_name(".dynsym").iter_symbols():
+        if symbol["st_info"]["type"] == "STT_OBJECT" and not symbol.name.endswith(".kd"):
+            section = elf.get_section(symbol["st_shndx"])
+            start = symbol["st_value"] - section["sh_addr"]
+            found[symbol.name] = section.data()[start : start + symbol["st_size"]]
+    return found
+
+
+def tool(name: str) -> str | None:
+    """An LLVM program, of the version that the HIP build uses if there are several."""
+    return shutil.which(f"{name}-19") or shutil.which(name)
+
+
+def short_names(symbols: list[str]) -> list[str]:
+    """entry<liger::gpu::(anonymous namespace)::K<liger::gpu::bf16, 8>>(...) is called K<bf16, 8>."""
+    done = subprocess.run([tool("llvm-cxxfilt"), *symbols], capture_output=True, text=True, check=True)
+    clean = [re.sub(r"liger::(gpu::)?|\(anonymous namespace\)::", "", line) for line in done.stdout.splitlines()]
+    return [re.sub(r"^void entry<(.*?)>\(.*$", r"\1", line) for line in clean]
+
+
+def disassembled(image: bytes) -> dict[str, list[str]]:
+    """The instructions of every function of a code object, by symbol, without their operands' addresses."""
+    with tempfile.NamedTemporaryFile(suffix=".elf") as file:
+        file.write(image)
+        file.flush()
+        command = [tool("llvm-objdump"), "-d", "--no-show-raw-insn", "--no-leading-addr", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    functions: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in text.splitlines():
+        if match := re.match(r"(?:[0-9a-f]+ )?<(\S+)>:$", line):
+            current = functions.setdefault(match[1], [])
+        elif line.startswith(("\t", " ")):
+            current.append(line.split("//")[0].strip())
+    return functions
+
+
+def kernels_of_image(image: bytes, code: bool = True) -> list[Kernel]:
+    """The kernels of a code object; with their instructions if ``code``."""
+    metadata = metadata_of(image)
+    if not metadata:
+        return []
+    functions = disassembled(image) if code else {symbol: [] for symbol in metadata}
+    names = short_names(list(metadata))
+    return [Kernel(k, name, m, functions[k]) for (k, m), name in zip(metadata.items(), names, strict=True)]
+
+
+def images(arch: str) -> list[bytes]:
+    """An architecture's code objects, one for each source; FileNotFoundError names the script that compiles them."""
+    if arch in SEPARATE:
+        found = [path.read_bytes() for path in sorted(SEPARATE[arch].glob("*.co"))]
+        script = f"tests/compile_{arch}.sh"
+    else:
+        found = [by_arch[arch] for by_arch in images_of(HIP_LIBRARY)] if HIP_LIBRARY.exists() else []
+        script = "tests/compile_gpu.sh hip"
+    if not found:
+        raise FileNotFoundError(f"there is no code for {arch}: run {script}")
+    return found

@@ -1,0 +1,133 @@
+"""Executes the AMD code objects of every kernel in an emulator, forward and backward, and judges the results by
+liger_ext's rule.
+
+    python tests/amd/run.py                        a few cases of every op on every architecture: minutes
+    python tests/amd/run.py gfx942 gfx1100 --all   every case, in two orders of the waves; every kernel has to run
+    python tests/amd/run.py gfx942 --only rope     cases of one op
+    python tests/amd/run.py --all --json amd.jsonl also writes the largest error / bound by op, dtype and architecture
+
+Needs the HIP build of ``tests/compile_gpu.sh hip``, and an emulator. Exit status: 0 all right, 1 something is wrong,
+2 no HIP build, 3 no emulator: the text says how to get it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from amd import device, emulator, objects  # noqa: E402
+
+ARCHITECTURES = (*objects.ARCHITECTURES, *(arch for arch, folder in objects.SEPARATE.items() if folder.exists()))
+WRONG, NO_BUILD, NO_EMULATOR = 1, 2, 3
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", default=ARCHITECTURES)
+    parser.add_argument("--all", action="store_true", help="every case, in both orders of the waves")
+    parser.add_argument("--only", default="", help="cases whose op contains this")
+    parser.add_argument("--json", type=Path, help="where results go, one JSON object a line for each op and dtype")
+    parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)  # of one architecture, for the process of all
+    return parser.parse_args()
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """One process for each architecture, since a process has one device."""
+    records, status = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        for arch in args.architectures:
+            output = Path(folder) / arch
+            command = [sys.executable, __file__, arch, "--only", args.only, "--records", str(output)]
+            done = subprocess.run([*command, *(["--all"] if args.all else [])], check=False)
+            status = status or done.returncode
+            if output.exists():
+                records += [json.loads(line) for line in output.read_text().splitlines()]
+    publish(args, records)
+    return status
+
+
+def write(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def publish(args: argparse.Namespace, records: list[dict]) -> None:
+    """The table of kernels, and the file of ops."""
+    if records:
+        print_table(records)
+    if args.json:
+        write(args.json, [record for record in records if "op" in record])
+
+
+def print_table(records: list[dict]) -> None:
+    """Kernels by architecture: cases, and the largest error / bound of the cases that they took part in."""
+    from rich.console import Console
+    from rich.table import Table
+
+    platforms = list(dict.fromkeys(r["platform"] for r in records))
+    table = Table("kernel", *platforms, title="cases, and largest error / bound")
+    kernels = [r for r in records if "kernel" in r]
+    for kernel in dict.fromkeys(r["kernel"] for r in kernels):
+        found = {
+            r["platform"]: f"{r['cases']:4d}  {r['error_over_bound']:.2f}" for r in kernels if r["kernel"] == kernel
+        }
+        table.add_row(kernel, *[found.get(p, "not run") for p in platforms])
+    Console(width=120).print(table)
+
+
+def run_one(args: argparse.Namespace) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    opened = device.Device(args.architectures[0])
+    from amd.judge import Report, run_cases, run_checks
+    from amd.shapes import NEVER_NEEDED
+
+    report, start = Report(opened), time.monotonic()
+    orders = ("forward", "reverse") if args.all else ("alternating",)
+    for order in orders:
+        run_cases(opened, report, order, args.only, quick=not args.all)
+        if not args.only:
+            run_checks(opened, report)
+    if args.all and not args.only:
+        never = set(opened.names.values()) - set(opened.launched) - NEVER_NEEDED
+        report.wrong += [f"{name} never ran" for name in sorted(never)]
+    for problem in report.wrong:
+        print(f"{opened.arch}: {problem}")
+    kernels = f"{len(opened.launched)} of {len(opened.names)} kernels"
+    print(
+        f"{opened.arch}: {report.cases} cases, {kernels}, {len(report.wrong)} wrong, {time.monotonic() - start:.0f} s",
+        flush=True,
+    )
+    if args.records:
+        write(args.records, report.records())
+    else:
+        publish(args, report.records())
+    return WRONG if report.wrong else 0
+
+
+def main() -> int:
+    args = arguments()
+    try:
+        for arch in (*args.architectures, objects.ARCHITECTURES[0]):
+            objects.images(arch)
+        emulator.load()
+    except FileNotFoundError as missing:
+        print(missing)
+        return NO_BUILD
+    except emulator.EmulatorMissing as missing:
+        print(missing)
+        return NO_EMULATOR
+    device.build()
+    return run_one(args) if len(args.architectures) == 1 else run_all(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

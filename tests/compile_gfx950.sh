@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Compiles every .cu for MI355X (gfx950) into build/compile-gfx950/*.co, device side only. Debian's clang-19 does not know gfx950
+# well enough and ROCm 7's does: here the clang 22 of the PyPI package ziglang stands in for it, with Debian's device libraries.
+#   tests/compile_gfx950.sh           pip comes from the PATH: that of .venv, if it is there
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ -d .venv ] && PATH=$PWD/.venv/bin:$PATH
+export build=$PWD/build/compile-gfx950
+if [ ! -e "$build/ready" ]; then
+  rm -rf "$build"
+  mkdir -p "$build/bin" "$build/bitcode"
+  python3 -m pip install --quiet --no-deps --target "$build/packages" ziglang==0.17.0
+  # clang calls `lld -flavor gnu ...`.
+  printf '#!/bin/sh\nshift 2\nexec %s/packages/ziglang/zig ld.lld "$@"\n' "$build" > "$build/bin/lld"
+  chmod +x "$build/bin/lld"
+  ln -s /usr/lib/*/amdgcn/bitcode/*.bc "$build/bitcode/"
+  # The nearest relative's file differs in nothing that these kernels use (cmake/Hip.cmake does the same).
+  ln -sf "$(readlink -f "$build/bitcode/oclc_isa_version_1036.bc")" "$build/bitcode/oclc_isa_version_950.bc"
+  touch "$build/ready"
+fi
+
+# Code object 6 wants newer device libraries than Debian's; Debian's HIP headers want a macro, and clang 22 wants to be told of two
+# of the device libraries.
+compile() {
+  PATH=$build/bin:$PATH "$build/packages/ziglang/zig" clang -x hip --offload-arch=gfx950 --cuda-device-only --no-gpu-bundle-output \
+    -mcode-object-version=5 -O3 -std=c++20 -fvisibility=hidden -D__AMDGCN_WAVEFRONT_SIZE=64 -DLIGER_BACKEND=gpu -Icsrc \
+    --rocm-path=/usr --rocm-device-lib-path="$build/bitcode" -resource-dir "$(clang++-19 -print-resource-dir)" \
+    -Xclang -mlink-builtin-bitcode -Xclang "$build/bitcode/hip.bc" \
+    -Xclang -mlink-builtin-bitcode -Xclang "$build/bitcode/oclc_daz_opt_off.bc" "$1" -o "$build/$(basename "$1" .cu).co"
+}
+export -f compile
+printf '%s\n' csrc/gpu/*.cu | xargs -P "$(nproc)" -I{} bash -c 'compile {}'
+echo "$(ls "$build"/*.co | wc -l) of $(ls csrc/gpu/*.cu | wc -l) files compiled for gfx950, $SECONDS s"
