@@ -12,7 +12,7 @@ struct SumColumns {
     PartialSums partial;
     ColumnTotal total;
   };
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     const int lane = thread_id() % 32, group = thread_id() / 32, groups = block_threads() / 32;
     const int64_t col = block_id() * 32 + lane;

@@ -60,7 +60,7 @@ template <class T, int N, bool Full> struct Forward {
     LogitRows rows;
     RowOutputs out;
   };
-  static constexpr int max_threads = 512;
+  static constexpr int max_threads = launch::logits_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -96,7 +96,7 @@ template <class T, int N, bool Full> struct Backward {
     void* dlogits;
     int64_t dlogits_stride;
   };
-  static constexpr int max_threads = 512;
+  static constexpr int max_threads = launch::logits_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -131,7 +131,7 @@ template <class T, int N, bool Full> struct InPlace {
     int64_t gradient_stride;
     int stash_slots, stash_offset;
   };
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -217,7 +217,7 @@ void launch_rows(const Op& op, bool vectors, bool full, bool stash, Stream strea
     auto start = [&](auto kernel, int vec) {
       using Kernel = std::remove_cvref_t<decltype(kernel)>;
       const launch::LaunchPlan plan =
-          launch::plan_logits(device_profile(stream.device), op.rows, op.vocab, int(sizeof(T)), vec, RowGroup::shared_bytes<2>(), stash);
+          launch::plan_cross_entropy(device_profile(stream.device), op.rows, op.vocab, int(sizeof(T)), vec, stash);
       typename Kernel::Args args{logit_rows(op, plan, stream)};
       set(args, plan);
       launch<Kernel>(plan, args, stream);

@@ -167,7 +167,7 @@ struct NormBackwardRegisters {
 template <int VEC, bool Centered>
 struct NormBackwardMeans {
   using Args = NormBackwardArgs;
-  static constexpr int K = VEC == 8 ? 2 : 4, max_threads = 1024;
+  static constexpr int K = VEC == 8 ? 2 : 4, max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id();
@@ -203,7 +203,7 @@ struct NormBackwardMeans {
 template <int VEC, bool Centered>
 struct NormBackwardTiles {
   using Args = NormBackwardArgs;
-  static constexpr int max_threads = 256;
+  static constexpr int max_threads = launch::piece_threads;
   static LIGER_DEVICE void run(const Args& a) {
     const int64_t tile_cols = int64_t{block_threads()} * VEC, tiles = (a.cols + tile_cols - 1) / tile_cols;
     const int64_t range = block_id() / tiles, tile = block_id() % tiles;
@@ -250,17 +250,9 @@ inline bool norm_backward_mixed(const NormBackwardArgs& a) {
   return a.dy.dtype != a.z.dtype || (a.dsum.data && a.dsum.dtype != a.z.dtype);
 }
 
-// With a second set of sums, or with the addresses of single elements, 1024 threads would not have enough registers.
-constexpr int norm_backward_threads(bool centered, int vec) { return centered || vec == 1 ? 512 : 1024; }
-
 // Floats of partial sums, for whichever alignment the call will have.
 inline int64_t norm_partial_floats(const launch::DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
-  int64_t partial_rows = 1;
-  for (const int vec : {1, 4, 8})
-    partial_rows = std::max<int64_t>(
-        {partial_rows, launch::plan_norm_backward(device, rows, cols, vec, norm_backward_threads(centered, vec)).partial_rows,
-         launch::plan_norm_tiles(device, rows, cols, vec).partial_rows});
-  return partial_rows * cols * (centered ? 2 : 1);
+  return launch::norm_partial_rows(device, rows, cols, centered) * cols * (centered ? 2 : 1);
 }
 inline int64_t norm_backward_workspace(int64_t rows, int64_t cols, bool centered, Stream stream) {
   const int64_t partial = norm_partial_floats(device_profile(stream.device), rows, cols, centered);
@@ -275,11 +267,10 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
   a.inverse_cols = 1.0f / float(a.cols);
   a.row_means = partial + norm_partial_floats(device, a.rows, a.cols, Centered);
   const int vec = norm_backward_vec(a);
-  launch::LaunchPlan plan = launch::plan_norm_backward(device, a.rows, a.cols, vec, norm_backward_threads(Centered, vec));
+  const launch::NormBackwardPlans plans = launch::plan_norm_backward_paths(device, a.rows, a.cols, vec, Centered, norm_backward_mixed(a));
+  const launch::LaunchPlan& plan = plans.sums;
 
-  if (plan.path == launch::Path::regs && !norm_backward_mixed(a)) {
-    const int groups = std::max(1, plan.block / plan.threads_per_row);
-    plan.smem = RowGroup::shared_bytes<2>(plan.cluster) + (groups > 1 ? groups * int(a.cols) * int(sizeof(float)) : 0);
+  if (plan.path == launch::Path::regs) {
     a.threads_per_row = plan.threads_per_row;
     dispatch(a.z.dtype, [&](auto tag) {
       using T = std::remove_cvref_t<decltype(tag)>;
@@ -291,15 +282,10 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
       launch<NormBackwardRegisters<T, wide, 512, Centered>>(plan, a, stream);
     });
   } else {
-    plan = launch::plan_norm_tiles(device, a.rows, a.cols, vec);
     a.rows_per_block = launch::ceil_div(a.rows, plan.partial_rows);
     const auto start = [&](auto constant) {
       constexpr int VEC = decltype(constant)::value;
-      if (a.dz.data) {
-        launch::LaunchPlan means = launch::plan_block_per_row(device, a.rows, a.cols, VEC);
-        means.smem = RowGroup::shared_bytes<2>();
-        launch<NormBackwardMeans<VEC, Centered>>(means, a, stream);
-      }
+      if (a.dz.data) launch<NormBackwardMeans<VEC, Centered>>(plans.means, a, stream);
       launch<NormBackwardTiles<VEC, Centered>>(plan, a, stream);
     };
     if (vec == 8) start(std::integral_constant<int, 8>{});

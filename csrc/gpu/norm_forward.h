@@ -153,7 +153,7 @@ template <class T, int VEC, int K, bool Centered, bool Usual>
 struct NormForwardRegisters {
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Centered, Usual>;
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
     const int64_t row = group.first_row();
@@ -191,7 +191,7 @@ struct NormForwardReread {
   using Args = NormForwardArgs;
   static constexpr int K = 4;
   using Tile = NormTile<T, VEC, K, Centered, Usual>;
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
@@ -252,8 +252,7 @@ void norm_forward(NormForwardArgs a, Stream stream) {
     using T = std::remove_cvref_t<decltype(tag)>;
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
-      launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC, VEC == 1 ? 4 : 8);
-      plan.smem = RowGroup::shared_bytes(plan.cluster);
+      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC);
       a.threads_per_row = plan.threads_per_row;
       a.inverse_cols = 1.0f / float(a.cols);
       const auto with_params = [&](auto constant) {
