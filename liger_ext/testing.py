@@ -305,11 +305,10 @@ OPS: dict[str, Op] = {
 }
 
 
-def self_test(
+def examples(
     device: torch.device | str = "cpu", dtypes: tuple[torch.dtype, ...] | None = None
-) -> Iterator[Measurement]:
-    """Every op, forward and backward, at a small Llama-like shape: yields one measurement for each output and
-    gradient."""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every op at a small Llama-like shape, in each dtype: its name, and leaves as its arguments."""
     if dtypes is None:
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
     generator = torch.Generator().manual_seed(0)
@@ -328,12 +327,21 @@ def self_test(
         logits = random(tokens, vocab, dtype=dtype, scale=3)
         head = random(vocab, hidden, dtype=dtype, scale=0.1)
         q, k = random(2, 8, tokens // 2, 64, dtype=dtype), random(2, 2, tokens // 2, 64, dtype=dtype)
-        yield from compare("rms_norm", {"x": x, "weight": weight})
-        yield from compare("add_rms_norm", {"x": x, "residual": residual, "weight": weight})
-        yield from compare("layer_norm", {"x": x, "weight": weight, "bias": bias})
-        yield from compare("swiglu", {"gate": x, "up": residual})
-        yield from compare("geglu", {"gate": x, "up": residual})
-        yield from compare("rope", {"q": q, "k": k, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)})
-        yield from compare("softmax", {"x": logits})
-        yield from compare("cross_entropy", {"logits": logits, "target": target})
-        yield from compare("fused_linear_cross_entropy", {"x": x, "weight": head, "target": target})
+        yield "rms_norm", {"x": x, "weight": weight}
+        yield "add_rms_norm", {"x": x, "residual": residual, "weight": weight}
+        yield "layer_norm", {"x": x, "weight": weight, "bias": bias}
+        yield "swiglu", {"gate": x, "up": residual}
+        yield "geglu", {"gate": x, "up": residual}
+        yield "rope", {"q": q, "k": k, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
+        yield "softmax", {"x": logits}
+        yield "cross_entropy", {"logits": logits, "target": target}
+        yield "fused_linear_cross_entropy", {"x": x, "weight": head, "target": target}
+
+
+def self_test(
+    device: torch.device | str = "cpu", dtypes: tuple[torch.dtype, ...] | None = None
+) -> Iterator[Measurement]:
+    """Every op, forward and backward, at a small Llama-like shape: yields one measurement for each output and
+    gradient."""
+    for name, inputs in examples(device, dtypes):
+        yield from compare(name, inputs)

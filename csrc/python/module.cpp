@@ -31,6 +31,8 @@ void bind_profiles(py::module_& m) {
       .def(py::init<>())
       .def_property_readonly("name", [](const DeviceProfile& d) { return std::string(d.name); })
       .def_property_readonly("architecture", &architecture_text)
+      .def_property_readonly("address", [](const DeviceProfile& d) { return reinterpret_cast<uintptr_t>(&d); })
+      .def_property_readonly_static("size", [](const py::object&) { return sizeof(DeviceProfile); })
       .def_readwrite("vendor", &DeviceProfile::vendor)
       .def_readwrite("arch", &DeviceProfile::arch)
       .def_readwrite("warp", &DeviceProfile::warp)
@@ -118,6 +120,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("torch_version") = LIGER_TORCH_VERSION;
   m.attr("gpu_backend") = LIGER_GPU_BACKEND;
   m.attr("gpu_architectures") = LIGER_GPU_ARCHS;
+  m.attr("gpu_compiler") = LIGER_GPU_COMPILER;
   bind_profiles(m);
   bind_plans(m);
 }
