@@ -22,6 +22,8 @@ foreach(arch ${archs})
   list(APPEND hip_flags --offload-arch=${arch})
 endforeach()
 list(JOIN archs " " LIGER_GPU_ARCH_TEXT)
+execute_process(COMMAND "${hip_compiler}" --version OUTPUT_VARIABLE hip_version ERROR_QUIET)
+string(REGEX MATCH "clang version [0-9.]+" LIGER_GPU_COMPILER_TEXT "${hip_version}")
 
 # ROCm's compiler finds its own device libraries. A distribution's may be older than some of the targets: then a folder of links
 # gives each missing target the file of its nearest relative, which differs in nothing that these kernels use.

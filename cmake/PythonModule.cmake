@@ -5,10 +5,12 @@ if(NOT pybind11_FOUND)
   execute_process(COMMAND "${Python_EXECUTABLE}" -m pybind11 --cmakedir OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE)
   find_package(pybind11 CONFIG REQUIRED)
 endif()
-pybind11_add_module(_C csrc/python/module.cpp csrc/launch/plan.cpp)
+file(GLOB launch_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/launch/*.cpp")
+pybind11_add_module(_C csrc/python/module.cpp ${launch_sources})
 target_include_directories(_C PRIVATE csrc)
 target_compile_definitions(_C PRIVATE
   LIGER_EXT_VERSION="${PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
-  LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}")
+  LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}"
+  LIGER_GPU_COMPILER="${LIGER_GPU_COMPILER_TEXT}")
 set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/..")
 install(TARGETS _C LIBRARY DESTINATION liger_ext)

@@ -1,40 +1,48 @@
-"""What this machine is and what of liger_ext will run on it, in words: ``python -m liger_ext``."""
+"""What this machine is, what of liger_ext runs on it, and whether it computes right.
+
+``python -m liger_ext`` prints the report; ``python -m liger_ext doctor`` adds the launch plans of a Llama-shaped call
+of each op, the token counts that fit in memory, and a self-test of every op against float64, and ends with OK or with
+what to do.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
+import json
+import math
 import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from . import _C, _load
+from . import _C, _devices, _llama, _load
 
 TRANSFORMERS_RANGE = ("4.51.3", "5.23.0")  # the versions that the tests ran with, from oldest to newest
+
+STATUS = {
+    0: "OK",
+    1: "an op gives wrong results, or fails",
+    3: "there is a GPU that liger_ext cannot use",
+    4: "the installed transformers cannot be patched",
+}
+"""Exit statuses, the least of what was found; 2 is argparse's, for wrong arguments."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    status: int
+    what: str
+    advice: str
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     parts = version.split("+")[0].split(".")
     return tuple(int(part) for part in parts[:3] if part.isdigit())
-
-
-def gpu_covered(architectures: str, major: int, minor: int) -> bool:
-    """Does a build for these CUDA architectures ("8.0 9.0a 7.5+PTX") run on a GPU of compute capability major.minor?
-
-    Code for a capability runs on later ones of its major version, "9.0a" on 9.0 alone, PTX on everything later.
-    """
-    for architecture in architectures.split():
-        number = tuple(int(part) for part in architecture.removesuffix("+PTX").rstrip("af").split("."))
-        if architecture.endswith("+PTX"):
-            covered = number <= (major, minor)
-        elif architecture.endswith("a"):
-            covered = number == (major, minor)
-        else:
-            covered = number[0] == major and number[1] <= minor
-        if covered:
-            return True
-    return False
 
 
 def _cpu() -> str:
@@ -44,22 +52,35 @@ def _cpu() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _devices() -> list[str]:
-    if not torch.cuda.is_available():
-        return ["none that torch can use"]
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.0f} GiB"
+
+
+def _facts(profile: _C.DeviceProfile) -> str:
+    bf16 = "native bf16" if profile.native_bf16 else "bf16 is stored, computed in fp32"
+    unit = "SMs" if profile.vendor == _C.Vendor.nvidia else "processors"
+    return f"warps of {profile.warp}, {profile.multiprocessors} {unit}, {bf16}"
+
+
+_CODE = {
+    "machine code": "covered by this build",
+    "PTX": "covered by this build as PTX, which the driver compiles at the first call",
+    "nothing": "NOT covered by this build",
+}
+
+
+def _gpu_lines(found: Sequence[_devices.Device]) -> list[str]:
     lines = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        if torch.version.hip:
-            architecture = properties.gcnArchName.split(":")[0]
-            covered = _C.gpu_backend == "hip" and architecture in _C.gpu_architectures.split()
-        else:
-            architecture = f"{properties.major}.{properties.minor}"
-            covered = _C.gpu_backend == "cuda" and gpu_covered(_C.gpu_architectures, properties.major, properties.minor)
-        verdict = "covered by this build" if covered else "NOT covered by this build"
-        memory = properties.total_memory / 2**30
-        lines.append(f"{index}: {properties.name}, {architecture}, {memory:.0f} GiB: {verdict}")
-    return lines
+    for device in found:
+        facts = f", {_facts(device.profile)}" if device.profile else ""
+        memory = f"{_gib(device.total_bytes)} ({_gib(device.free_bytes)} free)"
+        lines.append(f"{device.index}: {device.name}, {device.architecture}{facts}, {memory}: {_CODE[device.code]}")
+    return lines or ["none that torch can use"]
+
+
+def _torch() -> str:
+    oldest = ".".join(map(str, _load.MINIMUM_TORCH))
+    return f"{torch.__version__}: supported ({oldest} or newer; an older one is refused at import)"
 
 
 def _transformers() -> str:
@@ -76,22 +97,215 @@ def _transformers() -> str:
 
 def report() -> list[tuple[str, list[str]]]:
     """What is installed: headings, and lines under each."""
-    isa, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     gpu_build = f"{_C.gpu_backend} for {_C.gpu_architectures}" if _C.gpu_backend != "none" else "not built"
     return [
         ("liger_ext", [f"{_C.version} in {Path(__file__).parent}, built with torch {_C.torch_version}"]),
-        ("torch", [torch.__version__]),
+        ("torch", [_torch()]),
         ("transformers", [_transformers()]),
         ("CPU library", [f"{_load.library_folder() / 'libliger_ext_cpu.so'}"]),
         ("GPU library", [gpu_build, _load.gpu_status()]),
-        ("CPU", [f"{_cpu()}, {threads} threads; torch uses {isa}"]),
-        ("GPU", _devices()),
+        ("driver", [_devices.driver(), _devices.toolkit()]),
+        ("CPU", [f"{_cpu()}, {threads} threads, instruction set {_devices.cpu_isa()}"]),
+        ("GPU", _gpu_lines(_devices.devices())),
     ]
 
 
-def main() -> int:
-    """Prints the report; the exit status."""
+def _installation() -> Iterator[Problem]:
+    """What is wrong before anything has run."""
+    for device in _devices.devices():
+        name = f"GPU {device.index} ({device.name}, {device.architecture})"
+        if not _load.gpu_available():
+            yield Problem(3, f"{name} is not used: liger_ext's GPU library is not loaded", _load.gpu_status())
+        elif device.code == "nothing":
+            built = _C.gpu_architectures or "no GPU"
+            what = f"{name} is not used: the GPU library has no code for it, it was built for {built}"
+            yield Problem(3, what, f"build again, in liger_ext's source folder: {device.rebuild}")
+        elif device.profile is None:
+            yield Problem(
+                3, f"{name}: the GPU library cannot read its properties", f"the driver is {_devices.driver()}"
+            )
+    if "too old" in _transformers():
+        advice = f"pip install 'transformers>={TRANSFORMERS_RANGE[0]},<6' (the ops and modules work without)"
+        yield Problem(4, f"transformers {_transformers()}", advice)
+
+
+# Sections -------------------------------------------------------------------------------------------------------------
+
+
+def plan_lines(profile: _C.DeviceProfile) -> list[dict[str, Any]]:
+    """Each launch of a Llama-shaped call of each op."""
+    return [
+        {
+            "op": op,
+            "kernel": launch.kernel,
+            **{name: getattr(launch.plan, name) for name in ("grid", "block", "cluster", "smem", "vec", "k")},
+        }
+        for op, launches in _llama.plans(profile)
+        for launch in launches
+    ]
+
+
+def _print_plans(title: str, profile: _C.DeviceProfile, free: int) -> None:
+    print(f"\nPlans for {title}: {_llama.SHAPE}")
+    for op, launches in _llama.plans(profile):
+        shown = []
+        for launch in launches:
+            plan = launch.plan
+            cluster = f" in clusters of {plan.cluster}" if plan.cluster > 1 else ""
+            shown.append(f"{launch.kernel} {plan.grid:,} x {plan.block}{cluster}")
+        print(f"  {op:36}{', '.join(shown)}")
+    print(f"\nTokens that the fused loss takes there in {_gib(free)}, with x, the head and their gradients")
+    for level, found in _llama.tokens_at_each_level(profile.memory_bytes, free).items():
+        print(f"  {'memory ' + level:36}{found['tokens']:,}, {found['rows']:,} rows of logits at a time")
+
+
+def self_test(device: str) -> list[dict[str, Any]]:
+    """Every op forward and backward in each dtype: the result that came closest to its bound, or the error raised."""
+    from . import testing
+
+    results = []
+    for op, inputs in testing.examples(device):
+        dtype = next(str(v.dtype) for v in inputs.values() if v.is_floating_point()).removeprefix("torch.")
+        line = {"device": device, "op": op, "dtype": dtype}
+        try:
+            measured = testing.compare(op, inputs)
+            worst = max(measured, key=lambda m: m.ratio)
+            line |= {"what": worst.what, "measure": worst.measure, "error": worst.error, "bound": worst.bound}
+            line |= {"ratio": worst.ratio, "share": max(m.share for m in measured), "passed": bool(worst.ratio <= 1)}
+        except Exception as error:  # whatever it is, the user wants to see it here and the other ops after it
+            line |= {"raised": f"{type(error).__name__}: {error}", "passed": False}
+        results.append(line)
+    return results
+
+
+def _print_self_test(device: str, results: Sequence[dict[str, Any]]) -> None:
+    dtypes = list(dict.fromkeys(line["dtype"] for line in results))
+    print(
+        f"\nSelf-test on {device}: largest error / bound of any output or gradient against float64 (1 or less is right)"
+    )
+    print(f"  {'':36}{''.join(f'{dtype:>12}' for dtype in dtypes)}")
+    for op in dict.fromkeys(line["op"] for line in results):
+        cells = [f"{line['ratio']:.2f}" if "ratio" in line else "raised" for line in results if line["op"] == op]
+        print(f"  {op:36}{''.join(f'{cell:>12}' for cell in cells)}")
+
+
+def _failures(results: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+    for line in results:
+        if line["passed"]:
+            continue
+        what = f"{line['op']} in {line['dtype']} on {line['device']}"
+        if "raised" in line:
+            yield Problem(
+                1, f"{what} raised {line['raised']}", "see the error; a build of this source may be incomplete"
+            )
+        else:
+            numbers = f"{line['measure']} error {line['error']:.3g} of {line['what']}, bound {line['bound']:.3g}"
+            advice = "do not train with it: build again, and if it stays, report it with the output of doctor --json"
+            yield Problem(1, f"{what} gives wrong results: {numbers}", advice)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    statuses = "; ".join(f"{status}: {what}" for status, what in STATUS.items())
+    parser = argparse.ArgumentParser(prog="python -m liger_ext", description=__doc__.strip().splitlines()[0])
+    commands = parser.add_subparsers(dest="command")
+    doctor = commands.add_parser(
+        "doctor",
+        description="Says what runs on this machine, shows launch plans and tests every op against float64.",
+        epilog=f"Exit status: {statuses}.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    doctor.add_argument("--profile", metavar="NAME", help="show the plans for another GPU, without a self-test")
+    return parser
+
+
+def _others(name: str, as_json: bool) -> int:
+    """Plans for a reference profile."""
+    profile = _C.profile(name)
+    if as_json:
+        tokens = _llama.tokens_at_each_level(profile.memory_bytes, profile.memory_bytes)
+        print(json.dumps({"profile": profile.name, "plans": plan_lines(profile), "fused_loss_tokens": tokens}))
+        return 0
+    memory, shared = _gib(profile.memory_bytes), profile.shared_per_block_optin // 1024
+    print(f"{profile.name}: {profile.architecture}, {_facts(profile)}, {memory}, {shared} KiB of shared memory a block")
+    _print_plans(profile.name, profile, profile.memory_bytes)
+    return 0
+
+
+def _doctor(as_json: bool) -> int:
+    usable = [device for device in _devices.devices() if device.profile and device.code != "nothing"]
+    names = ["cpu", *(f"cuda:{device.index}" for device in usable)]
+    if not as_json:
+        _print_report()
+        for device in {device.name: device for device in reversed(usable)}.values():  # of equal ones the first
+            _print_plans(f"{device.index}: {device.name}", device.profile, device.free_bytes)
+        if not usable:
+            print("\nNo GPU here that liger_ext can use: --profile NAME shows the plans for another.")
+    tested = {name: self_test(name) for name in names}
+    problems = [*_installation(), *(problem for results in tested.values() for problem in _failures(results))]
+    status = min((problem.status for problem in problems), default=0)
+    if as_json:
+        _print_json(usable, tested, problems, status)
+        return status
+    for name, results in tested.items():
+        _print_self_test(name, results)
+    print()
+    for problem in problems:
+        print(f"PROBLEM: {problem.what}\n  TO DO: {problem.advice}")
+    print("OK" if status == 0 else f"NOT OK (exit status {status}): {STATUS[status]}")
+    return status
+
+
+def _print_json(usable, tested, problems, status) -> None:
+    found = {
+        "status": status,
+        "report": dict(report()),
+        "devices": [
+            {
+                "index": device.index,
+                "name": device.name,
+                "architecture": device.architecture,
+                "total_bytes": device.total_bytes,
+                "free_bytes": device.free_bytes,
+                "plans": plan_lines(device.profile),
+                "fused_loss_tokens": _llama.tokens_at_each_level(device.profile.memory_bytes, device.free_bytes),
+            }
+            for device in usable
+        ],
+        "self_test": [line for results in tested.values() for line in results],
+        "problems": [vars(problem) for problem in problems],
+    }
+    print(json.dumps(_finite(found)))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _print_report() -> None:
     for heading, lines in report():
         for number, line in enumerate(lines):
             print(f"{heading if number == 0 else '':14}{line}")
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit status."""
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.command is None:
+        _print_report()
+        return 0
+    if chosen.profile is None:
+        return _doctor(chosen.json)
+    try:
+        return _others(chosen.profile, chosen.json)
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,40 +1,54 @@
-"""What `python -m liger_ext` says."""
+"""What `python -m liger_ext` says, and what `python -m liger_ext doctor` finds."""
 
 import importlib.metadata
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from liger_ext import _C, doctor
+from liger_ext import _C, _devices, _llama, doctor, functional
+from liger_ext.ops.fused_linear_cross_entropy import chunk_rows
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The self-test in one dtype."""
+    from liger_ext import testing
+
+    every = testing.examples
+    monkeypatch.setattr(testing, "examples", lambda device: every(device, (torch.float32,)))
 
 
 def test_report_names_versions_libraries_and_devices(capsys):
-    assert doctor.main() == 0
+    assert doctor.main([]) == 0
     printed = capsys.readouterr().out
     for fact in (torch.__version__, _C.version, "libliger_ext_cpu.so", importlib.metadata.version("transformers")):
         assert fact in printed
     assert [heading for heading, _ in doctor.report()] == [
-        "liger_ext", "torch", "transformers", "CPU library", "GPU library", "CPU", "GPU",
+        "liger_ext", "torch", "transformers", "CPU library", "GPU library", "driver", "CPU", "GPU",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("architectures", "capability", "covered"),
+    ("architectures", "capability", "code"),
     [
-        ("7.5 8.0 9.0a", (8, 0), True),
-        ("7.5 8.0 9.0a", (8, 9), True),  # machine code for 8.0 runs on later 8.x
-        ("7.5 8.6 9.0a", (8, 0), False),
-        ("7.5 9.0a", (9, 0), True),
-        ("9.0a", (9, 1), False),
-        ("9.0a", (10, 0), False),
-        ("9.0a 7.5+PTX", (10, 0), True),
-        ("8.0 7.5+PTX", (7, 0), False),
-        ("10.0", (12, 0), False),
-        ("", (8, 0), False),
+        ("7.5 8.0 9.0a", (8, 0), "machine code"),
+        ("7.5 8.0 9.0a", (8, 9), "machine code"),  # that for 8.0 runs on later 8.x
+        ("7.5 8.6 9.0a", (8, 0), "nothing"),
+        ("7.5 9.0a", (9, 0), "machine code"),
+        ("9.0a", (9, 1), "nothing"),
+        ("9.0a", (10, 0), "nothing"),
+        ("9.0a 7.5+PTX", (10, 0), "PTX"),
+        ("7.5+PTX 10.0", (10, 0), "machine code"),
+        ("8.0 7.5+PTX", (7, 0), "nothing"),
+        ("10.0", (12, 0), "nothing"),
+        ("", (8, 0), "nothing"),
     ],
 )
-def test_gpu_covered(architectures, capability, covered):
-    assert doctor.gpu_covered(architectures, *capability) is covered
+def test_coverage(architectures, capability, code):
+    assert _devices.coverage(architectures, *capability) == code
 
 
 @pytest.mark.parametrize(
@@ -50,3 +64,150 @@ def test_gpu_covered(architectures, capability, covered):
 def test_transformers_versions(monkeypatch, version, words):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     assert words in doctor._transformers()
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_machine_is_ok(capsys):
+    assert doctor.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.rstrip().endswith("OK") and "PROBLEM" not in printed
+    for op in ("rms_norm", "rope", "fused_linear_cross_entropy"):
+        row = next(line for line in printed.splitlines() if line.split()[:1] == [op] and "0." in line)
+        assert all(0 < float(ratio) <= 1 for ratio in row.split()[1:])
+
+
+def test_as_a_command():
+    """As users start it: the exit status is the process's."""
+    done = subprocess.run(
+        [sys.executable, "-m", "liger_ext", "doctor", "--profile", "mi300x"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "NormBackwardRegisters" in done.stdout, done.stdout + done.stderr
+
+
+def wrong_norm(x, weight, **options):
+    return right_norm(x, weight, **options) * 1.01
+
+
+right_norm = functional.rms_norm
+
+
+def test_an_op_with_wrong_results_is_found(quick, monkeypatch, capsys):
+    monkeypatch.setattr(functional, "rms_norm", wrong_norm)
+    assert doctor.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "PROBLEM: rms_norm in float32 on cpu gives wrong results" in printed and "TO DO" in printed
+    assert printed.rstrip().endswith("NOT OK (exit status 1): an op gives wrong results, or fails")
+
+
+def test_an_op_that_raises_is_found_and_the_others_run(quick, monkeypatch, capsys):
+    def broken(**arguments):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(functional, "swiglu", broken)
+    assert doctor.main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["status"] == 1 and len(found["problems"]) == len({line["device"] for line in found["self_test"]})
+    assert "swiglu in float32 on cpu raised RuntimeError: no kernel" in found["problems"][0]["what"]
+    assert {line["op"] for line in found["self_test"] if not line["passed"]} == {"swiglu"}
+
+
+def test_json_of_a_wrong_result_is_json(quick, monkeypatch, capsys):
+    monkeypatch.setattr(
+        functional, "rms_norm", lambda x, weight, **options: right_norm(x, weight, **options) * torch.nan
+    )
+    assert doctor.main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert any(line["ratio"] == "inf" for line in found["self_test"])
+
+
+def a_device(code, profile=None):
+    return _devices.Device(0, "Some GPU", "9.0", code, 2**36, 2**35, profile)
+
+
+def test_a_gpu_that_the_library_does_not_cover(quick, monkeypatch, capsys):
+    monkeypatch.setattr(_devices, "devices", lambda: [a_device("nothing")])
+    monkeypatch.setattr(doctor._load, "gpu_available", lambda: True)
+    assert doctor.main(["doctor"]) == 3
+    printed = capsys.readouterr().out
+    assert "GPU 0 (Some GPU, 9.0) is not used: the GPU library has no code for it" in printed
+    assert "LIGER_EXT_CUDA_ARCHS=9.0 pip install" in printed
+
+
+def test_a_gpu_without_the_gpu_library(quick, monkeypatch, capsys):
+    monkeypatch.setattr(_devices, "devices", lambda: [a_device("nothing")])
+    monkeypatch.setattr(doctor._load, "gpu_available", lambda: False)
+    assert doctor.main(["doctor"]) == 3
+    assert "GPU library is not loaded" in capsys.readouterr().out
+
+
+def test_transformers_that_cannot_be_patched(quick, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_transformers", lambda: "4.40.0: too old, the Llama patch needs 4.51.3 or newer")
+    assert doctor.main(["doctor"]) == 4
+    assert "pip install 'transformers>=4.51.3,<6'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("profile", [device.name for device in _C.profiles()])
+def test_every_profile_can_be_shown(profile, capsys):
+    assert doctor.main(["doctor", "--profile", profile]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{profile}: {_C.profile(profile).architecture}, ") and "Self-test" not in printed
+    assert doctor.main(["doctor", "--profile", profile, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["profile"] == profile and {line["op"] for line in found["plans"]} > {"rms_norm", "rope_backward"}
+
+
+def test_an_unknown_profile(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(["doctor", "--profile", "mi9000"])
+    assert stopped.value.code == 2 and "known: V100, T4" in capsys.readouterr().err
+
+
+# How many tokens the fused loss takes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("free", [1 << 20, 1 << 31, 1 << 33, 1 << 36, 3 << 36])
+@pytest.mark.parametrize("rows", [128, 1024, 8192])
+def test_most_tokens(free, rows):
+    sizes = _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, rows
+    most = _llama.most_tokens(free, *sizes)
+    assert most == 0 or _llama.fused_loss_bytes(most, *sizes) <= free
+    assert _llama.fused_loss_bytes(most + 1, *sizes) > free
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_bytes_of_the_fused_loss_are_what_it_takes(tokens):
+    """One chunk, and several: the allocator's peak of a step."""
+    hidden, vocab, dtype, memory = 512, 32_000, torch.bfloat16, 1024 * 64_000
+    rows = chunk_rows(vocab, hidden, dtype, memory, torch.device("cuda", 0), True)
+    assert (tokens <= rows) == (tokens == 1024)
+
+    def step():
+        x, weight = (torch.randn(n, hidden, device="cuda").to(dtype).requires_grad_() for n in (tokens, vocab))
+        target = torch.randint(0, vocab, (tokens,), device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        functional.fused_linear_cross_entropy(x, weight, target, memory=memory).backward()
+
+    step()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    step()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken == pytest.approx(_llama.fused_loss_bytes(tokens, hidden, vocab, dtype, rows), rel=0.03)
+
+
+@pytest.mark.cuda
+def test_the_running_device_is_what_torch_says():
+    for device in _devices.devices():
+        properties = torch.cuda.get_device_properties(device.index)
+        assert (
+            device.profile.name == properties.name
+            and device.profile.multiprocessors == properties.multi_processor_count
+        )
+        assert device.profile.architecture == device.architecture and device.profile.warp == properties.warp_size

@@ -7,28 +7,19 @@ from hypothesis import strategies as st
 
 from liger_ext import _C
 
-# name: (warp, multiprocessors, largest block, clusters of 1, 2, 4 and 8 blocks at a time)
-DEVICES = {
-    "V100": (32, 80, 1024),
-    "T4": (32, 40, 1024),
-    "A100": (32, 108, 1024),
-    "RTX 3070": (32, 46, 1024),
-    "H200": (32, 132, 1024, [132, 66, 32, 15]),
-    "B200": (32, 148, 1024, [148, 74, 36, 17]),
-    "MI250X": (64, 110, 1024),
-    "MI300X": (64, 304, 1024),
-    "RX 7900 XT": (32, 84, 1024),
-    "one small multiprocessor": (64, 1, 256),
-}
+
+def small_device():
+    made = _C.DeviceProfile()
+    made.warp, made.multiprocessors, made.max_block_threads = 64, 1, 256
+    return made
+
+
+DEVICES = {device.name: device for device in _C.profiles()} | {"one small multiprocessor": small_device()}
 GRID_LIMIT = 2**31 - 1
 
 
 def profile(name):
-    made = _C.DeviceProfile()
-    made.warp, made.multiprocessors, made.max_block_threads, *clusters = DEVICES[name]
-    if clusters:
-        made.resident_clusters = clusters[0]
-    return made
+    return DEVICES[name]
 
 
 def power_of_two(n):
@@ -125,3 +116,56 @@ def test_a_longer_row_never_gets_fewer_threads():
     device, tiling = profile("H200"), _C.RowTiling()
     threads = [_C.plan_row(device, 1000, cols, tiling).threads_per_row for cols in range(1, 20_000, 37)]
     assert threads == sorted(threads)
+
+
+def test_profiles_are_found_by_name():
+    names = [device.name for device in _C.profiles()]
+    assert len(names) == len(set(names)) == 15
+    for name in names:
+        for spelling in (name, name.lower(), name.replace(" ", ""), name.replace(" ", "-")):
+            assert _C.profile(spelling).name == name
+
+
+def test_an_unknown_profile_says_which_there_are():
+    with pytest.raises(ValueError, match=r"'MI9000'.*V100, T4, .*RX 9070 XT"):
+        _C.profile("MI9000")
+
+
+def test_profiles_are_consistent():
+    for device in _C.profiles():
+        nvidia = device.vendor == _C.Vendor.nvidia
+        assert device.warp == (64 if device.architecture.startswith("gfx9") else 32)
+        assert device.max_block_threads == 1024 and device.registers_per_multiprocessor >= 65536
+        assert device.shared_per_block <= device.shared_per_block_optin <= device.shared_per_multiprocessor
+        assert 2**22 <= device.l2_bytes < device.memory_bytes
+        # No bf16 arithmetic before Ampere; clusters and bulk copies from Hopper on.
+        assert device.native_bf16 == (device.name not in ("V100", "T4"))
+        assert device.bulk_copies == any(device.resident_clusters) == (nvidia and device.arch >= 90)
+        assert all(count << i <= device.multiprocessors for i, count in enumerate(device.resident_clusters))
+        assert device.architecture in (f"{device.arch // 10}.{device.arch % 10}" if nvidia else f"gfx{device.arch:x}")
+
+
+def test_clusters_of_the_reference_profiles_are_the_least_there_can_be():
+    """A cluster lies in one group of multiprocessors; groups are of whole pairs (profiles.cpp)."""
+
+    def least(multiprocessors, groups, largest, cluster):
+        fewest = {0: 0}
+        for _ in range(groups):
+            sums = {}
+            for total, count in fewest.items():
+                for size in range(0, largest + 1, 2):
+                    key = total + size
+                    sums[key] = min(sums.get(key, 10**6), count + size // cluster)
+            fewest = sums
+        return fewest[multiprocessors]
+
+    for name, groups, largest in (("H100", 8, 18), ("B200", 8, 20), ("RTX 5090", 11, 16)):
+        device = _C.profile(name)
+        assert device.resident_clusters == [least(device.multiprocessors, groups, largest, 1 << i) for i in range(4)]
+
+
+def test_plans_of_an_unknown_op_or_dtype():
+    with pytest.raises(ValueError, match=r"'norm'; known: rms_norm, "):
+        _C.plans("norm", _C.profile("T4"), 1, 1)
+    with pytest.raises(ValueError, match="'float64', expected float32"):
+        _C.plans("rms_norm", _C.profile("T4"), 1, 1, "float64")

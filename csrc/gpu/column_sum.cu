@@ -15,7 +15,7 @@ struct SumColumns {
     int64_t first_blocks;
     int width;  // columns of a block
   };
-  static constexpr int max_threads = 256;
+  static constexpr int max_threads = launch::piece_threads;
   static LIGER_DEVICE void run(const Args& a) {
     const int width = a.width, lane = thread_id() & (width - 1), group = thread_id() >> log2_of(width), groups = block_threads() >> log2_of(width);
     const bool second = block_id() >= a.first_blocks;
@@ -55,11 +55,10 @@ struct SumColumns {
 void sum_columns(const PartialSums& partial, ColumnTotals totals, Stream stream) {
   for (ColumnTotal* total : {&totals.first, &totals.second})
     if (total->out.data == nullptr) total->cols = 0;
-  const launch::DeviceProfile& device = device_profile(stream.device);
-  const int width = launch::column_sum_width(partial.rows);
-  const int64_t first = launch::ceil_div(totals.first.cols, width), second = launch::ceil_div(totals.second.cols, width);
-  if (first + second == 0) return;
-  launch<SumColumns>(launch::plan_column_sum(device, width * (first + second), width), {partial, totals, first, width}, stream);
+  if (totals.first.cols + totals.second.cols == 0) return;
+  const launch::LaunchPlan plan = launch::plan_column_sum(device_profile(stream.device), partial.rows, totals.first.cols, totals.second.cols);
+  const int width = plan.threads_per_row;
+  launch<SumColumns>(plan, {partial, totals, launch::ceil_div(totals.first.cols, width), width}, stream);
 }
 
 }  // namespace liger::gpu

@@ -17,7 +17,7 @@ template <class T, int N, bool Full> struct Forward {
     LogitRows rows;
     RowOutputs out;
   };
-  static constexpr int max_threads = 512, min_blocks = 2;
+  static constexpr int max_threads = launch::logits_threads, min_blocks = 2;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -28,7 +28,7 @@ template <class T, int N, bool Full> struct Forward {
     const bool want_best = Full && args.out.want_best();
 
     RowStatistics<T, Full> statistics;
-    own.template walk<in_flight<Full>>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
+    own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
                                        [&](const auto& raw, int, int column) {
                                          float x[N];
                                          widen(x, raw);
@@ -56,7 +56,7 @@ template <class T, int N, bool Full> struct Backward {
     void* dlogits;
     int64_t dlogits_stride, tiles;  // tiles: of a row
   };
-  static constexpr int max_threads = 256, K = in_flight<Full>;
+  static constexpr int max_threads = launch::piece_threads, K = launch::logits_in_flight(Full);
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -97,7 +97,7 @@ void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
   const bool full = costly_options(op.options) || op.accuracy || op.predicted;
   launch_rows<Forward>(op, !full || vectors_fit(op), full, false, stream, [&](auto& args, auto& plan) {
     args.out = row_outputs(op);
-    plan.pdl = op.after_counts;
+    plan.pdl = plan.pdl && op.after_counts;
   });
 }
 
@@ -108,7 +108,7 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   const bool vectors = full ? vectors_fit(op) && aligned(op.dlogits, 0) : equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
   with_logits<Backward>(op, vectors, full, [&](auto kernel, int vec) {
     using Kernel = std::remove_cvref_t<decltype(kernel)>;
-    const launch::LaunchPlan plan = launch::plan_row_tiles(device_profile(stream.device), op.rows, op.vocab, vec, Kernel::K, launch::min_logit_threads);
+    const launch::LaunchPlan plan = launch::plan_cross_entropy_tiles(device_profile(stream.device), op.rows, op.vocab, vec, full);
     const int64_t tiles = launch::ceil_div(op.vocab, int64_t{plan.threads_per_row} * Kernel::K * vec);
     launch<Kernel>(plan, {logit_rows(op, plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles}, stream);
   });

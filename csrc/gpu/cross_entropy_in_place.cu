@@ -38,7 +38,7 @@ LIGER_DEVICE RowGradient<T> gradient_of(const InPlaceArgs& args, const LogitRow<
 
 template <class T, int N, bool Full> struct InPlace {
   using Args = InPlaceArgs;
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -50,7 +50,7 @@ template <class T, int N, bool Full> struct InPlace {
     const int slots = args.slots, pitch = block_threads();
 
     RowStatistics<T, Full> statistics;
-    own.template walk<in_flight<Full>>([&](auto& raw, int, int column) { load(raw, row.data + column); },
+    own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load(raw, row.data + column); },
                                        [&](const auto& raw, int slot, int column) {
                                          if (slot < slots) stash[slot * pitch] = raw;
                                          float x[N];
@@ -78,7 +78,7 @@ template <class T, int N, bool Full> struct InPlace {
       store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
     };
     own.template walk<1>(0, slots, [&](auto& raw, int slot, int) { raw = stash[slot * pitch]; }, write);
-    own.template walk<in_flight<Full>>(
+    own.template walk<launch::logits_in_flight(Full)>(
         slots, own.slots(), [&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); }, write);
     if (own.single >= 0) store(out + own.single, gradient.template of<Full>(a, last, own.single, row.target));
   }
@@ -86,7 +86,7 @@ template <class T, int N, bool Full> struct InPlace {
 
 template <class T, int N> struct InPlaceStream {
   using Args = InPlaceArgs;
-  static constexpr int max_threads = 256, min_blocks = 3, piece = 4;  // vectors of a thread
+  static constexpr int max_threads = launch::piece_threads, min_blocks = 3, piece = 4;  // vectors of a thread
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -188,8 +188,8 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
     args.slots = plan.k;
     args.shared_offset = plan.ring_offset;
   };
-  const int bytes = size_of(row.logits.dtype);
-  const launch::LaunchPlan stream_plan = launch::plan_logits_stream(device_profile(stream.device), row.rows, row.vocab, bytes, RowGroup::shared_bytes<3>());
+  const launch::LaunchPlan stream_plan =
+      launch::plan_cross_entropy_stream(device_profile(stream.device), row.rows, row.vocab, size_of(row.logits.dtype));
   if (vectors && !full && row.rows > 0 && stream_plan.path == launch::Path::stream) {
     dispatch(row.logits.dtype, [&](auto element) {
       using T = std::remove_cvref_t<decltype(element)>;

@@ -5,9 +5,6 @@
 
 namespace liger::gpu {
 
-// Vectors a thread fetches before it uses the first; fewer where the options need the registers.
-template <bool Full> constexpr int in_flight = Full ? 2 : 4;
-
 // The per-row results of a forward.
 struct RowOutputs {
   float *ce, *z, *lse, *accuracy;
@@ -83,12 +80,12 @@ void with_logits(const Op& op, bool vectors, bool full, Start start) {
 }
 // Rows of groups of threads, as plan_logits has them; set(args, plan) adds what only that kernel takes.
 template <template <class, int, bool> class K, class Op, class Set>
-void launch_rows(const Op& op, bool vectors, bool full, bool stash, Stream stream, Set set) {
+void launch_rows(const Op& op, bool vectors, bool full, bool in_place, Stream stream, Set set) {
   if (op.rows == 0 || op.vocab == 0) return;
   with_logits<K>(op, vectors, full, [&](auto kernel, int vec) {
     using Kernel = std::remove_cvref_t<decltype(kernel)>;
-    launch::LaunchPlan plan = launch::plan_logits(device_profile(stream.device), op.rows, op.vocab, size_of(op.logits.dtype), vec,
-                                                  RowGroup::shared_bytes<2>(), stash);
+    launch::LaunchPlan plan =
+        launch::plan_cross_entropy(device_profile(stream.device), op.rows, op.vocab, size_of(op.logits.dtype), vec, in_place);
     typename Kernel::Args args{logit_rows(op, plan, stream)};
     set(args, plan);
     launch<Kernel>(plan, args, stream);

@@ -56,7 +56,7 @@ struct CountTargets {
     Reduction reduction;
     float* counts;
   };
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     let_next_kernel_start();
@@ -104,7 +104,7 @@ struct SumLosses {
     const float *ce, *z, *accuracy, *counts;
     float *loss, *z_loss, *token_accuracy;
   };
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     wait_for_previous_kernel();
@@ -128,7 +128,7 @@ struct AddLosses {
     const float *ce, *z;
     float *loss, *z_loss;
   };
-  static constexpr int max_threads = 256;
+  static constexpr int max_threads = launch::piece_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     const int64_t row = block_id() * block_threads() + thread_id();
@@ -142,7 +142,7 @@ struct AddLosses {
 }  // namespace
 
 void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) {
-  const auto plan = launch::plan_block_sum(device_profile(stream.device), std::max(op.rows, op.vocab), 3 * int(sizeof(double)));
+  const auto plan = launch::plan_cross_entropy_counts(device_profile(stream.device), op.rows, op.vocab);
   launch<CountTargets>(plan,
                        {op.rows, op.vocab, op.target, op.class_weight, static_cast<const float*>(op.normalizer), op.options.ignore_index,
                         op.options.reduction, static_cast<float*>(op.counts)},
@@ -153,13 +153,9 @@ void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
   const auto& device = device_profile(stream.device);
   const auto *ce = static_cast<const float*>(op.ce), *z = static_cast<const float*>(op.z), *counts = static_cast<const float*>(op.counts);
   auto *loss = static_cast<float*>(op.loss), *z_loss = static_cast<float*>(op.z_loss);
-  if (op.reduction == Reduction::none) {
-    if (op.rows > 0) launch<AddLosses>(launch::plan_elementwise(device, op.rows, 1), {op.rows, ce, z, loss, z_loss}, stream);
-    return;
-  }
-  auto plan = launch::plan_block_sum(device, op.rows, 3 * int(sizeof(double)));
-  plan.pdl = device.bulk_copies;
-  launch<SumLosses>(plan, {op.rows, ce, z, op.accuracy, counts, loss, z_loss, op.token_accuracy}, stream);
+  const auto plan = launch::plan_cross_entropy_reduce(device, op.rows, op.reduction == Reduction::none);
+  if (op.reduction != Reduction::none) launch<SumLosses>(plan, {op.rows, ce, z, op.accuracy, counts, loss, z_loss, op.token_accuracy}, stream);
+  else if (op.rows > 0) launch<AddLosses>(plan, {op.rows, ce, z, loss, z_loss}, stream);
 }
 
 }  // namespace liger::gpu

@@ -77,3 +77,14 @@ void raise_reported_targets() {
 }
 
 }  // namespace liger::gpu
+
+// For Python (ctypes): fills in a DeviceProfile of the same build. 0, or 1 where that is not possible.
+extern "C" __attribute__((visibility("default"))) int liger_ext_gpu_profile(int device, void* profile, size_t bytes) {
+  if (bytes != sizeof(liger::launch::DeviceProfile)) return 1;
+  try {
+    std::memcpy(profile, &liger::gpu::device_profile(device), bytes);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
+}

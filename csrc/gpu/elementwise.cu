@@ -12,8 +12,8 @@
 namespace liger::gpu {
 namespace {
 
-constexpr int width = 8;      // elements of a vector, of any dtype
-constexpr int in_flight = 4;  // vectors a thread reads before it uses the first
+constexpr int width = launch::piece_vec;     // elements of a vector, of any dtype
+constexpr int in_flight = launch::piece_k;  // vectors a thread reads before it uses the first
 
 // Which vectors of which row are this thread's.
 struct Piece {
@@ -49,7 +49,7 @@ template <class T, int N> struct Scale {
     const float* scale;
     Rows row_scale;
   };
-  static constexpr int max_threads = 256;
+  static constexpr int max_threads = launch::piece_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     const Piece piece(a.cols, N, a.blocks_per_row);
@@ -79,7 +79,7 @@ template <class T, int N> struct Fill {
     MutableRows matrix;
     Vector values;
   };
-  static constexpr int max_threads = 256;
+  static constexpr int max_threads = launch::piece_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     const Piece piece(a.cols, N, a.blocks_per_row);
@@ -105,7 +105,7 @@ template <class T, int N> struct PartialColumns {
     float* partial;   // [parts, stride]
     int64_t stride;
   };
-  static constexpr int max_threads = 256;
+  static constexpr int max_threads = launch::piece_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     const int64_t part = quotient(block_id(), a.blocks_per_part), block = block_id() - part * a.blocks_per_part;
@@ -145,7 +145,7 @@ struct Product {
     float scale;
     float* out;
   };
-  static constexpr int max_threads = 64;
+  static constexpr int max_threads = launch::scalar_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
     if (thread_id() != 0) return;
@@ -166,14 +166,12 @@ template <template <class, int> class K, class F> void with_kernel(Dtype dtype, 
 }
 
 launch::LaunchPlan pieces(Stream stream, int64_t rows, int64_t cols, int n) {
-  return launch::plan_pieces(device_profile(stream.device), rows, launch::ceil_div(cols, n), in_flight);
+  return launch::plan_row_pieces(device_profile(stream.device), rows, cols, n);
 }
 
 int vector_of(const ColumnSum& op) { return aligned(op.in, 0) ? width : 1; }
-// Threads own whole vectors, and one element each behind them.
 launch::LaunchPlan column_shares(const ColumnSum& op, Stream stream) {
-  const int n = vector_of(op);
-  return launch::plan_norm_tiles(device_profile(stream.device), op.rows, (op.cols / n + op.cols % n) * n, n);
+  return launch::plan_column_shares(device_profile(stream.device), op.rows, op.cols, vector_of(op));
 }
 
 }  // namespace
@@ -217,7 +215,7 @@ void column_sum(const ColumnSum& op, Stream stream) {
 }
 
 void scalar_product(const ScalarProduct& op, Stream stream) {
-  launch<Product>(launch::plan_elementwise(device_profile(stream.device), 1, 1, Product::max_threads),
+  launch<Product>(launch::plan_scalar(device_profile(stream.device)),
                   {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out)}, stream);
 }
 

@@ -12,7 +12,7 @@
 namespace liger::gpu {
 namespace {
 
-constexpr int vectors_per_thread = 2;
+constexpr int vectors_per_thread = launch::glu_k;
 
 struct Gate {
   float s, slope;  // s and its derivative
@@ -51,7 +51,7 @@ struct GluForwardKernel {
     Tiles tiles;
     GluForward glu;
   };
-  static constexpr int K = vectors_per_thread, max_threads = 256, min_blocks = 4;
+  static constexpr int K = vectors_per_thread, max_threads = launch::piece_threads, min_blocks = 4;
   static LIGER_DEVICE void run(const Args& args) {
     const GluForward& a = args.glu;
     const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
@@ -80,7 +80,7 @@ struct GluBackwardKernel {
     Tiles tiles;
     GluBackward glu;
   };
-  static constexpr int K = vectors_per_thread, max_threads = 256, min_blocks = 4;
+  static constexpr int K = vectors_per_thread, max_threads = launch::piece_threads, min_blocks = 4;
   static LIGER_DEVICE void run(const Args& args) {
     const GluBackward& a = args.glu;
     const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
@@ -122,7 +122,7 @@ void start(Glu a, Stream stream, const Tensors&... tensors) {
     using T = std::remove_cvref_t<decltype(tag)>;
     const auto with_vec = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
-      const launch::LaunchPlan plan = launch::plan_row_tiles(device_profile(stream.device), a.rows, a.cols, VEC, vectors_per_thread);
+      const launch::LaunchPlan plan = launch::plan_glu(device_profile(stream.device), a.rows, a.cols, VEC);
       const int64_t tile_cols = int64_t{plan.threads_per_row} * vectors_per_thread * VEC;
       const Tiles tiles{plan.threads_per_row, a.rows, a.cols, launch::ceil_div(a.cols, tile_cols)};
       if (a.activation == Activation::silu) launch<Kernel<T, VEC, Activation::silu>>(plan, {tiles, a}, stream);

@@ -43,7 +43,7 @@ LIGER_DEVICE void load_weight(float (&weight)[VEC], const NormBackwardArgs& a, i
 template <class T, int VEC, int Threads, bool Centered>
 struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
-  static constexpr int K = launch::norm_backward_k(VEC), max_threads = Threads > 512 ? 1024 : 512;
+  static constexpr int K = launch::norm_backward_k(VEC), max_threads = launch::norm_backward_bound(Threads);
   // At 1024 threads there are 64 registers for each: enough for one row and its sums, while weights are loaded where they are used.
   static constexpr bool spacious = Threads < 1024;
   using Tile = Columns<VEC, K>;
@@ -170,7 +170,7 @@ struct NormBackwardRegisters {
 template <int VEC, bool Centered>
 struct NormBackwardMeans {
   using Args = NormBackwardArgs;
-  static constexpr int K = VEC == 8 ? 2 : 4, max_threads = 1024;
+  static constexpr int K = VEC == 8 ? 2 : 4, max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id();
@@ -206,7 +206,7 @@ struct NormBackwardMeans {
 template <int VEC, bool Centered>
 struct NormBackwardTiles {
   using Args = NormBackwardArgs;
-  static constexpr int max_threads = 256;
+  static constexpr int max_threads = launch::piece_threads;
   static LIGER_DEVICE void run(const Args& a) {
     const int64_t tile_cols = int64_t{block_threads()} * VEC, tiles = (a.cols + tile_cols - 1) / tile_cols;
     const int64_t range = block_id() / tiles, tile = block_id() % tiles;
@@ -253,20 +253,9 @@ inline bool norm_backward_mixed(const NormBackwardArgs& a) {
   return a.dy.dtype != a.z.dtype || (a.dsum.data && a.dsum.dtype != a.z.dtype);
 }
 
-// With a second set of sums, or with the addresses of single elements, 1024 threads would not have enough registers.
-// Where there are clusters, blocks of 512 are better.
-inline int norm_backward_threads(const launch::DeviceProfile& device, bool centered, int vec) {
-  return centered || vec == 1 || device.bulk_copies ? 512 : 1024;
-}
-
 // Floats of partial sums, for whichever alignment the call will have.
 inline int64_t norm_partial_floats(const launch::DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
-  int64_t partial_rows = 1;
-  for (const int vec : {1, 4, 8})
-    partial_rows = std::max<int64_t>(
-        {partial_rows, launch::plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, centered, vec)).partial_rows,
-         launch::plan_norm_tiles(device, rows, cols, vec).partial_rows});
-  return partial_rows * cols * (centered ? 2 : 1);
+  return launch::norm_partial_rows(device, rows, cols, centered) * cols * (centered ? 2 : 1);
 }
 inline int64_t norm_backward_workspace(int64_t rows, int64_t cols, bool centered, Stream stream) {
   const int64_t partial = norm_partial_floats(device_profile(stream.device), rows, cols, centered);
@@ -281,13 +270,11 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
   a.inverse_cols = 1.0f / float(a.cols);
   a.row_means = partial + norm_partial_floats(device, a.rows, a.cols, Centered);
   const int vec = norm_backward_vec(a);
-  launch::LaunchPlan plan = launch::plan_norm_backward(device, a.rows, a.cols, vec, norm_backward_threads(device, Centered, vec));
+  const launch::NormBackwardPlans plans = launch::plan_norm_backward_paths(
+      device, a.rows, a.cols, vec, {.centered = Centered, .mixed = norm_backward_mixed(a), .inputs = a.dsum.data ? 3 : 2});
+  const launch::LaunchPlan& plan = plans.sums;
 
-  if (plan.path == launch::Path::regs && !norm_backward_mixed(a)) {
-    const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = RowGroup::shared_bytes<2>(plan.cluster);
-    launch::add_ring(device, plan, a.dsum.data ? 3 : 2, reduction, launch::norm_backward_resident(plan));
-    // In place of the ring, when it is done with.
-    if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (Centered ? 2 : 1) * int(a.cols) * int(sizeof(float)));
+  if (plan.path == launch::Path::regs) {
     a.threads_per_row = plan.threads_per_row;
     a.stages = plan.stages;
     a.ring_offset = plan.ring_offset;
@@ -302,15 +289,10 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
       launch<NormBackwardRegisters<T, wide, 512, Centered>>(plan, a, stream);
     });
   } else {
-    plan = launch::plan_norm_tiles(device, a.rows, a.cols, vec);
     a.rows_per_block = launch::ceil_div(a.rows, plan.partial_rows);
     const auto start = [&](auto constant) {
       constexpr int VEC = decltype(constant)::value;
-      if (a.dz.data) {
-        launch::LaunchPlan means = launch::plan_block_per_row(device, a.rows, a.cols, VEC);
-        means.smem = RowGroup::shared_bytes<2>();
-        launch<NormBackwardMeans<VEC, Centered>>(means, a, stream);
-      }
+      if (a.dz.data) launch<NormBackwardMeans<VEC, Centered>>(plans.means, a, stream);
       launch<NormBackwardTiles<VEC, Centered>>(plan, a, stream);
     };
     if (vec == 8) start(std::integral_constant<int, 8>{});

@@ -158,7 +158,7 @@ template <class T, int VEC, int K, bool Centered, bool Usual>
 struct NormForwardRegisters {
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Centered, Usual>;
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
     const int64_t row = group.first_row();
@@ -196,7 +196,7 @@ template <class T, int VEC, int K, bool Centered, bool Usual>
 struct NormForwardStream {
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Centered, Usual>;
-  static constexpr int max_threads = 512, inputs = Centered ? 1 : 2;
+  static constexpr int max_threads = launch::cluster_threads, inputs = Centered ? 1 : 2;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroupOf<max_threads> group(a.threads_per_row);
     const Columns<VEC, K> columns = warp_columns<VEC, K>(group, a.cols);
@@ -252,7 +252,7 @@ struct NormForwardReread {
   using Args = NormForwardArgs;
   static constexpr int K = 4;
   using Tile = NormTile<T, VEC, K, Centered, Usual>;
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
@@ -316,9 +316,7 @@ void norm_forward(NormForwardArgs a, Stream stream) {
       constexpr int VEC = decltype(vec)::value;
       a.inverse_cols = 1.0f / float(a.cols);
       const bool one_type = a.x.dtype == a.y.dtype && (a.residual.data == nullptr || a.residual.dtype == a.y.dtype);
-      const int inputs = a.residual.data ? 2 : 1;
-      launch::LaunchPlan plan = launch::plan_row_forward(device, a.rows, a.cols, VEC, VEC == 1 ? 4 : 8, one_type);
-      launch::add_ring(device, plan, inputs, RowGroup::shared_bytes<2>(plan.cluster));
+      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC, one_type ? (a.residual.data ? 2 : 1) : 0);
       a.threads_per_row = plan.threads_per_row;
       a.stages = plan.stages;
       a.ring_offset = plan.ring_offset;

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "kernels/types.h"
-#include "launch/plan.h"
+#include "launch/op_plans.h"
 
 #if defined(__HIPCC__) || defined(__HIP__)
 #include "gpu/platform_hip.h"

@@ -41,7 +41,7 @@ inline launch::DeviceProfile read_profile(int device) {
   profile.shared_per_multiprocessor = int(properties.maxSharedMemoryPerMultiProcessor);
   profile.l2_bytes = properties.l2CacheSize;
   profile.memory_bytes = int64_t(properties.totalGlobalMem);
-  profile.native_bf16 = profile.arch >= 0x908;
+  launch::derive_features(profile);
   return profile;
 }
 inline int current_device() {
@@ -52,11 +52,7 @@ inline int current_device() {
 inline void clear_last_error() { static_cast<void>(hipGetLastError()); }
 inline const char* error_text(int code) { return hipGetErrorString(hipError_t(code)); }
 inline bool is_missing_code(int code) { return code == hipErrorNoBinaryForGpu || code == hipErrorInvalidDeviceFunction; }
-inline std::string architecture(const launch::DeviceProfile& device) {
-  std::ostringstream name;
-  name << "gfx" << std::hex << device.arch;
-  return name.str();
-}
+inline std::string architecture(const launch::DeviceProfile& device) { return architecture_text(device); }
 inline std::string built_for() { return LIGER_EXT_GPU_ARCHS; }
 inline std::string rebuild_hint(const launch::DeviceProfile& device) {
   return text("LIGER_EXT_HIP_ARCHS=", architecture(device), " in the environment: pip install --no-build-isolation .");
@@ -121,7 +117,7 @@ inline launch::DeviceProfile read_profile(int device) {
   profile.shared_per_multiprocessor = int(properties.sharedMemPerMultiprocessor);
   profile.l2_bytes = properties.l2CacheSize;
   profile.memory_bytes = int64_t(properties.totalGlobalMem);
-  profile.native_bf16 = profile.arch >= 80;
+  launch::derive_features(profile);
   count_clusters(profile);
   return profile;
 }
@@ -135,14 +131,14 @@ inline bool is_missing_code(int code) {
   return code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion;
 }
 inline std::string dotted(int arch) { return text(arch / 10, ".", arch % 10); }
-inline std::string architecture(const launch::DeviceProfile& device) { return "compute capability " + dotted(device.arch); }
+inline std::string architecture(const launch::DeviceProfile& device) { return "compute capability " + architecture_text(device); }
 inline std::string built_for() {
   std::string all;
   for (const int arch : {__CUDA_ARCH_LIST__}) all += (all.empty() ? "" : ", ") + dotted(arch / 10);
   return all;
 }
 inline std::string rebuild_hint(const launch::DeviceProfile& device) {
-  return text("LIGER_EXT_CUDA_ARCHS=", dotted(device.arch), " in the environment: pip install --no-build-isolation .");
+  return text("LIGER_EXT_CUDA_ARCHS=", architecture_text(device), " in the environment: pip install --no-build-isolation .");
 }
 // Pinned host memory that all devices can write. A stream that is being captured must not be disturbed.
 inline void allocate_mapped(size_t bytes, void** host, void** device) {

@@ -14,7 +14,7 @@ namespace {
 template <class T, int VEC>
 struct RopeKernel {
   // Two blocks of 61 KB of loads on a multiprocessor: fewer heads in flight for more threads were measured to be slower.
-  static constexpr int max_threads = 256, min_blocks = 2, heads_in_flight = 4;
+  static constexpr int max_threads = launch::piece_threads, min_blocks = 2, heads_in_flight = launch::rope_heads_in_flight;
   struct Args {
     Rope rope;
     int lanes, q_slots, k_slots;  // of a position's threads: side by side in a head; heads at a time
@@ -145,9 +145,8 @@ void rope(const Rope& a, Stream stream) {
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
       using Kernel = RopeKernel<T, VEC>;
-      const int64_t places = (a.rotary_dim / 2 + a.head_dim - a.rotary_dim) / VEC;
-      const launch::RopePlan plan = launch::plan_rope(device_profile(stream.device), a.batch * a.seq, a.q.heads, a.k.heads, places,
-                                                      Kernel::heads_in_flight);
+      const launch::RopePlan plan = launch::plan_rope_heads(device_profile(stream.device), a.batch * a.seq, a.q.heads, a.k.heads, a.head_dim,
+                                                            a.rotary_dim, VEC);
       launch<Kernel>(plan.launch, {a, plan.lanes, plan.q_slots, plan.k_slots}, stream);
     };
     if (vectors) start(std::integral_constant<int, 16 / int(sizeof(T))>{});

@@ -17,7 +17,7 @@ struct RowGroupOf {
   // Dynamic shared memory that reductions of up to N values take: two buffers of one float per warp of the block, or of the row,
   // behind two inboxes.
   static constexpr int inbox_bytes = 2 * int(sizeof(Inbox));
-  template <int N = 1> static constexpr int shared_bytes(int cluster = 1) { return inbox_bytes + 2 * N * 32 * cluster * int(sizeof(float)); }
+  template <int N = 1> static constexpr int shared_bytes(int cluster = 1) { return launch::reduction_bytes(N, cluster); }
 
   LIGER_DEVICE explicit RowGroupOf(int threads) : threads_per_row(threads) {
     if (cluster_blocks() > 1) {

@@ -72,7 +72,7 @@ LIGER_DEVICE Exponentials merged(RowGroup& group, const Exponentials& own) {
 template <class T, int VEC, int K>
 struct SoftmaxRegisters {
   using Args = SoftmaxArgs;
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
     const int64_t row = group.first_row();
@@ -102,7 +102,7 @@ struct SoftmaxRegisters {
 template <class T, int VEC>
 struct SoftmaxReread {
   using Args = SoftmaxArgs;
-  static constexpr int K = 4, max_threads = 1024;
+  static constexpr int K = 4, max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
@@ -139,7 +139,7 @@ LIGER_DEVICE float dot(const Packed<T, VEC> (&dy)[K], const Packed<T, VEC> (&y)[
 template <class T, int VEC, int K>
 struct SoftmaxBackwardRegisters {
   using Args = SoftmaxArgs;
-  static constexpr int max_threads = 1024;
+  static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);
     const int64_t row = group.first_row();
@@ -155,7 +155,7 @@ struct SoftmaxBackwardRegisters {
 template <class T, int VEC>
 struct SoftmaxBackwardReread {
   using Args = SoftmaxArgs;
-  static constexpr int K = 4, max_threads = 1024;
+  static constexpr int K = 4, max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
@@ -186,8 +186,7 @@ void start(SoftmaxArgs a, Stream stream) {
     using T = std::remove_cvref_t<decltype(tag)>;
     const auto with_vec = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
-      launch::LaunchPlan plan = launch::plan_row_forward(device_profile(stream.device), a.rows, a.cols, VEC, VEC == 1 ? 4 : MaxK);
-      plan.smem = RowGroup::shared_bytes<2>(plan.cluster);
+      const launch::LaunchPlan plan = launch::plan_softmax(device_profile(stream.device), a.rows, a.cols, VEC, MaxK);
       a.threads_per_row = plan.threads_per_row;
       if (plan.path == launch::Path::reread) return launch<Reread<T, VEC>>(plan, a, stream);
       if constexpr (VEC > 1) {  // single elements come in one size: four a thread
@@ -206,10 +205,10 @@ void start(SoftmaxArgs a, Stream stream) {
 }  // namespace
 
 void softmax_forward(const SoftmaxForward& a, Stream stream) {
-  start<SoftmaxRegisters, SoftmaxReread, 8>({a.rows, a.cols, a.x, {}, a.y}, stream);
+  start<SoftmaxRegisters, SoftmaxReread, launch::softmax_forward_k>({a.rows, a.cols, a.x, {}, a.y}, stream);
 }
 void softmax_backward(const SoftmaxBackward& a, Stream stream) {
-  start<SoftmaxBackwardRegisters, SoftmaxBackwardReread, 4>({a.rows, a.cols, a.dy, a.y, a.dx}, stream);
+  start<SoftmaxBackwardRegisters, SoftmaxBackwardReread, launch::softmax_backward_k>({a.rows, a.cols, a.dy, a.y, a.dx}, stream);
 }
 
 }  // namespace liger::gpu

@@ -14,7 +14,7 @@ struct StreamCopyKernel {
     const float* in;
     float* out;
   };
-  static constexpr int max_threads = 256;
+  static constexpr int max_threads = launch::piece_threads;
   static LIGER_DEVICE void run(const Args& a) {
     const int64_t first = block_id() * block_threads() * K + thread_id();
     Vec<float, 4> v[K];
@@ -33,7 +33,7 @@ void stream_copy(const StreamCopy& a, Stream stream) {
   const int64_t vectors = a.bytes / 16;
   const auto start = [&](auto k) {
     constexpr int K = decltype(k)::value;
-    const auto plan = launch::plan_elementwise(device_profile(stream.device), vectors, K);
+    const auto plan = launch::plan_stream_copy(device_profile(stream.device), vectors, K);
     launch<StreamCopyKernel<K>>(plan, {vectors, static_cast<const float*>(a.in), static_cast<float*>(a.out)}, stream);
   };
   if (a.per_thread == 1) start(std::integral_constant<int, 1>{});

@@ -173,13 +173,13 @@ RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_hea
   return plan;
 }
 
-LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t cols, int width) {
+LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, int64_t first_cols, int64_t second_cols) {
   LaunchPlan plan;
   plan.warp = device.warp;
-  plan.threads_per_row = width;
   plan.block = 256;
+  plan.threads_per_row = static_cast<int>(plan.block / std::clamp<int64_t>(next_pow2(ceil_div(partial_rows, 4)), 1, 32));
   plan.smem = plan.block * static_cast<int>(sizeof(float));
-  plan.grid = grid_of(ceil_div(cols, plan.threads_per_row));
+  plan.grid = grid_of(ceil_div(first_cols, plan.threads_per_row) + ceil_div(second_cols, plan.threads_per_row));
   plan.pdl = device.bulk_copies;
   return plan;
 }

@@ -80,11 +80,9 @@ struct RopePlan {
 };
 RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread);
 
-// Sums rows of `cols` floats: a block of 256 threads owns `width` columns and all rows, of which a thread has about four.
-constexpr int column_sum_width(int64_t partial_rows) {
-  return static_cast<int>(256 / std::clamp<int64_t>(next_pow2(ceil_div(partial_rows, 4)), 1, 32));
-}
-LaunchPlan plan_column_sum(const DeviceProfile&, int64_t cols, int width);
+// Sums `partial_rows` rows of floats, of two groups of columns: a block owns threads_per_row columns of one group and all rows, of which
+// a thread has about four.
+LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
 // Threads that a row of logits needs at least: the elements before its first and behind its last whole vector are one thread's each.
 constexpr int min_logit_threads = 16;

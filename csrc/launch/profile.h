@@ -1,27 +1,34 @@
 // DeviceProfile: what a GPU is, as far as a launch plan needs to know. Plain C++: plans are made and tested on any machine.
 #pragma once
 #include <cstdint>
+#include <string>
 
 namespace liger::launch {
 
 enum class Vendor { nvidia, amd, host };
 
 struct DeviceProfile {
-  char name[64] = "";
+  char name[64] = "";              // as the driver gives it; of a reference profile (profiles.h), its name there
   Vendor vendor = Vendor::nvidia;
   int arch = 0;                   // NVIDIA: 10 * major + minor (90); AMD: the digits of gfxNNN read as hex (0x942)
   int warp = 32;                  // lanes of a warp (wave)
-  int multiprocessors = 1;        // SMs, compute units
+  int multiprocessors = 1;        // SMs; compute units; on RDNA, work-group processors of two compute units, as HIP counts them
   int max_block_threads = 1024;
-  int registers_per_multiprocessor = 65536;
+  int registers_per_multiprocessor = 65536;  // of 32 bits
   int shared_per_block = 49152;   // bytes without opting in
   int shared_per_block_optin = 49152;
   int shared_per_multiprocessor = 65536;
-  int64_t l2_bytes = 0, memory_bytes = 0;
+  int64_t l2_bytes = 0;           // as the driver counts: on MI300X and later that of one die
+  int64_t memory_bytes = 0;
   bool native_bf16 = true, bulk_copies = false;
   // Clusters of 1, 2, 4 and 8 blocks that are on the device at a time, if a multiprocessor holds 1, 2 or 3 of the blocks; 0: none of
   // that size. Fewer than multiprocessors / size, since a cluster does not cross the device's groups of multiprocessors.
   int resident_clusters[3][4] = {};
 };
+
+// In the words of compilers and users: "9.0" (compute capability), "gfx942".
+std::string architecture_text(const DeviceProfile&);
+// What follows from vendor and arch alone: native_bf16, bulk_copies.
+void derive_features(DeviceProfile&);
 
 }  // namespace liger::launch

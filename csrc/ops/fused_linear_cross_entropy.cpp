@@ -11,6 +11,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"
+#include "launch/chunks.h"
 #include "ops/loss.h"
 
 namespace liger::LIGER_BACKEND {
@@ -33,16 +34,6 @@ Gradients gradients_of(const Wanted& wanted, int64_t rows, int64_t chunk_rows, R
 
 // fp16 holds no gradient below 6e-8: the stored ones are multiplied by this, and the matmuls' alpha takes it out again.
 double gradient_scale_of(Dtype compute) { return compute == Dtype::f16 ? 64.0 : 1.0; }
-
-// 16-bit rows of an odd vocabulary would start unaligned; a row stride of whole 64 elements keeps every vector access aligned.
-int64_t padded(int64_t vocab) { return (vocab + 63) / 64 * 64; }
-
-// Rows of each of the fewest chunks of at most `most` rows: equal, and multiples of 128 where that is possible.
-int64_t equal_chunks(int64_t rows, int64_t most) {
-  if (rows <= most) return std::max<int64_t>(1, rows);
-  const int64_t chunks = (rows + most - 1) / most, equal = (rows + chunks - 1) / chunks;
-  return std::min(most, (equal + 127) / 128 * 128);
-}
 
 MutableRows row_range(const Tensor& t, int64_t first, int64_t stride, Dtype dtype) {
   return {static_cast<char*>(t.data_ptr()) + first * stride * size_of(dtype), stride, dtype};
@@ -83,7 +74,7 @@ class Problem {
     this->bias = contiguous(op, bias);
     this->wanted.dbias = wanted.dbias && bias.has_value();
     require(chunk_rows > 0 || rows == 0, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
-    chunk = equal_chunks(rows, chunk_rows);
+    chunk = launch::equal_chunks(rows, chunk_rows);
     mode = gradients_of(this->wanted, rows, chunk_rows, options.reduction);
     x_ = as_rows(op, x, "x");
     weight_ = as_rows(op, weight, "weight");
@@ -187,14 +178,14 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
   const auto output = [&](bool wanted, std::vector<int64_t> sizes, Dtype dtype) {
     return allocate(scope, wanted ? sizes : std::vector<int64_t>{0}, dtype, x);
   };
-  Tensor saved = deferred ? allocate(scope, {p.rows, p.vocab}, {padded(p.vocab), 1}, p.compute, x) : output(false, {}, p.compute);
+  Tensor saved = deferred ? allocate(scope, {p.rows, p.vocab}, {launch::padded_vocab(p.vocab), 1}, p.compute, x) : output(false, {}, p.compute);
   Tensor dx = output(accumulated && p.wanted.dx, {p.rows, p.hidden}, p.compute);
   Tensor dweight = output(accumulated && p.wanted.dweight, {p.vocab, p.hidden}, p.accum);
   Tensor dbias = output(accumulated && p.wanted.dbias, {p.vocab}, p.acc);
 
   if (p.rows > 0) {
-    const Tensor buffer = deferred ? saved : allocate(scope, {p.chunk, padded(p.vocab)}, p.compute, x);
-    const MutableRows logits = row_range(buffer, 0, padded(p.vocab), p.compute);
+    const Tensor buffer = deferred ? saved : allocate(scope, {p.chunk, launch::padded_vocab(p.vocab)}, p.compute, x);
+    const MutableRows logits = row_range(buffer, 0, launch::padded_vocab(p.vocab), p.compute);
     for (int64_t first = 0; first < p.rows; first += p.chunk) {
       const int64_t count = std::min(p.chunk, p.rows - first);
       p.run_chunk(first, count, logits, counts, &losses, deferred || accumulated, {});
@@ -262,8 +253,8 @@ class Backward {
   }
 
   void by_recomputing() {
-    const Tensor buffer = allocate(p_.scope, {p_.chunk, padded(p_.vocab)}, p_.compute, counts_);
-    const MutableRows gradient = row_range(buffer, 0, padded(p_.vocab), p_.compute);
+    const Tensor buffer = allocate(p_.scope, {p_.chunk, launch::padded_vocab(p_.vocab)}, p_.compute, counts_);
+    const MutableRows gradient = row_range(buffer, 0, launch::padded_vocab(p_.vocab), p_.compute);
     Tensor dweight_sum, dbias_sum, dx_sum;
     if (p_.wanted.dx) dx_sum = allocate(p_.scope, {p_.rows, p_.hidden}, p_.compute, counts_);
     if (p_.wanted.dweight) dweight_sum = allocate(p_.scope, {p_.vocab, p_.hidden}, p_.accum, counts_);

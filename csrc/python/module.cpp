@@ -4,34 +4,63 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
+#include <stdexcept>
 #include <vector>
 
-#include "launch/plan.h"
+#include "launch/chunks.h"
+#include "launch/op_plans.h"
+#include "launch/profiles.h"
 
 namespace py = pybind11;
 using namespace liger::launch;
 
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "Build information, device profiles and launch plans of liger_ext";
-  m.attr("version") = LIGER_EXT_VERSION;
-  m.attr("torch_version") = LIGER_TORCH_VERSION;
-  m.attr("gpu_backend") = LIGER_GPU_BACKEND;
-  m.attr("gpu_architectures") = LIGER_GPU_ARCHS;
+namespace {
 
-  py::enum_<Path>(m, "Path").value("regs", Path::regs).value("reread", Path::reread).value("stream", Path::stream);
-  py::class_<DeviceProfile>(m, "DeviceProfile")
+// The dtypes that the GPU library has kernels for, by torch's names.
+int bytes_of(const std::string& dtype) {
+  static const std::map<std::string, int> sizes{{"float32", 4}, {"bfloat16", 2}, {"float16", 2}};
+  const auto found = sizes.find(dtype);
+  if (found == sizes.end()) throw std::invalid_argument("dtype is '" + dtype + "', expected float32, bfloat16 or float16");
+  return found->second;
+}
+
+// As many times as many where a multiprocessor holds several blocks: there is at least that much room.
+void set_clusters(DeviceProfile& device, const std::array<int, 4>& counts) {
+  for (int blocks = 1; blocks <= 3; ++blocks)
+    for (int i = 0; i < 4; ++i) device.resident_clusters[blocks - 1][i] = blocks * counts[i];
+}
+
+void bind_profiles(py::module_& m) {
+  py::enum_<Vendor>(m, "Vendor").value("nvidia", Vendor::nvidia).value("amd", Vendor::amd).value("host", Vendor::host);
+  py::class_<DeviceProfile>(m, "DeviceProfile", "What a GPU is, as far as a launch plan needs to know.")
       .def(py::init<>())
+      .def_property_readonly("name", [](const DeviceProfile& d) { return std::string(d.name); })
+      .def_property_readonly("architecture", &architecture_text)
+      .def_property_readonly("address", [](const DeviceProfile& d) { return reinterpret_cast<uintptr_t>(&d); })
+      .def_property_readonly_static("size", [](const py::object&) { return sizeof(DeviceProfile); })
+      .def_readwrite("vendor", &DeviceProfile::vendor)
       .def_readwrite("arch", &DeviceProfile::arch)
       .def_readwrite("warp", &DeviceProfile::warp)
       .def_readwrite("multiprocessors", &DeviceProfile::multiprocessors)
       .def_readwrite("max_block_threads", &DeviceProfile::max_block_threads)
+      .def_readwrite("registers_per_multiprocessor", &DeviceProfile::registers_per_multiprocessor)
+      .def_readwrite("shared_per_block", &DeviceProfile::shared_per_block)
+      .def_readwrite("shared_per_block_optin", &DeviceProfile::shared_per_block_optin)
+      .def_readwrite("shared_per_multiprocessor", &DeviceProfile::shared_per_multiprocessor)
+      .def_readwrite("l2_bytes", &DeviceProfile::l2_bytes)
+      .def_readwrite("memory_bytes", &DeviceProfile::memory_bytes)
+      .def_readwrite("native_bf16", &DeviceProfile::native_bf16)
+      .def_readwrite("bulk_copies", &DeviceProfile::bulk_copies)
       .def_property(
           "resident_clusters", [](const DeviceProfile& d) { return std::vector<int>(std::begin(d.resident_clusters[0]), std::end(d.resident_clusters[0])); },
-          // As many times as many where a multiprocessor holds several blocks: there is at least that much room.
-          [](DeviceProfile& d, const std::array<int, 4>& counts) {
-            for (int blocks = 1; blocks <= 3; ++blocks)
-              for (int i = 0; i < 4; ++i) d.resident_clusters[blocks - 1][i] = blocks * counts[i];
-          });
+          [](DeviceProfile& d, const std::array<int, 4>& counts) { set_clusters(d, counts); });
+  m.def("profiles", &reference_profiles, "The reference profiles: GPUs that plans are shown and tested for.");
+  m.def("profile", &reference_profile, py::arg("name"), "The reference profile of this name; ValueError lists the names there are.");
+}
+
+void bind_plans(py::module_& m) {
+  py::enum_<Path>(m, "Path").value("regs", Path::regs).value("reread", Path::reread).value("stream", Path::stream);
   py::class_<RowTiling>(m, "RowTiling")
       .def(py::init<>())
       .def_readwrite("vec", &RowTiling::vec)
@@ -48,10 +77,59 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("grid", &LaunchPlan::grid)
       .def_readonly("cluster", &LaunchPlan::cluster)
       .def_readonly("smem", &LaunchPlan::smem)
+      .def_readonly("stages", &LaunchPlan::stages)
+      .def_readonly("ring_offset", &LaunchPlan::ring_offset)
       .def_readonly("warp", &LaunchPlan::warp)
       .def_readonly("partial_rows", &LaunchPlan::partial_rows);
+  py::class_<RopePlan>(m, "RopePlan")
+      .def_readonly("launch", &RopePlan::launch)
+      .def_readonly("lanes", &RopePlan::lanes)
+      .def_readonly("q_slots", &RopePlan::q_slots)
+      .def_readonly("k_slots", &RopePlan::k_slots);
   m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"));
   m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"),
         py::arg("streams") = false);
   m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_block"));
+  m.def("plan_rope_heads", &plan_rope_heads, py::arg("device"), py::arg("positions"), py::arg("q_heads"), py::arg("k_heads"), py::arg("head_dim"),
+        py::arg("rotary_dim"), py::arg("vec"));
+  m.def("norm_partial_rows", &norm_partial_rows, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("centered"));
+  m.def("padded_vocab", &padded_vocab, py::arg("vocab"));
+  m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
+
+  py::class_<NamedLaunch>(m, "NamedLaunch", "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound.")
+      .def_readonly("kernel", &NamedLaunch::kernel)
+      .def_readonly("instance", &NamedLaunch::instance)
+      .def_readonly("rows", &NamedLaunch::rows)
+      .def_readonly("cols", &NamedLaunch::cols)
+      .def_readonly("plan", &NamedLaunch::plan)
+      .def_readonly("max_threads", &NamedLaunch::max_threads);
+  m.def("planned_ops", &planned_ops, "The ops that plans() knows.");
+  m.def(
+      "plans",
+      [](const std::string& op, const DeviceProfile& device, int64_t rows, int64_t cols, const std::string& dtype, bool aligned, bool contiguous,
+         bool mixed, bool per_row, bool bias, int64_t q_heads, int64_t k_heads, int64_t rotary_dim, int64_t hidden, int64_t chunk_rows) {
+        return plans(op, device,
+                     {.rows = rows, .cols = cols, .element_bytes = bytes_of(dtype), .aligned = aligned, .contiguous = contiguous, .mixed = mixed,
+                      .per_row = per_row, .bias = bias, .q_heads = q_heads, .k_heads = k_heads, .rotary_dim = rotary_dim, .hidden = hidden,
+                      .chunk_rows = chunk_rows});
+      },
+      py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(), py::arg("aligned") = true,
+      py::arg("contiguous") = true, py::arg("mixed") = false, py::arg("per_row") = false, py::arg("bias") = false, py::arg("q_heads") = 1,
+      py::arg("k_heads") = 1, py::arg("rotary_dim") = 0, py::arg("hidden") = 1, py::arg("chunk_rows") = 0,
+      "The launches that an op makes on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and head_dim; "
+      "fused_linear_cross_entropy: tokens and vocabulary. The other arguments are the fields of Call in csrc/launch/op_plans.h. ValueError "
+      "lists the ops there are.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Build information, device profiles and launch plans of liger_ext";
+  m.attr("version") = LIGER_EXT_VERSION;
+  m.attr("torch_version") = LIGER_TORCH_VERSION;
+  m.attr("gpu_backend") = LIGER_GPU_BACKEND;
+  m.attr("gpu_architectures") = LIGER_GPU_ARCHS;
+  m.attr("gpu_compiler") = LIGER_GPU_COMPILER;
+  bind_profiles(m);
+  bind_plans(m);
 }

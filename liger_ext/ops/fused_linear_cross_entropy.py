@@ -153,10 +153,17 @@ def chunk_rows(
     Raises:
         ValueError: ``memory`` is neither ``"auto"`` nor a positive number.
     """
+    gpu_bytes = _total_memory(device) if memory == "auto" and device.type == "cuda" else None
+    return rows_within(vocab_size, hidden_size, dtype, memory, gpu_bytes, need_dweight)
+
+
+def rows_within(
+    vocab_size: int, hidden_size: int, dtype: torch.dtype, memory: str | int, gpu_bytes: int | None, need_dweight: bool
+) -> int:
+    """:func:`chunk_rows` for a GPU with ``gpu_bytes`` of memory, or for a CPU (None)."""
     row_bytes = (vocab_size + 63) // 64 * 64 * dtype.itemsize
     if memory == "auto":
-        on_gpu = device.type == "cuda"
-        budget = max(256 * _MIB, _total_memory(device) // 32) if on_gpu else max(64 * _MIB, 256 * row_bytes)
+        budget = max(64 * _MIB, 256 * row_bytes) if gpu_bytes is None else max(256 * _MIB, gpu_bytes // 32)
         if need_dweight:
             budget = max(budget, vocab_size * hidden_size * accumulator(dtype).itemsize)
     elif isinstance(memory, (int, float)) and not isinstance(memory, bool) and memory > 0:

@@ -212,4 +212,11 @@ def fused_linear_cross_entropy_scales(
     scales["dx"] = 2 * (square @ weight.square()).sqrt() * max(1.0, vocab**0.5 / stored)
     scales["dweight"] = 2 * (square.T @ x.square()).sqrt() * max(1.0, rows**0.5 / stored)
     scales["dbias"] = 2 * square.sum(0).sqrt() * max(1.0, rows**0.5 / stored)
+    if stored > 1:
+        # A logit's own rounding, relative to 1, is a relative error of its exponential, and so of the gradient; and
+        # squared it is the z-loss's.
+        reach = 1 + logits.detach().abs().amax()
+        scales |= {f"{name} bound": reach * scales[name] for name in ("dx", "dweight", "dbias")}
+        by_rows = off if options.get("reduction", "mean") == "none" else scales["loss"] / reach
+        scales["z_loss bound"] = scales["z_loss"] + 2 * (options.get("lse_square_scale") or 0.0) * reach * by_rows
     return scales

@@ -1,0 +1,297 @@
+#include "launch/op_plans.h"
+
+#include <algorithm>
+#include <functional>
+#include <stdexcept>
+#include <utility>
+
+#include "launch/chunks.h"
+
+namespace liger::launch {
+namespace {
+
+// HIP takes fewer than 2^32 threads in a launch; CUDA any number of blocks that plan.cpp allows.
+LaunchPlan checked(const DeviceProfile& device, const LaunchPlan& plan) {
+  if (device.vendor == Vendor::amd && int64_t{plan.grid} * plan.block >= int64_t{1} << 32)
+    throw std::length_error("a tensor needs more threads than one launch can have on " + std::string(device.name));
+  return plan;
+}
+
+}  // namespace
+
+LaunchPlan plan_norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int inputs) {
+  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, norm_forward_k(vec), inputs > 0);
+  add_ring(device, plan, inputs, reduction_bytes(plan.path == Path::stream ? 2 : 1, plan.cluster));
+  return checked(device, plan);
+}
+
+NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind) {
+  NormBackwardPlans plans;
+  LaunchPlan& plan = plans.sums = plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, kind.centered, vec));
+  if (plan.path == Path::regs && !kind.mixed) {
+    const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = reduction_bytes(2, plan.cluster);
+    add_ring(device, plan, kind.inputs, reduction, norm_backward_resident(plan));
+    // Rows that share a block add up their sums in shared memory, in place of the ring.
+    if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
+    return plans;
+  }
+  plans.sums = checked(device, plan_norm_tiles(device, rows, cols, vec));
+  plans.means = checked(device, plan_block_per_row(device, rows, cols, vec));
+  plans.means.smem = reduction_bytes(2);
+  return plans;
+}
+
+int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
+  int64_t most = 1;
+  for (const int vec : {1, 4, 8})
+    for (const bool mixed : {false, true})
+      most = std::max<int64_t>(most, plan_norm_backward_paths(device, rows, cols, vec, {centered, mixed, 2}).sums.partial_rows);
+  return most;
+}
+
+LaunchPlan plan_softmax(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int wide_k) {
+  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, vec == 1 ? 4 : wide_k);
+  plan.smem = reduction_bytes(2, plan.cluster);
+  return checked(device, plan);
+}
+
+LaunchPlan plan_glu(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+  return checked(device, plan_row_tiles(device, rows, cols, vec, glu_k));
+}
+
+RopePlan plan_rope_heads(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t head_dim,
+                         int64_t rotary_dim, int vec) {
+  const RopePlan plan = plan_rope(device, positions, q_heads, k_heads, (rotary_dim / 2 + head_dim - rotary_dim) / vec, rope_heads_in_flight);
+  checked(device, plan.launch);
+  return plan;
+}
+
+LaunchPlan plan_cross_entropy(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, bool in_place) {
+  LaunchPlan plan = plan_logits(device, rows, vocab, element_bytes, vec, reduction_bytes(2), in_place);
+  plan.pdl = device.bulk_copies && !in_place;  // if the counts are all that it follows
+  return checked(device, plan);
+}
+LaunchPlan plan_cross_entropy_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes) {
+  return plan_logits_stream(device, rows, vocab, element_bytes, reduction_bytes(3));
+}
+LaunchPlan plan_cross_entropy_tiles(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec, bool full) {
+  return checked(device, plan_row_tiles(device, rows, vocab, vec, logits_in_flight(full), min_logit_threads));
+}
+LaunchPlan plan_cross_entropy_counts(const DeviceProfile& device, int64_t rows, int64_t vocab) {
+  return plan_block_sum(device, std::max(rows, vocab), 3 * int(sizeof(double)));
+}
+LaunchPlan plan_cross_entropy_reduce(const DeviceProfile& device, int64_t rows, bool each) {
+  if (each) return plan_elementwise(device, rows, 1);
+  LaunchPlan plan = plan_block_sum(device, rows, 3 * int(sizeof(double)));
+  plan.pdl = device.bulk_copies;
+  return plan;
+}
+
+LaunchPlan plan_row_pieces(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+  return checked(device, plan_pieces(device, rows, ceil_div(cols, vec), piece_k));
+}
+LaunchPlan plan_column_shares(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+  // Threads own whole vectors, and one element each behind them.
+  return checked(device, plan_norm_tiles(device, rows, (cols / vec + cols % vec) * vec, vec));
+}
+LaunchPlan plan_scalar(const DeviceProfile& device) { return plan_elementwise(device, 1, 1, scalar_threads); }
+LaunchPlan plan_stream_copy(const DeviceProfile& device, int64_t vectors, int per_thread) {
+  return checked(device, plan_elementwise(device, vectors, per_thread));
+}
+
+namespace {
+
+using Launches = std::vector<NamedLaunch>;
+
+int wide(const Call& call) { return 16 / call.element_bytes; }
+// Of rows whose length has to be whole vectors.
+int row_vec(const Call& call) { return call.aligned && call.cols % wide(call) == 0 ? wide(call) : 1; }
+
+// groups: one of columns, or two.
+void column_sum(Launches& out, const DeviceProfile& device, int64_t partial_rows, int64_t cols, int groups = 1) {
+  out.push_back({"SumColumns", {}, partial_rows, cols, plan_column_sum(device, partial_rows, cols, groups > 1 ? cols : 0), piece_threads});
+}
+
+bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
+
+Launches norm_forward(const DeviceProfile& device, const Call& call, int inputs) {
+  if (empty(call)) return {};
+  const int vec = row_vec(call);
+  const LaunchPlan plan = plan_norm_forward(device, call.rows, call.cols, vec, call.mixed ? 0 : inputs);
+  if (plan.path == Path::stream) return {{"NormForwardStream", {vec, stream_k}, call.rows, call.cols, plan, cluster_threads}};
+  if (plan.path == Path::reread) return {{"NormForwardReread", {vec}, call.rows, call.cols, plan, row_threads}};
+  return {{"NormForwardRegisters", {vec, vec == 1 ? 4 : plan.k}, call.rows, call.cols, plan, row_threads}};
+}
+
+Launches norm_backward(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
+  if (empty(call)) return {};
+  Launches out;
+  const int vec = row_vec(call);
+  const NormBackwardPlans plans = plan_norm_backward_paths(device, call.rows, call.cols, vec, {centered, call.mixed, inputs});
+  if (plans.sums.path == Path::regs) {
+    const LaunchPlan& plan = plans.sums;
+    const int threads = vec == 1 || plan.threads_per_row < 256 ? 0 : std::min(plan.threads_per_row, plan.block);
+    out.push_back({"NormBackwardRegisters", {vec, threads}, call.rows, call.cols, plan, norm_backward_bound(threads)});
+  } else {
+    out.push_back({"NormBackwardMeans", {vec}, call.rows, call.cols, plans.means, row_threads});
+    out.push_back({"NormBackwardTiles", {vec}, call.rows, call.cols, plans.sums, piece_threads});
+  }
+  column_sum(out, device, plans.sums.partial_rows, call.cols, centered && call.bias ? 2 : 1);
+  return out;
+}
+
+Launches softmax(const DeviceProfile& device, const Call& call, const std::string& kernel, int wide_k) {
+  if (empty(call)) return {};
+  const int vec = row_vec(call);
+  const LaunchPlan plan = plan_softmax(device, call.rows, call.cols, vec, wide_k);
+  if (plan.path == Path::reread) return {{kernel + "Reread", {vec}, call.rows, call.cols, plan, row_threads}};
+  return {{kernel + "Registers", {vec, vec == 1 ? 4 : plan.k}, call.rows, call.cols, plan, row_threads}};
+}
+
+Launches glu(const DeviceProfile& device, const Call& call, const char* kernel) {
+  if (empty(call)) return {};
+  const int vec = row_vec(call);
+  const int64_t rows = call.contiguous ? 1 : call.rows, cols = call.contiguous ? call.rows * call.cols : call.cols;
+  return {{kernel, {vec}, rows, cols, plan_glu(device, rows, cols, vec), piece_threads}};
+}
+
+Launches rope(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  const int64_t rotary = call.rotary_dim ? call.rotary_dim : call.cols;
+  const int vec = call.aligned && call.cols % wide(call) == 0 && rotary / 2 % wide(call) == 0 ? wide(call) : 1;
+  const RopePlan plan = plan_rope_heads(device, call.rows, call.q_heads, call.k_heads, call.cols, rotary, vec);
+  return {{"RopeKernel", {vec}, call.rows, call.cols, plan.launch, piece_threads}};
+}
+
+// Rows of logits need no whole vectors, only an aligned start.
+Launches logits(const DeviceProfile& device, const Call& call, int64_t rows, const char* kernel, bool in_place) {
+  if (rows == 0) return {};
+  const int vec = call.aligned ? wide(call) : 1;
+  if (in_place && vec > 1) {
+    const LaunchPlan streamed = plan_cross_entropy_stream(device, rows, call.cols, call.element_bytes);
+    if (streamed.path == Path::stream) return {{"InPlaceStream", {vec}, rows, call.cols, streamed, piece_threads}};
+  }
+  const LaunchPlan plan = plan_cross_entropy(device, rows, call.cols, call.element_bytes, vec, in_place);
+  return {{kernel, {vec}, rows, call.cols, plan, in_place ? row_threads : logits_threads}};
+}
+
+// Without options that cost registers, unaligned rows have vectors, too.
+Launches logit_tiles(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  const int vec = call.aligned ? wide(call) : 1;
+  return {{"Backward", {vec}, call.rows, call.cols, plan_cross_entropy_tiles(device, call.rows, call.cols, vec, vec == 1), piece_threads}};
+}
+
+Launches with_sums(const DeviceProfile& device, const Call& call, const Launches& over_rows) {
+  Launches out{{"CountTargets", {}, call.rows, call.cols, plan_cross_entropy_counts(device, call.rows, call.cols), row_threads}};
+  out.insert(out.end(), over_rows.begin(), over_rows.end());
+  const LaunchPlan reduce = plan_cross_entropy_reduce(device, call.rows, call.per_row);
+  if (!call.per_row) out.push_back({"SumLosses", {}, call.rows, 1, reduce, row_threads});
+  else if (call.rows > 0) out.push_back({"AddLosses", {}, call.rows, 1, reduce, piece_threads});
+  return out;
+}
+
+// The fused loss's ways to the gradients are those of ops/fused_linear_cross_entropy.cpp.
+bool one_chunk(const Call& call) { return call.chunk_rows == 0 || call.chunk_rows >= call.rows; }
+bool recomputed(const Call& call) { return !one_chunk(call) && call.per_row; }
+int piece_vec_of(const Call& call) { return call.aligned ? piece_vec : 1; }
+
+// Sums of columns of the logits' gradient: dbias.
+void dbias(Launches& out, const DeviceProfile& device, const Call& call, int64_t rows) {
+  const int vec = piece_vec_of(call);
+  const LaunchPlan shares = plan_column_shares(device, rows, call.cols, vec);
+  out.push_back({"PartialColumns", {vec}, rows, call.cols, shares, piece_threads});
+  column_sum(out, device, shares.partial_rows, call.cols);
+}
+
+void pieces(Launches& out, const DeviceProfile& device, const Call& call, const char* kernel, int64_t rows, int64_t cols) {
+  if (rows * cols == 0) return;
+  const int vec = piece_vec_of(call);
+  out.push_back({kernel, {vec}, rows, cols, plan_row_pieces(device, rows, cols, vec), piece_threads});
+}
+
+void chunk(Launches& out, const DeviceProfile& device, const Call& call, const char* kernel, bool gradients) {
+  const int64_t rows = one_chunk(call) ? call.rows : equal_chunks(call.rows, call.chunk_rows);
+  if (rows == 0) return;
+  if (call.bias) pieces(out, device, call, "Fill", rows, call.cols);
+  for (NamedLaunch& launch : logits(device, call, rows, kernel, kernel == std::string_view("InPlace"))) out.push_back(std::move(launch));
+  if (call.bias && gradients) dbias(out, device, call, rows);
+}
+
+Launches fused_loss(const DeviceProfile& device, const Call& call) {
+  Launches first;
+  chunk(first, device, call, recomputed(call) ? "Forward" : "InPlace", !one_chunk(call) && !recomputed(call));
+  return with_sums(device, call, first);
+}
+
+Launches fused_loss_backward(const DeviceProfile& device, const Call& call) {
+  Launches out{{"Product", {}, 1, 1, plan_scalar(device), scalar_threads}};
+  if (call.rows == 0) return out;
+  if (one_chunk(call)) {
+    // Matmuls write the gradients; each row's own factor goes into dx, and into a copy of x.
+    for (int i = 0; call.per_row && i < 2; ++i) pieces(out, device, call, "Scale", call.rows, call.hidden);
+    if (call.bias) dbias(out, device, call, call.rows);
+  } else {
+    if (recomputed(call)) chunk(out, device, call, "InPlace", true);
+    pieces(out, device, call, "Scale", 1, call.rows * call.hidden);
+    pieces(out, device, call, "Scale", 1, call.cols * call.hidden);
+  }
+  if (call.bias) pieces(out, device, call, "Scale", 1, call.cols);
+  return out;
+}
+
+Launches stream_copy(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  const int64_t vectors = call.rows * call.cols * call.element_bytes / 16;
+  return {{"StreamCopyKernel", {4}, 1, vectors, plan_stream_copy(device, vectors, 4), piece_threads}};
+}
+
+const std::vector<std::pair<std::string, std::function<Launches(const DeviceProfile&, const Call&)>>>& table() {
+  const auto norm = [](int inputs) { return [inputs](const DeviceProfile& d, const Call& c) { return norm_forward(d, c, inputs); }; };
+  const auto norm_gradient = [](bool centered, int inputs) {
+    return [centered, inputs](const DeviceProfile& d, const Call& c) { return norm_backward(d, c, centered, inputs); };
+  };
+  const auto forward_of = [](const char* kernel) { return [kernel](const DeviceProfile& d, const Call& c) { return glu(d, c, kernel); }; };
+  const auto glu_forward = forward_of("GluForwardKernel"), glu_backward = forward_of("GluBackwardKernel");
+  static const std::vector<std::pair<std::string, std::function<Launches(const DeviceProfile&, const Call&)>>> ops{
+      {"rms_norm", norm(1)},
+      {"rms_norm_backward", norm_gradient(false, 2)},
+      {"add_rms_norm", norm(2)},
+      {"add_rms_norm_backward", norm_gradient(false, 3)},
+      {"layer_norm", norm(1)},
+      {"layer_norm_backward", norm_gradient(true, 2)},
+      {"swiglu", glu_forward},
+      {"swiglu_backward", glu_backward},
+      {"geglu", glu_forward},
+      {"geglu_backward", glu_backward},
+      {"rope", rope},
+      {"rope_backward", rope},
+      {"softmax", [](const DeviceProfile& d, const Call& c) { return softmax(d, c, "Softmax", softmax_forward_k); }},
+      {"softmax_backward", [](const DeviceProfile& d, const Call& c) { return softmax(d, c, "SoftmaxBackward", softmax_backward_k); }},
+      {"cross_entropy", [](const DeviceProfile& d, const Call& c) { return with_sums(d, c, logits(d, c, c.rows, "Forward", false)); }},
+      {"cross_entropy_backward", logit_tiles},
+      {"fused_linear_cross_entropy", fused_loss},
+      {"fused_linear_cross_entropy_backward", fused_loss_backward},
+      {"stream_copy", stream_copy},
+  };
+  return ops;
+}
+
+}  // namespace
+
+std::vector<NamedLaunch> plans(std::string_view op, const DeviceProfile& device, const Call& call) {
+  std::string known;
+  for (const auto& [name, planned] : table()) {
+    if (name == op) return planned(device, call);
+    known += (known.empty() ? "" : ", ") + name;
+  }
+  throw std::invalid_argument("no op is called '" + std::string(op) + "'; known: " + known);
+}
+
+std::vector<std::string> planned_ops() {
+  std::vector<std::string> names;
+  for (const auto& [name, planned] : table()) names.push_back(name);
+  return names;
+}
+
+}  // namespace liger::launch

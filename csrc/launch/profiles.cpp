@@ -1,0 +1,127 @@
+// Sources.
+//   CG   CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": warp 32, 1,024 threads a block, 65,536 registers
+//        a multiprocessor, 48 KB of shared memory a block without opting in, shared memory a multiprocessor, and a block's most: all
+//        of it on 7.x, 1 KB less from 8.0 on.
+//   WP   NVIDIA's whitepapers: Volta (V100), Turing and the T4 datasheet, Ampere GA100 (A100), Ampere GA102 (RTX 3070 in its appendix),
+//        Ada (RTX 4090) and the L4 datasheet, Hopper (H100), H200 datasheet, RTX Blackwell (RTX 5090).
+//   DQ   deviceQuery's output on such a GPU, as published: RTX 5090 (NVIDIA/nccl issue 1637), B200 (pytorch/ao pull request 4002).
+//   AS   AMD's "GPU hardware specifications" (rocm.docs.amd.com, reference/gpu-arch-specs): compute units, wavefront, LDS, L2, registers.
+//   HI   what HIP reports: RX 7900 XT 42 processors of two compute units (ROCm/hip issue 3198), so for all of RDNA; MI300X 4 MB of L2,
+//        one die's (ROCm/ROCm issue 4203).
+// Memory is what is sold: a driver keeps a little of it.
+#include "launch/profiles.h"
+
+#include <cctype>
+#include <cstring>
+#include <sstream>
+#include <stdexcept>
+
+namespace liger::launch {
+namespace {
+
+constexpr int64_t KiB = 1 << 10, MiB = 1 << 20, GiB = 1 << 30;
+
+struct Clusters {
+  int of[4] = {};  // of 1, 2, 4 and 8 blocks
+};
+
+DeviceProfile named(const char* name, Vendor vendor, int arch, int multiprocessors, int64_t l2, int64_t memory) {
+  DeviceProfile profile;
+  std::strncpy(profile.name, name, sizeof(profile.name) - 1);
+  profile.vendor = vendor;
+  profile.arch = arch;
+  profile.multiprocessors = multiprocessors;
+  profile.l2_bytes = l2;
+  profile.memory_bytes = memory;
+  derive_features(profile);
+  return profile;
+}
+
+// CG for everything that the compute capability decides.
+DeviceProfile nvidia(const char* name, int arch, int multiprocessors, int64_t shared, int64_t l2, int64_t memory, Clusters clusters = {}) {
+  DeviceProfile profile = named(name, Vendor::nvidia, arch, multiprocessors, l2, memory);
+  profile.shared_per_multiprocessor = int(shared);
+  profile.shared_per_block_optin = int(arch < 80 ? shared : shared - KiB);
+  for (int blocks = 1; blocks <= 3; ++blocks)  // at least as many times as many where a multiprocessor holds several blocks
+    for (int i = 0; i < 4; ++i) profile.resident_clusters[blocks - 1][i] = blocks * clusters.of[i];
+  return profile;
+}
+
+// AS: `registers` in KiB are a register file's bytes, a fourth as many registers. 64 KiB of LDS is what a group may have before gfx950,
+// and HIP has no opting in.
+DeviceProfile amd(const char* name, int arch, int warp, int multiprocessors, int64_t lds, int64_t registers, int64_t l2, int64_t memory) {
+  DeviceProfile profile = named(name, Vendor::amd, arch, multiprocessors, l2, memory);
+  profile.warp = warp;
+  profile.shared_per_block = profile.shared_per_block_optin = profile.shared_per_multiprocessor = int(lds);
+  profile.registers_per_multiprocessor = int(registers / 4);
+  return profile;
+}
+
+// Clusters at a time. H200: cudaOccupancyMaxActiveClusters on one. The others are what every such chip has at least: a cluster lies in
+// one group of multiprocessors (GPC), groups consist of pairs, and the least clusters fit where as many groups as possible leave a
+// remainder. H100: 132 in 8 groups of at most 18 (WP), so 5 of 18 and 3 of 14. RTX 5090: 170 in 11 groups of at most 16 (WP), so 8 of
+// 16 and 3 of 14. B200: 148 in 8 groups of at most 20 (not confirmed), so 6 of 20 and 2 of 14 for clusters of 8, and 2 of 20 and 6 of
+// 18 for those of 4. A driver that counts more gives larger grids.
+constexpr Clusters h100{{132, 66, 29, 13}}, h200{{132, 66, 32, 15}}, b200{{148, 74, 34, 14}}, rtx5090{{170, 85, 41, 19}};
+
+std::vector<DeviceProfile> all() {
+  return {
+      nvidia("V100", 70, 80, 96 * KiB, 6 * MiB, 32 * GiB),                                // CG WP; also sold with 16 GB
+      nvidia("T4", 75, 40, 64 * KiB, 4 * MiB, 16 * GiB),                                  // CG WP
+      nvidia("RTX 3070", 86, 46, 100 * KiB, 4 * MiB, 8 * GiB),                            // CG WP
+      nvidia("A100", 80, 108, 164 * KiB, 40 * MiB, 80 * GiB),                             // CG WP; also sold with 40 GB
+      nvidia("L4", 89, 58, 100 * KiB, 48 * MiB, 24 * GiB),                                // CG WP
+      nvidia("RTX 4090", 89, 128, 100 * KiB, 72 * MiB, 24 * GiB),                         // CG WP
+      nvidia("H100", 90, 132, 228 * KiB, 50 * MiB, 80 * GiB, h100),                       // CG WP, the SXM5 board
+      nvidia("H200", 90, 132, 228 * KiB, 50 * MiB, 141 * GiB, h200),                      // CG WP; its L2 by the H100's
+      nvidia("B200", 100, 148, 228 * KiB, 126 * MiB + 512 * KiB, 178 * GiB, b200),        // CG DQ
+      nvidia("RTX 5090", 120, 170, 100 * KiB, 96 * MiB, 32 * GiB, rtx5090),               // CG DQ
+      amd("MI250X", 0x90a, 64, 110, 64 * KiB, 512 * KiB, 8 * MiB, 64 * GiB),              // AS, one of its two dies: a device of its own
+      amd("MI300X", 0x942, 64, 304, 64 * KiB, 512 * KiB, 4 * MiB, 192 * GiB),             // AS HI
+      amd("MI355X", 0x950, 64, 256, 160 * KiB, 512 * KiB, 4 * MiB, 288 * GiB),            // AS; its L2 reported as the MI300X's: not confirmed
+      amd("RX 7900 XT", 0x1100, 32, 42, 64 * KiB, 768 * KiB, 6 * MiB, 20 * GiB),          // AS HI; 128 KiB of LDS for two groups
+      amd("RX 9070 XT", 0x1201, 32, 32, 64 * KiB, 768 * KiB, 8 * MiB, 16 * GiB),          // AS, 64 compute units; halved as HI, not confirmed
+  };
+}
+
+std::string plain(std::string_view name) {
+  std::string letters;
+  for (const unsigned char c : name)
+    if (std::isalnum(c)) letters += char(std::tolower(c));
+  return letters;
+}
+
+}  // namespace
+
+std::string architecture_text(const DeviceProfile& device) {
+  std::ostringstream text;
+  if (device.vendor == Vendor::amd) text << "gfx" << std::hex << device.arch;
+  else if (device.vendor == Vendor::nvidia) text << device.arch / 10 << "." << device.arch % 10;
+  else text << "host";
+  return text.str();
+}
+
+void derive_features(DeviceProfile& device) {
+  const bool nvidia = device.vendor == Vendor::nvidia;
+  device.native_bf16 = device.arch >= (nvidia ? 80 : 0x908);
+  device.bulk_copies = nvidia && device.arch >= 90;
+}
+
+const std::vector<DeviceProfile>& reference_profiles() {
+  static const std::vector<DeviceProfile> profiles = all();
+  return profiles;
+}
+
+const DeviceProfile& reference_profile(std::string_view name) {
+  std::ostringstream error;
+  error << "no reference profile is called '" << name << "'; known:";
+  const char* separator = " ";
+  for (const DeviceProfile& profile : reference_profiles()) {
+    if (plain(profile.name) == plain(name)) return profile;
+    error << separator << profile.name;
+    separator = ", ";
+  }
+  throw std::invalid_argument(error.str());
+}
+
+}  // namespace liger::launch

@@ -1,0 +1,145 @@
+"""The rule that results are judged by: PyTorch's own error, a stated factor, and half a unit in the last place.
+
+Every output and every gradient is compared with a float64 reference that gets the same inputs, upcast. PyTorch's own
+functions get the same inputs, compute in the accumulator's dtype (fp32, or fp64 for fp64) and round once, and are
+compared with the same reference; where a value between is stored in 16 bits by nature (the logits of the fused loss,
+softmax's y), they run in the inputs' dtypes. Element i's error is measured in units of
+
+    u[i] = half an ulp of the output's dtype at reference[i]  +  STEPS half-ulps of the accumulator's dtype at scale[i],
+
+where ``scale`` is the size of the intermediate values that the element is computed from (by default the largest of
+its row; times sqrt(terms) / 2 for a sum over many rows). One rounding gives errors uniform in [-1, 1]. Then
+
+    largest error  <=  1                     +  FACTOR * PyTorch's largest error
+    rms error      <=  rms of one rounding   +  FACTOR * PyTorch's rms error
+    |mean error|   <=  what chance allows    +  FACTOR * |PyTorch's mean error|
+
+The last, where errors away from zero count as positive, is asked of 16-bit results: it finds truncation and whatever is
+systematically too large or too small. FACTOR and STEPS are the only tolerances.
+
+Besides, every element keeps the absolute bound of ``bounds.py``, which asks nothing of PyTorch and is the same on every
+platform: emulators, which have no PyTorch beside them, are held to that alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ext.bounds import half_ulp
+from liger_ext.ops._checks import accumulator
+
+FACTOR = 1.5
+"""How much larger than PyTorch's own error ours may be, before the half ulp of rounding is added."""
+STEPS = {torch.float32: 4, torch.float64: 32}
+"""Roundings in the accumulator's dtype that a result may carry. float64 has more: there the reference itself is
+rounded."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One output or gradient, judged: the error and the bound of the measure that came closest to its bound, in
+    units of u. ``share``: the largest error / bound by ``bounds.py``; above 1 it is what the measurement says."""
+
+    op: str
+    what: str
+    dtype: torch.dtype
+    measure: str
+    error: float
+    bound: float
+    share: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """error / bound: at most 1 is a pass."""
+        return self.error / self.bound if self.bound else math.inf
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        numbers = f"error {self.error:.3g}, bound {self.bound:.3g}, ratio {self.ratio:.2f}"
+        return f"{self.op} {self.what} {dtype}: {self.measure} {numbers}"
+
+
+def measure(
+    op: str,
+    what: str,
+    result: Tensor,
+    reference: Tensor,
+    baseline: Tensor,
+    *,
+    compute: torch.dtype | None = None,
+    scale: Tensor | float | None = None,
+    terms: int = 1,
+    unbiased: bool = True,
+    allowed: Tensor | None = None,
+) -> Measurement:
+    """Applies the rule; the caller decides what a ratio above 1 means. ``reference`` is float64; the op works in the
+    accumulator of ``compute``, by default the result's dtype. ``allowed``: what ``bound`` gives."""
+    dtype = result.dtype
+    if result.shape != reference.shape:
+        raise AssertionError(f"{op} {what}: shape {tuple(result.shape)}, expected {tuple(reference.shape)}")
+    if result.numel() == 0:
+        return Measurement(op, what, dtype, "empty", 0.0, 1.0)
+    ours, base, exact = (t.detach().to(torch.float64) for t in (result, baseline, reference))
+
+    # What is not finite must agree, and what is beyond the dtype's range must be as large as can be.
+    limit = torch.finfo(dtype).max * (1 - torch.finfo(dtype).eps)
+    finite = exact.abs() < limit
+    if not bool(finite.all()):
+        special, beyond = ~exact.isfinite(), exact.isfinite() & ~finite
+        same = torch.equal(*(t[special].nan_to_num(7e77, 8e88, -8e88) for t in (ours, exact)))
+        if not same or not bool((ours[beyond] * exact[beyond].sign() >= limit).all()):
+            return Measurement(op, what, dtype, "non-finite", math.inf, 1.0, math.inf)
+        if not bool(finite.any()):
+            return Measurement(op, what, dtype, "non-finite", 0.0, 1.0)
+
+    if scale is None:
+        magnitude = exact.abs().masked_fill(~finite, 0)
+        scale = magnitude.amax(-1, keepdim=True) if magnitude.dim() else magnitude
+    acc = accumulator(compute or dtype)
+    step = STEPS[acc] * torch.finfo(acc).eps / 2 * max(1.0, math.sqrt(terms) / 2)
+    floor = torch.as_tensor(scale, dtype=torch.float64, device=exact.device) * step
+    away = torch.where(exact < 0, -1.0, 1.0) / (half_ulp(exact, dtype) + floor).clamp(min=1e-300)
+    error, theirs = (ours - exact) * away, (base - exact) * away
+    if not bool(finite.all()):
+        error, theirs = error[finite], theirs[finite]
+    largest, rms, mean = _statistics(error)
+    if not math.isfinite(largest):
+        return Measurement(op, what, dtype, "non-finite", math.inf, 1.0, math.inf)
+    base_largest, base_rms, base_mean = _statistics(theirs)
+    if not math.isfinite(base_largest):
+        base_largest, base_rms, base_mean = _statistics(theirs[theirs.isfinite()])
+
+    # A uniform error in [-1, 1] has mean square 1/3 +- 0.3 / sqrt(n), and mean 0 +- 0.58 / sqrt(n).
+    noise = 1 / math.sqrt(error.numel())
+    rounding_rms = math.sqrt(min(1.0, 1 / 3 + 5 * 0.3 * noise))
+    measures = [("largest", largest, 1 + FACTOR * base_largest), ("rms", rms, rounding_rms + FACTOR * base_rms)]
+    if unbiased and torch.finfo(dtype).bits == 16:
+        measures.append(("mean", mean, 0.05 + 6 * rms * noise + FACTOR * base_mean))
+    share = 0.0
+    if allowed is not None:
+        share = ((ours - exact).abs() / allowed)[finite].max().item()
+        if not share <= 1:
+            measures.append(("bound", share, 1.0))
+    return max((Measurement(op, what, dtype, *m, share) for m in measures), key=lambda m: m.ratio)
+
+
+def _statistics(error: Tensor) -> list[float]:
+    """Largest magnitude, root mean square, and magnitude of the mean; zeros for nothing."""
+    if error.numel() == 0:
+        return [0.0, 0.0, 0.0]
+    low, high = error.aminmax()
+    largest = torch.maximum(-low, high)
+    return torch.stack([largest, torch.linalg.vector_norm(error) / error.numel() ** 0.5, error.mean().abs()]).tolist()
+
+
+def check(*args: Any, **kwargs: Any) -> Measurement:
+    """As ``measure``; raises AssertionError with op, dtype, error, bound and ratio when the rule is broken."""
+    result = measure(*args, **kwargs)
+    if not result.ratio <= 1:
+        raise AssertionError(f"further from float64 than the rule allows: {result}")
+    return result

@@ -1,0 +1,244 @@
+"""Every launch of every op is legal on every GPU of the reference profiles, for any shape, and covers every element of
+every row exactly once. Plans are made on any machine; plan_model.py says what the kernels make of them.
+
+Registers: the limit is a multiprocessor's register file. The compiler gives a thread no more registers than the
+kernel's launch bound leaves it (65,536 / bound on an NVIDIA GPU), so a block within the bound fits: that is what is
+asked here. Where a CUDA library and cuobjdump are at hand, ``test_registers_of_the_built_library`` uses the compiler's
+report instead, and finds kernels that no plan names."""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_model import KERNELS, check_coverage, reduction_bytes
+
+from liger_ext import _C, _load
+
+PROFILES = list(_C.profiles())
+OPS = _C.planned_ops()
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def small_device():
+    device = _C.DeviceProfile()  # no GPU: the least that a plan must live with
+    device.warp, device.multiprocessors, device.max_block_threads = 64, 1, 1024
+    return device
+
+
+rows = st.integers(0, 10**6) | st.integers(0, 300) | st.sampled_from([1, 2, 131, 132, 133, 8192, 2**20])
+cols = st.integers(1, 262_144) | st.integers(1, 300) | st.sampled_from([2**i for i in range(19)]) | st.sampled_from(
+    [127, 1001, 4100, 5120, 11_008, 14_336, 32_000, 50_257, 65_537, 128_256, 151_936, 262_144]
+)  # fmt: skip
+
+
+@st.composite
+def calls(draw, op):
+    call = {"rows": draw(rows), "cols": draw(cols), "dtype": draw(st.sampled_from(sorted(BYTES)))}
+    for name in ("aligned", "contiguous", "mixed", "per_row", "bias"):
+        call[name] = draw(st.booleans())
+    if op.startswith("rope"):
+        call["cols"] = 2 * draw(st.integers(1, 256))
+        call["rotary_dim"] = draw(st.sampled_from([0, 2 * draw(st.integers(1, call["cols"] // 2))]))
+        call["q_heads"], call["k_heads"] = draw(st.integers(1, 200)), draw(st.integers(1, 64))
+    if op.startswith("fused"):
+        call["hidden"] = draw(st.integers(1, 16_384))
+        call["chunk_rows"] = draw(st.sampled_from([0, 128, 1024, 4096]))
+    return call
+
+
+def check_legal(launch, device, registers=None):
+    plan = launch.plan
+    assert plan.warp == device.warp
+    assert 0 < plan.block <= min(device.max_block_threads, launch.max_threads) and plan.block % device.warp == 0
+    assert 0 < plan.grid <= 2**31 - 1
+    if device.vendor == _C.Vendor.amd:
+        assert plan.grid * plan.block < 2**32  # HIP counts threads in 32 bits
+    assert 0 <= plan.smem <= device.shared_per_block_optin
+    assert plan.cluster == 1 or device.resident_clusters[plan.cluster.bit_length() - 1] > 0
+    if registers is None:
+        # The compiler keeps a block of max_threads within the file; 8 is the granularity.
+        registers = device.registers_per_multiprocessor // launch.max_threads // 8 * 8
+    assert plan.block * registers <= device.registers_per_multiprocessor
+
+
+def launches(op, device, call):
+    """None where the op says that HIP does not take so many threads."""
+    try:
+        return _C.plans(op, device, **call)
+    except ValueError as error:
+        assert "more threads than one launch" in str(error) and device.vendor == _C.Vendor.amd
+        assert call["rows"] * call["cols"] * call.get("q_heads", 1) >= 2**32
+        return None
+
+
+def check_call(op, device, call):
+    made = launches(op, device, call) or []
+    for launch in made:
+        check_legal(launch, device)
+        facts = {**call, "op": op, "element_bytes": BYTES[call["dtype"]]}
+        if op.startswith("rope"):
+            sizes = (call[name] for name in ("rows", "q_heads", "k_heads", "cols"))
+            facts["rope_plan"] = partial(_C.plan_rope_heads, device, *sizes, call["rotary_dim"] or call["cols"])
+        check_coverage(launch, facts)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_plans_are_legal_and_cover_everything(op):
+    @settings(max_examples=300)
+    @given(call=calls(op))
+    def every_profile(call):
+        for device in (*PROFILES, small_device()):
+            check_call(op, device, call)
+
+    every_profile()
+
+
+@pytest.mark.parametrize("op", ["rms_norm_backward", "layer_norm_backward"])
+@settings(max_examples=200)
+@given(data=st.data())
+def test_the_workspace_of_column_sums_is_enough(op, data):
+    call = data.draw(calls(op))
+    for device in PROFILES:
+        most = _C.norm_partial_rows(device, call["rows"], call["cols"], op.startswith("layer"))
+        for launch in launches(op, device, call) or []:
+            assert launch.plan.partial_rows <= most
+
+
+def test_no_launch_for_nothing():
+    for op in ("rms_norm", "rms_norm_backward", "swiglu", "rope", "softmax", "cross_entropy_backward", "stream_copy"):
+        assert _C.plans(op, _C.profile("H200"), 0, 4096) == []
+
+
+def test_all_profiles_take_llama_sizes():
+    """No error, also where HIP's limit is: hidden sizes and vocabularies of Llama, a million tokens."""
+    for device in PROFILES:
+        for op in OPS:
+            # More logits than 2^18 rows of them fit in no GPU.
+            rows, size = (2**20, 128) if op.startswith("rope") else (2**18, 128_256) if "cross" in op else (2**20, 8192)
+            assert _C.plans(op, device, rows, size, q_heads=64, k_heads=8, hidden=8192, chunk_rows=4096)
+
+
+# What is wrong is found ----------------------------------------------------------------------------------------------
+
+
+def changed(launch, **fields):
+    """A launch with other numbers in its plan."""
+    plan = {name: getattr(launch.plan, name) for name in dir(launch.plan) if not name.startswith("_")}
+    of_launch = {
+        name: fields.pop(name, getattr(launch, name)) for name in ("kernel", "instance", "rows", "cols", "max_threads")
+    }
+    return type("Launch", (), {**of_launch, "plan": type("Plan", (), plan | fields)})
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong"),
+    [
+        ("rms_norm", {"grid": 999}),
+        ("rms_norm", {"grid": 1001}),
+        ("rms_norm", {"threads_per_row": 64}),
+        ("rms_norm", {"cols": 4097}),
+        ("rms_norm_backward", {"partial_rows": 3}),
+        ("swiglu", {"grid": 10}),
+        ("softmax", {"instance": [8, 1]}),
+        ("cross_entropy_backward", {"grid": 1}),
+        ("stream_copy", {"grid": 10}),
+    ],
+)
+def test_the_model_finds_wrong_plans(op, wrong):
+    first = _C.plans(op, _C.profile("H200"), 1000, 4096)[0]
+    facts = {"op": op, "element_bytes": 2}
+    check_coverage(changed(first), facts)
+    with pytest.raises(AssertionError):
+        check_coverage(changed(first, **wrong), facts)
+
+
+@pytest.mark.parametrize(
+    ("device", "wrong"),
+    [
+        ("MI300X", {"block": 2048}),  # 32 warps of 64 lanes: the failure that this project is about
+        ("MI300X", {"block": 96}),
+        ("H200", {"grid": 2**31}),
+        ("MI250X", {"grid": 2**26}),
+        ("T4", {"smem": 65_537}),
+        ("A100", {"cluster": 2}),
+        ("H200", {"block": 256, "max_threads": 128}),
+    ],
+)
+def test_illegal_plans_are_found(device, wrong):
+    device = _C.profile(device)
+    first = _C.plans("rms_norm", device, 1000, 4096)[0]
+    check_legal(changed(first), device)
+    with pytest.raises(AssertionError):
+        check_legal(changed(first, **wrong), device)
+
+
+def test_the_failure_of_upstream():
+    """32 warps of 64 lanes are 2,048 threads, and a block may have 1,024: on MI250X and MI300X, in training."""
+    for name in ("MI250X", "MI300X", "MI355X"):
+        for op in ("rms_norm_backward", "layer_norm_backward", "cross_entropy", "fused_linear_cross_entropy"):
+            for size in (4096, 32_768, 65_536, 128_256):
+                assert all(launch.plan.block <= 1024 for launch in _C.plans(op, _C.profile(name), 8192, size))
+
+
+# Against the built library -------------------------------------------------------------------------------------------
+
+
+def cuda_report():
+    """The most registers of each kernel instance, {(kernel, its integer arguments): registers}."""
+    toolkits = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", os.environ["PATH"]]
+    tool = shutil.which("cuobjdump", path=os.pathsep.join(toolkits))
+    library = _load.library_folder() / "libliger_ext_gpu.so"
+    if tool is None or shutil.which("c++filt") is None or not library.exists():
+        pytest.skip(f"needs cuobjdump, c++filt and {library}: the launch bounds stand in")
+    if "entry" not in (text := subprocess.run([tool, "-res-usage", library], capture_output=True, text=True).stdout):
+        pytest.skip(f"{library} has no CUDA machine code")
+    text = subprocess.run(["c++filt"], input=text, capture_output=True, text=True, check=True).stdout
+    report = {}
+    for name, used in re.findall(r"Function void liger::gpu::entry<(.*?)>\(.*?\n.*?REG:(\d+)", text):
+        name = name.replace("(anonymous namespace)::", "").replace("liger::gpu::", "")
+        kernel, _, arguments = name.partition("<")
+        numbers = tuple(int(n) for n in re.findall(r"(?<![\w)])\d+(?!\w)", arguments))
+        report[kernel, numbers] = max(int(used), report.get((kernel, numbers), 0))
+    return report
+
+
+def sweep():
+    """Launches on NVIDIA's profiles that between them use every kernel."""
+    sizes = [1, 7, 8, 32, 64, 100, 128, 129, 256, 512, 1000, 1024, 2048, 3001, *(2**i for i in range(12, 19))]
+    choices = itertools.product(
+        (device for device in PROFILES if device.vendor == _C.Vendor.nvidia),
+        OPS,
+        (8, 4096),
+        sizes,
+        ((True, "bfloat16"), (True, "float32"), (False, "bfloat16")),
+        ({}, {"mixed": True}, {"per_row": True}),
+    )
+    for device, op, rows, cols, (aligned, dtype), options in choices:
+        cols = min(cols, 512) if op.startswith("rope") else cols
+        options = {"aligned": aligned, "bias": True, "chunk_rows": 1024, **options}
+        yield from ((device, launch) for launch in _C.plans(op, device, rows, cols, dtype, **options))
+
+
+def test_registers_of_the_built_library():
+    """Every plan finds its kernel in the library and fits the register file; every kernel is reached by a plan."""
+    report = cuda_report()
+    reached = set()
+    for device, launch in sweep():
+        key = launch.kernel, tuple(launch.instance)
+        reached.add(key)
+        check_legal(launch, device, registers=-(-report[key] // 8) * 8)
+    unreached = {kernel for kernel, instance in report if (kernel, instance) not in reached}
+    # The other sizes of a copy are for benchmarks; Idle counts clusters and is never launched.
+    assert unreached <= {"StreamCopyKernel", "runtime::Idle"}
+    assert {kernel for kernel, _ in reached} == KERNELS.keys()
+
+
+def test_shared_memory_of_reductions():
+    plan = _C.plans("rms_norm", _C.profile("H200"), 100, 4096)[0].plan
+    assert plan.smem == reduction_bytes(1)
