@@ -89,6 +89,7 @@ template <class T, int N> struct InPlaceStream {
   static constexpr int max_threads = launch::piece_threads, min_blocks = 3, piece = 4;  // vectors of a thread
 
   static LIGER_DEVICE void run(const Args& args) {
+    if (!has_bulk_copies) return;
     const LogitRows& a = args.rows;
     RowGroupOf<max_threads> group(a.threads_per_row);
     const int slots = args.slots, whole = int(a.vocab / N) * N, tail = whole + group.index < a.vocab ? whole + group.index : -1;
@@ -188,18 +189,17 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
     args.slots = plan.k;
     args.shared_offset = plan.ring_offset;
   };
-  const launch::LaunchPlan stream_plan =
-      launch::plan_cross_entropy_stream(device_profile(stream.device), row.rows, row.vocab, size_of(row.logits.dtype));
-  if (vectors && !full && row.rows > 0 && stream_plan.path == launch::Path::stream) {
-    dispatch(row.logits.dtype, [&](auto element) {
-      using T = std::remove_cvref_t<decltype(element)>;
-      InPlaceArgs args{logit_rows(row, stream_plan, stream)};
-      set(args, stream_plan);
-      launch<InPlaceStream<T, 16 / int(sizeof(T))>>(stream_plan, args, stream);
-    });
-  } else {
-    launch_rows<InPlace>(row, vectors, full, true, stream, set);
+  if constexpr (has_stream_kernels) {
+    const launch::LaunchPlan plan = launch::plan_cross_entropy_stream(device_profile(stream.device), row.rows, row.vocab, size_of(row.logits.dtype));
+    if (vectors && !full && row.rows > 0 && plan.path == launch::Path::stream)
+      return dispatch(row.logits.dtype, [&](auto element) {
+        using T = std::remove_cvref_t<decltype(element)>;
+        InPlaceArgs args{logit_rows(row, plan, stream)};
+        set(args, plan);
+        launch<InPlaceStream<T, 16 / int(sizeof(T))>>(plan, args, stream);
+      });
   }
+  launch_rows<InPlace>(row, vectors, full, true, stream, set);
 }
 
 }  // namespace liger::gpu

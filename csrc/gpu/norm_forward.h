@@ -198,6 +198,7 @@ struct NormForwardStream {
   using Tile = NormTile<T, VEC, K, Centered, Usual>;
   static constexpr int max_threads = launch::cluster_threads, inputs = Centered ? 1 : 2;
   static LIGER_DEVICE void run(const Args& a) {
+    if (!has_bulk_copies) return;
     RowGroupOf<max_threads> group(a.threads_per_row);
     const Columns<VEC, K> columns = warp_columns<VEC, K>(group, a.cols);
     const int64_t step = group.teams();
@@ -322,7 +323,7 @@ void norm_forward(NormForwardArgs a, Stream stream) {
       a.ring_offset = plan.ring_offset;
       const auto with_params = [&](auto constant) {
         constexpr bool Usual = decltype(constant)::value;
-        if constexpr (VEC > 1)
+        if constexpr (VEC > 1 && has_stream_kernels)
           if (plan.path == launch::Path::stream) return launch<NormForwardStream<T, VEC, launch::stream_k, Centered, Usual>>(plan, a, stream);
         if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered, Usual>>(plan, a, stream);
         if constexpr (VEC > 1) {  // single elements come in one size: four a thread

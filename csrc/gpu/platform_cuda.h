@@ -10,6 +10,9 @@
 
 namespace liger::gpu {
 
+// Are kernels compiled that need bulk copies? (Whether code has them: has_bulk_copies.)
+constexpr bool has_stream_kernels = true;
+
 template <class To, class From>
 LIGER_DEVICE To bit_cast(const From& from) {
   To to;

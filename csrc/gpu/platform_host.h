@@ -14,6 +14,8 @@ namespace liger::gpu {
 
 using std::source_location;
 
+constexpr bool has_stream_kernels = false;
+
 template <class To, class From>
 LIGER_DEVICE To bit_cast(const From& from) {
   return __builtin_bit_cast(To, from);
@@ -48,6 +50,8 @@ LIGER_DEVICE int warp_width() { return simt::warp_width(); }
 LIGER_DEVICE int lane_id() { return thread_id() % warp_width(); }
 LIGER_DEVICE int warp_id() { return thread_id() / warp_width(); }
 LIGER_DEVICE void block_barrier(source_location where = source_location::current()) { simt::block_barrier(where); }
+// Of a block is as good, if all of its groups come.
+LIGER_DEVICE void group_barrier(int, int, source_location where = source_location::current()) { simt::block_barrier(where); }
 // No clusters: every block is one of its own.
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }
@@ -68,6 +72,13 @@ LIGER_DEVICE float fast_exp2(float v) {
 }
 LIGER_DEVICE float fast_rsqrt(float v) { return 1 / sqrtf(v); }
 LIGER_DEVICE float fast_reciprocal(float v) { return 1 / v; }
+
+LIGER_DEVICE int uniform(int v) { return v; }
+LIGER_DEVICE int64_t uniform(int64_t v) { return v; }
+LIGER_DEVICE bool elected() { return lane_id() == 0; }
+// One kernel after the other.
+LIGER_DEVICE void let_next_kernel_start() {}
+LIGER_DEVICE void wait_for_previous_kernel() {}
 
 // Hints to a GPU's compiler.
 template <class T> LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
