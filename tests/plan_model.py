@@ -1,7 +1,7 @@
 """What the kernels in csrc/gpu make of a launch, as arithmetic: which elements each thread takes. ``check_coverage``
 raises AssertionError unless every element of every row is taken exactly once. The formulas are those of Columns and
-RowGroup (gpu/rows.h), WarpShare (gpu/row_stream.h), RowWalk (gpu/cross_entropy_rows.h), Piece (gpu/elementwise.cu) and of the kernels' own first
-lines."""
+RowGroup (gpu/rows.h), WarpShare (gpu/row_stream.h), RowWalk (gpu/cross_entropy_rows.h), Piece (gpu/elementwise.cu) and
+of the kernels' own first lines."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def rope(launch, call) -> None:
 
 
 def check_singles(threads: int, vec: int, cols: int) -> None:
-    """The elements before the first and behind the last whole vector of a row, wherever it starts, are a thread's each."""
+    """The elements before the first and behind the last whole vector of a row, wherever it starts: a thread's each."""
     for head in range(min(vec, cols + 1)):
         assert head + (cols - head) % vec <= threads
 
