@@ -12,12 +12,15 @@ def rms_norm(x, w):
 
 
 def rope(q, k, cos, sin):
-    def rotate(x):
-        half = x.shape[-1] // 2
-        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    rotary, cos, sin = cos.shape[-1], cos.unsqueeze(1), sin.unsqueeze(1)
 
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
+    def embed(x):
+        turned, passed = x[..., :rotary], x[..., rotary:]
+        half = torch.cat((-turned[..., rotary // 2 :], turned[..., : rotary // 2]), dim=-1)
+        turned = turned * cos + half * sin
+        return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+
+    return embed(q), embed(k)
 
 
 def add_rms_norm(x, r, w):
@@ -32,8 +35,8 @@ def swiglu(g, u):
     return F.silu(g) * u
 
 
-def geglu(g, u):
-    return F.gelu(g, approximate="tanh") * u
+def geglu(g, u, approximate="tanh"):
+    return F.gelu(g, approximate=approximate) * u
 
 
 def softmax(x):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,10 +52,12 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
 
     norms = [(2048, 576), (2048, 4096)]
+    only_rms = []
     if not small:
         norms = [(32768, 512), (32768, 1024), (32768, 2048), (8192, 4096), (32768, 4096), (16384, 8192), (8192, 16384)]
         norms.append((2048, 65536))
-    for rows, cols in norms:
+        only_rms = [(16384, 576), (8192, 3072), (2048, 4096), (8192, 5120)]
+    for rows, cols in norms + only_rms:
         matrix, stat = rows * cols * size, rows * 4
         inputs = lambda r=rows, c=cols: (param(r, c), param(c))  # noqa: E731
         yield Case(
@@ -65,6 +68,8 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             2 * matrix + stat,
             3 * matrix + stat,
         )
+        if (rows, cols) in only_rms:
+            continue
         yield Case(
             "add_rms_norm",
             f"{rows}x{cols}",
@@ -85,7 +90,18 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             3 * matrix + 2 * stat,
         )
 
-    for rows, cols in [(2048, 1536), (1024, 11008)] if small else [(8192, 14336), (8192, 11008)]:
+    rows, cols = norms[-1] if small else (8192, 4096)
+    frozen = torch.ones(cols, device=device, dtype=dtype)
+    yield Case(
+        "rms_norm, frozen weight",
+        f"{rows}x{cols}",
+        lambda: (param(rows, cols), frozen),
+        _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), eager.rms_norm),
+        2 * rows * cols * size + 4 * rows,
+        3 * rows * cols * size + 4 * rows,
+    )
+
+    for rows, cols in [(2048, 1536), (1024, 11008)] if small else [(8192, 14336), (8192, 11008), (8192, 8192)]:
         matrix = rows * cols * size
         inputs = lambda r=rows, c=cols: (param(r, c), param(r, c))  # noqa: E731
         yield Case(
@@ -104,29 +120,56 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             3 * matrix,
             5 * matrix,
         )
+        if cols % 2048 == 0:
+            continue
+        yield Case(
+            "geglu, exact",
+            f"{rows}x{cols}",
+            inputs,
+            _with_compile(
+                {"liger_ext": partial(LF.geglu, approximate="none")}, partial(eager.geglu, approximate="none")
+            ),
+            3 * matrix,
+            5 * matrix,
+        )
+        yield Case(
+            "swiglu, packed",
+            f"{rows}x{cols}",
+            lambda r=rows, c=cols: (param(r, 2 * c),),
+            _with_compile({"liger_ext": LF.swiglu_packed}, lambda packed: eager.swiglu(*packed.chunk(2, -1))),
+            3 * matrix,
+            5 * matrix,
+        )
 
-    for batch, seq, q_heads, k_heads, dim in (
-        [(1, 2048, 9, 3, 64), (1, 2048, 32, 8, 128)] if small else [(4, 2048, 32, 8, 128), (4, 2048, 32, 8, 64)]
-    ):
+    # Batch, sequence, heads, head_dim, and how much of it is rotated.
+    ropes = [(1, 2048, 9, 3, 64, 64), (1, 2048, 32, 8, 128, 128)]
+    if not small:
+        ropes = [
+            (4, 2048, 32, 8, 128, 128),
+            (4, 2048, 32, 8, 64, 64),
+            (4, 2048, 32, 8, 96, 96),
+            (4, 2048, 32, 8, 128, 64),
+        ]
+    for batch, seq, q_heads, k_heads, dim, rotary in ropes:
 
-        def inputs(b=batch, s=seq, hq=q_heads, hk=k_heads, d=dim):
+        def inputs(b=batch, s=seq, hq=q_heads, hk=k_heads, d=dim, r=rotary):
             q, k = (
                 torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for h in (hq, hk)
             )
-            angle = torch.rand(1, s, d // 2, device=device).repeat(1, 1, 2) * 6.28
+            angle = torch.rand(1, s, r // 2, device=device).repeat(1, 1, 2) * 6.28
             return q, k, angle.cos().to(dtype), angle.sin().to(dtype)
 
         moved = 2 * batch * seq * (q_heads + k_heads) * dim * size
         yield Case(
-            "rope",
-            f"B{batch} S{seq} {q_heads}+{k_heads} D{dim}",
+            "rope" if rotary == dim else "rope, partial",
+            f"B{batch} S{seq} {q_heads}+{k_heads} D{dim}" + (f" of which {rotary}" if rotary < dim else ""),
             inputs,
-            _with_compile({"liger_ext": LF.rope} | peers.rope(), eager.rope),
+            _with_compile({"liger_ext": LF.rope} | (peers.rope() if rotary == dim else {}), eager.rope),
             moved,
             moved,
         )
 
-    for rows, cols in [(2048, 32768)] if small else [(4096, 32768), (32768, 1024)]:
+    for rows, cols in [(2048, 32768)] if small else [(4096, 32768), (32768, 1024), (8192, 128256)]:
         matrix = rows * cols * size
         yield Case(
             "softmax",
@@ -137,7 +180,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             3 * matrix,
         )
 
-    for rows, vocab in [(1024, 49152)] if small else [(4096, 128256), (8192, 32000)]:
+    for rows, vocab in [(1024, 49152)] if small else [(4096, 128256), (8192, 32000), (8192, 152064), (8192, 32001)]:
         matrix = rows * vocab * size
         yield Case(
             "cross_entropy",

@@ -60,7 +60,9 @@ def test_odd_sizes(op, rows, cols, dtype):
 
 # By the number of 16-byte vectors: two to eight a thread in blocks of up to 1,024, and rows that are read again.
 @dtypes
-@pytest.mark.parametrize("rows, vectors", [(9, 16), (1, 40), (1, 1000), (2, 1500), (1, 2500), (1, 4104), (1, 8200)])
+@pytest.mark.parametrize(
+    "rows, vectors", [(9, 16), (1, 40), (3, 400), (1, 1000), (2, 1500), (1, 2500), (1, 4104), (1, 8200)]
+)
 @pytest.mark.parametrize("op", [op for op in ROWS if "glu" not in op])
 def test_long_rows(op, rows, vectors, dtype):
     cols = vectors * 16 // dtype.itemsize

@@ -84,7 +84,14 @@ def test_wave_size(kernels):
 
 
 def test_no_spills_and_no_scratch(kernels):
-    assert naming(kernels, lambda k: k.spills + k.metadata[".private_segment_fixed_size"]) == []
+    """But scalar ones where rows are unaligned, whose many predicates are scalar: they stay in registers."""
+
+    def wrong(kernel):
+        unaligned = re.search(r"NormBackwardRegisters<\w+, 1,", kernel.name)
+        spills = kernel.metadata[".vgpr_spill_count"] if unaligned else kernel.spills
+        return spills + kernel.metadata[".private_segment_fixed_size"]
+
+    assert naming(kernels, wrong) == []
 
 
 def test_no_flat_accesses(disassembled):

@@ -56,7 +56,7 @@ template <class T, int N, bool Full> struct Backward {
     void* dlogits;
     int64_t dlogits_stride, tiles;  // tiles: of a row
   };
-  static constexpr int max_threads = launch::piece_threads, K = launch::logits_in_flight(Full);
+  static constexpr int max_threads = launch::piece_threads, K = launch::logit_tile_k(N);
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -108,7 +108,7 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   const bool vectors = full ? vectors_fit(op) && aligned(op.dlogits, 0) : equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
   with_logits<Backward>(op, vectors, full, [&](auto kernel, int vec) {
     using Kernel = std::remove_cvref_t<decltype(kernel)>;
-    const launch::LaunchPlan plan = launch::plan_cross_entropy_tiles(device_profile(stream.device), op.rows, op.vocab, vec, full);
+    const launch::LaunchPlan plan = launch::plan_cross_entropy_tiles(device_profile(stream.device), op.rows, op.vocab, vec);
     const int64_t tiles = launch::ceil_div(op.vocab, int64_t{plan.threads_per_row} * Kernel::K * vec);
     launch<Kernel>(plan, {logit_rows(op, plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles}, stream);
   });

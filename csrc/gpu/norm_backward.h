@@ -44,6 +44,7 @@ template <class T, int VEC, int Threads, bool Centered>
 struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
   static constexpr int K = launch::norm_backward_k(VEC), max_threads = launch::norm_backward_bound(Threads);
+  static constexpr int min_blocks = 1;  // as many registers as there can be
   // At 1024 threads there are 64 registers for each: enough for one row and its sums, while weights are loaded where they are used.
   static constexpr bool spacious = Threads < 1024;
   using Tile = Columns<VEC, K>;

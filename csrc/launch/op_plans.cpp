@@ -74,8 +74,8 @@ LaunchPlan plan_cross_entropy(const DeviceProfile& device, int64_t rows, int64_t
 LaunchPlan plan_cross_entropy_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes) {
   return plan_logits_stream(device, rows, vocab, element_bytes, reduction_bytes(3));
 }
-LaunchPlan plan_cross_entropy_tiles(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec, bool full) {
-  return checked(device, plan_row_tiles(device, rows, vocab, vec, logits_in_flight(full), min_logit_threads));
+LaunchPlan plan_cross_entropy_tiles(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec) {
+  return checked(device, plan_row_tiles(device, rows, vocab, vec, logit_tile_k(vec), min_logit_threads));
 }
 LaunchPlan plan_cross_entropy_counts(const DeviceProfile& device, int64_t rows, int64_t vocab) {
   return plan_block_sum(device, std::max(rows, vocab), 3 * int(sizeof(double)));
@@ -179,7 +179,7 @@ Launches logits(const DeviceProfile& device, const Call& call, int64_t rows, con
 Launches logit_tiles(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
   const int vec = call.aligned ? wide(call) : 1;
-  return {{"Backward", {vec}, call.rows, call.cols, plan_cross_entropy_tiles(device, call.rows, call.cols, vec, vec == 1), piece_threads}};
+  return {{"Backward", {vec}, call.rows, call.cols, plan_cross_entropy_tiles(device, call.rows, call.cols, vec), piece_threads}};
 }
 
 Launches with_sums(const DeviceProfile& device, const Call& call, const Launches& over_rows) {

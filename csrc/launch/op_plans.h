@@ -29,6 +29,7 @@ constexpr int piece_k = 4;
 constexpr int rope_heads_in_flight = 4;
 // Of cross entropy's rows; fewer where the options need the registers.
 constexpr int logits_in_flight(bool full) { return full ? 2 : 4; }
+constexpr int logit_tile_k(int vec) { return vec == 1 ? 2 : 4; }
 constexpr int piece_vec = 8;  // elements of a piece's vectors, of any dtype
 
 // Each of these throws std::length_error where a tensor needs more threads than one launch can have on the device.
@@ -64,7 +65,7 @@ LaunchPlan plan_cross_entropy(const DeviceProfile&, int64_t rows, int64_t vocab,
 // The fused loss's kernel for rows that clusters hold in shared memory; path is not stream where there is none.
 LaunchPlan plan_cross_entropy_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes);
 // The backward's tiles of rows.
-LaunchPlan plan_cross_entropy_tiles(const DeviceProfile&, int64_t rows, int64_t vocab, int vec, bool full);
+LaunchPlan plan_cross_entropy_tiles(const DeviceProfile&, int64_t rows, int64_t vocab, int vec);
 // Its sums over rows, three fp64 values a thread, in one block; `each`: a row's loss is its own (reduction "none").
 LaunchPlan plan_cross_entropy_counts(const DeviceProfile&, int64_t rows, int64_t vocab);
 LaunchPlan plan_cross_entropy_reduce(const DeviceProfile&, int64_t rows, bool each);

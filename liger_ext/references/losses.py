@@ -149,7 +149,9 @@ def cross_entropy_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Ten
         chosen = p + F.one_hot(index, vocab)
         terms = (1 - smoothing) * w[index][:, None] * chosen + smoothing / vocab * (w.sum() * p + w)
         terms = terms * by_ce + 2 * s * by_z * size[:, None] * p
-        scales["dlogits"] = terms * (valid * (1 + size / 4) * grads["loss"].abs())[:, None]
+        # A capped logit has the roundings of a quotient, a tanh and a product, each as large as itself.
+        steps = 1 + size / (2 if softcap else 4)
+        scales["dlogits"] = terms * (valid * steps * grads["loss"].abs())[:, None]
     return scales
 
 
@@ -217,6 +219,8 @@ def fused_linear_cross_entropy_scales(
         # squared it is the z-loss's.
         reach = 1 + logits.detach().abs().amax()
         scales |= {f"{name} bound": reach * scales[name] for name in ("dx", "dweight", "dbias")}
+        # The largest logits' roundings move a whole row of the gradient at once, by way of lse: these do not cancel.
+        scales["dx bound"] = scales["dx bound"] + reach * stored * (g.abs() @ weight.abs())
         by_rows = off if options.get("reduction", "mean") == "none" else scales["loss"] / reach
         scales["z_loss bound"] = scales["z_loss"] + 2 * (options.get("lse_square_scale") or 0.0) * reach * by_rows
     return scales

@@ -222,6 +222,8 @@ def softmax_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) 
     """The backward reads y as it is stored: dx carries a rounding of y in each factor of y * (dy - sum(dy * y))."""
     if "out" not in grads:
         return {}
-    y, dy = outputs["out"], grads["out"]
+    compute, y, dy = inputs["compute_dtype"], outputs["out"], grads["out"]
+    if torch.finfo(compute).bits == 16:  # below its normal range a dtype rounds to steps of one size
+        y = y.clamp(min=torch.finfo(compute).smallest_normal)
     rounding_of_y = y * (dy.abs() + (dy * y).abs().sum(-1, keepdim=True))
-    return {"dx": stored_steps(inputs["compute_dtype"]) * rounding_of_y + peak(rounding_of_y)}
+    return {"dx": stored_steps(compute) * rounding_of_y + peak(rounding_of_y)}

@@ -1,6 +1,6 @@
 # The GPU library as a library for CPU tensors, whose launches Python executes in an emulator (tests/amd/device.py): the objects are
 # those of the HIP build. It takes the CPU library's place, name included: LIGER_EXT_LIB points to its folder.
-add_library(liger_ext_emulated SHARED EXCLUDE_FROM_ALL csrc/schemas.cpp ${LIGER_OPS} csrc/launch/plan.cpp tests/amd/runtime.cpp ${hip_objects})
+add_library(liger_ext_emulated SHARED EXCLUDE_FROM_ALL csrc/schemas.cpp ${LIGER_OPS} ${launch_sources} tests/amd/runtime.cpp ${hip_objects})
 set_target_properties(liger_ext_emulated PROPERTIES OUTPUT_NAME liger_ext_cpu LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/emulated")
 target_include_directories(liger_ext_emulated PRIVATE csrc)
 target_compile_definitions(liger_ext_emulated PRIVATE LIGER_BACKEND=gpu LIGER_DISPATCH_KEY=CPU LIGER_IS_GPU=1)

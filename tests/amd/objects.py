@@ -39,6 +39,7 @@ class Kernel:
 
     @property
     def spills(self) -> int:
+        """Of vector registers, into memory; and of scalar ones, into lanes of vector registers."""
         return self.metadata[".vgpr_spill_count"] + self.metadata[".sgpr_spill_count"]
 
     def count(self, pattern: str) -> int:
