@@ -5,7 +5,8 @@ of a result may be off by
 
     half an ulp of the result's dtype at exact[i]                                          the rounding at the store
   + (steps + sums * sqrt(length / 16)) * max(1, sqrt(terms) / 2) * eps / 2 * scale[i]      the arithmetic
-  + eps16 / 2 * |exact[i]|              where a 16-bit value is stored on the way by definition (casting mode "llama")
+  + eps16 / 2 * |exact[i]|              where a 16-bit value is stored on the way: by definition (casting mode "llama"),
+                                        or dx of the fused loss before each row's own factor (reduction "none")
   + the smallest normal float32         what approximate exponentials and reciprocals of GPUs flush to zero
 
 with ``eps`` of the accumulator's dtype and ``scale`` the size of the values that the element is computed from (the
@@ -103,7 +104,7 @@ def bound(
     compute: torch.dtype | None = None,
     length: int = 1,
     terms: int = 1,
-    stored: bool = False,
+    stored: torch.dtype | None = None,
 ) -> Tensor:
     """The largest error of each element of a result in ``dtype`` whose float64 value is ``exact``: of its shape.
 
@@ -115,7 +116,7 @@ def bound(
         compute: the inputs' dtype (fused loss: the matmuls'), whose accumulator is computed in; ``dtype`` if None.
         length: elements of a row's sums: columns, or the vocabulary.
         terms: rows that a parameter's gradient is summed over.
-        stored: is a value rounded to ``compute`` on the way by definition?
+        stored: a value as large as the result is rounded to this dtype on the way.
     """
     counted = roundings_of(op, what)
     acc = accumulator(compute or dtype)
@@ -125,6 +126,6 @@ def bound(
     steps = both * (counted.steps + counted.sums * math.sqrt(max(1.0, length / 16))) * max(1.0, math.sqrt(terms) / 2)
     arithmetic = torch.as_tensor(scale, dtype=torch.float64, device=exact.device) * (steps * eps / 2)
     allowed = half_ulp(exact, dtype) + arithmetic + torch.finfo(torch.float32).tiny
-    if stored and compute is not None and torch.finfo(compute).bits == 16:
-        allowed = allowed + exact.abs() * (torch.finfo(compute).eps / 2)
+    if stored is not None and torch.finfo(stored).bits == 16:
+        allowed = allowed + exact.abs() * (torch.finfo(stored).eps / 2)
     return allowed

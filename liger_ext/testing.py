@@ -139,6 +139,7 @@ def expected(
     floating = [v for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()]
     length = inputs["weight"].shape[0] if name == "fused_linear_cross_entropy" else floating[0].shape[-1]
     rounds = op.stores and inputs.get("casting_mode", "llama") == "llama"
+    rows_apart = name == "fused_linear_cross_entropy" and inputs.get("reduction") == "none"
 
     def judged(what: str, value: Tensor, dtype: torch.dtype, terms: int = 1) -> Expected:
         if not dtype.is_floating_point:
@@ -147,7 +148,8 @@ def expected(
         if size is None:  # the largest of the row
             size = value.detach().abs().nan_to_num(0, 0, 0)
             size = size.amax(-1, keepdim=True) if size.dim() and size.numel() else size
-        rule = {"compute": compute, "length": length, "terms": terms, "stored": rounds and what in ("out", "out0")}
+        stored_as = compute if rounds and what in ("out", "out0") else dtype if rows_apart and what == "dx" else None
+        rule = {"compute": compute, "length": length, "terms": terms, "stored": stored_as}
         return Expected(value, bound(name, what, value.detach(), dtype, size, **rule), scales.get(what), terms)
 
     work = max([t.numel() for t in (*floating, *outputs.values())], default=1)

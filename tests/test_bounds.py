@@ -84,7 +84,7 @@ def test_a_bound_is_a_rounding_and_the_arithmetic():
         found = bound("rope", "out0", exact, dtype, 4.0)
         expected = bounds.half_ulp(exact, dtype) + 2 * eps / 2 * 4.0
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=2e-38)
-    stored = bound("rms_norm", "out", exact, BF16, 1.0, compute=BF16, stored=True)
+    stored = bound("rms_norm", "out", exact, BF16, 1.0, compute=BF16, stored=BF16)
     once = bound("rms_norm", "out", exact, BF16, 1.0, compute=BF16)
     torch.testing.assert_close(stored - once, exact.abs() * 2**-8, rtol=1e-12, atol=0)
     assert (bound("softmax", "out", exact, BF16, 1.0, length=10**6) > bound("softmax", "out", exact, BF16, 1.0)).all()

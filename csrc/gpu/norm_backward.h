@@ -50,12 +50,13 @@ struct NormBackwardRegisters {
   using Tile = Columns<VEC, K>;
   using Sums = float[K][VEC];
   enum { dy, z, dsum, inputs = Centered ? 2 : 3 };  // LayerNorm has no dsum
-  using Stream = RowStream<RowGroupOf<Threads>, T, VEC, K, inputs, 2, spacious ? 2 : 0>;
+  using Group = RowGroupOf<Threads, (Threads < 512)>;
+  using Stream = RowStream<Group, T, VEC, K, inputs, 2, spacious ? 2 : 0>;
   // n = (z - mean) * rstd. Of 16-bit values z * rstd - mean * rstd in one instruction: it rounds mean * rstd, as mean itself is rounded.
   static constexpr bool one_step = Centered && sizeof(T) == 2;
 
   static LIGER_DEVICE void run(const Args& a) {
-    RowGroupOf<Threads> group(a.threads_per_row);
+    Group group(a.threads_per_row);
     const Tile columns = warp_columns<VEC, K>(group, a.cols);
     const int64_t step = group.teams() * group.rows_per_block();
     int64_t row = group.first_row();

@@ -8,8 +8,9 @@ namespace liger::gpu {
 // cluster. Within a warp shuffles are enough; across warps each reduction is one exchange of the warps' values, with one barrier, or
 // by messages that each warp sends to all blocks of the cluster. Two buffers used in turn make a second barrier needless, because a
 // thread can only reach a buffer again after all others have passed the exchange between, and so have read it.
-// Threads: so many, or all of a cluster of blocks of so many; 0: as the plan says.
-template <int Threads>
+// Threads: so many, or all of a cluster of blocks of so many; 0: as the plan says. OwnBarriers: a block's rows do not wait for each
+// other; NVIDIA's compiler then keeps all 16 barriers for a block, and no more than four blocks fit on a multiprocessor.
+template <int Threads, bool OwnBarriers = false>
 struct RowGroupOf {
   static constexpr bool whole_warps = Threads >= 64;    // for certain
   int threads_per_row, index, group, groups, turn = 0;  // index: of this thread in its row; group: which of the block's rows
@@ -39,7 +40,7 @@ struct RowGroupOf {
   LIGER_DEVICE int64_t first_row() const { return team() * groups + group; }
 
   // Reduces N values at once by `combine(a, b)`: a becomes what a and b are together, of either order the same. All threads of the
-  // block, or cluster, call it together (of the group, where group_barrier is one of a group), all get the same bits. Reductions of one kernel must not mix different N: their buffers
+  // block, or cluster, call it together (the row's alone, if they have barriers of their own), all get the same bits. Reductions of one kernel must not mix different N: their buffers
   // would overlap.
   template <int N, class F>
   LIGER_DEVICE void reduce(float (&v)[N], F combine) {
@@ -92,7 +93,7 @@ struct RowGroupOf {
     if (lane_id() == 0)
 #pragma unroll
       for (int i = 0; i < N; ++i) buffer[i * 32 + warp_id()] = v[i];
-    if (groups == 1) block_barrier();
+    if (!OwnBarriers || groups == 1) block_barrier();
     else group_barrier(group, threads_per_row);
     const int at = group * warps + (lane_id() & (warps - 1));
 #pragma unroll
