@@ -280,7 +280,8 @@ def draw(rows: list[Row], settings: suite.Settings, folder: Path) -> list[Path]:
             axis.set_ylabel("GB/s of ideal bytes")
             axis.set_title(f"{op}, {direction}, {settings.dtype}")
             axis.legend(fontsize=8)
-        pictures.append(suite.save(made, folder / f"rows_{settings.device}_{settings.dtype}_{op}.png"))
+        name = op.replace(",", "").replace(" ", "_")
+        pictures.append(suite.save(made, folder / f"rows_{settings.device}_{settings.dtype}_{name}.png"))
     return pictures
 
 
