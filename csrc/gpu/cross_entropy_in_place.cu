@@ -97,8 +97,8 @@ template <class T, int N> struct InPlaceStream {
     const int first = int(share.begin + share.lane) * N, end = int(share.end) * N, step = warp_width() * N;  // this thread's columns
     const int64_t rows_apart = group.teams();
     const auto has_class = [&](int64_t row) { return row < a.rows && a.is_class(a.target[row]); };
-    const Rows logits[1] = {{a.logits, a.stride, dtype_of<T>}};
-    WarpRing<RowGroupOf<max_threads>, T, N, 1> ring(group, {group.first_row(), rows_apart, a.rows, whole, logits}, slots, 1, args.shared_offset);
+    const Rows logits{a.logits, a.stride, dtype_of<T>};
+    WarpRing<RowGroupOf<max_threads>, T, N, 1> ring(group, {group.first_row(), rows_apart, a.rows, whole, &logits}, slots, 1, args.shared_offset);
     ring.ask(0, has_class(group.first_row()));
     for (int64_t at = group.first_row(); at < a.rows; at += rows_apart) {
       const LogitRow<T, false> row(a, at, group.index == 0, false);
@@ -139,9 +139,7 @@ template <class T, int N> struct InPlaceStream {
       }
       float merged[3] = {own.max, own.sum, target_logit};
       group.reduce(merged, [](float(&to)[3], const float(&from)[3]) {
-        const float smaller = fast_exp(to[0] == from[0] ? 0.f : -fabsf(to[0] - from[0]));
-        to[1] = to[0] >= from[0] ? to[1] + from[1] * smaller : to[1] * smaller + from[1];
-        to[0] = fmaxf(to[0], from[0]);
+        join_exponentials<bf16>(to, from);  // as of 16-bit logits: fast, in fp32 too
         to[2] += from[2];
       });
       own.max = merged[0];
@@ -189,16 +187,17 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
     args.slots = plan.k;
     args.shared_offset = plan.ring_offset;
   };
-  if constexpr (has_stream_kernels) {
-    const launch::LaunchPlan plan = launch::plan_cross_entropy_stream(device_profile(stream.device), row.rows, row.vocab, size_of(row.logits.dtype));
-    if (vectors && !full && row.rows > 0 && plan.path == launch::Path::stream)
-      return dispatch(row.logits.dtype, [&](auto element) {
-        using T = std::remove_cvref_t<decltype(element)>;
-        InPlaceArgs args{logit_rows(row, plan, stream)};
-        set(args, plan);
-        launch<InPlaceStream<T, 16 / int(sizeof(T))>>(plan, args, stream);
-      });
-  }
+  if constexpr (has_stream_kernels)
+    if (vectors && !full && row.rows > 0) {
+      const launch::LaunchPlan plan = launch::plan_cross_entropy_stream(device_profile(stream.device), row.rows, row.vocab, size_of(row.logits.dtype));
+      if (plan.path == launch::Path::stream)
+        return dispatch(row.logits.dtype, [&](auto element) {
+          using T = std::remove_cvref_t<decltype(element)>;
+          InPlaceArgs args{logit_rows(row, plan, stream)};
+          set(args, plan);
+          launch<InPlaceStream<T, 16 / int(sizeof(T))>>(plan, args, stream);
+        });
+    }
   launch_rows<InPlace>(row, vectors, full, true, stream, set);
 }
 

@@ -113,8 +113,8 @@ template <class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
 }
 
 // The columns that one thread owns: of the vectors behind the `head`, vector `index + i * threads` in its slot i, and at most one of
-// the elements before them or behind the last whole one. A thread reads and writes only its own columns, so passes over a row need no barrier between
-// them. No collective happens inside a walk: threads may differ in the number of slots.
+// the elements before them or behind the last whole one. A thread reads and writes only its own columns, so passes over a row need no
+// barrier between them. No collective happens inside a walk: threads may differ in the number of slots.
 template <class T, int N> struct RowWalk {
   int vectors, index, threads, head, single;  // single: the single element's column, or -1
 

@@ -61,7 +61,7 @@ struct NormBackwardRegisters {
     const int64_t step = group.teams() * group.rows_per_block();
     int64_t row = group.first_row();
     const Rows tensors[3] = {a.dy, a.z, a.dsum};
-    Stream stream(group, {row, step, a.rows, a.cols, reinterpret_cast<const Rows(&)[inputs]>(tensors)}, a.stages, a.ring_offset);
+    Stream stream(group, {row, step, a.rows, a.cols, tensors}, a.stages, a.ring_offset);
     Sums weight, dweight = {}, dbias = {};
     if constexpr (spacious) for_each_vector(columns, [&](int k, int64_t column) { load_weight(weight[k], a, column); });
     float next_rstd, next_mean;

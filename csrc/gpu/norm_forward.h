@@ -204,7 +204,7 @@ struct NormForwardStream {
     const int64_t step = group.teams();
     int64_t row = group.first_row();
     const Rows tensors[2] = {a.x, a.residual};
-    RowStream<decltype(group), T, VEC, K, inputs, 1> stream(group, {row, step, a.rows, a.cols, reinterpret_cast<const Rows(&)[inputs]>(tensors)}, a.stages, a.ring_offset);
+    RowStream<decltype(group), T, VEC, K, inputs, 1> stream(group, {row, step, a.rows, a.cols, tensors}, a.stages, a.ring_offset);
     typename Tile::Values weight, bias;
     Tile{a, columns, row}.load_weight(weight);
     Tile{a, columns, row}.load_bias(bias);

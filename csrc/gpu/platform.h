@@ -27,7 +27,7 @@ constexpr bool has_bulk_copies = false;
 using Inbox = uint64_t;
 LIGER_DEVICE void cluster_arrive() {}
 LIGER_DEVICE void cluster_wait() {}
-LIGER_DEVICE void open_inbox(Inbox*, int = 1) {}
+LIGER_DEVICE void open_inbox(Inbox*) {}
 LIGER_DEVICE void expect_bytes(Inbox*, int) {}
 LIGER_DEVICE void wait_for_round(Inbox*, int) {}
 LIGER_DEVICE void send(float*, Inbox*, int, float) {}

@@ -57,12 +57,11 @@ LIGER_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.releas
 LIGER_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Messages between the blocks of a cluster, floats that other blocks store in this one's shared memory, and bulk copies; an Inbox
-// counts their bytes. Its senders say how many bytes each of them brings in a round, which ends when they are here.
+// counts their bytes. One thread says how many bytes a round brings; the round ends when they are here.
 using Inbox = uint64_t;
 LIGER_DEVICE unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-LIGER_DEVICE void open_inbox(Inbox* inbox, int senders = 1) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(inbox)), "r"(senders)
-               : "memory");
+LIGER_DEVICE void open_inbox(Inbox* inbox) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(inbox)) : "memory");
 }
 LIGER_DEVICE void expect_bytes(Inbox* inbox, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)), "r"(bytes) : "memory");

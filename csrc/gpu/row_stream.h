@@ -31,11 +31,11 @@ LIGER_DEVICE Columns<VEC, K> warp_columns(const Group& group, int64_t cols) {
   return {share.lane, share.lanes, share.begin * VEC, share.end * VEC};
 }
 
-// Rows first, first + step, ... below `rows`, of N tensors of one type; the last ones, from Needed on, may be missing.
-template <int N>
+// Rows first, first + step, ... below `rows`, of tensors of one type. Where a ring or stream takes N of them, those from Needed on may be
+// missing.
 struct RowSteps {
   int64_t first, step, rows, cols;
-  const Rows (&tensors)[N];
+  const Rows* tensors;
 };
 
 // A warp's vectors of `stages` rows in shared memory, at most `vectors` a lane. wait() for a row, read it by vector(), release() it:
@@ -51,7 +51,7 @@ class WarpRing {
   int vectors, stages, tensors = 0, stage = 0, parity = 0, lanes, bytes, filling = 0;
 
  public:
-  LIGER_DEVICE WarpRing(const Group& group, const RowSteps<N>& steps, int vectors, int stages, int shared_offset)
+  LIGER_DEVICE WarpRing(const Group& group, const RowSteps& steps, int vectors, int stages, int shared_offset)
       : step(steps.step), rows(steps.rows), vectors(vectors), stages(stages), lanes(group.lanes()) {
     const WarpShare share(group, steps.cols / VEC);
     const int lane = share.lane, warp = uniform(warp_id()), row_of_warp = lane_id() / lanes;
@@ -142,7 +142,7 @@ class RingStream {
   WarpRing<Group, T, VEC, N, Needed> ring;
 
  public:
-  LIGER_DEVICE RingStream(const Group& group, const RowSteps<N>& steps, int stages, int shared_offset) : ring(group, steps, K, stages, shared_offset) {
+  LIGER_DEVICE RingStream(const Group& group, const RowSteps& steps, int stages, int shared_offset) : ring(group, steps, K, stages, shared_offset) {
     for (int s = 0; s < stages; ++s) ring.ask(s);
   }
   LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
@@ -165,7 +165,7 @@ class RegisterStream {
   Packed<T, VEC> next[N][K];
 
  public:
-  LIGER_DEVICE RegisterStream(const Group& group, const RowSteps<N>& steps, int, int)
+  LIGER_DEVICE RegisterStream(const Group& group, const RowSteps& steps, int, int)
       : taking(steps.first), step(steps.step), rows(steps.rows), columns(warp_columns<VEC, K>(group, steps.cols)) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {

@@ -139,6 +139,15 @@ struct RowGroupOf {
 };
 using RowGroup = RowGroupOf<0>;
 
+// A maximum and the sum of exponentials relative to it, the first two of a's and of b's values: a's become those of both together, of
+// either order the same. exp_as of T.
+template <class T, int N>
+LIGER_DEVICE void join_exponentials(float (&a)[N], const float (&b)[N]) {
+  const float smaller = exp_as<T>(a[0] == b[0] ? 0 : -fabsf(a[0] - b[0]));
+  a[1] = a[0] >= b[0] ? a[1] + b[1] * smaller : a[1] * smaller + b[1];
+  a[0] = fmaxf(a[0], b[0]);
+}
+
 // This thread's K vectors of a range of columns: vector k starts at first + k * step, so that neighbouring threads touch
 // neighbouring vectors. Vectors past the end read as zeros and are not stored; a row past the last one has an empty range.
 // Where the dtype is a run-time one, 8 elements are 16 bytes of a 16-bit type: fp32 rows come in vectors of 4 (or single elements).

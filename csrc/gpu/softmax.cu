@@ -62,9 +62,7 @@ template <class T>
 LIGER_DEVICE Exponentials merged(RowGroup& group, const Exponentials& own) {
   float pair[2] = {own.max, own.sum};
   group.reduce(pair, [](float(&a)[2], const float(&b)[2]) {
-    const float smaller = exp_as<T>(a[0] == b[0] ? 0 : -fabsf(a[0] - b[0]));
-    a[1] = a[0] >= b[0] ? a[1] + b[1] * smaller : a[1] * smaller + b[1];
-    a[0] = fmaxf(a[0], b[0]);
+    join_exponentials<T>(a, b);
   });
   return {pair[0], pair[1]};
 }

@@ -43,9 +43,11 @@ NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t 
 
 int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
   int64_t most = 1;
-  for (const int vec : {1, 4, 8})
-    for (const bool mixed : {false, true})
-      most = std::max<int64_t>(most, plan_norm_backward_paths(device, rows, cols, vec, {centered, mixed, 2}).sums.partial_rows);
+  for (const int vec : {1, 4, 8}) {
+    const LaunchPlan held = plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, centered, vec));
+    if (held.path == Path::regs) most = std::max<int64_t>(most, held.partial_rows);
+    most = std::max<int64_t>(most, plan_norm_tiles(device, rows, cols, vec).partial_rows);
+  }
   return most;
 }
 
