@@ -203,25 +203,25 @@ class Result:
         return self.built_in.median / self.best.median if self.best else 1.0
 
 
-def _inputs(case: Case, dtype: torch.dtype) -> tuple[Callable, tuple[torch.Tensor, ...]]:
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Callable, tuple[torch.Tensor, ...]]:
     """The op, and what it is called with."""
 
     def param(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
+        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
 
     function, matrix = getattr(functional, case.op), (case.rows, case.cols)
     if case.op == "rope":
         q_heads, k_heads, rotary = case.heads
         q, k = (
-            torch.randn(1, case.rows, heads, case.cols, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
+            torch.randn(1, case.rows, heads, case.cols, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
             for heads in (q_heads, k_heads)
         )
-        angle = torch.rand(1, case.rows, rotary // 2, device="cuda").repeat(1, 1, 2) * 6.28
+        angle = torch.rand(1, case.rows, rotary // 2, device=device).repeat(1, 1, 2) * 6.28
         return function, (q, k, angle.cos().to(dtype), angle.sin().to(dtype))
     if case.op in ("swiglu", "geglu"):
         return function, (param(*matrix), param(*matrix))
     if case.op.endswith("cross_entropy"):
-        target = torch.randint(case.cols, (case.rows,), device="cuda")
+        target = torch.randint(case.cols, (case.rows,), device=device)
         if case.op == "cross_entropy":
             return function, (param(*matrix), target)
         # So small a hidden size that the matmuls are not what is timed; all rows in one chunk.
@@ -231,13 +231,16 @@ def _inputs(case: Case, dtype: torch.dtype) -> tuple[Callable, tuple[torch.Tenso
     return function, (param(*matrix), *(param(*matrix) if e == "x" else param(case.cols) for e in extra))
 
 
-def measure(case: Case, name: str, dtype: str, call: _tuned.Call, profile: _C.DeviceProfile) -> Result:
+def measure(
+    case: Case, name: str, dtype: str, call: _tuned.Call, profile: _C.DeviceProfile, device: str = "cuda"
+) -> Result:
+    """Times the built-in plan and all candidates of one op, or of its backward."""
     of = DTYPES[dtype]
     tried = [{}, *(knobs for knobs, _ in candidates(case, name, profile, str(of).removeprefix("torch.")))]
     result = Result(name, case.shape, dtype, call, len(tried) - 1)
     graphs: dict[int, torch.cuda.CUDAGraph] = {}
     try:
-        function, inputs = _inputs(case, of)
+        function, inputs = _inputs(case, of, device)
         with _tuned.forced():
             timed = (backward_call if name.endswith("_backward") else forward_call)(function, inputs)
         for i, knobs in enumerate(tried):

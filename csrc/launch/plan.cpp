@@ -56,14 +56,16 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   // block cannot.
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
   int64_t threads = std::clamp<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), coalesced, max_block);
-  if (knobs.threads > 0)  // no fewer than hold the row, if a block can; none without a vector
-    threads = std::min<int64_t>(knob_within(knobs.threads, std::max(coalesced, next_pow2(ceil_div(vectors, tiling.max_k))), next_pow2(vectors)), max_block);
+  if (knobs.threads > 0) {  // no fewer than hold the row, if a block can; none without a vector
+    const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k)), least = holding > max_block ? tiling.min_block : std::max(coalesced, holding);
+    threads = std::min<int64_t>(knob_within(knobs.threads, least, next_pow2(vectors)), max_block);
+  }
   const int64_t k = next_pow2(ceil_div(vectors, threads));
   plan.path = k <= tiling.max_k ? Path::regs : Path::reread;
   plan.k = static_cast<int>(std::min<int64_t>(k, tiling.max_k));
   plan.threads_per_row = static_cast<int>(threads);
   const int64_t min_block = knobs.block > 0 ? next_pow2(knobs.block) : tiling.min_block;
-  plan.block = static_cast<int>(std::max<int64_t>(threads, std::min<int64_t>(min_block, max_block)));
+  plan.block = static_cast<int>(plan.path == Path::reread ? threads : std::max<int64_t>(threads, std::min<int64_t>(min_block, max_block)));
   plan.block = static_cast<int>(round_up(plan.block, device.warp));
   const int64_t rows_per_block = plan.block / plan.threads_per_row;
   plan.grid = grid_of(ceil_div(rows, rows_per_block));
