@@ -2,9 +2,7 @@
 
 import importlib
 
-from liger_ext import _load  # noqa: F401  (loads the libraries: first)
-
-from liger_ext import _tuned  # isort: skip
+from liger_ext import _load, _tuned  # noqa: F401  (_load loads the libraries: first)
 from liger_ext._C import version as __version__  # noqa: F401
 from liger_ext.compat import (
     liger_cross_entropy,

@@ -143,8 +143,8 @@ void glu_forward(const GluForward& a, Stream stream) {
 }
 void glu_backward(const GluBackward& a, Stream stream) {
   const bool silu = a.activation == Activation::silu;
-  start<GluBackwardKernel>(a, silu ? launch::Tunable::swiglu_backward : launch::Tunable::geglu_backward, stream, a.dh, a.gate, a.up, a.dgate,
-                           a.dup);
+  const launch::Tunable kernel = silu ? launch::Tunable::swiglu_backward : launch::Tunable::geglu_backward;
+  start<GluBackwardKernel>(a, kernel, stream, a.dh, a.gate, a.up, a.dgate, a.dup);
 }
 
 }  // namespace liger::gpu

@@ -21,7 +21,8 @@ LaunchPlan checked(const DeviceProfile& device, const LaunchPlan& plan) {
 
 LaunchPlan plan_norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int inputs, const Knobs& knobs) {
   LaunchPlan plan = plan_row_forward(device, rows, cols, vec, norm_forward_k(vec), inputs > 0, knobs);
-  add_ring(device, plan, inputs, reduction_bytes(plan.path == Path::stream ? 2 : 1, plan.cluster), std::clamp(knobs.resident, 1, 3), knobs.stages);
+  const int reduction = reduction_bytes(plan.path == Path::stream ? 2 : 1, plan.cluster);
+  add_ring(device, plan, inputs, reduction, std::clamp(knobs.resident, 1, 3), knobs.stages);
   return checked(device, plan);
 }
 

@@ -32,7 +32,8 @@ constexpr int logits_in_flight(bool full) { return full ? 2 : 4; }
 constexpr int logit_tile_k(int vec) { return vec == 1 ? 2 : 4; }
 constexpr int piece_vec = 8;  // elements of a piece's vectors, of any dtype
 
-// Knobs are those of the op's kernel for this call (knobs.h). Each of these throws std::length_error where a tensor needs more threads than one launch can have on the device.
+// Knobs are those of the op's kernel for this call (knobs.h). Each of these throws std::length_error where a tensor needs more threads than
+// one launch can have on the device.
 
 // The norms. `vec`: elements of an access, 1 where 16 bytes are not aligned. `inputs`: tensors of one dtype that a stream would bring; 0:
 // their dtypes differ.

@@ -57,7 +57,8 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
   int64_t threads = std::clamp<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), coalesced, max_block);
   if (knobs.threads > 0) {  // no fewer than hold the row, if a block can; none without a vector
-    const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k)), least = holding > max_block ? tiling.min_block : std::max(coalesced, holding);
+    const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
+    const int64_t least = holding > max_block ? tiling.min_block : std::max(coalesced, holding);
     threads = std::min<int64_t>(knob_within(knobs.threads, least, next_pow2(vectors)), max_block);
   }
   const int64_t k = next_pow2(ceil_div(vectors, threads));
@@ -92,7 +93,8 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
   // Few rows: more threads for each, since the device is not full.
   const bool few = rows < 2 * device.multiprocessors;
   const bool large = few || knobs.threads > block || knobs.block > block;
-  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = large ? 1024 : block, .prefer_k = few ? 1 : 4}, knobs);
+  const int max_block = large ? 1024 : block;
+  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = max_block, .prefer_k = few ? 1 : 4}, knobs);
   if (plan.path == Path::regs && knobs.cluster <= 1) return plan;
   if (streams && device.bulk_copies && rows >= device.multiprocessors) {
     LaunchPlan stream = clustered(device, plan, rows, cols, stream_k, knobs);
@@ -129,8 +131,8 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
   plan.k = k;
   // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
   // number of rows take no longer and leave fewer partial rows.
-  const int64_t resident =
-      plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident) : int64_t{device.multiprocessors} * norm_backward_resident(plan, knobs);
+  const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
+                                            : int64_t{device.multiprocessors} * norm_backward_resident(plan, knobs);
   const int64_t teams = plan.grid / plan.cluster;
   plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
   plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
@@ -222,7 +224,8 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   const int64_t vectors = std::max<int64_t>(1, ceil_div(vocab, vec));
   auto spread = [&](int limit) {
     limit = std::min(limit, device.max_block_threads);
-    const int64_t wanted = knobs.threads > 0 ? std::min(next_pow2(knobs.threads), next_pow2(vectors)) : next_pow2(ceil_div(vectors, vectors_per_thread));
+    const int64_t own = next_pow2(ceil_div(vectors, vectors_per_thread));
+    const int64_t wanted = knobs.threads > 0 ? std::min(next_pow2(knobs.threads), next_pow2(vectors)) : own;
     plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(wanted, min_logit_threads, limit));
     plan.block = static_cast<int>(std::max<int64_t>(plan.threads_per_row, knobs.block > 0 ? knob_within(knobs.block, 64, limit) : 128));
   };

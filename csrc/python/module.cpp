@@ -105,7 +105,7 @@ void bind_knobs(py::module_& m) {
       .def_readonly("heads", &Knobs::heads);
   m.attr("knob_entry_bytes") = sizeof(KnobEntry);
   m.def("pack_knobs", &packed, py::arg("entries"),
-        "(device name or \"\", Tunable, elements of an access, rows, cols, (q_heads, k_heads, rotary_dim), Knobs) as the GPU library takes them.");
+        "As the GPU library takes them: (device name or \"\", Tunable, elements of an access, rows, cols, (q_heads, k_heads, rotary_dim), Knobs).");
   m.def(
       "find_knobs",
       [](const py::bytes& table, const DeviceProfile& device, Tunable kernel, int vec, int64_t rows, int64_t cols, std::array<int, 3> heads) {
@@ -157,7 +157,8 @@ void bind_plans(py::module_& m) {
   m.def("padded_vocab", &padded_vocab, py::arg("vocab"));
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
-  py::class_<NamedLaunch>(m, "NamedLaunch", "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound, whose knobs it takes.")
+  py::class_<NamedLaunch>(m, "NamedLaunch",
+                          "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound, whose knobs it takes.")
       .def_readonly("kernel", &NamedLaunch::kernel)
       .def_readonly("instance", &NamedLaunch::instance)
       .def_readonly("rows", &NamedLaunch::rows)
