@@ -121,11 +121,15 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
   return plan;
 }
 
-LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block, const Knobs& knobs) {
-  const int k = norm_backward_k(vec);
+LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block, int max_k, const Knobs& knobs) {
+  // Rows take powers of two of threads: with 3 vectors each where that is half as many as with 2.
+  const int64_t vectors = ceil_div(cols, vec), by_three = next_pow2(ceil_div(vectors, 3));
+  const bool more_threads = knobs.cluster > 1 || knobs.threads > by_three;
+  const bool three = max_k > 2 && 32 <= by_three && by_three <= 256 && by_three < next_pow2(ceil_div(vectors, 2)) && !more_threads;
+  const int k = vec == 1 ? 4 : three ? 3 : 2;
   Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
   several.block = std::min(knobs.block, 512);
-  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = k, .max_block = max_block,
+  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = static_cast<int>(next_pow2(k)), .max_block = max_block,
                                                .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .prefer_k = k}, several);
   plan = clustered(device, plan, rows, cols, k, knobs);
   plan.k = k;
