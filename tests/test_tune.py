@@ -373,12 +373,13 @@ def test_only_winners_are_kept(file):
 @pytest.mark.cuda
 def test_tuning_on_this_gpu(file, capsys):
     """What wins is in use in the next process, and only there."""
+    before = _tuned.in_use()
     assert doctor.main(["tune", "--shapes", "2048x4096", "--ops", "rms_norm", "softmax", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [r["op"] for r in found["results"]] == ["rms_norm", "rms_norm_backward", "softmax", "softmax_backward"]
     assert all(r["built_in"]["median"] > 0 and r["best"]["median"] > 0 and not r["failed"] for r in found["results"])
     kept = _tuned.read(file)
-    assert len(kept) == sum(r["wins"] for r in found["results"]) and _tuned.in_use() == 0
+    assert len(kept) == sum(r["wins"] for r in found["results"]) and _tuned.in_use() == before
     script = "from liger_ext import _tuned; print(_tuned.in_use())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == len(kept)
