@@ -34,10 +34,11 @@ def run(*command, warp, **env):
 
 
 @warp_widths
-def test_every_kernel(warp):
+@pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py"])
+def test_every_kernel(file, warp):
     path = os.pathsep.join([str(Path(liger_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    file = HERE / "host_kernels.py"
-    done = run(sys.executable, "-m", "pytest", "-q", file, warp=warp, LIGER_EXT_LIB=str(HOST), PYTHONPATH=path)
+    command = sys.executable, "-m", "pytest", "-q", HERE / file
+    done = run(*command, warp=warp, LIGER_EXT_LIB=str(HOST), PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
 

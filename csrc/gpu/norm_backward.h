@@ -270,8 +270,12 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
   if (a.dweight.data || a.dbias.data) a.partial = partial;
   a.inverse_cols = 1.0f / float(a.cols);
   const int vec = norm_backward_vec(a);
+  const launch::Tunable kernel = Centered      ? launch::Tunable::layer_norm_backward
+                                 : a.dsum.data ? launch::Tunable::add_rms_norm_backward
+                                               : launch::Tunable::rms_norm_backward;
   const launch::NormBackwardPlans plans = launch::plan_norm_backward_paths(
-      device, a.rows, a.cols, vec, {.centered = Centered, .mixed = norm_backward_mixed(a), .inputs = a.dsum.data ? 3 : 2});
+      device, a.rows, a.cols, vec, {.centered = Centered, .mixed = norm_backward_mixed(a), .inputs = a.dsum.data ? 3 : 2},
+      launch::knobs_of(device, kernel, vec, a.rows, a.cols));
   const launch::LaunchPlan& plan = plans.sums;
 
   if (plan.path == launch::Path::regs) {
