@@ -151,7 +151,7 @@ def plan_of(launch):
         ("rms_norm_backward", 4096, {"stages": 4}),
         ("layer_norm_backward", 4096, {"resident": 2}),
         ("swiglu", 11_008, {"block": 128}),
-        ("geglu_backward", 11_008, {"block": 64}),
+        ("geglu_backward", 11_008, {"block": 256}),
         ("rope", 128, {"heads": 8}),
         ("rope_backward", 128, {"block": 128}),
         ("softmax", 32_768, {"threads": 1024}),

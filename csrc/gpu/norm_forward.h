@@ -319,7 +319,7 @@ void norm_forward(NormForwardArgs a, Stream stream) {
       const bool one_type = a.x.dtype == a.y.dtype && (a.residual.data == nullptr || a.residual.dtype == a.y.dtype);
       const launch::Tunable kernel =
           Centered ? launch::Tunable::layer_norm : a.residual.data ? launch::Tunable::add_rms_norm : launch::Tunable::rms_norm;
-      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC, one_type ? (a.residual.data ? 2 : 1) : 0,
+      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC, {.centered = Centered, .inputs = !one_type ? 0 : a.residual.data ? 2 : 1},
                                                                 launch::knobs_of(device, kernel, VEC, a.rows, a.cols));
       a.threads_per_row = plan.threads_per_row;
       a.stages = plan.stages;

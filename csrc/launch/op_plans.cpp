@@ -19,10 +19,14 @@ LaunchPlan checked(const DeviceProfile& device, const LaunchPlan& plan) {
 
 }  // namespace
 
-LaunchPlan plan_norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int inputs, const Knobs& knobs) {
-  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, norm_forward_k(vec), inputs > 0, knobs);
+LaunchPlan plan_norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs& knobs) {
+  // Measured on an H200: with two tensors 8 vectors of each are too many for a thread; with one, 5 are better than 2 or 3 in twice as many
+  // threads, and if it has a mean, too, only in large blocks.
+  const bool two = kind.inputs > 1;
+  const RowForwardKind row{.streams = kind.inputs > 0, .block_k = two ? 4 : 0, .five_from = two ? 0 : kind.centered ? 256 : 64};
+  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, norm_forward_k(vec), row, knobs);
   const int reduction = reduction_bytes(plan.path == Path::stream ? 2 : 1, plan.cluster);
-  add_ring(device, plan, inputs, reduction, std::clamp(knobs.resident, 1, 3), knobs.stages);
+  add_ring(device, plan, rows, kind.inputs, reduction, std::clamp(knobs.resident, 1, 3), knobs.stages);
   return checked(device, plan);
 }
 
@@ -33,7 +37,7 @@ NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t 
                                                       norm_backward_max_k(device, kind.centered), knobs);
   if (plan.path == Path::regs && !kind.mixed) {
     const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = reduction_bytes(2, plan.cluster);
-    add_ring(device, plan, kind.inputs, reduction, norm_backward_resident(plan, knobs), knobs.stages);
+    add_ring(device, plan, rows, kind.inputs, reduction, norm_backward_resident(plan, knobs), knobs.stages);
     // Rows that share a block add up their sums in shared memory, in place of the ring.
     if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
     if (knobs == Knobs{}) return plans;
@@ -63,7 +67,7 @@ int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t col
 }
 
 LaunchPlan plan_softmax(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int wide_k, const Knobs& knobs) {
-  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, vec == 1 ? 4 : wide_k, false, knobs);
+  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, vec == 1 ? 4 : wide_k, {}, knobs);
   plan.smem = reduction_bytes(2, plan.cluster);
   return checked(device, plan);
 }
@@ -129,10 +133,10 @@ void column_sum(Launches& out, const DeviceProfile& device, int64_t partial_rows
 
 bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 
-Launches norm_forward(const DeviceProfile& device, const Call& call, int inputs, Tunable tunable) {
+Launches norm_forward(const DeviceProfile& device, const Call& call, bool centered, int inputs, Tunable tunable) {
   if (empty(call)) return {};
   const int vec = row_vec(call);
-  const LaunchPlan plan = plan_norm_forward(device, call.rows, call.cols, vec, call.mixed ? 0 : inputs, call.knobs);
+  const LaunchPlan plan = plan_norm_forward(device, call.rows, call.cols, vec, {centered, call.mixed ? 0 : inputs}, call.knobs);
   if (plan.path == Path::stream) return {{"NormForwardStream", {vec, stream_k}, call.rows, call.cols, plan, cluster_threads, tunable}};
   if (plan.path == Path::reread) return {{"NormForwardReread", {vec}, call.rows, call.cols, plan, row_threads, tunable}};
   return {{"NormForwardRegisters", {vec, vec == 1 ? 4 : plan.k}, call.rows, call.cols, plan, row_threads, tunable}};
@@ -267,11 +271,11 @@ const std::vector<std::pair<std::string, std::function<Launches(const DeviceProf
   using D = DeviceProfile;
   using C = Call;
   static const std::vector<std::pair<std::string, std::function<Launches(const DeviceProfile&, const Call&)>>> ops{
-      {"rms_norm", [](const D& d, const C& c) { return norm_forward(d, c, 1, Tunable::rms_norm); }},
+      {"rms_norm", [](const D& d, const C& c) { return norm_forward(d, c, false, 1, Tunable::rms_norm); }},
       {"rms_norm_backward", [](const D& d, const C& c) { return norm_backward(d, c, false, 2, Tunable::rms_norm_backward); }},
-      {"add_rms_norm", [](const D& d, const C& c) { return norm_forward(d, c, 2, Tunable::add_rms_norm); }},
+      {"add_rms_norm", [](const D& d, const C& c) { return norm_forward(d, c, false, 2, Tunable::add_rms_norm); }},
       {"add_rms_norm_backward", [](const D& d, const C& c) { return norm_backward(d, c, false, 3, Tunable::add_rms_norm_backward); }},
-      {"layer_norm", [](const D& d, const C& c) { return norm_forward(d, c, 1, Tunable::layer_norm); }},
+      {"layer_norm", [](const D& d, const C& c) { return norm_forward(d, c, true, 1, Tunable::layer_norm); }},
       {"layer_norm_backward", [](const D& d, const C& c) { return norm_backward(d, c, true, 2, Tunable::layer_norm_backward); }},
       {"swiglu", [](const D& d, const C& c) { return glu(d, c, "GluForwardKernel", Tunable::swiglu); }},
       {"swiglu_backward", [](const D& d, const C& c) { return glu(d, c, "GluBackwardKernel", Tunable::swiglu_backward); }},

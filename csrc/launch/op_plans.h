@@ -37,7 +37,11 @@ constexpr int piece_vec = 8;  // elements of a piece's vectors, of any dtype
 
 // The norms. `vec`: elements of an access, 1 where 16 bytes are not aligned. `inputs`: tensors of one dtype that a stream would bring; 0:
 // their dtypes differ.
-LaunchPlan plan_norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int inputs, const Knobs& = {});
+struct NormForwardKind {
+  bool centered;
+  int inputs;
+};
+LaunchPlan plan_norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormForwardKind, const Knobs& = {});
 // The backward's two paths (plan.h). Rows of mixed dtypes always take tiles. With a second set of sums, or with the addresses of single
 // elements, 1,024 threads would not have enough registers; where there are clusters, blocks of 512 are better.
 inline int norm_backward_threads(const DeviceProfile& device, bool centered, int vec) {

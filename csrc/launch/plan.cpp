@@ -56,6 +56,7 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   // block cannot.
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
   int64_t threads = std::clamp<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), coalesced, max_block);
+  if (tiling.five_from > 0 && threads >= tiling.five_from && vectors * 2 <= threads * 5 && tiling.max_k > 5) threads /= 2;
   if (knobs.threads > 0) {  // no fewer than hold the row, if a block can; none without a vector
     const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
     const int64_t least = holding > max_block ? tiling.min_block : std::max(coalesced, holding);
@@ -73,7 +74,7 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   return plan;
 }
 
-void add_ring(const DeviceProfile& device, LaunchPlan& plan, int inputs, int fixed, int resident, int stages) {
+void add_ring(const DeviceProfile& device, LaunchPlan& plan, int64_t rows, int inputs, int fixed, int resident, int stages) {
   // More than this on a multiprocessor makes short calls slower: it all has to arrive before the last rows do.
   constexpr int ring_bytes = 96 * 1024;
   plan.smem = fixed;
@@ -81,22 +82,27 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, int inputs, int fix
   if (!ring) return;
   plan.ring_offset = static_cast<int>(round_up(fixed, 128));
   const int stage = plan.block * inputs * plan.k * 16 + plan.block / plan.warp * 8;
+  // A call with few rows for each ring begins sooner with a short one.
+  const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
+  const int useful = plan.path == Path::stream ? ring_bytes : static_cast<int>(std::min<int64_t>(ceil_div(rounds, 8), ring_bytes));
   const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
-  plan.stages = std::clamp(stages > 0 ? stages : ring_bytes / resident / stage, 1, std::max(1, room / stage));
+  plan.stages = std::clamp(stages > 0 ? stages : std::min(ring_bytes / resident / stage, useful), 1, std::max(1, room / stage));
   plan.smem = plan.ring_offset + plan.stages * stage;
 }
 
-LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k, bool streams,
+LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& kind,
                             const Knobs& knobs) {
   // 64 KB of a row to a block, and two blocks on a multiprocessor: one loads while the other one computes.
   constexpr int block = 512;
   // Few rows: more threads for each, since the device is not full.
   const bool few = rows < 2 * device.multiprocessors;
-  const bool large = few || knobs.threads > block || knobs.block > block;
+  const int64_t vectors = ceil_div(cols, vec), held = int64_t{block} * kind.block_k;
+  const bool large = few || (held < vectors && vectors <= 2 * held) || knobs.threads > block || knobs.block > block;
   const int max_block = large ? 1024 : block;
-  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = max_block, .prefer_k = few ? 1 : 4}, knobs);
+  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = max_block, .prefer_k = few ? 1 : 4,
+                                                  .five_from = few ? 0 : kind.five_from}, knobs);
   if (plan.path == Path::regs && knobs.cluster <= 1) return plan;
-  if (streams && device.bulk_copies && rows >= device.multiprocessors) {
+  if (kind.streams && device.bulk_copies && rows >= device.multiprocessors) {
     LaunchPlan stream = clustered(device, plan, rows, cols, stream_k, knobs);
     if (stream.cluster > 1) {
       stream.path = Path::stream;
@@ -127,10 +133,13 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
   const bool more_threads = knobs.cluster > 1 || knobs.threads > by_three;
   const bool three = max_k > 2 && 32 <= by_three && by_three <= 256 && by_three < next_pow2(ceil_div(vectors, 2)) && !more_threads;
   const int k = vec == 1 ? 4 : three ? 3 : 2;
+  // A block of 512 threads has several rows at a time, and one partial row for all of them. Rows of 256 threads and one sum for each of
+  // their columns (max_k) are better alone in a block, until there are so many of them that partial rows do not count.
+  const bool alone = max_k > 2 && k == 2 && next_pow2(ceil_div(vectors, k)) == 256 && rows <= 128 * device.multiprocessors;
   Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
   several.block = std::min(knobs.block, 512);
   LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = static_cast<int>(next_pow2(k)), .max_block = max_block,
-                                               .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .prefer_k = k}, several);
+                                               .min_block = device.bulk_copies && vec > 1 && !alone ? 512 : 256, .prefer_k = k}, several);
   plan = clustered(device, plan, rows, cols, k, knobs);
   plan.k = k;
   // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
@@ -173,7 +182,7 @@ LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t col
   plan.warp = device.warp;
   plan.vec = vec;
   plan.k = per_thread;
-  plan.block = knobs.block > 0 ? static_cast<int>(knob_within(knobs.block, 64, 256)) : 256;
+  plan.block = knobs.block > 0 ? static_cast<int>(knob_within(knobs.block, 64, 256)) : 64;
   plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, int64_t{vec} * per_thread)), min_threads, plan.block));
   const int64_t tiles_per_row = ceil_div(cols, int64_t{plan.threads_per_row} * vec * per_thread);
   plan.grid = grid_of(tiles_per_row * ceil_div(rows, plan.block / plan.threads_per_row));
@@ -218,8 +227,8 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
                        const Knobs& knobs) {
   constexpr int vectors_per_thread = 8, max_resident = 2;
   // Small blocks overlap more rows on a multiprocessor; large ones where shared memory holds few rows, or there are few.
-  const bool large = stash || rows < 4 * device.multiprocessors || knobs.threads > 256 || knobs.block > 256;
-  const int max_threads = large ? 512 : 256;
+  const bool large = stash || rows < 2 * device.multiprocessors || knobs.threads > 256 || knobs.block > 256;
+  const int max_threads = large ? 512 : rows < 4 * device.multiprocessors || std::max(knobs.threads, knobs.block) > 128 ? 256 : 128;
   constexpr int reserved_shared = 1024;  // what a driver takes of a multiprocessor's shared memory for each block
   LaunchPlan plan;
   plan.warp = device.warp;

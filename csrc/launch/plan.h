@@ -43,18 +43,23 @@ struct RowTiling {
   int max_block = 1024;
   int min_block = 128;    // short rows share a block until it has this many threads
   int prefer_k = 2;       // vectors a thread should have before more threads are taken
+  int five_from = 0;      // rows of so many threads or more: half of them, where they have at most 5 vectors each; 0: none
 };
 LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&, const Knobs& = {});
 
 // Kernels that keep a row in registers where max_k vectors a thread of a block, or of a cluster of blocks, hold it (the forward of
 // the norms, softmax); longer rows: one block a row that reads twice.
-// `streams`: the kernel has a stream path of stream_k vectors a thread, for rows that take a cluster.
 constexpr int stream_k = 4;
-LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, bool streams = false,
+struct RowForwardKind {
+  bool streams = false;  // the kernel has a stream path of stream_k vectors a thread, for rows that take a cluster
+  int block_k = 0;       // vectors a thread has at most before blocks of 512 threads become ones of 1,024; 0: max_k
+  int five_from = 0;     // RowTiling's
+};
+LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& = {},
                             const Knobs& = {});
 // Gives a plan its shared memory: `fixed` bytes, and behind them rings for rows of `inputs` tensors, if the device has bulk copies and
 // the kernel persistent blocks, of which `resident` are on a multiprocessor at a time. `stages`: rows of the ring, if there is room.
-void add_ring(const DeviceProfile&, LaunchPlan&, int inputs, int fixed, int resident = 1, int stages = 0);
+void add_ring(const DeviceProfile&, LaunchPlan&, int64_t rows, int inputs, int fixed, int resident = 1, int stages = 0);
 // One block a row, however long.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
