@@ -90,14 +90,16 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
     rows, cols = norms[-1] if small else (8192, 4096)
     frozen = torch.ones(cols, device=device, dtype=dtype)
-    yield Case(
-        "rms_norm, frozen weight",
-        f"{rows}x{cols}",
-        lambda: (param(rows, cols), frozen),
-        _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), eager.rms_norm),
-        2 * rows * cols * size + 4 * rows,
-        3 * rows * cols * size + 4 * rows,
-    )
+    other = torch.ones(cols, device=device, dtype=torch.bfloat16 if size == 4 else torch.float32, requires_grad=True)
+    for name, weight in (("frozen weight", frozen), ("weight of another dtype", other)):
+        yield Case(
+            f"rms_norm, {name}",
+            f"{rows}x{cols}",
+            lambda weight=weight: (param(rows, cols), weight),
+            _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), eager.rms_norm),
+            2 * rows * cols * size + 4 * rows,
+            3 * rows * cols * size + 4 * rows,
+        )
 
     glus = [(2048, 1536), (1024, 11008)] if small else _shapes.GLUS
     only_two_tensors = [] if small else glus[1:]
