@@ -4,13 +4,14 @@ turns, call by call, because the machine's speed drifts, and medians are compare
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
 import torch
 
 from examples.demo.meter import Meter
-from liger_ext._timing import Timing, failure, time_cuda
+from liger_ext._timing import Timing, captured, failure, time_graphs
 
 
 def time_cpu(calls: dict[str, Callable[[], object]], seconds: float = 1.0, least: int = 5) -> dict[str, Timing]:
@@ -28,27 +29,30 @@ def time_cpu(calls: dict[str, Callable[[], object]], seconds: float = 1.0, least
 
 
 def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timing | str]:
-    """Times every provider's call; a provider that fails is given its error's text."""
+    """Times every provider's call, in turns; a provider that fails is given its error's text."""
     if device == "cpu":
         return dict(time_cpu(calls))
-    out: dict[str, Timing | str] = {}
+    graphs, out = {}, {}
     for name, call in calls.items():
         try:
-            out[name] = time_cuda(call)
+            graphs[name] = captured(call)
         except Exception as error:  # a peer that cannot run this shape must not end the run
             out[name] = failure(error)
             torch.cuda.synchronize()
-    return out
+    out |= time_graphs(graphs)
+    graphs.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {name: out[name] for name in calls}
 
 
-def time_copy(moved_bytes: int, device: str) -> Timing:
-    """The limit: our streaming copy that moves this many bytes, half read and half written; best launch shape."""
+def copy_calls(moved_bytes: int, device: str) -> dict[str, Callable[[], object]]:
+    """The limit: our streaming copy that moves this many bytes, half read and half written; the best launch shape of
+    these counts."""
     n = max(moved_bytes // 2 // 16, 1) * 4
     x = torch.randn(n, device=device)
-    op = torch.ops.liger_ext.stream_copy
-    if device == "cpu":
-        return time_cpu({"copy": lambda: op(x, 1)})["copy"]
-    return min((time_cuda(lambda k=k: op(x, k)) for k in (1, 2, 4, 8)), key=lambda t: t.median)
+    each = (1,) if device == "cpu" else (1, 2, 4, 8)
+    return {f"copy {k}": lambda k=k: torch.ops.liger_ext.stream_copy(x, k) for k in each}
 
 
 def peak_mib(call: Callable[[], object], device: str) -> float:

@@ -8,7 +8,6 @@ median over replays, with the middle half as the spread.
 from __future__ import annotations
 
 import contextlib
-import gc
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,15 +84,6 @@ def time_graphs(graphs: Mapping[Any, torch.cuda.CUDAGraph], replays: int = 30) -
     for name, start, end in events:
         samples[name].append(start.elapsed_time(end) * 1e3)
     return {name: Timing.of(values) for name, values in samples.items()}
-
-
-def time_cuda(call: Callable[[], object], replays: int = 30) -> Timing:
-    """Device time of one call, cold L2."""
-    graphs = {"": captured(call)}
-    timing = time_graphs(graphs, replays)[""]
-    graphs.clear()
-    gc.collect()
-    return timing
 
 
 # What is timed: the code that users call ------------------------------------------------------------------------------
