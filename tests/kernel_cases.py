@@ -1,5 +1,5 @@
-"""The cases that run on an emulated device: small, odd and large enough for every kernel of every op to run at least
-once."""
+"""Calls of every op, small, odd and large enough for every kernel to run at least once: on the host target
+(host_kernels.py) and on an emulated device (tests/amd)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from cases import class_weights, laid_out, normal, random_targets
 from torch import Tensor
 
-# Kernels that no call leads to: what they add up, the gradient of the logits, lies in rows that are padded for vectors.
-NEVER_NEEDED = {f"PartialColumns<{t}, 1>" for t in ("float", "bf16", "f16")}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,10 +34,10 @@ def _norms(dtype: torch.dtype) -> Iterator[tuple]:
         names: str, rows: int, cols: int, weights: torch.dtype | None = dtype, layout: str = "contiguous", **more
     ):
         made: dict[str, Any] = {}
+        centered = more.pop("centered", False)
         for seed, name in enumerate(names.split()):
-            mean = 3.0 if name == "x" and "bias" in names else 0.0
-            made[name] = laid_out(normal(rows, cols, dtype=dtype, seed=seed, mean=mean), layout)
-        for name in ("weight", "bias") if "bias" in names or more.pop("centered", False) else ("weight",):
+            made[name] = laid_out(normal(rows, cols, dtype=dtype, seed=seed, mean=3.0 if centered else 0.0), layout)
+        for name in ("weight", "bias") if centered else ("weight",):
             made[name] = None if weights is None else normal(cols, dtype=weights, seed=9, scale=0.3, mean=1)
         return made | more
 
@@ -204,6 +202,7 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
     fused: list[tuple[str, bool, tuple, dict]] = [
         ("one chunk", True, (9, 16, 1003), {}),
         ("one chunk, all", False, (9, 16, 1003, True, True), options | results),
+        ("one odd chunk", False, (9, 8, 35, True), {}),
         ("chunks", True, (261, 8, 75, True), chunks),
         ("chunks, all", False, (261, 8, 75, True, True), options | results | chunks),
         ("chunks per token", False, (261, 8, 64, True), chunks | {"reduction": "none"}),
@@ -227,7 +226,10 @@ def cases(only: str = "", quick: bool = False) -> Iterator[Case]:
                     yield Case(op, name, dtype, inputs)
 
 
-def wants_gradient(op: str, name: str, value: Tensor) -> bool:
-    """Class weights and rope's tables are no parameters."""
+def with_gradients(op: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs, leaves of which a gradient is wanted of every parameter: class weights and rope's tables are none."""
     constants = {"rope": ("cos", "sin"), "cross_entropy": ("weight",), "fused_linear_cross_entropy": ("ce_weight",)}
-    return value.is_floating_point() and name not in constants.get(op, ())
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            value.requires_grad_(value.is_floating_point() and name not in constants.get(op, ()))
+    return inputs
