@@ -83,6 +83,13 @@ BROKEN = {
     "race_on_global": (5, "race: stores 4 bytes at out + 560", "thread 4 has written them"),
     "race_of_blocks": (7, "race: stores 4 bytes at out + 28", "another block has written them"),
     "conditional_barrier": ("{warp}", "divergence: this thread has returned, thread 0 waits at the block barrier"),
+    "race_of_groups": (
+        0,
+        "race: loads 4 bytes at shared memory + 256; thread 64 has written them with no barrier between",
+    ),
+    "missing_double_buffer_of_groups": (63, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
+    "incomplete_group": ("{warp}", "divergence: this thread has returned, thread 0 waits at the group barrier"),
+    "group_of_part_of_a_warp": (0, "group barrier: group 0 of 16 threads"),
     "two_barriers": (3, "divergence: this thread waits at the block barrier", "thread 0 waits at the block barrier"),
     "early_return": (9, "divergence: this thread has returned, thread 0 waits at the shuffle"),
     "shuffle_out_of_range": (0, "shuffle out of range: lane 0 ^ {warp} is no lane of a warp of {warp}"),
