@@ -70,7 +70,7 @@ def fused_loss(rows, vocab, dtype, *, hidden=8, **options):
 
 @pytest.mark.parametrize("case", kernel_cases.cases(), ids=str)
 def test_kernel_cases(case):
-    judge(case.op, kernel_cases.with_gradients(case.op, case.inputs()))
+    judge(case.op, kernel_cases.with_gradients(case, case.inputs()))
 
 
 @dtypes

@@ -52,14 +52,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def placed_inputs(device: Device, op: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs on the device; a gradient is wanted of every parameter."""
-    return with_gradients(op, {name: device.place(v) if isinstance(v, Tensor) else v for name, v in inputs.items()})
+def placed_inputs(device: Device, case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A case's inputs on the device, with gradients wanted."""
+    return with_gradients(case, {name: device.place(v) if isinstance(v, Tensor) else v for name, v in inputs.items()})
 
 
 def run_case(device: Device, case: Case) -> list[Measurement]:
     inputs = case.inputs()
-    placed = placed_inputs(device, case.op, inputs)
+    placed = placed_inputs(device, case, inputs)
     measured = compare(case.op, placed)
     for name, value in inputs.items():
         if isinstance(value, Tensor) and not same_bits(value, placed[name].detach()):

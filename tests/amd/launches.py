@@ -48,7 +48,7 @@ def main() -> int:
 
     device.execute = check
     for case in cases():
-        inputs = placed_inputs(device, case.op, case.inputs())
+        inputs = placed_inputs(device, case, case.inputs())
         outputs = [t for t in outputs_of(getattr(functional, case.op)(**inputs)).values() if t.requires_grad]
         wanted = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
         torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs])
