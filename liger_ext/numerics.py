@@ -47,7 +47,7 @@ sums in any order, and in the fused loss for the rounding of 16-bit logits.
 
 Made by `python -m liger_ext.numerics`: `measure` on each machine, `join` of its lines with `numerics.jsonl`. The host
 columns are the GPU's kernels in lockstep warps of 32 and 64 lanes on a CPU, at fewer long rows (`measure --small`); the
-gfx columns are AMD's code objects in an instruction emulator, at the cases of `tests/amd` (`tests/amd/run.py --all`).
+gfx columns are AMD's code objects in an instruction emulator (`tests/amd/run.py --all`), at `tests/kernel_cases.py`.
 """
 
 
