@@ -117,10 +117,10 @@ def norm_forward_stream(launch, call) -> None:
 
 
 def norm_backward_registers(launch, call) -> None:
-    plan, (vec, threads) = launch.plan, launch.instance
+    plan, (vec, k, threads) = launch.plan, launch.instance
     groups, teams = groups_of(plan), plan.grid // plan.cluster
     assert threads in (0, min(plan.threads_per_row, plan.block))  # what the kernel knows of its rows' threads
-    k = 4 if vec == 1 else 2
+    assert k == plan.k
     check_shares(plan.threads_per_row, plan.warp, k, launch.cols // vec)
     if plan.stages:
         check_ring(plan, 3 if call["op"].startswith("add") else 2, k, reduction_bytes(2, plan.cluster))
@@ -174,11 +174,13 @@ def rope(launch, call) -> None:
     for heads, slots in ((call["q_heads"], plan.q_slots), (call["k_heads"], plan.k_slots)):
         taken = sorted(h for first in range(slots) for h in range(first, heads, slots))
         assert taken == list(range(heads))
-    half, places = rotary // 2, rotary // 2 // vec + (launch.cols - rotary) // vec
-    taken = []
-    for place in sorted(p for lane in range(plan.lanes) for p in range(lane, places, plan.lanes)):
-        low = place * vec if place < half // vec else 2 * half + (place - half // vec) * vec
-        taken += [low, low + half] if place < half // vec else [low]
+    half, rotating, passing = rotary // 2, rotary // 2 // vec, (launch.cols - rotary) // vec
+    pairs, taken = ceil_div(passing, 2), []
+    for place in sorted(p for lane in range(plan.lanes) for p in range(lane, rotating + pairs, plan.lanes)):
+        passed = place - rotating
+        low = place * vec if place < rotating else 2 * half + passed * vec
+        pair = half if place < rotating else pairs * vec if passed + pairs < passing else 0
+        taken += [low, low + pair] if pair else [low]
     assert sorted(taken) == list(range(0, launch.cols, vec)), "head"
 
 

@@ -210,7 +210,8 @@ def cuda_report():
 
 def sweep():
     """Launches on NVIDIA's profiles that between them use every kernel."""
-    sizes = [1, 7, 8, 32, 64, 100, 128, 129, 256, 512, 1000, 1024, 2048, 3001, *(2**i for i in range(12, 19))]
+    short = [1, 7, 8, 32, 64, 100, 128, 129, 256, 512, 576, 1000, 1024, 2048, 3001, 3072]
+    sizes = [*short, 5120, *(2**i for i in range(12, 19))]
     choices = itertools.product(
         (device for device in PROFILES if device.vendor == _C.Vendor.nvidia),
         OPS,

@@ -4,7 +4,7 @@
 //   dz = rstd * (g - mean(g) - n * mean(g * n)) [+ dsum],  dweight = sum of dy * n over rows,  dbias = sum of dy over rows
 // For RMSNorm mean = mean(g) = 0.
 //
-// Registers path: persistent blocks walk over rows; a thread owns 8 or 16 columns, whose weights and fp32 sums stay in its registers,
+// Registers path: persistent blocks walk over rows; a thread owns 8 to 24 columns, whose weights and fp32 sums stay in its registers,
 // and a RowStream brings the next rows while this one is reduced. Rows that a block cannot hold are held by a cluster of blocks, where
 // the device has clusters. Each block, or cluster, writes one partial row of its sums: where one block fills a multiprocessor
 // with rows in flight, there is only one such row for each.
@@ -39,11 +39,11 @@ LIGER_DEVICE void load_weight(float (&weight)[VEC], const NormBackwardArgs& a, i
   for (int i = 0; i < VEC; ++i) weight[i] = a.weight.data ? weight[i] + a.offset : 1;
 }
 
-// Threads: of a row; 0: as the plan says.
-template <class T, int VEC, int Threads, bool Centered>
+// K: vectors a thread. Threads: of a row; 0: as the plan says.
+template <class T, int VEC, int K, int Threads, bool Centered>
 struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
-  static constexpr int K = launch::norm_backward_k(VEC), max_threads = launch::norm_backward_bound(Threads);
+  static constexpr int max_threads = launch::norm_backward_bound(Threads);
   static constexpr int min_blocks = 1;  // as many registers as there can be
   // At 1024 threads there are 64 registers for each: enough for one row and its sums, while weights are loaded where they are used.
   static constexpr bool spacious = Threads < 1024;
@@ -283,12 +283,17 @@ void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
     dispatch(a.z.dtype, [&](auto tag) {
       using T = std::remove_cvref_t<decltype(tag)>;
       constexpr int wide = 16 / int(sizeof(T));
-      if (vec == 1) return launch<NormBackwardRegisters<T, 1, 0, Centered>>(plan, a, stream);
-      if (plan.threads_per_row < 256) return launch<NormBackwardRegisters<T, wide, 0, Centered>>(plan, a, stream);
-      if (plan.threads_per_row == 256) return launch<NormBackwardRegisters<T, wide, 256, Centered>>(plan, a, stream);
+      if (vec == 1) return launch<NormBackwardRegisters<T, 1, 4, 0, Centered>>(plan, a, stream);
+      const auto start = [&](auto k) {
+        if (plan.threads_per_row < 256) launch<NormBackwardRegisters<T, wide, decltype(k)::value, 0, Centered>>(plan, a, stream);
+        else launch<NormBackwardRegisters<T, wide, decltype(k)::value, 256, Centered>>(plan, a, stream);
+      };
+      if constexpr (has_stream_kernels && !Centered)
+        if (plan.k == 3) return start(std::integral_constant<int, 3>{});
+      if (plan.threads_per_row <= 256) return start(std::integral_constant<int, 2>{});
       if constexpr (!Centered)
-        if (plan.block > 512) return launch<NormBackwardRegisters<T, wide, 1024, Centered>>(plan, a, stream);
-      launch<NormBackwardRegisters<T, wide, 512, Centered>>(plan, a, stream);
+        if (plan.block > 512) return launch<NormBackwardRegisters<T, wide, 2, 1024, Centered>>(plan, a, stream);
+      launch<NormBackwardRegisters<T, wide, 2, 512, Centered>>(plan, a, stream);
     });
   } else {
     a.rows_per_block = launch::ceil_div(a.rows, plan.partial_rows);

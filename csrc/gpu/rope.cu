@@ -1,8 +1,8 @@
 // Rotary position embedding of q and k in one launch, bound by memory: both are read and written once.
 //
-// A thread has a fixed place in the head: the vectors at i and i + rotary_dim / 2, which it rotates, or one vector behind
-// rotary_dim, which it copies (a rotation by cos 1, sin 0 with nothing to pair with). It loads its cos and sin once for a position
-// (batch, seq) and walks over heads of q or of k, with `heads_in_flight` heads' loads outstanding; mostly that is all of its heads.
+// A thread has a fixed place in the head, a pair of vectors: those at i and i + rotary_dim / 2, which it rotates, or two behind
+// rotary_dim, which it copies. It loads its cos and sin once for a position (batch, seq) and walks over heads of q or of k, with
+// `heads_in_flight` heads' loads outstanding; mostly that is all of its heads.
 #include "kernels/rope.h"
 
 #include "gpu/device.h"
@@ -45,20 +45,21 @@ struct RopeKernel {
     T* const out = static_cast<T*>(of(&RopeHeads::out)) +
                    (batch * of(&RopeHeads::out_batch) + seq * of(&RopeHeads::out_seq) + first * out_head);
     const int64_t cos = batch * a.cos_batch + seq * a.cos_seq, sin = batch * a.sin_batch + seq * a.sin_seq;
-    const int half = int(a.rotary_dim / 2), rotating = half / VEC, places = rotating + int(a.head_dim - a.rotary_dim) / VEC;
+    const int half = int(a.rotary_dim / 2), rotating = half / VEC, passing = int(a.head_dim - a.rotary_dim) / VEC, passing_pairs = (passing + 1) / 2;
     with_dtype(a.table_dtype, [&](auto tag) {
       using Table = std::remove_cvref_t<decltype(tag)>;
-      for (int place = within - slot * args.lanes; place < places; place += args.lanes) {
+      for (int place = within - slot * args.lanes; place < rotating + passing_pairs; place += args.lanes) {
         const bool rotates = place < rotating;
-        const int low = rotates ? place * VEC : 2 * half + (place - rotating) * VEC, pair = rotates ? half : 0;
+        const int passed = place - rotating, low = rotates ? place * VEC : 2 * half + passed * VEC;
+        const int pair = rotates ? half : passed + passing_pairs < passing ? passing_pairs * VEC : 0;
         // The first heads' loads are on their way before cos and sin are waited for.
         Loaded x;
         x.load(opaque(in + low), pair, in_step, count);
         Rotation<Table> r;
         if (rotates) load_rotation(r, a, cos, sin, low, low + half);
-        else keep(r);
         for (int done = 0; done < count; done += heads_in_flight) {
-          rotate(r, x, opaque(out + done * out_step + low), pair, out_step, count - done);
+          if (rotates) rotate(r, x, count - done);
+          x.store(opaque(out + done * out_step + low), pair, out_step, count - done);
           const int next = done + heads_in_flight;
           if (next < count) x.load(opaque(in + next * in_step + low), pair, in_step, count - next);
         }
@@ -78,33 +79,28 @@ struct RopeKernel {
     if (a.transpose) r.sin[1].negate();
     else r.sin[0].negate();
   }
-  // x * 1 + 0 * -0 is x, of either sign.
-  template <class Table>
-  LIGER_DEVICE static void keep(Rotation<Table>& r) {
-    float one[VEC], zero[VEC];
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) one[i] = 1, zero[i] = -0.0f;
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      r.cos[side].set(one);
-      r.sin[side].set(zero);
-    }
-  }
-  // `pair`: the distance of a pair's vectors, 0 where there is no pair.
+  // `pair`: the distance of a pair's vectors, 0 where there is no second one.
   struct Loaded {
     Packed<T, VEC> low[heads_in_flight], high[heads_in_flight];
     LIGER_DEVICE void load(const T* from, int pair, int64_t step, int count) {
 #pragma unroll
       for (int h = 0; h < heads_in_flight; ++h) {
-        high[h] = {};
         if (h >= count) continue;
         gpu::load<Hint::stream>(low[h], from + h * step);
         if (pair) gpu::load<Hint::stream>(high[h], from + h * step + pair);
       }
     }
+    LIGER_DEVICE void store(T* to, int pair, int64_t step, int count) const {
+#pragma unroll
+      for (int h = 0; h < heads_in_flight; ++h) {
+        if (h >= count) continue;
+        gpu::store<Hint::stream>(to + h * step, low[h]);
+        if (pair) gpu::store<Hint::stream>(to + h * step + pair, high[h]);
+      }
+    }
   };
   template <class Table>
-  LIGER_DEVICE static void rotate(const Rotation<Table>& r, Loaded& x, T* to, int pair, int64_t step, int count) {
+  LIGER_DEVICE static void rotate(const Rotation<Table>& r, Loaded& x, int count) {
 #pragma unroll
     for (int h = 0; h < heads_in_flight; ++h) {
       if (h >= count) continue;
@@ -115,10 +111,7 @@ struct RopeKernel {
         upper[i] = x.high[h][i] * r.cos[1][i] + x.low[h][i] * r.sin[1][i];
       }
       x.low[h].set(lower);
-      store<Hint::stream>(to + h * step, x.low[h]);
-      if (!pair) continue;
       x.high[h].set(upper);
-      store<Hint::stream>(to + h * step + pair, x.high[h]);
     }
   }
 };

@@ -27,7 +27,8 @@ LaunchPlan plan_norm_forward(const DeviceProfile& device, int64_t rows, int64_t 
 
 NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind) {
   NormBackwardPlans plans;
-  LaunchPlan& plan = plans.sums = plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, kind.centered, vec));
+  LaunchPlan& plan = plans.sums = plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, kind.centered, vec),
+                                                      norm_backward_max_k(device, kind.centered));
   if (plan.path == Path::regs && !kind.mixed) {
     const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = reduction_bytes(2, plan.cluster);
     add_ring(device, plan, kind.inputs, reduction, norm_backward_resident(plan));
@@ -44,7 +45,7 @@ NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t 
 int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
   int64_t most = 1;
   for (const int vec : {1, 4, 8}) {
-    const LaunchPlan held = plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, centered, vec));
+    const LaunchPlan held = plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, centered, vec), norm_backward_max_k(device, centered));
     if (held.path == Path::regs) most = std::max<int64_t>(most, held.partial_rows);
     most = std::max<int64_t>(most, plan_norm_tiles(device, rows, cols, vec).partial_rows);
   }
@@ -63,7 +64,7 @@ LaunchPlan plan_glu(const DeviceProfile& device, int64_t rows, int64_t cols, int
 
 RopePlan plan_rope_heads(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t head_dim,
                          int64_t rotary_dim, int vec) {
-  const RopePlan plan = plan_rope(device, positions, q_heads, k_heads, (rotary_dim / 2 + head_dim - rotary_dim) / vec, rope_heads_in_flight);
+  const RopePlan plan = plan_rope(device, positions, q_heads, k_heads, rotary_dim / 2 / vec + ceil_div((head_dim - rotary_dim) / vec, 2), rope_heads_in_flight);
   checked(device, plan.launch);
   return plan;
 }
@@ -133,7 +134,7 @@ Launches norm_backward(const DeviceProfile& device, const Call& call, bool cente
   if (plans.sums.path == Path::regs) {
     const LaunchPlan& plan = plans.sums;
     const int threads = vec == 1 || plan.threads_per_row < 256 ? 0 : std::min(plan.threads_per_row, plan.block);
-    out.push_back({"NormBackwardRegisters", {vec, threads}, call.rows, call.cols, plan, norm_backward_bound(threads)});
+    out.push_back({"NormBackwardRegisters", {vec, plan.k, threads}, call.rows, call.cols, plan, norm_backward_bound(threads)});
   } else {
     out.push_back({"NormBackwardMeans", {vec}, call.rows, call.cols, plans.means, row_threads});
     out.push_back({"NormBackwardTiles", {vec}, call.rows, call.cols, plans.sums, piece_threads});

@@ -42,6 +42,8 @@ LaunchPlan plan_norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, i
 inline int norm_backward_threads(const DeviceProfile& device, bool centered, int vec) {
   return centered || vec == 1 || device.bulk_copies ? 512 : 1024;
 }
+// Vectors a thread may have: of a third one, a second set of sums, or a row fetched ahead into registers, leaves no room for the weights.
+inline int norm_backward_max_k(const DeviceProfile& device, bool centered) { return device.bulk_copies && !centered ? 3 : 2; }
 // Launch bound of the registers path for rows of so many threads.
 constexpr int norm_backward_bound(int threads) { return threads > 512 ? 1024 : 512; }
 struct NormBackwardKind {

@@ -99,9 +99,12 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
   return plan;
 }
 
-LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block) {
-  const int k = norm_backward_k(vec);
-  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = k, .max_block = max_block,
+LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block, int max_k) {
+  // Rows take powers of two of threads: with 3 vectors each where that is half as many as with 2.
+  const int64_t vectors = ceil_div(cols, vec), by_three = next_pow2(ceil_div(vectors, 3));
+  const bool three = max_k > 2 && 32 <= by_three && by_three <= 256 && by_three < next_pow2(ceil_div(vectors, 2));
+  const int k = vec == 1 ? 4 : three ? 3 : 2;
+  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = static_cast<int>(next_pow2(k)), .max_block = max_block,
                                                .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .prefer_k = k});
   plan.k = k;
   plan = clustered(device, plan, rows, cols, k);

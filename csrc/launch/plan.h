@@ -56,10 +56,9 @@ void add_ring(const DeviceProfile&, LaunchPlan&, int inputs, int fixed, int resi
 // One block a row, however long.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
-// The backward of the norms: persistent blocks, norm_backward_k vectors a thread, at most max_block threads; partial_rows: one a
-// block. Registers hold the sums of no more columns than this.
-constexpr int norm_backward_k(int vec) { return vec == 1 ? 4 : 2; }
-LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_block);
+// The backward of the norms: persistent blocks of at most max_block threads, whose registers hold the sums of their columns, of 2 or up
+// to max_k = 3 vectors each (4 of single elements); partial_rows: one a block.
+LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_block, int max_k);
 // Its blocks on a multiprocessor at a time.
 constexpr int norm_backward_resident(const LaunchPlan& plan) { return plan.block <= 256 ? 2 : 1; }
 // Its re-read path: tiles of block * vec columns times ranges of rows; partial_rows: the number of ranges.

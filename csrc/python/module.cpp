@@ -89,7 +89,8 @@ void bind_plans(py::module_& m) {
   m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"));
   m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"),
         py::arg("streams") = false);
-  m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_block"));
+  m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_block"),
+        py::arg("max_k"));
   m.def("plan_rope_heads", &plan_rope_heads, py::arg("device"), py::arg("positions"), py::arg("q_heads"), py::arg("k_heads"), py::arg("head_dim"),
         py::arg("rotary_dim"), py::arg("vec"));
   m.def("norm_partial_rows", &norm_partial_rows, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("centered"));
