@@ -54,13 +54,12 @@ gfx columns are AMD's code objects in an instruction emulator (`tests/amd/run.py
 def line_of(lines: dict[tuple[str, str], dict[str, Any]], platform: str, op: str, dtype: torch.dtype) -> dict[str, Any]:
     """The line of an op in a dtype, made if there is none. A packed GLU is the GLU with its inputs in one tensor."""
     key = op.removesuffix("_packed"), str(dtype).removeprefix("torch.")
-    return lines.setdefault(key, {"platform": platform, "op": key[0], "dtype": key[1]})
+    empty = {"platform": platform, "op": key[0], "dtype": key[1], "what": "", "share": 0.0, "results": 0}
+    return lines.setdefault(key, empty)
 
 
 def keep_closest(line: dict[str, Any], measured: Iterable[Measurement]) -> None:
     """Counts the results, and keeps the one that came closest to its bound."""
-    for key, start in (("what", ""), ("share", 0.0), ("results", 0)):
-        line.setdefault(key, start)
     for found in measured:
         line["results"] += 1
         if not found.share <= line["share"]:

@@ -3,7 +3,7 @@ liger_ext's rule and bound.
 
     python tests/amd/run.py                        a few cases of every op on every architecture: minutes
     python tests/amd/run.py gfx942 gfx1100 --all   every case, in two orders of the waves; every kernel has to run
-    python tests/amd/run.py gfx942 --only rope     cases of one op
+    python tests/amd/run.py gfx942 --only "rope.*16$"   cases of one op in 16 bits
     python tests/amd/run.py --all --json amd.jsonl also writes lines for `python -m liger_ext.numerics join`
 
 Needs the HIP build of ``tests/compile_gpu.sh hip``, and an emulator. Exit status: 0 all right, 1 something is wrong,
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=ARCHITECTURES)
     parser.add_argument("--all", action="store_true", help="every case, in both orders of the waves")
-    parser.add_argument("--only", default="", help="cases whose op contains this")
+    parser.add_argument("--only", default="", help="cases with this expression in their text, as in a report")
     parser.add_argument("--json", type=Path, help="where results go, one JSON object a line for each op and dtype")
     parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)  # of one architecture, for the process of all
     return parser.parse_args()
@@ -97,6 +97,8 @@ def run_one(args: argparse.Namespace) -> int:
         run_cases(opened, report, order, args.only, quick=not args.all)
         if not args.only:
             run_checks(opened, report)
+    if report.cases == 0:
+        report.wrong.append(f"no case has {args.only!r} in its text")
     if args.all and not args.only:
         never = set(opened.names.values()) - set(opened.launched)
         report.wrong += [f"{name} never ran" for name in sorted(never)]
