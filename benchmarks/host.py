@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import liger_ext.functional as LF
+from liger_ext._timing import Timing
 
 from . import eager, peers, suite
-from .timing import Timing
 
 SAMPLES, BURST = 15, 20
 

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import liger_ext.functional as LF
+from liger_ext._timing import failure
 
 from . import flce, suite
-from .timing import failure, peak_mib
+from .timing import peak_mib
 
 SHAPES_CUDA = [(4096, 4096, 128256), (8192, 4096, 128256), (16384, 2048, 128256)]
 SHAPES_CPU = [(512, 576, 49152), (1024, 576, 49152), (2048, 576, 49152)]

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 
 import liger_ext.functional as LF
+from liger_ext import _shapes
+from liger_ext._timing import Timing, backward_call, failure, forward_call, on_a_stream_of_its_own
 
 from . import eager, peers, suite
-from .timing import Timing, failure, on_a_stream_of_its_own, time_calls, time_copy
+from .timing import time_calls, time_copy
 
 
 @dataclass
@@ -51,12 +53,8 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
     def param(*shape):
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
 
-    norms = [(2048, 576), (2048, 4096)]
-    only_rms = []
-    if not small:
-        norms = [(32768, 512), (32768, 1024), (32768, 2048), (8192, 4096), (32768, 4096), (16384, 8192), (8192, 16384)]
-        norms.append((2048, 65536))
-        only_rms = [(16384, 576), (8192, 3072), (2048, 4096), (8192, 5120)]
+    norms = [(2048, 576), (2048, 4096)] if small else _shapes.NORMS
+    only_rms = [] if small else _shapes.RMS_NORMS
     for rows, cols in norms + only_rms:
         matrix, stat = rows * cols * size, rows * 4
         inputs = lambda r=rows, c=cols: (param(r, c), param(c))  # noqa: E731
@@ -101,9 +99,9 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
         3 * rows * cols * size + 4 * rows,
     )
 
-    glus = [(2048, 1536), (1024, 11008)] if small else [(8192, 11008)]
-    only_two_tensors = [] if small else [(8192, 14336), (8192, 8192)]
-    for rows, cols in glus + only_two_tensors:
+    glus = [(2048, 1536), (1024, 11008)] if small else _shapes.GLUS
+    only_two_tensors = [] if small else glus[1:]
+    for rows, cols in glus:
         matrix = rows * cols * size
         inputs = lambda r=rows, c=cols: (param(r, c), param(r, c))  # noqa: E731
         yield Case(
@@ -144,14 +142,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
         )
 
     # Batch, sequence, heads, head_dim, and how much of it is rotated.
-    ropes = [(1, 2048, 9, 3, 64, 64), (1, 2048, 32, 8, 128, 128)]
-    if not small:
-        ropes = [
-            (4, 2048, 32, 8, 128, 128),
-            (4, 2048, 32, 8, 64, 64),
-            (4, 2048, 32, 8, 96, 96),
-            (4, 2048, 32, 8, 128, 64),
-        ]
+    ropes = [(1, 2048, 9, 3, 64, 64), (1, 2048, 32, 8, 128, 128)] if small else _shapes.ROPES
     for batch, seq, q_heads, k_heads, dim, rotary in ropes:
 
         def inputs(b=batch, s=seq, hq=q_heads, hk=k_heads, d=dim, r=rotary):
@@ -171,7 +162,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             moved,
         )
 
-    for rows, cols in [(2048, 32768)] if small else [(4096, 32768), (32768, 1024), (8192, 128256)]:
+    for rows, cols in [(2048, 32768)] if small else _shapes.SOFTMAXES:
         matrix = rows * cols * size
         yield Case(
             "softmax",
@@ -182,7 +173,7 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             3 * matrix,
         )
 
-    for rows, vocab in [(1024, 49152)] if small else [(4096, 128256), (8192, 32000), (8192, 152064), (8192, 32001)]:
+    for rows, vocab in [(1024, 49152)] if small else _shapes.LOSSES:
         matrix = rows * vocab * size
         yield Case(
             "cross_entropy",
@@ -192,18 +183,6 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             matrix,
             2 * matrix,
         )
-
-
-def _forward(function: Callable, inputs: tuple) -> Callable[[], object]:
-    return lambda: function(*inputs)
-
-
-def _backward(function: Callable, inputs: tuple) -> Callable[[], object]:
-    wanted = [t for t in inputs if t.requires_grad]
-    outputs = function(*inputs)
-    outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t.requires_grad]
-    gradients = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in outputs]
-    return lambda: torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
 
 
 def run(settings: suite.Settings) -> Iterator[Row]:
@@ -218,8 +197,8 @@ def _run_case(case: Case, settings: suite.Settings) -> Iterator[Row]:
     functions = {name: f for name, f in case.functions.items() if settings.wants(name)}
     inputs = case.inputs()
     for direction, bind, moved in (
-        ("forward", _forward, case.forward_bytes),
-        ("backward", _backward, case.backward_bytes),
+        ("forward", forward_call, case.forward_bytes),
+        ("backward", backward_call, case.backward_bytes),
     ):
         calls, failed = {}, {}
         for name, function in functions.items():

@@ -10,7 +10,7 @@ import matplotlib
 import torch
 from rich.table import Table
 
-from .timing import Timing
+from liger_ext._timing import Timing
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

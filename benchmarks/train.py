@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from examples.demo.meter import Meter
 from examples.demo.training import optimizer_for
 from liger_ext import apply_liger_kernel_to_llama
+from liger_ext._timing import Timing, failure
 
 from . import suite
-from .timing import Timing, failure
 
 _LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0}
 # name: (configuration, batch, seq)

@@ -2,7 +2,7 @@
 
 import importlib
 
-from liger_ext import _load  # noqa: F401  (loads the libraries: first)
+from liger_ext import _load, _tuned  # noqa: F401  (_load loads the libraries: first)
 from liger_ext._C import version as __version__  # noqa: F401
 from liger_ext.compat import (
     liger_cross_entropy,
@@ -41,6 +41,8 @@ from liger_ext.modules import (
     LigerSoftmax,
     LigerSwiGLUMLP,
 )
+
+_tuned.load()
 
 # Patching needs transformers, which is imported when one of these is first used.
 _PATCHING = (

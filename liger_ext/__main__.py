@@ -1,4 +1,4 @@
-"""``python -m liger_ext``: what is installed, and what will run on this machine."""
+"""``python -m liger_ext``: what is installed, and what will run on this machine; ``doctor`` and ``tune``."""
 
 import sys
 

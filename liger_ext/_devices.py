@@ -63,10 +63,10 @@ class Device:
 
 def running_profile(index: int) -> _C.DeviceProfile | None:
     """What the library has read from the driver, from which it makes its plans."""
-    if not _load.gpu_available():
+    library = _load.gpu_kernels()
+    if library is None:
         return None
-    profile = _C.DeviceProfile()
-    read = ctypes.CDLL(str(_load.library_folder() / "libliger_ext_gpu.so")).liger_ext_gpu_profile
+    profile, read = _C.DeviceProfile(), library.liger_ext_gpu_profile
     read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
     return profile if read(index, profile.address, profile.size) == 0 else None
 

@@ -6,6 +6,7 @@ variable ``LIGER_EXT_LIB`` names another folder to take them from, for developer
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -30,6 +31,14 @@ def gpu_available() -> bool:
 def gpu_status() -> str:
     """One sentence: which GPU library is loaded, or why none is and what to do about it."""
     return f"loaded {_folder / 'libliger_ext_gpu.so'}" if _gpu_error is None else _gpu_error
+
+
+def gpu_kernels() -> ctypes.CDLL | None:
+    """The loaded library that launches the GPU's kernels: the GPU library, or the host target where that has taken the
+    CPU library's place (CONTRIBUTING.md)."""
+    name = "libliger_ext_gpu.so" if gpu_available() else "libliger_ext_cpu.so"
+    library = ctypes.CDLL(str(_folder / name))
+    return library if hasattr(library, "liger_ext_gpu_profile") else None
 
 
 def _check_torch_version() -> None:

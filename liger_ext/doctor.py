@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import _C, _devices, _llama, _load
+from . import _C, _devices, _llama, _load, _tuned, tune
 
 TRANSFORMERS_RANGE = ("4.51.3", "5.23.0")  # the versions that the tests ran with, from oldest to newest
 
@@ -99,6 +99,16 @@ def _transformers() -> str:
     return f"{version}: supported"
 
 
+def _tuned_plans() -> str:
+    if _tuned.off():
+        return "turned off by LIGER_EXT_TUNED=0"
+    count, file = _tuned.in_use(), _tuned.path()
+    if count:
+        return f"{count} in use, from {file}"
+    there = "has none for this driver" if file.exists() else "does not exist"
+    return f"none in use: {file} {there} (`python -m liger_ext tune` measures them)"
+
+
 def report() -> list[tuple[str, list[str]]]:
     """What is installed: headings, and lines under each."""
     threads = torch.get_num_threads()
@@ -109,6 +119,7 @@ def report() -> list[tuple[str, list[str]]]:
         ("transformers", [_transformers()]),
         ("CPU library", [f"{_load.library_folder() / 'libliger_ext_cpu.so'}"]),
         ("GPU library", [gpu_build, _load.gpu_status()]),
+        ("tuned plans", [_tuned_plans()]),
         ("driver", [_devices.driver(), _devices.toolkit()]),
         ("CPU", [f"{_cpu()}, {threads} threads, instruction set {_devices.cpu_isa()}"]),
         ("GPU", _gpu_lines(_devices.devices())),
@@ -226,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print everything as one JSON object")
     doctor.add_argument("--profile", metavar="NAME", help="show the plans for another GPU, without a self-test")
+    tune.add_parser(commands)
     return parser
 
 
@@ -314,6 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command is None:
         _print_report()
         return 0
+    if chosen.command == "tune":
+        return tune.run(chosen)
     if chosen.profile is None:
         return _doctor(chosen.json)
     try:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_ext._tuned import forced as forced_plans
 from liger_ext.bounds import bound, half_ulp
 from liger_ext.ops._checks import accumulator
 from liger_ext.references import losses, rows
@@ -35,6 +36,7 @@ __all__ = [
     "compare",
     "examples",
     "expected",
+    "forced_plans",
     "half_ulp",
     "judge",
     "measure",

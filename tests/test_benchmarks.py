@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import __main__ as cli
 from benchmarks import flce, host, memory, rows, suite, timing, train
-from benchmarks.timing import Timing
+from liger_ext._timing import Timing
 
 PROVIDERS = {
     "rows": ["liger_ext", "torch"],

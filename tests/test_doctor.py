@@ -27,7 +27,7 @@ def test_report_names_versions_libraries_and_devices(capsys):
     for fact in (torch.__version__, _C.version, "libliger_ext_cpu.so", importlib.metadata.version("transformers")):
         assert fact in printed
     assert [heading for heading, _ in doctor.report()] == [
-        "liger_ext", "torch", "transformers", "CPU library", "GPU library", "driver", "CPU", "GPU",
+        "liger_ext", "torch", "transformers", "CPU library", "GPU library", "tuned plans", "driver", "CPU", "GPU",
     ]  # fmt: skip
 
 

@@ -39,26 +39,27 @@ def run(*command, warp, **env):
 
 
 @functools.cache
-def every_kernel(warp):
-    """Runs host_kernels.py: the process, and the cases that each kernel ran in."""
+def run_on_host(file, warp):
+    """Runs a file of tests: the process, and, of host_kernels.py, the cases that each kernel ran in."""
     path = os.pathsep.join([str(Path(liger_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "cases.json"
         env = {"LIGER_EXT_LIB": str(HOST), "PYTHONPATH": path, "LIGER_EXT_HOST_CASES": str(counts)}
-        done = run(sys.executable, "-m", "pytest", "-q", HERE / "host_kernels.py", warp=warp, **env)
+        done = run(sys.executable, "-m", "pytest", "-q", HERE / file, warp=warp, **env)
         return done, json.loads(counts.read_text()) if counts.exists() else {}
 
 
 @warp_widths
-def test_every_kernel(warp):
-    done, _ = every_kernel(warp)
+@pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py"])
+def test_every_kernel(file, warp):
+    done, _ = run_on_host(file, warp)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_cases_of_every_kernel(capsys):
     """The table: kernels, their instances (by dtype, elements of an access, ...), and cases at each warp width, all
     instances together and of the one with the fewest."""
-    counts = {warp: every_kernel(warp)[1] for warp in WARPS}
+    counts = {warp: run_on_host("host_kernels.py", warp)[1] for warp in WARPS}
     assert counts[32].keys() == counts[64].keys() and min(min(c.values()) for c in counts.values()) > 0
     families = {}
     for kernel in counts[32]:

@@ -1,5 +1,6 @@
-"""Every launch of every op is legal on every GPU of the reference profiles, for any shape, and covers every element of
-every row exactly once. Plans are made on any machine; plan_model.py says what the kernels make of them.
+"""Every launch of every op is legal on every GPU of the reference profiles, for any shape and any knobs, and covers
+every element of every row exactly once. Plans are made on any machine; plan_model.py says what the kernels make of
+them.
 
 Registers: the limit is a multiprocessor's register file. The compiler gives a thread no more registers than the
 kernel's launch bound leaves it (65,536 / bound on an NVIDIA GPU), so a block within the bound fits: that is what is
@@ -52,6 +53,16 @@ def calls(draw, op):
     return call
 
 
+KNOBS = ("threads", "block", "cluster", "stages", "resident", "heads")
+some_knobs = st.fixed_dictionaries(
+    {},
+    optional={
+        name: st.sampled_from([1, 2, 4, 8, 32, 128, 256, 512, 1024]) | st.integers(-5, 5000) | st.just(2**31 - 1)
+        for name in KNOBS
+    },
+).map(lambda chosen: _C.Knobs(**chosen))
+
+
 def check_legal(launch, device, registers=None):
     plan = launch.plan
     assert plan.warp == device.warp
@@ -73,7 +84,7 @@ def launches(op, device, call):
         return _C.plans(op, device, **call)
     except ValueError as error:
         assert "more threads than one launch" in str(error) and device.vendor == _C.Vendor.amd
-        assert call["rows"] * call["cols"] * call.get("q_heads", 1) >= 2**32
+        assert call["rows"] * max(call["cols"], call.get("hidden", 1)) * call.get("q_heads", 1) >= 2**32
         return None
 
 
@@ -84,7 +95,9 @@ def check_call(op, device, call):
         facts = {**call, "op": op, "element_bytes": BYTES[call["dtype"]]}
         if op.startswith("rope"):
             sizes = (call[name] for name in ("rows", "q_heads", "k_heads", "cols"))
-            facts["rope_plan"] = partial(_C.plan_rope_heads, device, *sizes, call["rotary_dim"] or call["cols"])
+            rotary = call["rotary_dim"] or call["cols"]
+            chosen = {"knobs": call["knobs"]} if "knobs" in call else {}
+            facts["rope_plan"] = partial(_C.plan_rope_heads, device, *sizes, rotary, **chosen)
         check_coverage(launch, facts)
 
 
@@ -99,15 +112,75 @@ def test_plans_are_legal_and_cover_everything(op):
     every_profile()
 
 
-@pytest.mark.parametrize("op", ["rms_norm_backward", "layer_norm_backward"])
+@pytest.mark.parametrize("op", OPS)
+def test_plans_with_any_knobs_are_legal_and_cover_everything(op):
+    @settings(max_examples=300)
+    @given(call=calls(op), knobs=some_knobs)
+    def every_profile(call, knobs):
+        for device in (*PROFILES, small_device()):
+            check_call(op, device, call | {"knobs": knobs})
+
+    every_profile()
+
+
+@pytest.mark.parametrize("op", ["rms_norm_backward", "add_rms_norm_backward", "layer_norm_backward"])
 @settings(max_examples=200)
-@given(data=st.data())
-def test_the_workspace_of_column_sums_is_enough(op, data):
-    call = data.draw(calls(op))
+@given(data=st.data(), knobs=some_knobs)
+def test_the_workspace_of_column_sums_is_enough(op, data, knobs):
+    call = data.draw(calls(op)) | {"knobs": knobs}
     for device in PROFILES:
         most = _C.norm_partial_rows(device, call["rows"], call["cols"], op.startswith("layer"))
         for launch in launches(op, device, call) or []:
             assert launch.plan.partial_rows <= most
+
+
+def plan_of(launch):
+    fields = ("path", "k", "threads_per_row", "block", "grid", "cluster", "smem", "stages", "partial_rows")
+    return launch.kernel, tuple(launch.instance), *(getattr(launch.plan, name) for name in fields)
+
+
+@pytest.mark.parametrize(
+    ("op", "cols", "knobs"),
+    [
+        ("rms_norm", 4096, {"threads": 256}),
+        ("rms_norm", 4096, {"block": 512}),
+        ("layer_norm", 16_384, {"cluster": 2}),
+        ("add_rms_norm", 65_536, {"stages": 2}),
+        ("rms_norm", 65_536, {"resident": 2}),
+        ("rms_norm_backward", 4096, {"threads": 512}),
+        ("rms_norm_backward", 4096, {"stages": 4}),
+        ("layer_norm_backward", 4096, {"resident": 2}),
+        ("swiglu", 11_008, {"block": 128}),
+        ("geglu_backward", 11_008, {"block": 64}),
+        ("rope", 128, {"heads": 8}),
+        ("rope_backward", 128, {"block": 128}),
+        ("softmax", 32_768, {"threads": 1024}),
+        ("softmax_backward", 1024, {"threads": 128}),
+        ("cross_entropy", 32_000, {"threads": 512}),
+        ("cross_entropy_backward", 32_000, {"block": 128}),
+        ("fused_linear_cross_entropy", 128_256, {"resident": 2}),
+        ("fused_linear_cross_entropy", 32_000, {"cluster": 4}),
+    ],
+)
+def test_knobs_change_the_tunable_launch_alone(op, cols, knobs):
+    """On an H200; knobs that are for other kernels change nothing."""
+    device, heads = _C.profile("H200"), {"q_heads": 32, "k_heads": 8}
+    own = _C.plans(op, device, 8192, cols, **heads)
+    tuned = _C.plans(op, device, 8192, cols, **heads, knobs=_C.Knobs(**knobs))
+    assert [launch.tunable for launch in own] == [launch.tunable for launch in tuned]
+    for a, b in zip(own, tuned, strict=True):
+        assert a.kernel == "SumColumns" or (plan_of(a) != plan_of(b)) == (a.tunable != _C.Tunable.none), a.kernel
+    elsewhere = {"heads": 8} if "rope" not in op else {"cluster": 4}
+    for a, b in zip(own, _C.plans(op, device, 8192, cols, **heads, knobs=_C.Knobs(**elsewhere)), strict=True):
+        assert plan_of(a) == plan_of(b)
+
+
+def test_every_op_but_the_copy_has_a_launch_with_knobs():
+    device, without = _C.profile("H200"), {"stream_copy", "fused_linear_cross_entropy_backward"}
+    tunable = {op: [launch.tunable for launch in _C.plans(op, device, 8192, 4096)] for op in OPS}
+    assert {op for op, found in tunable.items() if set(found) == {_C.Tunable.none}} == without
+    named = {kernel for found in tunable.values() for kernel in found} | {_C.Tunable.every}
+    assert named == set(_C.Tunable.__members__.values())
 
 
 def test_no_launch_for_nothing():
@@ -218,7 +291,12 @@ def sweep():
         (8, 4096),
         sizes,
         ((True, "bfloat16"), (True, "float32"), (False, "bfloat16")),
-        ({}, {"mixed": True}, {"per_row": True}),
+        (
+            {},
+            {"mixed": True},
+            {"per_row": True},
+            *({"knobs": _C.Knobs(threads=n, block=n, cluster=n)} for n in (4, 1024)),
+        ),
     )
     for device, op, rows, cols, (aligned, dtype), options in choices:
         cols = min(cols, 512) if op.startswith("rope") else cols

@@ -108,7 +108,9 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   const bool vectors = full ? vectors_fit(op) && aligned(op.dlogits, 0) : equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
   with_logits<Backward>(op, vectors, full, [&](auto kernel, int vec) {
     using Kernel = std::remove_cvref_t<decltype(kernel)>;
-    const launch::LaunchPlan plan = launch::plan_cross_entropy_tiles(device_profile(stream.device), op.rows, op.vocab, vec);
+    const launch::DeviceProfile& device = device_profile(stream.device);
+    const launch::LaunchPlan plan = launch::plan_cross_entropy_tiles(
+        device, op.rows, op.vocab, vec, launch::knobs_of(device, launch::Tunable::cross_entropy_backward, vec, op.rows, op.vocab));
     const int64_t tiles = launch::ceil_div(op.vocab, int64_t{plan.threads_per_row} * Kernel::K * vec);
     launch<Kernel>(plan, {logit_rows(op, plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles}, stream);
   });

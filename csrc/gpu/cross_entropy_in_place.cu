@@ -189,7 +189,11 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   };
   if constexpr (has_stream_kernels)
     if (vectors && !full && row.rows > 0) {
-      const launch::LaunchPlan plan = launch::plan_cross_entropy_stream(device_profile(stream.device), row.rows, row.vocab, size_of(row.logits.dtype));
+      const launch::DeviceProfile& device = device_profile(stream.device);
+      const int64_t bytes = size_of(row.logits.dtype);
+      const launch::LaunchPlan plan = launch::plan_cross_entropy_stream(
+          device, row.rows, row.vocab, int(bytes),
+          launch::knobs_of(device, launch::Tunable::cross_entropy_in_place, 16 / bytes, row.rows, row.vocab));
       if (plan.path == launch::Path::stream)
         return dispatch(row.logits.dtype, [&](auto element) {
           using T = std::remove_cvref_t<decltype(element)>;

@@ -84,8 +84,10 @@ void launch_rows(const Op& op, bool vectors, bool full, bool in_place, Stream st
   if (op.rows == 0 || op.vocab == 0) return;
   with_logits<K>(op, vectors, full, [&](auto kernel, int vec) {
     using Kernel = std::remove_cvref_t<decltype(kernel)>;
-    launch::LaunchPlan plan =
-        launch::plan_cross_entropy(device_profile(stream.device), op.rows, op.vocab, size_of(op.logits.dtype), vec, in_place);
+    const launch::DeviceProfile& device = device_profile(stream.device);
+    const launch::Tunable tunable = in_place ? launch::Tunable::cross_entropy_in_place : launch::Tunable::cross_entropy;
+    launch::LaunchPlan plan = launch::plan_cross_entropy(device, op.rows, op.vocab, size_of(op.logits.dtype), vec, in_place,
+                                                         launch::knobs_of(device, tunable, vec, op.rows, op.vocab));
     typename Kernel::Args args{logit_rows(op, plan, stream)};
     set(args, plan);
     launch<Kernel>(plan, args, stream);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gpu/platform_runtime.h"
+#include "launch/knobs.h"
 
 namespace liger::gpu {
 
@@ -87,4 +88,12 @@ extern "C" __attribute__((visibility("default"))) int liger_ext_gpu_profile(int 
   } catch (const std::exception&) {
     return 1;
   }
+}
+
+// For Python (ctypes): `count` KnobEntry of the same build take the place of those there were; no device is needed. 0, or 1 for another
+// build's.
+extern "C" __attribute__((visibility("default"))) int liger_ext_gpu_set_knobs(const void* entries, size_t count, size_t entry_bytes) {
+  if (entry_bytes != sizeof(liger::launch::KnobEntry)) return 1;
+  liger::launch::set_knobs(static_cast<const liger::launch::KnobEntry*>(entries), count);
+  return 0;
 }

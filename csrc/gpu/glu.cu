@@ -124,9 +124,10 @@ struct GluBackwardKernel {
 
 // Starts Kernel<T, VEC, A> for the dtype, alignment and activation of `a`; `tensors` are a's.
 template <template <class, int, Activation> class Kernel, class Glu, class... Tensors>
-void start(Glu a, Stream stream, const Tensors&... tensors) {
+void start(Glu a, launch::Tunable kernel, Stream stream, const Tensors&... tensors) {
   if (a.rows == 0 || a.cols == 0) return;
-  const int64_t row_cols = a.cols;
+  const launch::DeviceProfile& device = device_profile(stream.device);
+  const int64_t rows = a.rows, row_cols = a.cols;
   const bool wide = (aligned(tensors, row_cols) && ...);
   if (((tensors.stride == a.cols || a.rows == 1) && ...)) {
     a.cols *= a.rows;
@@ -136,7 +137,7 @@ void start(Glu a, Stream stream, const Tensors&... tensors) {
     using T = std::remove_cvref_t<decltype(tag)>;
     const auto with_vec = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
-      const launch::LaunchPlan plan = launch::plan_glu(device_profile(stream.device), a.rows, a.cols, VEC);
+      const launch::LaunchPlan plan = launch::plan_glu(device, a.rows, a.cols, VEC, launch::knobs_of(device, kernel, VEC, rows, row_cols));
       const int64_t tile_cols = int64_t{plan.threads_per_row} * vectors_per_thread * VEC;
       const Tiles tiles{plan.threads_per_row, a.rows, a.cols, launch::ceil_div(a.cols, tile_cols)};
       if (a.activation == Activation::silu) launch<Kernel<T, VEC, Activation::silu>>(plan, {tiles, a}, stream);
@@ -150,7 +151,14 @@ void start(Glu a, Stream stream, const Tensors&... tensors) {
 
 }  // namespace
 
-void glu_forward(const GluForward& a, Stream stream) { start<GluForwardKernel>(a, stream, a.gate, a.up, a.h); }
-void glu_backward(const GluBackward& a, Stream stream) { start<GluBackwardKernel>(a, stream, a.dh, a.gate, a.up, a.dgate, a.dup); }
+void glu_forward(const GluForward& a, Stream stream) {
+  const bool silu = a.activation == Activation::silu;
+  start<GluForwardKernel>(a, silu ? launch::Tunable::swiglu : launch::Tunable::geglu, stream, a.gate, a.up, a.h);
+}
+void glu_backward(const GluBackward& a, Stream stream) {
+  const bool silu = a.activation == Activation::silu;
+  const launch::Tunable kernel = silu ? launch::Tunable::swiglu_backward : launch::Tunable::geglu_backward;
+  start<GluBackwardKernel>(a, kernel, stream, a.dh, a.gate, a.up, a.dgate, a.dup);
+}
 
 }  // namespace liger::gpu

@@ -255,25 +255,27 @@ inline bool norm_backward_mixed(const NormBackwardArgs& a) {
   return a.dy.dtype != a.z.dtype || (a.dsum.data && a.dsum.dtype != a.z.dtype);
 }
 
-// Floats of partial sums, for whichever alignment the call will have.
-inline int64_t norm_partial_floats(const launch::DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
-  return launch::norm_partial_rows(device, rows, cols, centered) * cols * (centered ? 2 : 1);
-}
+// The workspace: row_means, and behind them the partial sums, for whichever alignment the call will have.
+inline int64_t row_means_floats(int64_t rows) { return launch::round_up(2 * rows, 4); }
 inline int64_t norm_backward_workspace(int64_t rows, int64_t cols, bool centered, Stream stream) {
-  const int64_t partial = norm_partial_floats(device_profile(stream.device), rows, cols, centered);
-  return (partial + 2 * rows) * int64_t{sizeof(float)};
+  const int64_t partial = launch::norm_partial_rows(device_profile(stream.device), rows, cols, centered) * cols * (centered ? 2 : 1);
+  return (row_means_floats(rows) + partial) * int64_t{sizeof(float)};
 }
 
 template <bool Centered>
 void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
   const launch::DeviceProfile& device = device_profile(stream.device);
-  float* const partial = static_cast<float*>(workspace);
+  a.row_means = static_cast<float*>(workspace);
+  float* const partial = a.row_means + row_means_floats(a.rows);
   if (a.dweight.data || a.dbias.data) a.partial = partial;
   a.inverse_cols = 1.0f / float(a.cols);
-  a.row_means = partial + norm_partial_floats(device, a.rows, a.cols, Centered);
   const int vec = norm_backward_vec(a);
+  const launch::Tunable kernel = Centered      ? launch::Tunable::layer_norm_backward
+                                 : a.dsum.data ? launch::Tunable::add_rms_norm_backward
+                                               : launch::Tunable::rms_norm_backward;
   const launch::NormBackwardPlans plans = launch::plan_norm_backward_paths(
-      device, a.rows, a.cols, vec, {.centered = Centered, .mixed = norm_backward_mixed(a), .inputs = a.dsum.data ? 3 : 2});
+      device, a.rows, a.cols, vec, {.centered = Centered, .mixed = norm_backward_mixed(a), .inputs = a.dsum.data ? 3 : 2},
+      launch::knobs_of(device, kernel, vec, a.rows, a.cols));
   const launch::LaunchPlan& plan = plans.sums;
 
   if (plan.path == launch::Path::regs) {

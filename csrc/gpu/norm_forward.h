@@ -317,7 +317,10 @@ void norm_forward(NormForwardArgs a, Stream stream) {
       constexpr int VEC = decltype(vec)::value;
       a.inverse_cols = 1.0f / float(a.cols);
       const bool one_type = a.x.dtype == a.y.dtype && (a.residual.data == nullptr || a.residual.dtype == a.y.dtype);
-      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC, one_type ? (a.residual.data ? 2 : 1) : 0);
+      const launch::Tunable kernel =
+          Centered ? launch::Tunable::layer_norm : a.residual.data ? launch::Tunable::add_rms_norm : launch::Tunable::rms_norm;
+      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC, one_type ? (a.residual.data ? 2 : 1) : 0,
+                                                                launch::knobs_of(device, kernel, VEC, a.rows, a.cols));
       a.threads_per_row = plan.threads_per_row;
       a.stages = plan.stages;
       a.ring_offset = plan.ring_offset;

@@ -4,6 +4,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "kernels/errors.h"
 
 #define LIGER_DEVICE __device__ __forceinline__
@@ -211,14 +213,24 @@ inline cudaLaunchAttribute cluster_attribute(int blocks) {
   return attribute;
 }
 
+// As much shared memory as a block can have, asked for once on each device (from the 64th on, every time). Always the same amount: threads
+// that asked for different ones would take it from each other.
+template <class K>
+void allow_shared_memory(const void* function, int device) {
+  static std::atomic<bool> allowed[64];
+  if (device < 64 && allowed[device].load(std::memory_order_relaxed)) return;
+  int most = 0;
+  auto code = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (!code) code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  if (code) throw_launch_error(code, "setting shared memory");
+  if (device < 64) allowed[device].store(true, std::memory_order_relaxed);
+}
+
 template <class K>
 void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
   const void* function = reinterpret_cast<const void*>(&entry<K>);
-  if (plan.smem > 48 * 1024) {
-    if (const auto code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem))
-      throw_launch_error(code, "setting shared memory");
-  }
+  if (plan.smem > 48 * 1024) allow_shared_memory<K>(function, stream.device);
   cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.block), size_t(plan.smem), static_cast<cudaStream_t>(stream.handle)};
   cudaLaunchAttribute attributes[2];
   config.attrs = attributes;

@@ -126,6 +126,7 @@ bool whole_vectors(const void* data, int64_t vec, std::initializer_list<int64_t>
 
 void rope(const Rope& a, Stream stream) {
   if (a.batch * a.seq * a.head_dim == 0) return;
+  const launch::DeviceProfile& device = device_profile(stream.device);
   const int64_t wide = 16 / size_of(a.dtype);
   const auto fits = [&](const RopeHeads& h) {
     return h.heads == 0 || (whole_vectors(h.in, wide, {h.in_batch, h.in_head, h.in_seq}) &&
@@ -138,8 +139,10 @@ void rope(const Rope& a, Stream stream) {
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
       using Kernel = RopeKernel<T, VEC>;
-      const launch::RopePlan plan = launch::plan_rope_heads(device_profile(stream.device), a.batch * a.seq, a.q.heads, a.k.heads, a.head_dim,
-                                                            a.rotary_dim, VEC);
+      const int64_t positions = a.batch * a.seq;
+      const launch::Knobs knobs =
+          launch::knobs_of(device, launch::Tunable::rope, VEC, positions, a.head_dim, a.q.heads, a.k.heads, a.rotary_dim);
+      const launch::RopePlan plan = launch::plan_rope_heads(device, positions, a.q.heads, a.k.heads, a.head_dim, a.rotary_dim, VEC, knobs);
       launch<Kernel>(plan.launch, {a, plan.lanes, plan.q_slots, plan.k_slots}, stream);
     };
     if (vectors) start(std::integral_constant<int, 16 / int(sizeof(T))>{});

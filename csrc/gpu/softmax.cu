@@ -177,14 +177,16 @@ struct SoftmaxBackwardReread {
 
 // MaxK: vectors a thread's registers hold, of all inputs.
 template <template <class, int, int> class Registers, template <class, int> class Reread, int MaxK>
-void start(SoftmaxArgs a, Stream stream) {
+void start(SoftmaxArgs a, launch::Tunable kernel, Stream stream) {
   if (a.rows == 0 || a.cols == 0) return;
+  const launch::DeviceProfile& device = device_profile(stream.device);
   const bool wide = aligned(a.first, a.cols) && aligned(a.second, a.cols) && aligned(a.out, a.cols);
   dispatch(a.out.dtype, [&](auto tag) {
     using T = std::remove_cvref_t<decltype(tag)>;
     const auto with_vec = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
-      const launch::LaunchPlan plan = launch::plan_softmax(device_profile(stream.device), a.rows, a.cols, VEC, MaxK);
+      const launch::LaunchPlan plan =
+          launch::plan_softmax(device, a.rows, a.cols, VEC, MaxK, launch::knobs_of(device, kernel, VEC, a.rows, a.cols));
       a.threads_per_row = plan.threads_per_row;
       if (plan.path == launch::Path::reread) return launch<Reread<T, VEC>>(plan, a, stream);
       if constexpr (VEC > 1) {  // single elements come in one size: four a thread
@@ -203,10 +205,11 @@ void start(SoftmaxArgs a, Stream stream) {
 }  // namespace
 
 void softmax_forward(const SoftmaxForward& a, Stream stream) {
-  start<SoftmaxRegisters, SoftmaxReread, launch::softmax_forward_k>({a.rows, a.cols, a.x, {}, a.y}, stream);
+  start<SoftmaxRegisters, SoftmaxReread, launch::softmax_forward_k>({a.rows, a.cols, a.x, {}, a.y}, launch::Tunable::softmax, stream);
 }
 void softmax_backward(const SoftmaxBackward& a, Stream stream) {
-  start<SoftmaxBackwardRegisters, SoftmaxBackwardReread, launch::softmax_backward_k>({a.rows, a.cols, a.dy, a.y, a.dx}, stream);
+  start<SoftmaxBackwardRegisters, SoftmaxBackwardReread, launch::softmax_backward_k>({a.rows, a.cols, a.dy, a.y, a.dx},
+                                                                                            launch::Tunable::softmax_backward, stream);
 }
 
 }  // namespace liger::gpu

@@ -19,21 +19,31 @@ LaunchPlan checked(const DeviceProfile& device, const LaunchPlan& plan) {
 
 }  // namespace
 
-LaunchPlan plan_norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int inputs) {
-  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, norm_forward_k(vec), inputs > 0);
-  add_ring(device, plan, inputs, reduction_bytes(plan.path == Path::stream ? 2 : 1, plan.cluster));
+LaunchPlan plan_norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int inputs, const Knobs& knobs) {
+  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, norm_forward_k(vec), inputs > 0, knobs);
+  const int reduction = reduction_bytes(plan.path == Path::stream ? 2 : 1, plan.cluster);
+  add_ring(device, plan, inputs, reduction, std::clamp(knobs.resident, 1, 3), knobs.stages);
   return checked(device, plan);
 }
 
-NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind) {
+NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind,
+                                           const Knobs& knobs) {
   NormBackwardPlans plans;
   LaunchPlan& plan = plans.sums = plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, kind.centered, vec),
-                                                      norm_backward_max_k(device, kind.centered));
+                                                      norm_backward_max_k(device, kind.centered), knobs);
   if (plan.path == Path::regs && !kind.mixed) {
     const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = reduction_bytes(2, plan.cluster);
-    add_ring(device, plan, kind.inputs, reduction, norm_backward_resident(plan));
+    add_ring(device, plan, kind.inputs, reduction, norm_backward_resident(plan, knobs), knobs.stages);
     // Rows that share a block add up their sums in shared memory, in place of the ring.
     if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
+    if (knobs == Knobs{}) return plans;
+    if (plan.smem > device.shared_per_block_optin) {  // fewer rows to a block, then
+      Knobs smaller = knobs;
+      smaller.block = plan.block / 2;
+      return plan_norm_backward_paths(device, rows, cols, vec, kind, smaller);
+    }
+    plan.partial_rows = static_cast<int>(std::min<int64_t>(plan.partial_rows, norm_partial_rows(device, rows, cols, kind.centered)));
+    plan.grid = plan.partial_rows * plan.cluster;
     return plans;
   }
   plans.sums = checked(device, plan_norm_tiles(device, rows, cols, vec));
@@ -52,33 +62,35 @@ int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t col
   return most;
 }
 
-LaunchPlan plan_softmax(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int wide_k) {
-  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, vec == 1 ? 4 : wide_k);
+LaunchPlan plan_softmax(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int wide_k, const Knobs& knobs) {
+  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, vec == 1 ? 4 : wide_k, false, knobs);
   plan.smem = reduction_bytes(2, plan.cluster);
   return checked(device, plan);
 }
 
-LaunchPlan plan_glu(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
-  return checked(device, plan_row_tiles(device, rows, cols, vec, glu_k));
+LaunchPlan plan_glu(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, const Knobs& knobs) {
+  return checked(device, plan_row_tiles(device, rows, cols, vec, glu_k, 1, knobs));
 }
 
 RopePlan plan_rope_heads(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t head_dim,
-                         int64_t rotary_dim, int vec) {
-  const RopePlan plan = plan_rope(device, positions, q_heads, k_heads, rotary_dim / 2 / vec + ceil_div((head_dim - rotary_dim) / vec, 2), rope_heads_in_flight);
+                         int64_t rotary_dim, int vec, const Knobs& knobs) {
+  const int64_t places = rotary_dim / 2 / vec + ceil_div((head_dim - rotary_dim) / vec, 2);
+  const RopePlan plan = plan_rope(device, positions, q_heads, k_heads, places, rope_heads_in_flight, knobs);
   checked(device, plan.launch);
   return plan;
 }
 
-LaunchPlan plan_cross_entropy(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, bool in_place) {
-  LaunchPlan plan = plan_logits(device, rows, vocab, element_bytes, vec, reduction_bytes(2), in_place);
+LaunchPlan plan_cross_entropy(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, bool in_place,
+                              const Knobs& knobs) {
+  LaunchPlan plan = plan_logits(device, rows, vocab, element_bytes, vec, reduction_bytes(2), in_place, knobs);
   plan.pdl = device.bulk_copies && !in_place;  // if the counts are all that it follows
   return checked(device, plan);
 }
-LaunchPlan plan_cross_entropy_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes) {
-  return plan_logits_stream(device, rows, vocab, element_bytes, reduction_bytes(3));
+LaunchPlan plan_cross_entropy_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, const Knobs& knobs) {
+  return plan_logits_stream(device, rows, vocab, element_bytes, reduction_bytes(3), knobs);
 }
-LaunchPlan plan_cross_entropy_tiles(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec) {
-  return checked(device, plan_row_tiles(device, rows, vocab, vec, logit_tile_k(vec), min_logit_threads));
+LaunchPlan plan_cross_entropy_tiles(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec, const Knobs& knobs) {
+  return checked(device, plan_row_tiles(device, rows, vocab, vec, logit_tile_k(vec), min_logit_threads, knobs));
 }
 LaunchPlan plan_cross_entropy_counts(const DeviceProfile& device, int64_t rows, int64_t vocab) {
   return plan_block_sum(device, std::max(rows, vocab), 3 * int(sizeof(double)));
@@ -117,24 +129,24 @@ void column_sum(Launches& out, const DeviceProfile& device, int64_t partial_rows
 
 bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 
-Launches norm_forward(const DeviceProfile& device, const Call& call, int inputs) {
+Launches norm_forward(const DeviceProfile& device, const Call& call, int inputs, Tunable tunable) {
   if (empty(call)) return {};
   const int vec = row_vec(call);
-  const LaunchPlan plan = plan_norm_forward(device, call.rows, call.cols, vec, call.mixed ? 0 : inputs);
-  if (plan.path == Path::stream) return {{"NormForwardStream", {vec, stream_k}, call.rows, call.cols, plan, cluster_threads}};
-  if (plan.path == Path::reread) return {{"NormForwardReread", {vec}, call.rows, call.cols, plan, row_threads}};
-  return {{"NormForwardRegisters", {vec, vec == 1 ? 4 : plan.k}, call.rows, call.cols, plan, row_threads}};
+  const LaunchPlan plan = plan_norm_forward(device, call.rows, call.cols, vec, call.mixed ? 0 : inputs, call.knobs);
+  if (plan.path == Path::stream) return {{"NormForwardStream", {vec, stream_k}, call.rows, call.cols, plan, cluster_threads, tunable}};
+  if (plan.path == Path::reread) return {{"NormForwardReread", {vec}, call.rows, call.cols, plan, row_threads, tunable}};
+  return {{"NormForwardRegisters", {vec, vec == 1 ? 4 : plan.k}, call.rows, call.cols, plan, row_threads, tunable}};
 }
 
-Launches norm_backward(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
+Launches norm_backward(const DeviceProfile& device, const Call& call, bool centered, int inputs, Tunable tunable) {
   if (empty(call)) return {};
   Launches out;
   const int vec = row_vec(call);
-  const NormBackwardPlans plans = plan_norm_backward_paths(device, call.rows, call.cols, vec, {centered, call.mixed, inputs});
+  const NormBackwardPlans plans = plan_norm_backward_paths(device, call.rows, call.cols, vec, {centered, call.mixed, inputs}, call.knobs);
   if (plans.sums.path == Path::regs) {
     const LaunchPlan& plan = plans.sums;
     const int threads = vec == 1 || plan.threads_per_row < 256 ? 0 : std::min(plan.threads_per_row, plan.block);
-    out.push_back({"NormBackwardRegisters", {vec, plan.k, threads}, call.rows, call.cols, plan, norm_backward_bound(threads)});
+    out.push_back({"NormBackwardRegisters", {vec, plan.k, threads}, call.rows, call.cols, plan, norm_backward_bound(threads), tunable});
   } else {
     out.push_back({"NormBackwardMeans", {vec}, call.rows, call.cols, plans.means, row_threads});
     out.push_back({"NormBackwardTiles", {vec}, call.rows, call.cols, plans.sums, piece_threads});
@@ -143,46 +155,48 @@ Launches norm_backward(const DeviceProfile& device, const Call& call, bool cente
   return out;
 }
 
-Launches softmax(const DeviceProfile& device, const Call& call, const std::string& kernel, int wide_k) {
+Launches softmax(const DeviceProfile& device, const Call& call, const std::string& kernel, int wide_k, Tunable tunable) {
   if (empty(call)) return {};
   const int vec = row_vec(call);
-  const LaunchPlan plan = plan_softmax(device, call.rows, call.cols, vec, wide_k);
-  if (plan.path == Path::reread) return {{kernel + "Reread", {vec}, call.rows, call.cols, plan, row_threads}};
-  return {{kernel + "Registers", {vec, vec == 1 ? 4 : plan.k}, call.rows, call.cols, plan, row_threads}};
+  const LaunchPlan plan = plan_softmax(device, call.rows, call.cols, vec, wide_k, call.knobs);
+  if (plan.path == Path::reread) return {{kernel + "Reread", {vec}, call.rows, call.cols, plan, row_threads, tunable}};
+  return {{kernel + "Registers", {vec, vec == 1 ? 4 : plan.k}, call.rows, call.cols, plan, row_threads, tunable}};
 }
 
-Launches glu(const DeviceProfile& device, const Call& call, const char* kernel) {
+Launches glu(const DeviceProfile& device, const Call& call, const char* kernel, Tunable tunable) {
   if (empty(call)) return {};
   const int vec = row_vec(call);
   const int64_t rows = call.contiguous ? 1 : call.rows, cols = call.contiguous ? call.rows * call.cols : call.cols;
-  return {{kernel, {vec}, rows, cols, plan_glu(device, rows, cols, vec), piece_threads}};
+  return {{kernel, {vec}, rows, cols, plan_glu(device, rows, cols, vec, call.knobs), piece_threads, tunable}};
 }
 
 Launches rope(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
   const int64_t rotary = call.rotary_dim ? call.rotary_dim : call.cols;
   const int vec = call.aligned && call.cols % wide(call) == 0 && rotary / 2 % wide(call) == 0 ? wide(call) : 1;
-  const RopePlan plan = plan_rope_heads(device, call.rows, call.q_heads, call.k_heads, call.cols, rotary, vec);
-  return {{"RopeKernel", {vec}, call.rows, call.cols, plan.launch, piece_threads}};
+  const RopePlan plan = plan_rope_heads(device, call.rows, call.q_heads, call.k_heads, call.cols, rotary, vec, call.knobs);
+  return {{"RopeKernel", {vec}, call.rows, call.cols, plan.launch, piece_threads, Tunable::rope}};
 }
 
 // Rows of logits need no whole vectors, only an aligned start.
 Launches logits(const DeviceProfile& device, const Call& call, int64_t rows, const char* kernel, bool in_place) {
   if (rows == 0) return {};
   const int vec = call.aligned ? wide(call) : 1;
+  const Tunable tunable = in_place ? Tunable::cross_entropy_in_place : Tunable::cross_entropy;
   if (in_place && vec > 1) {
-    const LaunchPlan streamed = plan_cross_entropy_stream(device, rows, call.cols, call.element_bytes);
-    if (streamed.path == Path::stream) return {{"InPlaceStream", {vec}, rows, call.cols, streamed, piece_threads}};
+    const LaunchPlan streamed = plan_cross_entropy_stream(device, rows, call.cols, call.element_bytes, call.knobs);
+    if (streamed.path == Path::stream) return {{"InPlaceStream", {vec}, rows, call.cols, streamed, piece_threads, tunable}};
   }
-  const LaunchPlan plan = plan_cross_entropy(device, rows, call.cols, call.element_bytes, vec, in_place);
-  return {{kernel, {vec}, rows, call.cols, plan, in_place ? row_threads : logits_threads}};
+  const LaunchPlan plan = plan_cross_entropy(device, rows, call.cols, call.element_bytes, vec, in_place, call.knobs);
+  return {{kernel, {vec}, rows, call.cols, plan, in_place ? row_threads : logits_threads, tunable}};
 }
 
 // Without options that cost registers, unaligned rows have vectors, too.
 Launches logit_tiles(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
   const int vec = call.aligned ? wide(call) : 1;
-  return {{"Backward", {vec}, call.rows, call.cols, plan_cross_entropy_tiles(device, call.rows, call.cols, vec), piece_threads}};
+  const LaunchPlan plan = plan_cross_entropy_tiles(device, call.rows, call.cols, vec, call.knobs);
+  return {{"Backward", {vec}, call.rows, call.cols, plan, piece_threads, Tunable::cross_entropy_backward}};
 }
 
 Launches with_sums(const DeviceProfile& device, const Call& call, const Launches& over_rows) {
@@ -250,28 +264,25 @@ Launches stream_copy(const DeviceProfile& device, const Call& call) {
 }
 
 const std::vector<std::pair<std::string, std::function<Launches(const DeviceProfile&, const Call&)>>>& table() {
-  const auto norm = [](int inputs) { return [inputs](const DeviceProfile& d, const Call& c) { return norm_forward(d, c, inputs); }; };
-  const auto norm_gradient = [](bool centered, int inputs) {
-    return [centered, inputs](const DeviceProfile& d, const Call& c) { return norm_backward(d, c, centered, inputs); };
-  };
-  const auto forward_of = [](const char* kernel) { return [kernel](const DeviceProfile& d, const Call& c) { return glu(d, c, kernel); }; };
-  const auto glu_forward = forward_of("GluForwardKernel"), glu_backward = forward_of("GluBackwardKernel");
+  using D = DeviceProfile;
+  using C = Call;
   static const std::vector<std::pair<std::string, std::function<Launches(const DeviceProfile&, const Call&)>>> ops{
-      {"rms_norm", norm(1)},
-      {"rms_norm_backward", norm_gradient(false, 2)},
-      {"add_rms_norm", norm(2)},
-      {"add_rms_norm_backward", norm_gradient(false, 3)},
-      {"layer_norm", norm(1)},
-      {"layer_norm_backward", norm_gradient(true, 2)},
-      {"swiglu", glu_forward},
-      {"swiglu_backward", glu_backward},
-      {"geglu", glu_forward},
-      {"geglu_backward", glu_backward},
+      {"rms_norm", [](const D& d, const C& c) { return norm_forward(d, c, 1, Tunable::rms_norm); }},
+      {"rms_norm_backward", [](const D& d, const C& c) { return norm_backward(d, c, false, 2, Tunable::rms_norm_backward); }},
+      {"add_rms_norm", [](const D& d, const C& c) { return norm_forward(d, c, 2, Tunable::add_rms_norm); }},
+      {"add_rms_norm_backward", [](const D& d, const C& c) { return norm_backward(d, c, false, 3, Tunable::add_rms_norm_backward); }},
+      {"layer_norm", [](const D& d, const C& c) { return norm_forward(d, c, 1, Tunable::layer_norm); }},
+      {"layer_norm_backward", [](const D& d, const C& c) { return norm_backward(d, c, true, 2, Tunable::layer_norm_backward); }},
+      {"swiglu", [](const D& d, const C& c) { return glu(d, c, "GluForwardKernel", Tunable::swiglu); }},
+      {"swiglu_backward", [](const D& d, const C& c) { return glu(d, c, "GluBackwardKernel", Tunable::swiglu_backward); }},
+      {"geglu", [](const D& d, const C& c) { return glu(d, c, "GluForwardKernel", Tunable::geglu); }},
+      {"geglu_backward", [](const D& d, const C& c) { return glu(d, c, "GluBackwardKernel", Tunable::geglu_backward); }},
       {"rope", rope},
       {"rope_backward", rope},
-      {"softmax", [](const DeviceProfile& d, const Call& c) { return softmax(d, c, "Softmax", softmax_forward_k); }},
-      {"softmax_backward", [](const DeviceProfile& d, const Call& c) { return softmax(d, c, "SoftmaxBackward", softmax_backward_k); }},
-      {"cross_entropy", [](const DeviceProfile& d, const Call& c) { return with_sums(d, c, logits(d, c, c.rows, "Forward", false)); }},
+      {"softmax", [](const D& d, const C& c) { return softmax(d, c, "Softmax", softmax_forward_k, Tunable::softmax); }},
+      {"softmax_backward",
+       [](const D& d, const C& c) { return softmax(d, c, "SoftmaxBackward", softmax_backward_k, Tunable::softmax_backward); }},
+      {"cross_entropy", [](const D& d, const C& c) { return with_sums(d, c, logits(d, c, c.rows, "Forward", false)); }},
       {"cross_entropy_backward", logit_tiles},
       {"fused_linear_cross_entropy", fused_loss},
       {"fused_linear_cross_entropy_backward", fused_loss_backward},

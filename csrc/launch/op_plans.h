@@ -32,11 +32,12 @@ constexpr int logits_in_flight(bool full) { return full ? 2 : 4; }
 constexpr int logit_tile_k(int vec) { return vec == 1 ? 2 : 4; }
 constexpr int piece_vec = 8;  // elements of a piece's vectors, of any dtype
 
-// Each of these throws std::length_error where a tensor needs more threads than one launch can have on the device.
+// Knobs are those of the op's kernel for this call (knobs.h). Each of these throws std::length_error where a tensor needs more threads than
+// one launch can have on the device.
 
 // The norms. `vec`: elements of an access, 1 where 16 bytes are not aligned. `inputs`: tensors of one dtype that a stream would bring; 0:
 // their dtypes differ.
-LaunchPlan plan_norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int inputs);
+LaunchPlan plan_norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int inputs, const Knobs& = {});
 // The backward's two paths (plan.h). Rows of mixed dtypes always take tiles. With a second set of sums, or with the addresses of single
 // elements, 1,024 threads would not have enough registers; where there are clusters, blocks of 512 are better.
 inline int norm_backward_threads(const DeviceProfile& device, bool centered, int vec) {
@@ -54,20 +55,23 @@ struct NormBackwardPlans {
   LaunchPlan sums;   // NormBackwardRegisters; or, its path being reread, NormBackwardTiles
   LaunchPlan means;  // NormBackwardMeans: before the tiles, if dz is wanted
 };
-NormBackwardPlans plan_norm_backward_paths(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind);
-// The most partial rows that either path makes, at any alignment.
+NormBackwardPlans plan_norm_backward_paths(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind,
+                                           const Knobs& = {});
+// The most partial rows that either path makes, at any alignment and with any knobs.
 int64_t norm_partial_rows(const DeviceProfile&, int64_t rows, int64_t cols, bool centered);
 
-LaunchPlan plan_softmax(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int wide_k);
-LaunchPlan plan_glu(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
-RopePlan plan_rope_heads(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t head_dim, int64_t rotary_dim, int vec);
+LaunchPlan plan_softmax(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int wide_k, const Knobs& = {});
+LaunchPlan plan_glu(const DeviceProfile&, int64_t rows, int64_t cols, int vec, const Knobs& = {});
+RopePlan plan_rope_heads(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t head_dim, int64_t rotary_dim, int vec,
+                         const Knobs& = {});
 
 // Cross entropy's rows; `in_place`: the fused loss's kernel, which needs each row twice.
-LaunchPlan plan_cross_entropy(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, bool in_place);
+LaunchPlan plan_cross_entropy(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, bool in_place,
+                              const Knobs& = {});
 // The fused loss's kernel for rows that clusters hold in shared memory; path is not stream where there is none.
-LaunchPlan plan_cross_entropy_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes);
+LaunchPlan plan_cross_entropy_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, const Knobs& = {});
 // The backward's tiles of rows.
-LaunchPlan plan_cross_entropy_tiles(const DeviceProfile&, int64_t rows, int64_t vocab, int vec);
+LaunchPlan plan_cross_entropy_tiles(const DeviceProfile&, int64_t rows, int64_t vocab, int vec, const Knobs& = {});
 // Its sums over rows, three fp64 values a thread, in one block; `each`: a row's loss is its own (reduction "none").
 LaunchPlan plan_cross_entropy_counts(const DeviceProfile&, int64_t rows, int64_t vocab);
 LaunchPlan plan_cross_entropy_reduce(const DeviceProfile&, int64_t rows, bool each);
@@ -89,6 +93,7 @@ struct Call {
   bool bias = false;              // layer_norm, fused loss
   int64_t q_heads = 1, k_heads = 1, rotary_dim = 0;  // rope; rotary_dim 0: all of the head
   int64_t hidden = 1, chunk_rows = 0;                // fused loss; chunk_rows 0: one chunk
+  Knobs knobs;                    // for those of its launches that have some
 };
 
 struct NamedLaunch {
@@ -97,6 +102,7 @@ struct NamedLaunch {
   int64_t rows, cols;          // what it works on
   LaunchPlan plan;
   int max_threads;             // its launch bound
+  Tunable tunable = Tunable::none;  // whose knobs it takes
 };
 
 // The launches of an op, in order; std::invalid_argument lists the ops there are. Matmuls, which are cuBLAS's or hipBLAS's, are not among

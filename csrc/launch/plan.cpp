@@ -18,24 +18,35 @@ int resident_clusters(const DeviceProfile& device, int64_t cluster, int blocks =
     if (cluster == 1 << i) return device.resident_clusters[blocks - 1][i];
   return 0;
 }
+// Persistent clusters for a grid: at most three of their blocks to a multiprocessor, as far as they are on the device at all.
+int64_t persistent_clusters(const DeviceProfile& device, int64_t cluster, int resident) {
+  const int found = resident_clusters(device, cluster, std::clamp(resident, 1, 3));
+  return found > 0 ? found : resident_clusters(device, cluster);
+}
 
-// Rows of a cluster of blocks each, k vectors a thread, where a block is too small and the device has clusters; else `plan`.
-LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k) {
+// A knob as a power of two within bounds, which are some.
+int64_t knob_within(int knob, int64_t least, int64_t most) { return std::clamp(next_pow2(knob), least, std::max(least, most)); }
+
+// Rows of a cluster of blocks each, k vectors a thread at most, where a block is too small, or the knobs say so, and the device has
+// clusters; else `plan`.
+LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k, const Knobs& knobs) {
   constexpr int block = 512;
-  const int64_t cluster = next_pow2(ceil_div(cols, int64_t{block} * k * plan.vec));
+  const int64_t vectors = ceil_div(cols, plan.vec), least = next_pow2(ceil_div(vectors, int64_t{block} * k));
+  int64_t cluster = knob_within(knobs.cluster, least, next_pow2(ceil_div(vectors, block)));  // no thread without a vector
+  if (resident_clusters(device, cluster) == 0) cluster = least;
   if (plan.vec == 1 || cluster == 1 || resident_clusters(device, cluster) == 0) return plan;
   plan.path = Path::regs;
   plan.cluster = static_cast<int>(cluster);
   plan.block = block;
   plan.threads_per_row = plan.cluster * block;
-  plan.k = k;
+  plan.k = static_cast<int>(next_pow2(ceil_div(vectors, plan.threads_per_row)));
   plan.grid = grid_of(std::max<int64_t>(1, rows) * cluster);
   return plan;
 }
 
 }  // namespace
 
-LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, const RowTiling& tiling) {
+LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, const RowTiling& tiling, const Knobs& knobs) {
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = tiling.vec;
@@ -44,19 +55,25 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   // Enough threads that each has about prefer_k vectors, and that together they read 128 bytes at a time; k grows where the
   // block cannot.
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
-  const int64_t threads = std::clamp<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), coalesced, max_block);
+  int64_t threads = std::clamp<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), coalesced, max_block);
+  if (knobs.threads > 0) {  // no fewer than hold the row, if a block can; none without a vector
+    const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
+    const int64_t least = holding > max_block ? tiling.min_block : std::max(coalesced, holding);
+    threads = std::min<int64_t>(knob_within(knobs.threads, least, next_pow2(vectors)), max_block);
+  }
   const int64_t k = next_pow2(ceil_div(vectors, threads));
   plan.path = k <= tiling.max_k ? Path::regs : Path::reread;
   plan.k = static_cast<int>(std::min<int64_t>(k, tiling.max_k));
   plan.threads_per_row = static_cast<int>(threads);
-  plan.block = static_cast<int>(std::max<int64_t>(threads, std::min(tiling.min_block, max_block)));
+  const int64_t min_block = knobs.block > 0 ? next_pow2(knobs.block) : tiling.min_block;
+  plan.block = static_cast<int>(plan.path == Path::reread ? threads : std::max<int64_t>(threads, std::min<int64_t>(min_block, max_block)));
   plan.block = static_cast<int>(round_up(plan.block, device.warp));
   const int64_t rows_per_block = plan.block / plan.threads_per_row;
   plan.grid = grid_of(ceil_div(rows, rows_per_block));
   return plan;
 }
 
-void add_ring(const DeviceProfile& device, LaunchPlan& plan, int inputs, int fixed, int resident) {
+void add_ring(const DeviceProfile& device, LaunchPlan& plan, int inputs, int fixed, int resident, int stages) {
   // More than this on a multiprocessor makes short calls slower: it all has to arrive before the last rows do.
   constexpr int ring_bytes = 96 * 1024;
   plan.smem = fixed;
@@ -65,27 +82,32 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, int inputs, int fix
   plan.ring_offset = static_cast<int>(round_up(fixed, 128));
   const int stage = plan.block * inputs * plan.k * 16 + plan.block / plan.warp * 8;
   const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
-  plan.stages = std::clamp(ring_bytes / resident / stage, 1, std::max(1, room / stage));
+  plan.stages = std::clamp(stages > 0 ? stages : ring_bytes / resident / stage, 1, std::max(1, room / stage));
   plan.smem = plan.ring_offset + plan.stages * stage;
 }
 
-LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k, bool streams) {
+LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k, bool streams,
+                            const Knobs& knobs) {
   // 64 KB of a row to a block, and two blocks on a multiprocessor: one loads while the other one computes.
   constexpr int block = 512;
   // Few rows: more threads for each, since the device is not full.
   const bool few = rows < 2 * device.multiprocessors;
-  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = few ? 1024 : block, .prefer_k = few ? 1 : 4});
-  if (plan.path == Path::regs) return plan;
+  const bool large = few || knobs.threads > block || knobs.block > block;
+  const int max_block = large ? 1024 : block;
+  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = max_block, .prefer_k = few ? 1 : 4}, knobs);
+  if (plan.path == Path::regs && knobs.cluster <= 1) return plan;
   if (streams && device.bulk_copies && rows >= device.multiprocessors) {
-    plan = clustered(device, plan, rows, cols, stream_k);
-    if (plan.cluster > 1) {
-      plan.path = Path::stream;
-      const int64_t teams = resident_clusters(device, plan.cluster);
-      plan.grid = grid_of(ceil_div(rows, ceil_div(rows, teams)) * plan.cluster);
-      return plan;
+    LaunchPlan stream = clustered(device, plan, rows, cols, stream_k, knobs);
+    if (stream.cluster > 1) {
+      stream.path = Path::stream;
+      stream.k = stream_k;
+      const int64_t teams = persistent_clusters(device, stream.cluster, knobs.resident);
+      stream.grid = grid_of(ceil_div(rows, ceil_div(rows, teams)) * stream.cluster);
+      return stream;
     }
   }
-  return clustered(device, plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k}), rows, cols, max_k);
+  if (plan.path != Path::regs) plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k}, knobs);
+  return clustered(device, plan, rows, cols, max_k, knobs);
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
@@ -99,19 +121,22 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
   return plan;
 }
 
-LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block, int max_k) {
+LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block, int max_k, const Knobs& knobs) {
   // Rows take powers of two of threads: with 3 vectors each where that is half as many as with 2.
   const int64_t vectors = ceil_div(cols, vec), by_three = next_pow2(ceil_div(vectors, 3));
-  const bool three = max_k > 2 && 32 <= by_three && by_three <= 256 && by_three < next_pow2(ceil_div(vectors, 2));
+  const bool more_threads = knobs.cluster > 1 || knobs.threads > by_three;
+  const bool three = max_k > 2 && 32 <= by_three && by_three <= 256 && by_three < next_pow2(ceil_div(vectors, 2)) && !more_threads;
   const int k = vec == 1 ? 4 : three ? 3 : 2;
+  Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
+  several.block = std::min(knobs.block, 512);
   LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = static_cast<int>(next_pow2(k)), .max_block = max_block,
-                                               .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .prefer_k = k});
+                                               .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .prefer_k = k}, several);
+  plan = clustered(device, plan, rows, cols, k, knobs);
   plan.k = k;
-  plan = clustered(device, plan, rows, cols, k);
   // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
   // number of rows take no longer and leave fewer partial rows.
-  const int64_t resident =
-      plan.cluster > 1 ? resident_clusters(device, plan.cluster) : int64_t{device.multiprocessors} * norm_backward_resident(plan);
+  const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
+                                            : int64_t{device.multiprocessors} * norm_backward_resident(plan, knobs);
   const int64_t teams = plan.grid / plan.cluster;
   plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
   plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
@@ -143,22 +168,24 @@ LaunchPlan plan_elementwise(const DeviceProfile& device, int64_t work, int per_t
   return plan;
 }
 
-LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads) {
+LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads, const Knobs& knobs) {
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
   plan.k = per_thread;
-  plan.block = 256;
+  plan.block = knobs.block > 0 ? static_cast<int>(knob_within(knobs.block, 64, 256)) : 256;
   plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, int64_t{vec} * per_thread)), min_threads, plan.block));
   const int64_t tiles_per_row = ceil_div(cols, int64_t{plan.threads_per_row} * vec * per_thread);
   plan.grid = grid_of(tiles_per_row * ceil_div(rows, plan.block / plan.threads_per_row));
   return plan;
 }
 
-RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread) {
+RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread,
+                   const Knobs& knobs) {
   RopePlan plan;
   plan.launch.warp = device.warp;
-  constexpr int max_block = 256;
+  const int64_t max_block = knobs.block > 0 ? knob_within(knobs.block, 128, 256) : 256;
+  if (knobs.heads > 0) heads_per_thread = knobs.heads;
   plan.lanes = static_cast<int>(std::clamp<int64_t>(places, 1, 64));
   // Slots in proportion to the heads; a slot has no fewer than heads_per_thread heads, more where the block would not hold them.
   const int64_t room = max_block / plan.lanes, heads = std::max<int64_t>(1, q_heads + k_heads);
@@ -187,10 +214,12 @@ LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, in
   return plan;
 }
 
-LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash) {
+LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash,
+                       const Knobs& knobs) {
   constexpr int vectors_per_thread = 8, max_resident = 2;
   // Small blocks overlap more rows on a multiprocessor; large ones where shared memory holds few rows, or there are few.
-  const int max_threads = stash || rows < 4 * device.multiprocessors ? 512 : 256;
+  const bool large = stash || rows < 4 * device.multiprocessors || knobs.threads > 256 || knobs.block > 256;
+  const int max_threads = large ? 512 : 256;
   constexpr int reserved_shared = 1024;  // what a driver takes of a multiprocessor's shared memory for each block
   LaunchPlan plan;
   plan.warp = device.warp;
@@ -199,14 +228,16 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   const int64_t vectors = std::max<int64_t>(1, ceil_div(vocab, vec));
   auto spread = [&](int limit) {
     limit = std::min(limit, device.max_block_threads);
-    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(vectors, vectors_per_thread)), min_logit_threads, limit));
-    plan.block = std::max(plan.threads_per_row, 128);
+    const int64_t own = next_pow2(ceil_div(vectors, vectors_per_thread));
+    const int64_t wanted = knobs.threads > 0 ? std::min(next_pow2(knobs.threads), next_pow2(vectors)) : own;
+    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(wanted, min_logit_threads, limit));
+    plan.block = static_cast<int>(std::max<int64_t>(plan.threads_per_row, knobs.block > 0 ? knob_within(knobs.block, 64, limit) : 128));
   };
   spread(max_threads);
   plan.k = 0;
   plan.smem = plan.ring_offset = shared_bytes;
   // As many blocks on a multiprocessor as leave no more unstashed than the L2 holds; the last resort is one large block.
-  for (int resident = max_resident; stash && resident >= 1; --resident) {
+  for (int resident = knobs.resident > 0 ? std::min(knobs.resident, max_resident) : max_resident; stash && resident >= 1; --resident) {
     if (resident == 1 && plan.threads_per_row == max_threads) spread(2 * max_threads);
     const int64_t room = std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved_shared) - shared_bytes;
     const int64_t slot = int64_t{plan.block} * vec * element_bytes;
@@ -222,7 +253,7 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   return plan;
 }
 
-LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes) {
+LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes, const Knobs& knobs) {
   constexpr int block = 256, max_resident = 3, reserved_shared = 1024;
   LaunchPlan plan;
   plan.warp = device.warp;
@@ -230,8 +261,9 @@ LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t
   plan.block = block;
   const int64_t vectors = vocab / plan.vec;
   if (!device.bulk_copies || vectors * 16 < 24 * 1024) return plan;
-  for (int resident = max_resident; resident > 0; --resident)
-    for (int cluster = 1; cluster <= (resident == 1 ? 8 : 4); cluster *= 2) {
+  const int least_cluster = static_cast<int>(knob_within(knobs.cluster, 1, 8));
+  for (int resident = knobs.resident > 0 ? std::min(knobs.resident, max_resident) : max_resident; resident > 0; --resident)
+    for (int cluster = least_cluster; cluster <= (resident == 1 ? 8 : 4); cluster *= 2) {
       const int64_t teams = cluster == 1 ? int64_t{resident} * device.multiprocessors : resident_clusters(device, cluster, resident);
       const int64_t k = ceil_div(vectors, int64_t{block} * cluster);
       const int64_t room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved_shared);
@@ -247,7 +279,8 @@ LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t
       plan.grid = grid_of(ceil_div(rows, ceil_div(rows, teams)) * cluster);
       return plan;
     }
-  return plan;
+  // Not in clusters as large as the knobs say, then in the planner's own.
+  return knobs.cluster > 1 ? plan_logits_stream(device, rows, vocab, element_bytes, shared_bytes) : plan;
 }
 
 LaunchPlan plan_block_sum(const DeviceProfile& device, int64_t n, int bytes) {

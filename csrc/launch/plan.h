@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "launch/knobs.h"
 #include "launch/profile.h"
 
 namespace liger::launch {
@@ -43,24 +44,27 @@ struct RowTiling {
   int min_block = 128;    // short rows share a block until it has this many threads
   int prefer_k = 2;       // vectors a thread should have before more threads are taken
 };
-LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&);
+LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&, const Knobs& = {});
 
 // Kernels that keep a row in registers where max_k vectors a thread of a block, or of a cluster of blocks, hold it (the forward of
 // the norms, softmax); longer rows: one block a row that reads twice.
 // `streams`: the kernel has a stream path of stream_k vectors a thread, for rows that take a cluster.
 constexpr int stream_k = 4;
-LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, bool streams = false);
+LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, bool streams = false,
+                            const Knobs& = {});
 // Gives a plan its shared memory: `fixed` bytes, and behind them rings for rows of `inputs` tensors, if the device has bulk copies and
-// the kernel persistent blocks, of which `resident` are on a multiprocessor at a time.
-void add_ring(const DeviceProfile&, LaunchPlan&, int inputs, int fixed, int resident = 1);
+// the kernel persistent blocks, of which `resident` are on a multiprocessor at a time. `stages`: rows of the ring, if there is room.
+void add_ring(const DeviceProfile&, LaunchPlan&, int inputs, int fixed, int resident = 1, int stages = 0);
 // One block a row, however long.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
 // The backward of the norms: persistent blocks of at most max_block threads, whose registers hold the sums of their columns, of 2 or up
 // to max_k = 3 vectors each (4 of single elements); partial_rows: one a block.
-LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_block, int max_k);
+LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_block, int max_k, const Knobs& = {});
 // Its blocks on a multiprocessor at a time.
-constexpr int norm_backward_resident(const LaunchPlan& plan) { return plan.block <= 256 ? 2 : 1; }
+constexpr int norm_backward_resident(const LaunchPlan& plan, const Knobs& knobs = {}) {
+  return knobs.resident > 0 ? std::min(knobs.resident, 4) : plan.block <= 256 ? 2 : 1;
+}
 // Its re-read path: tiles of block * vec columns times ranges of rows; partial_rows: the number of ranges.
 LaunchPlan plan_norm_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
@@ -69,7 +73,8 @@ LaunchPlan plan_elementwise(const DeviceProfile&, int64_t work, int per_thread, 
 
 // Elementwise work on rows with gaps between them: blocks of tiles of threads_per_row * k vectors of one row each, several short
 // rows to a block; block = row group * tiles_per_row + tile.
-LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads = 1);
+LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads = 1,
+                          const Knobs& = {});
 
 // Rotary embedding: a position's threads are `lanes` side by side in a head times slots for heads of q and of k, so many that
 // each has at most heads_per_thread heads (unless a block is too small); threads_per_row is their product.
@@ -77,7 +82,8 @@ struct RopePlan {
   LaunchPlan launch;
   int lanes = 1, q_slots = 1, k_slots = 1;
 };
-RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread);
+RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread,
+                   const Knobs& = {});
 
 // Sums `partial_rows` rows of floats, of two groups of columns: a block owns threads_per_row columns of one group and all rows, of which
 // a thread has about four.
@@ -88,11 +94,13 @@ constexpr int min_logit_threads = 16;
 // Rows of logits (cross entropy), a row to at most one block of threads that walk over it. With `stash`, each thread keeps its
 // first `k` vectors of the row in shared memory behind `shared_bytes` for reductions, so that they are read once; what the
 // rows in flight leave out has to be read again and is bounded by the L2. path is regs if nothing is left out.
-LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash);
+LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash,
+                       const Knobs& = {});
 
 // Rows of logits that clusters of blocks hold in shared memory, k vectors of 16 bytes a thread, `shared_bytes` for reductions of one
 // block before them. path is stream if the device can and rows are long enough for it.
-LaunchPlan plan_logits_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes);
+LaunchPlan plan_logits_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes,
+                              const Knobs& = {});
 
 // One block sums n values, with `bytes` of shared memory a thread.
 LaunchPlan plan_block_sum(const DeviceProfile&, int64_t n, int bytes);

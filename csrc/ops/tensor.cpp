@@ -26,10 +26,10 @@ const char* dtype_name(ScalarType type) {
   }
 }
 
-std::string shape_text(const Tensor& t) {
-  std::string out = "(";
-  for (int64_t i = 0; i < t.dim(); ++i) out += text(i ? ", " : "", t.size(i));
-  return out + ")";
+std::ostream& operator<<(std::ostream& out, const ShapeText& shape) {
+  out << "(";
+  for (int64_t i = 0; i < shape.tensor.dim(); ++i) out << (i ? ", " : "") << shape.tensor.size(i);
+  return out << ")";
 }
 
 Dtype dtype_of(ScalarType type, const char* name) {
@@ -62,21 +62,16 @@ void check_device(const char* op, const Tensor& t, const char* name, const Tenso
 }
 
 void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
-  bool same = t.dim() == static_cast<int64_t>(shape.size());
-  std::string expected = "(";
-  int64_t i = 0;
-  for (int64_t n : shape) {
-    expected += text(i ? ", " : "", n);
-    same = same && t.size(i) == n;
-    ++i;
-  }
-  require(same, op, ": ", name, " has shape ", shape_text(t), ", expected ", expected, ")");
+  const auto sizes = t.sizes();
+  if (std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) return;
+  std::string expected;
+  for (const int64_t n : shape) expected += text(expected.empty() ? "" : ", ", n);
+  throw std::invalid_argument(text(op, ": ", name, " has shape ", shape_text(t), ", expected (", expected, ")"));
 }
 
 void check_same_shape(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
-  bool same = t.dim() == like.dim();
-  for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == like.size(i);
-  require(same, op, ": ", name, " has shape ", shape_text(t), ", expected that of ", like_name, ", ", shape_text(like));
+  const auto sizes = t.sizes(), expected = like.sizes();
+  require(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), op, ": ", name, " has shape ", shape_text(t), ", expected that of ", like_name, ", ", shape_text(like));
 }
 
 Scope::Scope(const char* op, const Tensor& t) : op_(op) {

@@ -19,7 +19,12 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 const char* dtype_name(ScalarType type);
-std::string shape_text(const Tensor& t);
+// Prints as "(2, 3)", when it is printed: checks that hold must cost nothing.
+struct ShapeText {
+  const Tensor& tensor;
+};
+std::ostream& operator<<(std::ostream& out, const ShapeText& shape);
+inline ShapeText shape_text(const Tensor& t) { return {t}; }
 
 // Throws ValueError (as all checks here), naming the argument, when the dtype is none that kernels take.
 Dtype dtype_of(const Tensor& t, const char* name);

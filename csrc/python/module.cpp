@@ -6,6 +6,7 @@
 #include <array>
 #include <map>
 #include <stdexcept>
+#include <tuple>
 #include <vector>
 
 #include "launch/chunks.h"
@@ -59,6 +60,65 @@ void bind_profiles(py::module_& m) {
   m.def("profile", &reference_profile, py::arg("name"), "The reference profile of this name; ValueError lists the names there are.");
 }
 
+// A table as liger_ext_gpu_set_knobs takes it: the bytes of KnobEntry one after another.
+py::bytes packed(const std::vector<std::tuple<std::string, Tunable, int, int64_t, int64_t, std::array<int, 3>, Knobs>>& entries) {
+  std::vector<KnobEntry> table;
+  for (const auto& [device, kernel, vec, rows, cols, heads, knobs] : entries) {
+    KnobEntry& entry = table.emplace_back(KnobEntry{{kernel, vec, rows, cols, heads[0], heads[1], heads[2]}, knobs});
+    device.copy(entry.device, sizeof(entry.device) - 1);
+  }
+  return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(KnobEntry)};
+}
+
+void bind_knobs(py::module_& m) {
+  py::enum_<Tunable>(m, "Tunable", "The kernels that have knobs.")
+      .value("none", Tunable::none)
+      .value("every", Tunable::every)
+      .value("rms_norm", Tunable::rms_norm)
+      .value("rms_norm_backward", Tunable::rms_norm_backward)
+      .value("add_rms_norm", Tunable::add_rms_norm)
+      .value("add_rms_norm_backward", Tunable::add_rms_norm_backward)
+      .value("layer_norm", Tunable::layer_norm)
+      .value("layer_norm_backward", Tunable::layer_norm_backward)
+      .value("swiglu", Tunable::swiglu)
+      .value("swiglu_backward", Tunable::swiglu_backward)
+      .value("geglu", Tunable::geglu)
+      .value("geglu_backward", Tunable::geglu_backward)
+      .value("rope", Tunable::rope)
+      .value("softmax", Tunable::softmax)
+      .value("softmax_backward", Tunable::softmax_backward)
+      .value("cross_entropy", Tunable::cross_entropy)
+      .value("cross_entropy_backward", Tunable::cross_entropy_backward)
+      .value("cross_entropy_in_place", Tunable::cross_entropy_in_place);
+  py::class_<Knobs>(m, "Knobs", "What a measurement may change of a plan (csrc/launch/knobs.h); 0: the planner's own choice.")
+      .def(py::init([](int threads, int block, int cluster, int stages, int resident, int heads) {
+             return Knobs{threads, block, cluster, stages, resident, heads};
+           }),
+           py::kw_only(), py::arg("threads") = 0, py::arg("block") = 0, py::arg("cluster") = 0, py::arg("stages") = 0, py::arg("resident") = 0,
+           py::arg("heads") = 0)
+      .def("__eq__", [](const Knobs& a, const Knobs& b) { return a == b; })
+      .def_readonly("threads", &Knobs::threads)
+      .def_readonly("block", &Knobs::block)
+      .def_readonly("cluster", &Knobs::cluster)
+      .def_readonly("stages", &Knobs::stages)
+      .def_readonly("resident", &Knobs::resident)
+      .def_readonly("heads", &Knobs::heads);
+  m.attr("knob_entry_bytes") = sizeof(KnobEntry);
+  m.def("pack_knobs", &packed, py::arg("entries"),
+        "As the GPU library takes them: (device name or \"\", Tunable, elements of an access, rows, cols, (q_heads, k_heads, rotary_dim), Knobs).");
+  m.def(
+      "find_knobs",
+      [](const py::bytes& table, const DeviceProfile& device, Tunable kernel, int vec, int64_t rows, int64_t cols, std::array<int, 3> heads) {
+        const std::string_view bytes = table;
+        set_knobs(reinterpret_cast<const KnobEntry*>(bytes.data()), bytes.size() / sizeof(KnobEntry));
+        const Knobs found = knobs_of(device, kernel, vec, rows, cols, heads[0], heads[1], heads[2]);
+        set_knobs(nullptr, 0);
+        return found;
+      },
+      py::arg("table"), py::arg("device"), py::arg("kernel"), py::arg("vec"), py::arg("rows"), py::arg("cols"),
+      py::arg("heads") = std::array<int, 3>{}, "What the GPU library would find in this table for a call.");
+}
+
 void bind_plans(py::module_& m) {
   py::enum_<Path>(m, "Path").value("regs", Path::regs).value("reread", Path::reread).value("stream", Path::stream);
   py::class_<RowTiling>(m, "RowTiling")
@@ -86,37 +146,41 @@ void bind_plans(py::module_& m) {
       .def_readonly("lanes", &RopePlan::lanes)
       .def_readonly("q_slots", &RopePlan::q_slots)
       .def_readonly("k_slots", &RopePlan::k_slots);
-  m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"));
+  m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"), py::arg("knobs") = Knobs{});
   m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"),
-        py::arg("streams") = false);
+        py::arg("streams") = false, py::arg("knobs") = Knobs{});
   m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_block"),
-        py::arg("max_k"));
+        py::arg("max_k"), py::arg("knobs") = Knobs{});
   m.def("plan_rope_heads", &plan_rope_heads, py::arg("device"), py::arg("positions"), py::arg("q_heads"), py::arg("k_heads"), py::arg("head_dim"),
-        py::arg("rotary_dim"), py::arg("vec"));
+        py::arg("rotary_dim"), py::arg("vec"), py::arg("knobs") = Knobs{});
   m.def("norm_partial_rows", &norm_partial_rows, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("centered"));
   m.def("padded_vocab", &padded_vocab, py::arg("vocab"));
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
-  py::class_<NamedLaunch>(m, "NamedLaunch", "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound.")
+  py::class_<NamedLaunch>(m, "NamedLaunch",
+                          "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound, whose knobs it takes.")
       .def_readonly("kernel", &NamedLaunch::kernel)
       .def_readonly("instance", &NamedLaunch::instance)
       .def_readonly("rows", &NamedLaunch::rows)
       .def_readonly("cols", &NamedLaunch::cols)
       .def_readonly("plan", &NamedLaunch::plan)
-      .def_readonly("max_threads", &NamedLaunch::max_threads);
+      .def_readonly("max_threads", &NamedLaunch::max_threads)
+      .def_readonly("tunable", &NamedLaunch::tunable);
   m.def("planned_ops", &planned_ops, "The ops that plans() knows.");
   m.def(
       "plans",
       [](const std::string& op, const DeviceProfile& device, int64_t rows, int64_t cols, const std::string& dtype, bool aligned, bool contiguous,
-         bool mixed, bool per_row, bool bias, int64_t q_heads, int64_t k_heads, int64_t rotary_dim, int64_t hidden, int64_t chunk_rows) {
+         bool mixed, bool per_row, bool bias, int64_t q_heads, int64_t k_heads, int64_t rotary_dim, int64_t hidden, int64_t chunk_rows,
+         const Knobs& knobs) {
         return plans(op, device,
                      {.rows = rows, .cols = cols, .element_bytes = bytes_of(dtype), .aligned = aligned, .contiguous = contiguous, .mixed = mixed,
                       .per_row = per_row, .bias = bias, .q_heads = q_heads, .k_heads = k_heads, .rotary_dim = rotary_dim, .hidden = hidden,
-                      .chunk_rows = chunk_rows});
+                      .chunk_rows = chunk_rows, .knobs = knobs});
       },
       py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(), py::arg("aligned") = true,
       py::arg("contiguous") = true, py::arg("mixed") = false, py::arg("per_row") = false, py::arg("bias") = false, py::arg("q_heads") = 1,
       py::arg("k_heads") = 1, py::arg("rotary_dim") = 0, py::arg("hidden") = 1, py::arg("chunk_rows") = 0,
+      py::arg("knobs") = Knobs{},
       "The launches that an op makes on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and head_dim; "
       "fused_linear_cross_entropy: tokens and vocabulary. The other arguments are the fields of Call in csrc/launch/op_plans.h. ValueError "
       "lists the ops there are.");
@@ -132,5 +196,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("gpu_architectures") = LIGER_GPU_ARCHS;
   m.attr("gpu_compiler") = LIGER_GPU_COMPILER;
   bind_profiles(m);
+  bind_knobs(m);
   bind_plans(m);
 }

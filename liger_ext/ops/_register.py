@@ -54,10 +54,11 @@ def register(
 
 
 def _register_autograd(name: str, setup_context: Callable, backward: Callable, casts: bool) -> Callable:
-    op = getattr(torch.ops.liger_ext, name).default
+    overload = getattr(torch.ops.liger_ext, name).default
+    op = overload._op  # what the overload itself calls, without a trip through Python
     below_autograd, any_requires_grad = torch._C._AutoDispatchBelowAutograd, torch._C._any_requires_grad
     defaults = tuple(
-        argument.default_value if argument.has_default_value() else None for argument in op._schema.arguments
+        argument.default_value if argument.has_default_value() else None for argument in overload._schema.arguments
     )
 
     class Function(torch.autograd.Function):
@@ -78,21 +79,24 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
 
     Function.__name__ = Function.__qualname__ = f"liger_ext_{name}"
 
+    # Function.apply prepares for torch.func transforms, which call() has ruled out, and then calls this.
+    apply = super(torch.autograd.Function, Function).apply
+
     def kernel(keyset, *args):
         if torch.is_grad_enabled() and any_requires_grad(*args):
             return Function.apply(*args, *defaults[len(args) :])  # the dispatcher drops what equals a default
         with below_autograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
     def call(*args):
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return op(*args)
+            return overload(*args)
         if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
-            return op(*args)
+            return overload(*args)
         if torch.is_grad_enabled() and any_requires_grad(*args):
-            return Function.apply(*args)
+            return apply(*args)
         with below_autograd():
             return op(*args)
 

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "gpu/host/memory.h"
@@ -81,13 +82,16 @@ std::string source_of(const void* code) {
 class Machine {
  public:
   Place place{};
+  std::string launched;  // a line for each launch
 
   void run(const Kernel& kernel, const launch::LaunchPlan& plan) {
     const std::lock_guard lock(mutex_);
     kernel_ = &kernel;
     warp_ = warp_width();
     check(plan);
-    ++known_kernels()[kernel.known].launches;
+    KnownKernel& known = known_kernels()[kernel.known];
+    ++known.launches;
+    launched += text(plan.grid, " ", plan.block, " ", plan.smem, " ", known.name, "\n");
     make_stacks();
     memory::begin_launch(kernel.args, kernel.args_bytes, stacks_, stack_bytes * max_threads, warp_, plan.smem);
     struct End {
@@ -329,6 +333,12 @@ launch::DeviceProfile profile() {
 
 }  // namespace liger::gpu::simt
 
+// A line for each launch since the last call of this: blocks, threads of a block, bytes of shared memory, and the kernel's name.
+extern "C" [[gnu::visibility("default")]] const char* liger_ext_host_launched() {
+  static std::string lines;
+  lines = std::exchange(liger::gpu::simt::machine.launched, {});
+  return lines.c_str();
+}
 // A line for each kernel: how often it was launched, and its name.
 extern "C" [[gnu::visibility("default")]] const char* liger_ext_host_kernels() {
   static std::string lines;

@@ -1,0 +1,50 @@
+#include "launch/knobs.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "launch/plan.h"
+
+namespace liger::launch {
+namespace {
+
+using Table = std::vector<KnobEntry>;  // sorted by key; never changed once it is in use
+std::atomic<const Table*> in_use{nullptr};  // null: no entries
+
+bool by_key(const KnobEntry& a, const KnobEntry& b) { return a.key < b.key; }
+KnobKey of_class(KnobKey key) {
+  key.rows = next_pow2(key.rows);
+  return key;
+}
+
+}  // namespace
+
+void set_knobs(const KnobEntry* entries, size_t count) {
+  static std::mutex mutex;
+  static std::vector<std::unique_ptr<const Table>> kept;  // another thread may still be reading an old one
+  auto table = std::make_unique<Table>(entries, entries + count);
+  for (KnobEntry& entry : *table) entry.key = of_class(entry.key);
+  std::stable_sort(table->begin(), table->end(), by_key);
+  const std::lock_guard lock(mutex);
+  in_use.store(count == 0 ? nullptr : table.get(), std::memory_order_release);
+  if (count > 0) kept.push_back(std::move(table));
+}
+
+Knobs knobs_of(const DeviceProfile& device, Tunable kernel, int64_t vec, int64_t rows, int64_t cols, int64_t q_heads, int64_t k_heads,
+               int64_t rotary_dim) {
+  const Table* const table = in_use.load(std::memory_order_acquire);
+  if (table == nullptr) return {};
+  const KnobKey own = of_class({kernel, int32_t(vec), rows, cols, int32_t(q_heads), int32_t(k_heads), int32_t(rotary_dim)});
+  for (const KnobKey& wanted : {own, of_class({Tunable::every})}) {
+    const auto [first, last] = std::equal_range(table->begin(), table->end(), KnobEntry{wanted}, by_key);
+    for (auto entry = first; entry != last; ++entry)
+      if (entry->device[0] == 0 || std::strncmp(entry->device, device.name, sizeof(entry->device)) == 0) return entry->knobs;
+  }
+  return {};
+}
+
+}  // namespace liger::launch

@@ -1,0 +1,113 @@
+"""How time is taken on a GPU, for tuning and for the benchmarks.
+
+A call is captured as a CUDA graph, so that host time is out of the picture; before each replay the L2 cache is flushed
+by READING a large buffer (writing would leave dirty lines whose write-back is charged to the op); the result is the
+median over replays, with the middle half as the spread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+
+
+@dataclass
+class Timing:
+    """Microseconds: the median and the first and third quartile."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        if len(samples) < 2:
+            return Timing(samples[0], samples[0], samples[0])
+        low, median, high = statistics.quantiles(samples, n=4)
+        return Timing(median, low, high)
+
+
+def failure(error: Exception) -> str:
+    """What stands in a record for a peer that cannot run a case; it must not end the run."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+
+
+def on_a_stream_of_its_own(device: str):
+    """Everything that is captured must run on one stream that is not the default one: autograd runs a backward on the
+    stream of its forward."""
+    return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
+
+
+def captured(call: Callable[[], object], pool: object = None, warmup: int = 3) -> torch.cuda.CUDAGraph:
+    """The call as a graph. Graphs of one ``pool``, another graph's ``pool()``, have their memory in common, so that
+    only the last one replayed has results."""
+    for _ in range(warmup):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+        call()
+    return graph
+
+
+class _Flush:
+    def __init__(self) -> None:
+        self.buffer = torch.ones(FLUSH_BYTES // 4, device="cuda")
+        self.out = torch.empty((), device="cuda")
+
+    def __call__(self) -> None:
+        torch.sum(self.buffer, dim=0, out=self.out)
+
+
+def time_graphs(graphs: Mapping[Any, torch.cuda.CUDAGraph], replays: int = 30) -> dict[Any, Timing]:
+    """Device time of each graph, cold L2. They take turns, replay by replay, so that a drifting clock is for all."""
+    flush = _Flush()
+    events = []
+    for turn in range(replays + 1):  # the first warms up
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush()
+            start.record()
+            graph.replay()
+            end.record()
+            if turn > 0:
+                events.append((name, start, end))
+    torch.cuda.synchronize()
+    samples: dict[Any, list[float]] = {name: [] for name in graphs}
+    for name, start, end in events:
+        samples[name].append(start.elapsed_time(end) * 1e3)
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def time_cuda(call: Callable[[], object], replays: int = 30) -> Timing:
+    """Device time of one call, cold L2."""
+    graphs = {"": captured(call)}
+    timing = time_graphs(graphs, replays)[""]
+    graphs.clear()
+    gc.collect()
+    return timing
+
+
+# What is timed: the code that users call ------------------------------------------------------------------------------
+
+
+def forward_call(function: Callable, inputs: tuple) -> Callable[[], object]:
+    """Gradients are recorded, if any input wants one."""
+    return lambda: function(*inputs)
+
+
+def backward_call(function: Callable, inputs: tuple) -> Callable[[], object]:
+    """Through autograd, from random gradients of all outputs."""
+    wanted = [t for t in inputs if t.requires_grad]
+    outputs = function(*inputs)
+    outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t.requires_grad]
+    gradients = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in outputs]
+    return lambda: torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)

@@ -1,0 +1,154 @@
+"""Plans that ``python -m liger_ext tune`` found faster than the built-in ones on this user's devices: the file that
+keeps them, and the table in the library that launches kernels.
+
+The file is JSON in the user's cache folder. Each entry has the device's name, the driver, the kernel and the class of
+calls that it is for, and the knobs (csrc/launch/knobs.h) that won. Of all its entries the current driver's are handed
+to the library at import, which needs no device; the library picks a device's when it makes a plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import _C, _load
+
+FORMAT = 1  # of the file
+
+
+@dataclass(frozen=True)
+class Call:
+    """Calls that share their knobs. ``rows`` up to the same power of two; ``vec``: elements of an access, in which
+    dtype and alignment come together; ``heads``: RoPE's of q, of k, and the rotary dimension."""
+
+    kernel: str  # a member of _C.Tunable
+    vec: int
+    rows: int
+    cols: int
+    heads: tuple[int, int, int] = (0, 0, 0)
+
+    def row_class(self) -> Call:
+        return Call(self.kernel, self.vec, 1 << max(0, self.rows - 1).bit_length(), self.cols, tuple(self.heads))
+
+
+@dataclass(frozen=True)
+class Entry:
+    device: str  # the name that its driver gives it
+    driver: str
+    call: Call
+    knobs: dict[str, int]
+    built_in_us: float
+    tuned_us: float
+
+    @staticmethod
+    def of(made: dict[str, Any]) -> Entry:
+        call = Call(**made.pop("call"))
+        return Entry(call=call.row_class(), **made)
+
+
+def path() -> Path:
+    """Of the user's file."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "liger_ext" / "tuned.json"
+
+
+def read(file: Path) -> list[Entry]:
+    """All entries, of whatever device; ValueError says why the file cannot be used."""
+    try:
+        found = json.loads(file.read_text())
+        if found["format"] != FORMAT or found["library"] != _C.version:
+            version = f"liger_ext {found['library']}, format {found['format']}"
+            raise ValueError(f"it was made by {version}; this is liger_ext {_C.version}, format {FORMAT}")
+        entries = [Entry.of(made) for made in found["tuned"]]
+        pack(entries)
+    except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"it is corrupt ({type(error).__name__}: {error})") from error
+    return entries
+
+
+def write(file: Path, device: str, driver: str, measured: Iterable[Call], winners: Iterable[Entry]) -> None:
+    """Puts ``winners`` in place of what the file has for these calls on this device with this driver; all else in it
+    stays. A reader sees the old file or the new one."""
+    try:
+        known = read(file)
+    except ValueError:  # what cannot be used is not kept
+        known = []
+    gone = {(device, driver, call.row_class()) for call in measured}
+    entries = [e for e in known if (e.device, e.driver, e.call) not in gone] + list(winners)
+    made = {"format": FORMAT, "library": _C.version, "tuned": [asdict(entry) for entry in entries]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        new = Path(folder) / file.name
+        new.write_text(json.dumps(made, indent=1))
+        os.replace(new, file)
+
+
+# The library's table -------------------------------------------------------------------------------------------------
+
+
+def pack(entries: Iterable[Entry]) -> bytes:
+    """A table for ``install``."""
+    rows = []
+    for entry in entries:
+        call, kernel = entry.call, _C.Tunable.__members__[entry.call.kernel]
+        rows.append((entry.device, kernel, call.vec, call.rows, call.cols, call.heads, _C.Knobs(**entry.knobs)))
+    return _C.pack_knobs(rows)
+
+
+_in_use = b""
+
+
+def install(table: bytes) -> None:
+    """Makes the library's plans take the knobs of this table (``pack``) in place of any before."""
+    global _in_use
+    library = _load.gpu_kernels()
+    if library is None:
+        raise RuntimeError(f"there is no library here that launches GPU kernels: {_load.gpu_status()}")
+    install = library.liger_ext_gpu_set_knobs
+    install.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]
+    if install(table, len(table) // _C.knob_entry_bytes, _C.knob_entry_bytes) != 0:
+        raise RuntimeError("liger_ext's GPU library and its Python module are of different builds: build again")
+    _in_use = table
+
+
+def in_use() -> int:
+    """How many entries the library has."""
+    return len(_in_use) // _C.knob_entry_bytes
+
+
+@contextlib.contextmanager
+def forced(**knobs: int) -> Iterator[None]:
+    """Every plan made meanwhile takes these knobs (those of ``_C.Knobs``; without any, the built-in plans), whatever
+    the shape. Then the table is again what it was."""
+    before = _in_use
+    install(_C.pack_knobs([("", _C.Tunable.every, 1, 1, 1, (0, 0, 0), _C.Knobs(**knobs))]))
+    try:
+        yield
+    finally:
+        install(before)
+
+
+def off() -> bool:
+    return os.environ.get("LIGER_EXT_TUNED") == "0"
+
+
+def load() -> None:
+    """Hands the user's entries to the library: at import."""
+    file = path()
+    if off() or _load.gpu_kernels() is None or not os.path.exists(file):
+        return
+    from ._devices import driver
+
+    try:
+        mine = [entry for entry in read(file) if entry.driver == driver()]
+        install(pack(mine))
+    except (ValueError, RuntimeError) as error:
+        advice = "make it again with `python -m liger_ext tune`, or delete it"
+        warnings.warn(f"tuned launch plans in {file} are ignored: {error}; {advice}", RuntimeWarning, stacklevel=3)

@@ -1,0 +1,149 @@
+"""Results do not depend on the launch plan beyond the bound of liger_ext.testing: every op, forward and backward,
+against float64 with different plans forced on it.
+
+On a GPU, and on the host target (test_host_target), where a library plans launches; the CPU's kernels have no plans.
+There, too: what is launched is what ``_C.plans`` says, of the built-in plans and of tuned ones.
+"""
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import host_target, leaves_of, losses_of, normal, random_targets
+
+from liger_ext import _C, _devices, _load, _tuned
+from liger_ext.testing import OPS, forced_plans, judge
+from liger_ext.tune import Case
+
+pytestmark = pytest.mark.skipif(
+    _load.gpu_kernels() is None, reason="the CPU's kernels have no plans; test_host_target runs this on the host target"
+)
+
+KNOBS = [
+    {},
+    {"threads": 32, "block": 64},
+    {"threads": 128, "block": 256, "stages": 1, "heads": 1},
+    {"threads": 1024, "block": 1024, "resident": 4},
+    {"block": 128, "resident": 2, "heads": 16},
+    {"cluster": 2, "stages": 3},
+    {"cluster": 8, "resident": 3, "stages": 8},
+]
+knob_sets = pytest.mark.parametrize("knobs", KNOBS, ids=lambda knobs: " ".join(f"{k}={v}" for k, v in knobs.items()))
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def arguments(op, rows, cols, dtype, device):
+    """An op's arguments by name; all floating ones want a gradient. RoPE: rows positions, cols the head dimension."""
+
+    def leaf(*shape, seed=0, **options):
+        return normal(*shape, dtype=dtype, device=device, seed=seed, **options).requires_grad_()
+
+    if op == "rope":
+        q, k = leaf(1, 10, rows, cols), leaf(1, 3, rows, cols, seed=1)
+        angle = normal(1, rows, cols, seed=9, scale=3, device=device)
+        return {"q": q, "k": k, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
+    if op in ("swiglu_packed", "geglu_packed"):
+        return {"gate_up": leaf(rows, 2 * cols)}
+    if op in ("swiglu", "geglu"):
+        return {"gate": leaf(rows, cols), "up": leaf(rows, cols, seed=1)}
+    if op == "cross_entropy":
+        return {"logits": leaf(rows, cols, scale=3), "target": random_targets(rows, cols, device=device)}
+    if op == "fused_linear_cross_entropy":
+        x, weight = leaf(rows, 16), leaf(cols, 16, seed=1)
+        return {"x": x, "weight": weight, "target": random_targets(rows, cols, device=device)}
+    made = {"x": leaf(rows, cols)}
+    if op == "add_rms_norm":
+        made["residual"] = leaf(rows, cols, seed=1)
+    if op != "softmax":
+        made["weight"] = leaf(cols, seed=2, mean=1, scale=0.3)
+    if op == "layer_norm":
+        made["bias"] = leaf(cols, seed=3)
+    return made
+
+
+def sizes(op, device):
+    """Several rows to a block, rows of one block, single elements; on a GPU also rows of a cluster and full grids."""
+    if op == "rope":
+        return [(9, 64), (3, 40), (5, 6)] + ([(600, 128)] if device.type == "cuda" else [])
+    if device.type == "cuda":
+        long = 40_000 if op.startswith("fused") else 65_536
+        return [(1000, 576), (2000, 4096), (300, 16_384), (140, long), (37, 1001)]
+    return [(21, 64), (6, 1024), (2, 5000), (5, 97)]
+
+
+@knob_sets
+@dtypes
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("device", [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)])
+def test_results_with_other_plans(op, device, dtype, knobs):
+    if device.type == "cpu" and not host_target():
+        pytest.skip("the CPU's kernels have no plans")
+    for rows, cols in sizes(op, device):
+        with forced_plans(**knobs):
+            judge(op, arguments(op, rows, cols, dtype, device))
+
+
+# What is launched, as the host target tells ---------------------------------------------------------------------------
+
+OTHER = {"threads": 64, "block": 64, "heads": 1}
+CASES = {
+    op: Case(op, 9, 64, heads=(10, 3, 64)) if op == "rope" else Case(op, 9, 512) for op in OPS if "packed" not in op
+}
+host_only = pytest.mark.skipif(not host_target(), reason="the host target tells what it has launched")
+
+
+def launched():
+    """(kernel, blocks, threads, shared memory) of each launch since the last call."""
+    tell = ctypes.CDLL(str(_load.library_folder() / "libliger_ext_cpu.so")).liger_ext_host_launched
+    tell.restype = ctypes.c_char_p
+    lines = [line.split(" ", 3) for line in tell().decode().splitlines()]
+    return [(name.partition("<")[0].rpartition("::")[2], *map(int, numbers)) for *numbers, name in lines]
+
+
+def run(op):
+    made = arguments(op, CASES[op].rows, CASES[op].cols, torch.bfloat16, torch.device("cpu"))
+    launched()
+    outputs = losses_of(OPS[op].run(**made))
+    torch.autograd.grad([t.float().sum() for t in outputs], leaves_of(made))
+    return launched()
+
+
+def planned(op, knobs):
+    device, knobs = _devices.running_profile(0), _C.Knobs(**knobs)
+    made = [launch for name in (op, f"{op}_backward") for launch in CASES[op].plans(name, device, "bfloat16", knobs)]
+    return [(launch.kernel, launch.plan.grid, launch.plan.block, launch.plan.smem) for launch in made]
+
+
+@host_only
+@pytest.mark.parametrize("op", CASES)
+def test_what_is_planned_is_launched(op):
+    assert planned(op, {}) != planned(op, OTHER)
+    for knobs in ({}, OTHER):
+        with forced_plans(**knobs):
+            assert run(op) == planned(op, knobs)
+    assert run(op) == planned(op, {})
+
+
+@host_only
+@pytest.mark.parametrize("op", CASES)
+def test_an_entry_is_found_by_its_calls_alone(op):
+    """By the key under which tuning keeps it."""
+    device = _devices.running_profile(0)
+    names = [name for name in (op, f"{op}_backward") if CASES[op].tunable(name, device, "bfloat16")]
+    keys = {CASES[op].tunable(name, device, "bfloat16")[0] for name in names}
+
+    def table(**changed):
+        name = changed.pop("device", device.name)
+        return _tuned.pack([_tuned.Entry(name, "", replace(key, **changed), OTHER, 0, 0) for key in keys])
+
+    try:
+        _tuned.install(table())
+        assert run(op) == planned(op, OTHER)
+        _tuned.install(table(rows=16))  # as 9 are
+        assert run(op) == planned(op, OTHER)
+        for other in ({"rows": 17}, {"cols": 520}, {"vec": 4}, {"heads": (1, 1, 1)}, {"device": "another GPU"}):
+            _tuned.install(table(**other))
+            assert run(op) == planned(op, {}), other
+    finally:
+        _tuned.install(b"")
