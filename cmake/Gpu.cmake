@@ -21,7 +21,6 @@ if(gpu STREQUAL "none")
 endif()
 
 file(GLOB gpu_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/gpu/*.cu")
-file(GLOB launch_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/launch/*.cpp")
 add_library(liger_ext_gpu SHARED ${LIGER_OPS} ${launch_sources})
 target_include_directories(liger_ext_gpu PRIVATE csrc)
 target_compile_definitions(liger_ext_gpu PRIVATE LIGER_BACKEND=gpu LIGER_DISPATCH_KEY=CUDA LIGER_IS_GPU=1)

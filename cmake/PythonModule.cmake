@@ -5,7 +5,6 @@ if(NOT pybind11_FOUND)
   execute_process(COMMAND "${Python_EXECUTABLE}" -m pybind11 --cmakedir OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE)
   find_package(pybind11 CONFIG REQUIRED)
 endif()
-file(GLOB launch_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/launch/*.cpp")
 pybind11_add_module(_C csrc/python/module.cpp ${launch_sources})
 target_include_directories(_C PRIVATE csrc)
 target_compile_definitions(_C PRIVATE

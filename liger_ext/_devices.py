@@ -30,6 +30,24 @@ def coverage(architectures: str, major: int, minor: int) -> str:
     return found
 
 
+def code_for(architecture: str) -> str:
+    """What this build holds for a GPU of an architecture ("9.0", "gfx942"): "machine code", "PTX" or "nothing"."""
+    if architecture.startswith("gfx"):
+        covered = _C.gpu_backend == "hip" and architecture in _C.gpu_architectures.split()
+        return "machine code" if covered else "nothing"
+    built = _C.gpu_architectures if _C.gpu_backend == "cuda" else ""
+    return coverage(built, *map(int, architecture.split(".")))
+
+
+def rebuild(architecture: str) -> str:
+    """The command that makes a library with code for an architecture."""
+    backend, variable = "cuda", "LIGER_EXT_CUDA_ARCHS"
+    if architecture.startswith("gfx"):
+        backend, variable = "hip", "LIGER_EXT_HIP_ARCHS"
+    install = "pip install --no-build-isolation --force-reinstall --no-deps ."
+    return f"LIGER_EXT_GPU={backend} {variable}={architecture} {install}"
+
+
 @dataclass(frozen=True)
 class Device:
     """A GPU that torch can use. ``code``: what the build holds for it: "machine code", "PTX" or "nothing"."""
@@ -41,12 +59,6 @@ class Device:
     total_bytes: int
     free_bytes: int
     profile: _C.DeviceProfile | None  # None where liger_ext's GPU library is not loaded
-
-    @property
-    def rebuild(self) -> str:
-        """The command that makes a library with code for it."""
-        variable = "LIGER_EXT_HIP_ARCHS" if self.architecture.startswith("gfx") else "LIGER_EXT_CUDA_ARCHS"
-        return f"{variable}={self.architecture} pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 def running_profile(index: int) -> _C.DeviceProfile | None:
@@ -66,12 +78,9 @@ def devices() -> list[Device]:
         properties = torch.cuda.get_device_properties(index)
         if torch.version.hip:
             architecture = properties.gcnArchName.split(":")[0]
-            covered = _C.gpu_backend == "hip" and architecture in _C.gpu_architectures.split()
-            code = "machine code" if covered else "nothing"
         else:
             architecture = f"{properties.major}.{properties.minor}"
-            built = _C.gpu_architectures if _C.gpu_backend == "cuda" else ""
-            code = coverage(built, properties.major, properties.minor)
+        code = code_for(architecture)
         free, total = torch.cuda.mem_get_info(index)
         found.append(Device(index, properties.name, architecture, code, total, free, running_profile(index)))
     return found

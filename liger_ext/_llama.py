@@ -25,8 +25,10 @@ def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]
     """Ops and the launches that each makes."""
     sizes = {
         "rms_norm": {"cols": HIDDEN},
+        "add_rms_norm": {"cols": HIDDEN},
         "layer_norm": {"cols": HIDDEN, "bias": True},
         "swiglu": {"cols": MLP},
+        "geglu": {"cols": MLP},
         "rope": {"cols": HEAD_DIM, "q_heads": HEADS, "k_heads": KV_HEADS},
         "softmax": {"cols": TOKENS},
         "cross_entropy": {"cols": VOCAB},
@@ -71,10 +73,15 @@ def most_tokens(free: int, hidden: int, vocab: int, dtype: torch.dtype, chunk_ro
 
 
 def tokens_at_each_level(total: int, free: int) -> dict[str, dict[str, int]]:
-    """{name of a memory level: {"rows": of logits at a time, "tokens": the largest count that the fused loss takes}},
-    at Llama's sizes on a GPU with ``total`` bytes of memory of which ``free`` can be had."""
+    """By name of a memory level: "rows" of logits at a time, "bytes" that the call of ``SHAPE`` takes, and "tokens",
+    the largest count that the fused loss takes at Llama's sizes on a GPU with ``total`` bytes of memory of which
+    ``free`` can be had. Of so many tokens x and its gradient are nearly all: most levels have the same."""
     found = {}
     for name, level in LEVELS.items():
-        rows = rows_within(VOCAB, HIDDEN, DTYPE, level, total, True)
-        found[name] = {"rows": rows, "tokens": most_tokens(free, HIDDEN, VOCAB, DTYPE, rows)}
+        sizes = HIDDEN, VOCAB, DTYPE, rows_within(VOCAB, HIDDEN, DTYPE, level, total, True)
+        found[name] = {
+            "rows": sizes[-1],
+            "bytes": fused_loss_bytes(TOKENS, *sizes),
+            "tokens": most_tokens(free, *sizes),
+        }
     return found

@@ -52,13 +52,16 @@ def _cpu() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.0f} GiB"
+def _gib(size: int, digits: int = 0) -> str:
+    return f"{size / 2**30:.{digits}f} GiB"
 
 
 def _facts(profile: _C.DeviceProfile) -> str:
-    bf16 = "native bf16" if profile.native_bf16 else "bf16 is stored, computed in fp32"
-    unit = "SMs" if profile.vendor == _C.Vendor.nvidia else "processors"
+    bf16 = "native bf16" if profile.native_bf16 else "no native bf16 (stored, computed in fp32; float16 is faster)"
+    if profile.vendor == _C.Vendor.nvidia:
+        unit = "SMs"
+    else:  # HIP counts RDNA's pairs of compute units
+        unit = "compute units" if profile.warp == 64 else "pairs of compute units"
     return f"warps of {profile.warp}, {profile.multiprocessors} {unit}, {bf16}"
 
 
@@ -75,7 +78,8 @@ def _gpu_lines(found: Sequence[_devices.Device]) -> list[str]:
         facts = f", {_facts(device.profile)}" if device.profile else ""
         memory = f"{_gib(device.total_bytes)} ({_gib(device.free_bytes)} free)"
         lines.append(f"{device.index}: {device.name}, {device.architecture}{facts}, {memory}: {_CODE[device.code]}")
-    return lines or ["none that torch can use"]
+    driver = _devices.driver()
+    return lines or ["none that torch can use" + ("" if driver == "none" else f", though there is a driver: {driver}")]
 
 
 def _torch() -> str:
@@ -131,7 +135,8 @@ def _installation() -> Iterator[Problem]:
         elif device.code == "nothing":
             built = _C.gpu_architectures or "no GPU"
             what = f"{name} is not used: the GPU library has no code for it, it was built for {built}"
-            yield Problem(3, what, f"build again, in liger_ext's source folder: {device.rebuild}")
+            again = _devices.rebuild(device.architecture)
+            yield Problem(3, what, f"build again, in liger_ext's source folder: {again}")
         elif device.profile is None:
             yield Problem(
                 3, f"{name}: the GPU library cannot read its properties", f"the driver is {_devices.driver()}"
@@ -166,9 +171,11 @@ def _print_plans(title: str, profile: _C.DeviceProfile, free: int) -> None:
             cluster = f" in clusters of {plan.cluster}" if plan.cluster > 1 else ""
             shown.append(f"{launch.kernel} {plan.grid:,} x {plan.block}{cluster}")
         print(f"  {op:36}{', '.join(shown)}")
-    print(f"\nTokens that the fused loss takes there in {_gib(free)}, with x, the head and their gradients")
+    print(f"\nMemory of the fused loss, forward and backward, with x, the head and their gradients; {_gib(free)} free")
     for level, found in _llama.tokens_at_each_level(profile.memory_bytes, free).items():
-        print(f"  {'memory ' + level:36}{found['tokens']:,}, {found['rows']:,} rows of logits at a time")
+        taken = f"{_llama.TOKENS:,} tokens take {_gib(found['bytes'], 1)}"
+        most = f"at most {found['tokens']:,} tokens fit"
+        print(f"  {'memory ' + level:36}{taken}, {most}, {found['rows']:,} rows of logits at a time")
 
 
 def self_test(device: str) -> list[dict[str, Any]]:
@@ -239,10 +246,14 @@ def _others(name: str, as_json: bool) -> int:
     profile = _C.profile(name)
     if as_json:
         tokens = _llama.tokens_at_each_level(profile.memory_bytes, profile.memory_bytes)
-        print(json.dumps({"profile": profile.name, "plans": plan_lines(profile), "fused_loss_tokens": tokens}))
+        code = _devices.code_for(profile.architecture)
+        found = {"profile": profile.name, "code": code, "plans": plan_lines(profile), "fused_loss_tokens": tokens}
+        print(json.dumps(found))
         return 0
     memory, shared = _gib(profile.memory_bytes), profile.shared_per_block_optin // 1024
     print(f"{profile.name}: {profile.architecture}, {_facts(profile)}, {memory}, {shared} KiB of shared memory a block")
+    code = _devices.code_for(profile.architecture)
+    print(f"{_CODE[code]}{f': {_devices.rebuild(profile.architecture)}' if code == 'nothing' else ''}")
     _print_plans(profile.name, profile, profile.memory_bytes)
     return 0
 

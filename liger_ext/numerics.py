@@ -2,10 +2,12 @@
 
     python -m liger_ext.numerics measure                          this CPU, once for each instruction set it has
     python -m liger_ext.numerics measure --device cuda --platform "H200"
-    python -m liger_ext.numerics table cpu.jsonl h200.jsonl > docs/numerics.md
+    LIGER_EXT_LIB=liger_ext/lib/host python -m liger_ext.numerics measure --small    GPU kernels on the host, both warps
+    python tests/amd/run.py --all --json amd.jsonl                GPU kernels in an emulator of AMD's instructions
+    python -m liger_ext.numerics join docs/numerics.jsonl h200.jsonl amd.jsonl       into the file, and its page
 
-A line is ``{"platform", "op", "dtype", "what", "share", "results"}``: the result (an output, or a gradient) that came
-closest to its bound, and how many elements were compared. ``bounds.py`` says what the bound is.
+A line has "platform", "op", "dtype", "what", "share" and "results": the result (an output, or a gradient) that came
+closest to its bound, error / bound there, and how many results were compared. ``bounds.py`` says what the bound is.
 """
 
 from __future__ import annotations
@@ -17,14 +19,22 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from liger_ext import _load
+
+if TYPE_CHECKING:
+    from liger_ext.rule import Measurement
+
 SHAPES = ({}, {"tokens": 6, "hidden": 33, "vocab": 131}, {"tokens": 64, "hidden": 4096, "vocab": 4099})
 """Of ``testing.examples``: its own, a small odd one, a long one."""
+SMALL = (*SHAPES[:2], {"tokens": 4, "hidden": 4096, "vocab": 4099})
+"""For platforms as slow as the host target: few long rows."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_ISAS = ("baseline", "avx2", "avx512")
+HOST_WARPS = ("32", "64")
 
 INTRODUCTION = """\
 # Numerics: one bound for every platform
@@ -35,39 +45,78 @@ outputs and gradients of an op, and where it was; 1 is the limit. In bfloat16 an
 is nearly all of it, so values just under 1 are what a right implementation has; in float32 the bound leaves room for
 sums in any order, and in the fused loss for the rounding of 16-bit logits.
 
-Made by `python -m liger_ext.numerics`: `measure` on each machine, `table` of all lines, which are `numerics.jsonl`.
+Made by `python -m liger_ext.numerics`: `measure` on each machine, `join` of its lines with `numerics.jsonl`. The host
+columns are the GPU's kernels in lockstep warps of 32 and 64 lanes on a CPU, at fewer long rows (`measure --small`); the
+gfx columns are AMD's code objects in an instruction emulator (`tests/amd/run.py --all`), at `tests/kernel_cases.py`.
 """
 
 
-def measure(device: str, platform: str) -> Iterator[dict[str, Any]]:
+def line_of(lines: dict[tuple[str, str], dict[str, Any]], platform: str, op: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The line of an op in a dtype, made if there is none. A packed GLU is the GLU with its inputs in one tensor."""
+    key = op.removesuffix("_packed"), str(dtype).removeprefix("torch.")
+    empty = {"platform": platform, "op": key[0], "dtype": key[1], "what": "", "share": 0.0, "results": 0}
+    return lines.setdefault(key, empty)
+
+
+def keep_closest(line: dict[str, Any], measured: Iterable[Measurement]) -> None:
+    """Counts the results, and keeps the one that came closest to its bound."""
+    for found in measured:
+        line["results"] += 1
+        if not found.share <= line["share"]:
+            line |= {"what": found.what, "share": found.share}
+
+
+def measure(device: str, platform: str, shapes: Iterable[dict[str, int]]) -> Iterator[dict[str, Any]]:
     """One line for each op and dtype."""
     from liger_ext import testing
 
-    worst: dict[tuple[str, str], dict[str, Any]] = {}
-    for shape in SHAPES:
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for shape in shapes:
         for op, inputs in testing.examples(device, DTYPES, **shape):
-            dtype = next(str(v.dtype) for v in inputs.values() if v.is_floating_point()).removeprefix("torch.")
-            line = worst.setdefault(
-                (op, dtype), {"platform": platform, "op": op, "dtype": dtype, "what": "", "share": 0.0, "results": 0}
-            )
-            for found in testing.compare(op, inputs):
-                line["results"] += 1
-                if not found.share <= line["share"]:
-                    line |= {"what": found.what, "share": found.share}
-    yield from worst.values()
+            dtype = next(v.dtype for v in inputs.values() if v.is_floating_point())
+            keep_closest(line_of(lines, platform, op, dtype), testing.compare(op, inputs))
+    yield from lines.values()
 
 
-def _measure_cpu() -> Iterator[str]:
-    """Each instruction set in a process of its own: it is chosen when the library is loaded."""
-    for isa in CPU_ISAS:
-        command = [sys.executable, "-m", "liger_ext.numerics", "measure", "--platform", f"CPU {isa}"]
-        environment = {**os.environ, "LIGER_EXT_CPU_ISA": isa}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        yield from done.stdout.splitlines()
+def _measure_each(small: bool) -> Iterator[dict[str, Any]]:
+    """Each instruction set, or each warp width of the host target, in a process of its own: it is chosen when the
+    library is loaded."""
+    if _load.library_folder().name == "host":
+        variable, values, name = "LIGER_EXT_HOST_WARP", HOST_WARPS, "host wave"
+    else:
+        variable, values, name = "LIGER_EXT_CPU_ISA", CPU_ISAS, "CPU "
+    for value in values:
+        command = [sys.executable, "-m", "liger_ext.numerics", "measure", "--platform", f"{name}{value}"]
+        command += ["--small"] if small else []
+        done = subprocess.run(
+            command, env={**os.environ, variable: value}, stdout=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode not in (0, 1):  # 1: a bound is broken, which the lines say
+            raise subprocess.CalledProcessError(done.returncode, command)
+        yield from map(json.loads, done.stdout.splitlines())
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def join(file: Path, others: Iterable[Path]) -> list[dict[str, Any]]:
+    """Brings the lines of other files into ``file``, in place of those for the same op, dtype and platform, and writes
+    the page beside it; all lines."""
+    lines = [line for part in (file, *others) if part != file or file.exists() for line in read(part)]
+    joined = list({(line["platform"], line["op"], line["dtype"]): line for line in lines}.values())
+    file.write_text("".join(json.dumps(line) + "\n" for line in joined))
+    file.with_suffix(".md").write_text(table(joined))
+    return joined
+
+
+def broken(line: dict[str, Any]) -> bool:
+    """Is a result outside of its bound, or was a case wrong in another way?"""
+    return not line["share"] <= 1 or line.get("wrong", 0) > 0
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
-    """Markdown: ops and dtypes down, platforms across; of several lines for one cell the last counts."""
+    """Markdown: ops and dtypes down, platforms across."""
     cells = {(line["op"], line["dtype"], line["platform"]): line for line in lines}
     platforms = list(dict.fromkeys(platform for _, _, platform in cells))
     ops, dtypes = (list(dict.fromkeys(key[i] for key in cells)) for i in range(2))
@@ -89,22 +138,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measuring = commands.add_parser("measure", help="print JSON lines")
     measuring.add_argument("--device", default="cpu", help="cpu, or a GPU as torch names it (default: cpu)")
     measuring.add_argument("--platform", help="the column's heading (default: the instruction sets, or the GPU's name)")
-    showing = commands.add_parser("table", help="print Markdown")
-    showing.add_argument("files", nargs="+", type=Path, help="JSON lines, of one or several machines")
+    measuring.add_argument("--small", action="store_true", help="few long rows, for a slow platform")
+    joining = commands.add_parser("join", help="bring platforms into a file of lines, and write the page beside it")
+    joining.add_argument("file", type=Path, help="JSON lines; the page is the same name with .md")
+    joining.add_argument("others", nargs="*", type=Path, help="JSON lines of one or several platforms")
     chosen = parser.parse_args(arguments)
-    if chosen.command == "table":
-        lines = [json.loads(line) for file in chosen.files for line in file.read_text().splitlines()]
-        print(table(lines), end="")
-        return int(any(not line["share"] <= 1 for line in lines))
+    if chosen.command == "join":
+        return int(any(map(broken, join(chosen.file, chosen.others))))
     if chosen.device == "cpu" and chosen.platform is None:
-        measured = map(json.loads, _measure_cpu())
+        measured = _measure_each(chosen.small)
     else:
-        measured = measure(chosen.device, chosen.platform or torch.cuda.get_device_name(chosen.device))
-    broken = False
+        platform = chosen.platform or torch.cuda.get_device_name(chosen.device)
+        measured = measure(chosen.device, platform, SMALL if chosen.small else SHAPES)
+    status = 0
     for line in measured:
         print(json.dumps(line), flush=True)
-        broken = broken or not line["share"] <= 1
-    return int(broken)
+        status = status or int(broken(line))
+    return status
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ The last, where errors away from zero count as positive, is asked of 16-bit resu
 systematically too large or too small. FACTOR and STEPS are the only tolerances.
 
 Besides, every element keeps the absolute bound of ``bounds.py``, which asks nothing of PyTorch and is the same on every
-platform: emulators, which have no PyTorch beside them, are held to that alone.
+platform.
 """
 
 from __future__ import annotations

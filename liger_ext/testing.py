@@ -3,7 +3,7 @@ by the doctor.
 
 Two statements judge a result, and both are asked of everything: the rule of ``rule.py``, which compares with PyTorch's
 own error, and the absolute bound of ``bounds.py``, which is the same on every platform. ``compare`` runs an op and
-PyTorch's composition; ``expected`` runs neither, for results that came from elsewhere: an emulator.
+PyTorch's composition; ``expected`` runs neither, for results that came from elsewhere.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def expected(
     compute_dtype: torch.dtype | None = None,
 ) -> dict[str, Expected]:
     """What one call of an op should give, forward and backward, by results' names (the gradient of x being "dx"), and
-    the bound of each: all that an emulator's results are judged by. Runs neither the op nor PyTorch's.
+    the bound of each. Runs neither the op nor PyTorch's.
 
     ``inputs``: the op's arguments by name; a gradient is wanted of the tensors with ``requires_grad``. ``grads``: the
     outputs' gradients by the outputs' names. ``dtypes``: those of the outputs. ``compute_dtype``: that of the op's

@@ -104,6 +104,43 @@ struct ConditionalBarrier : Base {
     if (!a.broken() || warp_id() == 0) block_barrier();
   }
 };
+// Two groups of threads, each with barriers of its own; the first thread's value is read by the whole group.
+struct RaceOfGroups : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    const Shared<float> all = shared<float>(0);
+    const int group = thread_id() / 64;
+    float value = a.in[thread_id()];
+    for (int round = 0; round < 4; ++round) {
+      const int buffer = (round & 1) * threads;
+      all[buffer + thread_id()] = value;
+      group_barrier(group, 64);
+      value += all[buffer + (thread_id() ^ (a.broken() ? 64 : 32))] + all[buffer + group * 64];
+    }
+    a.row()[thread_id()] = value;
+  }
+};
+struct MissingDoubleBufferOfGroups : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    const Shared<float> all = shared<float>(0);
+    const int group = thread_id() / 64;
+    for (int round = 0; round < 4; ++round) {
+      const int buffer = a.broken() ? 0 : (round & 1) * threads;
+      if (thread_id() % 64 == 63) all[buffer + group] = 1;
+      group_barrier(group, 64);
+      a.row()[thread_id()] = all[buffer + group];
+    }
+  }
+};
+struct IncompleteGroup : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (!a.broken() || warp_id() == 0) group_barrier(0, threads);
+  }
+};
+struct GroupOfPartOfAWarp : Base {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (a.broken()) group_barrier(thread_id() / 16, 16);
+  }
+};
 struct TwoBarriers : Base {
   static LIGER_DEVICE void run(const Args& a) {
     if (a.broken() && thread_id() == 3) block_barrier();
@@ -201,6 +238,10 @@ constexpr Case cases[] = {
     {"race_on_global", start<RaceOnGlobal>},
     {"race_of_blocks", start<RaceOfBlocks>},
     {"conditional_barrier", start<ConditionalBarrier>},
+    {"race_of_groups", start<RaceOfGroups>},
+    {"missing_double_buffer_of_groups", start<MissingDoubleBufferOfGroups>},
+    {"incomplete_group", start<IncompleteGroup>},
+    {"group_of_part_of_a_warp", start<GroupOfPartOfAWarp>},
     {"two_barriers", start<TwoBarriers>},
     {"early_return", start<EarlyReturn>},
     {"shuffle_out_of_range", start<ShuffleOutOfRange>},

@@ -1,13 +1,18 @@
 """Every GPU kernel on the host, against float64: forward and backward, three dtypes, odd sizes, the paths of long rows.
 
 Not collected by itself: the library must be the host target's, for which test_host_target runs this file in a process
-for each warp width. By hand, after ``make test`` has built it::
+for each warp width, and shows how many cases each kernel ran in. By hand, after ``make test`` has built it::
 
     LIGER_EXT_LIB=liger_ext/lib/host LIGER_EXT_HOST_WARP=64 python -m pytest tests/host_kernels.py -k softmax
 """
 
 import ctypes
+import json
+import os
+from collections import Counter
+from pathlib import Path
 
+import kernel_cases
 import pytest
 import torch
 from cases import BY_NAME, EXAMPLES, IDS, LOW, laid_out, normal, random_targets
@@ -18,6 +23,24 @@ from liger_ext.testing import judge
 torch.set_num_threads(1)  # kernels run on one, and the references are small
 
 dtypes = pytest.mark.parametrize("dtype", LOW, ids=["fp32", "bf16", "fp16"])
+cases_of = Counter()  # by kernel: in how many tests of this process it was launched
+
+
+def launches():
+    """{kernel: how often it was launched}."""
+    kernels = ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")).liger_ext_host_kernels
+    kernels.restype = ctypes.c_char_p
+    lines = (line.split(" ", 1) for line in kernels().decode().splitlines())
+    return {name: int(count) for count, name in lines}
+
+
+@pytest.fixture(autouse=True)
+def count_cases():
+    before = launches()
+    yield
+    cases_of.update(name for name, count in launches().items() if count > before[name])
+
+
 ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "softmax")
 
 
@@ -43,6 +66,11 @@ def fused_loss(rows, vocab, dtype, *, hidden=8, **options):
     x, weight = normal(rows, hidden, dtype=dtype), normal(vocab, hidden, dtype=dtype, seed=1)
     inputs = {"x": x.requires_grad_(), "weight": weight.requires_grad_(), "target": random_targets(rows, vocab)}
     judge("fused_linear_cross_entropy", inputs | options)
+
+
+@pytest.mark.parametrize("case", kernel_cases.cases(), ids=str)
+def test_kernel_cases(case):
+    judge(case.op, kernel_cases.with_gradients(case, case.inputs()))
 
 
 @dtypes
@@ -94,15 +122,6 @@ def test_mixed_dtypes(dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("head_dim, rotary", [(6, 6), (16, 16), (40, 16), (64, 64)])
-def test_rope(head_dim, rotary, dtype):
-    q, k = normal(2, 5, 7, head_dim, dtype=dtype), normal(2, 1, 7, head_dim, dtype=dtype, seed=1)
-    angle = normal(1, 7, rotary, seed=9, scale=3)
-    tables = {"cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
-    judge("rope", {"q": q.requires_grad_(), "k": k.requires_grad_(), **tables})
-
-
-@dtypes
 @pytest.mark.parametrize("rows, vocab", [(0, 8), (3, 1), (3, 33), (40, 64), (1, 1001), (3, 5003), (2, 40_000)])
 def test_loss(rows, vocab, dtype):
     loss(rows, vocab, dtype)
@@ -142,9 +161,8 @@ def test_a_bad_target_is_reported():
 
 def test_every_kernel_has_run():
     """Of this process: the last test."""
-    kernels = ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")).liger_ext_host_kernels
-    kernels.restype = ctypes.c_char_p
-    launches = [line.split(" ", 1) for line in kernels().decode().splitlines()]
-    print(len(launches), "kernels", sum(int(count) for count, _ in launches), "launches")
-    idle = [name for count, name in launches if count == "0"]
-    assert launches and not idle, "\n".join(idle)
+    found = launches()
+    idle = [name for name, count in found.items() if count == 0]
+    assert found and not idle, "\n".join(idle)
+    if file := os.environ.get("LIGER_EXT_HOST_CASES"):
+        Path(file).write_text(json.dumps(cases_of))

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from amd import objects, run
+from amd import launches, objects, run
+from amd.device import Launch
 
 FOLDER = Path(run.__file__).parent
 needs_build = pytest.mark.skipif(
@@ -39,6 +41,24 @@ def test_every_launch_fits_the_device(arch):
     """Threads, whole waves, shared memory and grid, for hundreds of shapes of every op."""
     done = script("launches.py", arch)
     assert done.returncode == 0 and " 0 wrong" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, None),
+        ({"block": 1024}, "1024 threads, compiled for 512"),
+        ({"block": 480}, "480 threads are not whole waves of 64"),
+        ({"shared_bytes": (64 << 10) + 4}, "65540 bytes of shared memory"),
+        ({"grid": 0}, "0 blocks"),
+        ({"grid": 2**31}, "2147483648 blocks"),
+    ],
+)
+def test_a_launch_that_does_not_fit_is_found(change, found):
+    compiled = {".max_flat_workgroup_size": 512, ".wavefront_size": 64, ".group_segment_fixed_size": 0}
+    device = SimpleNamespace(kernels={"k": compiled})
+    launch = Launch(**{"kernel": "k", "grid": 7, "block": 512, "shared_bytes": 64 << 10, "arguments": b""} | change)
+    assert launches.problem(device, launch) == found
 
 
 @needs_build

@@ -135,7 +135,7 @@ def test_a_gpu_that_the_library_does_not_cover(quick, monkeypatch, capsys):
     assert doctor.main(["doctor"]) == 3
     printed = capsys.readouterr().out
     assert "GPU 0 (Some GPU, 9.0) is not used: the GPU library has no code for it" in printed
-    assert "LIGER_EXT_CUDA_ARCHS=9.0 pip install" in printed
+    assert "LIGER_EXT_GPU=cuda LIGER_EXT_CUDA_ARCHS=9.0 pip install" in printed
 
 
 def test_a_gpu_without_the_gpu_library(quick, monkeypatch, capsys):
@@ -158,7 +158,37 @@ def test_every_profile_can_be_shown(profile, capsys):
     assert printed.startswith(f"{profile}: {_C.profile(profile).architecture}, ") and "Self-test" not in printed
     assert doctor.main(["doctor", "--profile", profile, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["profile"] == profile and {line["op"] for line in found["plans"]} > {"rms_norm", "rope_backward"}
+    ops = {op for op in _C.planned_ops() if op != "stream_copy"}
+    assert found["profile"] == profile and {line["op"] for line in found["plans"]} == ops
+
+
+def test_what_a_profile_says(monkeypatch, capsys):
+    """Of the build, too."""
+    monkeypatch.setattr(_devices._C, "gpu_backend", "cuda")
+    monkeypatch.setattr(_devices._C, "gpu_architectures", "9.0a 7.5+PTX")
+    expected = {
+        "mi250x": ("gfx90a, warps of 64, 110 compute units, native bf16", "NOT covered", "LIGER_EXT_HIP_ARCHS=gfx90a "),
+        "rx7900xt": ("gfx1100, warps of 32, 42 pairs of compute units, native bf16", "LIGER_EXT_GPU=hip ", "64 KiB"),
+        "t4": (
+            "7.5, warps of 32, 40 SMs, no native bf16",
+            "covered by this build as PTX",
+            "NormBackwardRegisters 80 x",
+        ),
+        "h200": ("9.0, warps of 32, 132 SMs, native bf16", "covered by this build\n", "8,192 tokens take"),
+    }
+    for name, words in expected.items():
+        assert doctor.main(["doctor", "--profile", name]) == 0
+        printed = capsys.readouterr().out
+        assert [word for word in words if word not in printed] == [], printed
+
+
+def test_levels_of_memory():
+    """With fewer rows of logits never fewer tokens fit; and the call of SHAPE is one of them."""
+    levels = list(_llama.tokens_at_each_level(16 << 30, 15 << 30).values())
+    assert [found["rows"] for found in levels] == sorted({found["rows"] for found in levels}, reverse=True)
+    assert all(0 < found["bytes"] < 15 << 30 for found in levels)
+    assert [found["tokens"] for found in levels] == sorted(found["tokens"] for found in levels)
+    assert all(found["tokens"] > _llama.TOKENS for found in levels)
 
 
 def test_an_unknown_profile(capsys):

@@ -4,9 +4,13 @@
 use it when writing a kernel.
 """
 
+import functools
+import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,8 @@ HERE, HOST = Path(__file__).parent, library_folder() / "host"
 pytestmark = pytest.mark.skipif(
     not (HOST / "broken_kernels").exists(), reason=f"no host target in {HOST}: `make host` builds it"
 )
-warp_widths = pytest.mark.parametrize("warp", [32, 64])
+WARPS = 32, 64
+warp_widths = pytest.mark.parametrize("warp", WARPS)
 
 
 def run(*command, warp, **env):
@@ -28,19 +33,44 @@ def run(*command, warp, **env):
         env={**os.environ, "LIGER_EXT_HOST_WARP": str(warp), **env},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
         check=False,
     )
+
+
+@functools.cache
+def run_on_host(file, warp):
+    """Runs a file of tests: the process, and, of host_kernels.py, the cases that each kernel ran in."""
+    path = os.pathsep.join([str(Path(liger_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder:
+        counts = Path(folder) / "cases.json"
+        env = {"LIGER_EXT_LIB": str(HOST), "PYTHONPATH": path, "LIGER_EXT_HOST_CASES": str(counts)}
+        done = run(sys.executable, "-m", "pytest", "-q", HERE / file, warp=warp, **env)
+        return done, json.loads(counts.read_text()) if counts.exists() else {}
 
 
 @warp_widths
 @pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py"])
 def test_every_kernel(file, warp):
-    path = os.pathsep.join([str(Path(liger_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = sys.executable, "-m", "pytest", "-q", HERE / file
-    done = run(*command, warp=warp, LIGER_EXT_LIB=str(HOST), PYTHONPATH=path)
+    done, _ = run_on_host(file, warp)
     assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
+
+
+def test_cases_of_every_kernel(capsys):
+    """The table: kernels, their instances (by dtype, elements of an access, ...), and cases at each warp width, all
+    instances together and of the one with the fewest."""
+    counts = {warp: run_on_host("host_kernels.py", warp)[1] for warp in WARPS}
+    assert counts[32].keys() == counts[64].keys() and min(min(c.values()) for c in counts.values()) > 0
+    families = {}
+    for kernel in counts[32]:
+        families.setdefault(re.sub(r"<.*", "", kernel.removesuffix("]")).rpartition("::")[2], []).append(kernel)
+    head = "".join(f"{f'cases, warps of {warp}':>22}{'fewest':>8}" for warp in WARPS)
+    lines = [f"{'kernel':26}{'instances':>10}{head}"]
+    for family, instances in sorted(families.items()):
+        found = [[counts[warp][kernel] for kernel in instances] for warp in WARPS]
+        lines.append(f"{family:26}{len(instances):10}" + "".join(f"{sum(c):22}{min(c):8}" for c in found))
+    with capsys.disabled():
+        print("", *lines, sep="\n")
 
 
 # In which thread, and what is found; {warp} is the warp's width, which is also the first thread of the second warp.
@@ -54,6 +84,13 @@ BROKEN = {
     "race_on_global": (5, "race: stores 4 bytes at out + 560", "thread 4 has written them"),
     "race_of_blocks": (7, "race: stores 4 bytes at out + 28", "another block has written them"),
     "conditional_barrier": ("{warp}", "divergence: this thread has returned, thread 0 waits at the block barrier"),
+    "race_of_groups": (
+        0,
+        "race: loads 4 bytes at shared memory + 256; thread 64 has written them with no barrier between",
+    ),
+    "missing_double_buffer_of_groups": (63, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
+    "incomplete_group": ("{warp}", "divergence: this thread has returned, thread 0 waits at the group barrier"),
+    "group_of_part_of_a_warp": (0, "group barrier: group 0 of 16 threads"),
     "two_barriers": (3, "divergence: this thread waits at the block barrier", "thread 0 waits at the block barrier"),
     "early_return": (9, "divergence: this thread has returned, thread 0 waits at the shuffle"),
     "shuffle_out_of_range": (0, "shuffle out of range: lane 0 ^ {warp} is no lane of a warp of {warp}"),

@@ -1,6 +1,8 @@
 """The table of docs/numerics.md: its lines are within the bound, and it is what the command makes of them."""
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,17 +11,23 @@ from liger_ext import numerics
 from liger_ext.testing import OPS
 
 DOCS = Path(__file__).parent.parent / "docs"
+PLATFORMS = {"CPU baseline", "CPU avx2", "CPU avx512", "H200", "host wave32", "host wave64"}
+PLATFORMS |= {"gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"}
 
 
-def test_the_page_is_made_of_its_lines(capsys):
-    assert numerics.main(["table", str(DOCS / "numerics.jsonl")]) == 0
-    assert capsys.readouterr().out == (DOCS / "numerics.md").read_text()
+def test_the_page_is_made_of_its_lines(tmp_path):
+    copy = tmp_path / "numerics.jsonl"
+    shutil.copy(DOCS / "numerics.jsonl", copy)
+    assert numerics.main(["join", str(copy)]) == 0
+    assert copy.with_suffix(".md").read_text() == (DOCS / "numerics.md").read_text()
+    assert copy.read_text() == (DOCS / "numerics.jsonl").read_text()
 
 
 def test_every_line_keeps_the_bound():
     lines = [json.loads(line) for line in (DOCS / "numerics.jsonl").read_text().splitlines()]
     assert all(0 < line["share"] <= 1 for line in lines)
-    assert {line["platform"] for line in lines} >= {"CPU baseline", "CPU avx2", "CPU avx512"}
+    assert not any(map(numerics.broken, lines))
+    assert {line["platform"] for line in lines} >= PLATFORMS
     per_platform = {}
     for line in lines:
         per_platform.setdefault(line["platform"], set()).add((line["op"], line["dtype"]))
@@ -35,21 +43,46 @@ def test_measuring(device, monkeypatch, capsys):
     assert all(0 < line["share"] <= 1 and line["what"] for line in lines)
 
 
-@pytest.mark.parametrize("share", [1.5, float("inf"), float("nan")])
-def test_a_broken_bound_is_the_exit_status(share, tmp_path, capsys):
-    line = {"platform": "there", "op": "rope", "dtype": "float32", "what": "dq", "share": share, "results": 1}
-    file = tmp_path / "lines.jsonl"
-    file.write_text(json.dumps(line) + "\n")
-    assert numerics.main(["table", str(file)]) == 1
-    assert "| rope | float32 |" in capsys.readouterr().out
-
-
-def test_lines_of_several_machines_are_columns(tmp_path, capsys):
-    files = []
-    for platform, share in (("one", 0.25), ("two", 0.5)):
-        files.append(tmp_path / platform)
+@pytest.fixture
+def lines_of(tmp_path):
+    def write(platform, share, **more):
+        file = tmp_path / f"{platform}.jsonl"
         line = {"platform": platform, "op": "rope", "dtype": "float32", "what": "dq", "share": share, "results": 1}
-        files[-1].write_text(json.dumps(line) + "\n")
-    assert numerics.main(["table", *map(str, files)]) == 0
-    printed = capsys.readouterr().out
-    assert "| op | dtype | one | two |" in printed and "| rope | float32 | 0.25 (dq) | 0.50 (dq) |" in printed
+        file.write_text(json.dumps(line | more) + "\n")
+        return str(file)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "line", [{"share": 1.5}, {"share": float("inf")}, {"share": float("nan")}, {"share": 0.5, "wrong": 1}]
+)
+def test_what_is_broken_is_the_exit_status(line, lines_of, tmp_path):
+    all_lines = tmp_path / "all.jsonl"
+    assert numerics.main(["join", str(all_lines), lines_of("there", **line)]) == 1
+    assert "| rope | float32 |" in all_lines.with_suffix(".md").read_text()
+
+
+def test_lines_of_several_machines_are_columns(lines_of, tmp_path):
+    all_lines = tmp_path / "all.jsonl"
+    assert numerics.main(["join", str(all_lines), lines_of("one", 0.25), lines_of("two", 0.5)]) == 0
+    page = all_lines.with_suffix(".md").read_text()
+    assert "| op | dtype | one | two |" in page and "| rope | float32 | 0.25 (dq) | 0.50 (dq) |" in page
+    # Measured again: in place of the old line.
+    assert numerics.main(["join", str(all_lines), lines_of("one", 0.75)]) == 0
+    assert "| rope | float32 | 0.75 (dq) | 0.50 (dq) |" in all_lines.with_suffix(".md").read_text()
+    assert len(all_lines.read_text().splitlines()) == 2
+
+
+def test_the_host_target_is_measured_at_both_widths(monkeypatch):
+    """One process each, as for the CPU's instruction sets."""
+    asked = []
+
+    def run(command, env, **_):
+        asked.append((command[-2:], env["LIGER_EXT_HOST_WARP"]))
+        return subprocess.CompletedProcess(command, 1, stdout='{"platform": "x"}\n')
+
+    monkeypatch.setattr(numerics._load, "library_folder", lambda: Path("lib/host"))
+    monkeypatch.setattr(numerics.subprocess, "run", run)
+    assert len(list(numerics._measure_each(small=False))) == 2
+    assert asked == [(["--platform", "host wave32"], "32"), (["--platform", "host wave64"], "64")]

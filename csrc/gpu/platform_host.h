@@ -50,8 +50,9 @@ LIGER_DEVICE int warp_width() { return simt::warp_width(); }
 LIGER_DEVICE int lane_id() { return thread_id() % warp_width(); }
 LIGER_DEVICE int warp_id() { return thread_id() / warp_width(); }
 LIGER_DEVICE void block_barrier(source_location where = source_location::current()) { simt::block_barrier(where); }
-// Of a block is as good, if all of its groups come.
-LIGER_DEVICE void group_barrier(int, int, source_location where = source_location::current()) { simt::block_barrier(where); }
+LIGER_DEVICE void group_barrier(int group, int threads, source_location where = source_location::current()) {
+  simt::group_barrier(group, threads, where);
+}
 // No clusters: every block is one of its own.
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }

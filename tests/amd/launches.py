@@ -34,8 +34,9 @@ def main() -> int:
     build()
     torch.set_num_threads(1)
     device = Device(sys.argv[1], COMPUTE_UNITS[sys.argv[1]])
+    from kernel_cases import cases
+
     from amd.judge import placed_inputs
-    from amd.shapes import cases
     from liger_ext import functional
     from liger_ext.testing import outputs_of
 
@@ -47,7 +48,7 @@ def main() -> int:
 
     device.execute = check
     for case in cases():
-        inputs = placed_inputs(device, case.op, case.inputs())
+        inputs = placed_inputs(device, case, case.inputs())
         outputs = [t for t in outputs_of(getattr(functional, case.op)(**inputs)).values() if t.requires_grad]
         wanted = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
         torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs])

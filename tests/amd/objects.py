@@ -26,6 +26,7 @@ SEPARATE = {"gfx950": BUILD / "compile-gfx950"}  # by tests/compile_gfx950.sh: c
 
 BUNDLE_MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 METADATA_NOTE = 32  # NT_AMDGPU_METADATA
+MACHINE_AT, GFX942, GFX950 = 48, 0x4C, 0x4F  # the low byte of an ELF file's e_flags
 
 
 @dataclass
@@ -36,11 +37,7 @@ class Kernel:
     name: str
     metadata: dict
     instructions: list[str] = field(repr=False)
-
-    @property
-    def spills(self) -> int:
-        """Of vector registers, into memory; and of scalar ones, into lanes of vector registers."""
-        return self.metadata[".vgpr_spill_count"] + self.metadata[".sgpr_spill_count"]
+    arch: str = ""
 
     def count(self, pattern: str) -> int:
         """Instructions that match a regular expression from their beginning."""
@@ -102,8 +99,27 @@ def short_names(symbols: list[str]) -> list[str]:
     return [re.sub(r"^void entry<(.*?)>\(.*$", r"\1", line) for line in clean]
 
 
+# Arithmetic that gfx950 has and gfx942 has not, by the upper half of its first word, and something that takes the same
+# operands. v_cvt_pk_f16_f32, v_cvt_pk_bf16_f32: v_add_f32; v_bitop3_b32: v_fma_f32.
+NEW_IN_GFX950 = {0xD267: 0xD101, 0xD268: 0xD101, 0xD234: 0xD1CB}
+
+
+def as_gfx942(image: bytes) -> bytes:
+    """gfx950's code as a disassembler can read it that does not know gfx950, LLVM 19's."""
+    image = image[:MACHINE_AT] + bytes([GFX942]) + image[MACHINE_AT + 1 :]
+    text = ELFFile(io.BytesIO(image)).get_section_by_name(".text")
+    if text is None:
+        return image
+    words = [word for (word,) in struct.iter_unpack("<I", text.data())]
+    words = [NEW_IN_GFX950[w >> 16] << 16 | w & 0xFF if w >> 16 in NEW_IN_GFX950 else w for w in words]
+    start, end = text["sh_offset"], text["sh_offset"] + text["sh_size"]
+    return image[:start] + struct.pack(f"<{len(words)}I", *words) + image[end:]
+
+
 def disassembled(image: bytes) -> dict[str, list[str]]:
     """The instructions of every function of a code object, by symbol, without their operands' addresses."""
+    if image[MACHINE_AT] == GFX950:
+        image = as_gfx942(image)
     with tempfile.NamedTemporaryFile(suffix=".elf") as file:
         file.write(image)
         file.flush()
@@ -119,12 +135,11 @@ def disassembled(image: bytes) -> dict[str, list[str]]:
     return functions
 
 
-def kernels_of_image(image: bytes, code: bool = True) -> list[Kernel]:
-    """The kernels of a code object; with their instructions if ``code``."""
+def kernels_of_image(image: bytes) -> list[Kernel]:
     metadata = metadata_of(image)
     if not metadata:
         return []
-    functions = disassembled(image) if code else {symbol: [] for symbol in metadata}
+    functions = disassembled(image)
     names = short_names(list(metadata))
     return [Kernel(k, name, m, functions[k]) for (k, m), name in zip(metadata.items(), names, strict=True)]
 

@@ -1,10 +1,10 @@
 """Executes the AMD code objects of every kernel in an emulator, forward and backward, and judges the results by
-liger_ext's rule.
+liger_ext's rule and bound.
 
     python tests/amd/run.py                        a few cases of every op on every architecture: minutes
     python tests/amd/run.py gfx942 gfx1100 --all   every case, in two orders of the waves; every kernel has to run
-    python tests/amd/run.py gfx942 --only rope     cases of one op
-    python tests/amd/run.py --all --json amd.jsonl also writes the largest error / bound by op, dtype and architecture
+    python tests/amd/run.py gfx942 --only "rope.*16$"   cases of one op in 16 bits
+    python tests/amd/run.py --all --json amd.jsonl also writes lines for `python -m liger_ext.numerics join`
 
 Needs the HIP build of ``tests/compile_gpu.sh hip``, and an emulator. Exit status: 0 all right, 1 something is wrong,
 2 no HIP build, 3 no emulator: the text says how to get it.
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=ARCHITECTURES)
     parser.add_argument("--all", action="store_true", help="every case, in both orders of the waves")
-    parser.add_argument("--only", default="", help="cases whose op contains this")
+    parser.add_argument("--only", default="", help="cases with this expression in their text, as in a report")
     parser.add_argument("--json", type=Path, help="where results go, one JSON object a line for each op and dtype")
     parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)  # of one architecture, for the process of all
     return parser.parse_args()
@@ -59,27 +59,29 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def publish(args: argparse.Namespace, records: list[dict]) -> None:
-    """The table of kernels, and the file of ops."""
-    if records:
-        print_table(records)
+    """Tables of ops and of kernels, and the file of ops."""
+    for key in ("op", "kernel"):
+        if found := [record for record in records if key in record]:
+            print_table(key, found)
     if args.json:
         write(args.json, [record for record in records if "op" in record])
 
 
-def print_table(records: list[dict]) -> None:
-    """Kernels by architecture: cases, and the largest error / bound of the cases that they took part in."""
+def print_table(key: str, records: list[dict]) -> None:
+    """Ops or kernels by architecture: cases, those that were wrong, and the largest error / bound."""
     from rich.console import Console
     from rich.table import Table
 
-    platforms = list(dict.fromkeys(r["platform"] for r in records))
-    table = Table("kernel", *platforms, title="cases, and largest error / bound")
-    kernels = [r for r in records if "kernel" in r]
-    for kernel in dict.fromkeys(r["kernel"] for r in kernels):
-        found = {
-            r["platform"]: f"{r['cases']:4d}  {r['error_over_bound']:.2f}" for r in kernels if r["kernel"] == kernel
-        }
-        table.add_row(kernel, *[found.get(p, "not run") for p in platforms])
-    Console(width=120).print(table)
+    platforms = list(dict.fromkeys(record["platform"] for record in records))
+    table = Table(key, *platforms, title="cases, wrong ones, and largest error / bound")
+    for name in dict.fromkeys(record[key] for record in records):
+        cells = []
+        for platform in platforms:
+            found = [r for r in records if r[key] == name and r["platform"] == platform]
+            cases, wrong = (sum(r[count] for r in found) for count in ("cases", "wrong"))
+            cells.append(f"{cases:4d} {wrong:3d}  {max(r['share'] for r in found):.2f}" if found else "not run")
+        table.add_row(name, *cells)
+    Console(width=140).print(table)
 
 
 def run_one(args: argparse.Namespace) -> int:
@@ -88,7 +90,6 @@ def run_one(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     opened = device.Device(args.architectures[0])
     from amd.judge import Report, run_cases, run_checks
-    from amd.shapes import NEVER_NEEDED
 
     report, start = Report(opened), time.monotonic()
     orders = ("forward", "reverse") if args.all else ("alternating",)
@@ -96,8 +97,10 @@ def run_one(args: argparse.Namespace) -> int:
         run_cases(opened, report, order, args.only, quick=not args.all)
         if not args.only:
             run_checks(opened, report)
+    if report.cases == 0:
+        report.wrong.append(f"no case has {args.only!r} in its text")
     if args.all and not args.only:
-        never = set(opened.names.values()) - set(opened.launched) - NEVER_NEEDED
+        never = set(opened.names.values()) - set(opened.launched)
         report.wrong += [f"{name} never ran" for name in sorted(never)]
     for problem in report.wrong:
         print(f"{opened.arch}: {problem}")

@@ -1,6 +1,7 @@
 // The CPU backend's interface, carried out by the GPU's kernels on the host: the library that this is linked into takes the place of
 // liger_ext_cpu, so that every op and every test runs on it. Each function says which memory its kernels may touch, and calls the
-// function of the same name in csrc/gpu. Matrix products, a library's work on GPUs, are a plain loop.
+// function of the same name in csrc/gpu. Matrix products, a library's work on GPUs, are a plain loop whose sums are double: what is
+// tested is what the kernels make of them.
 #include <vector>
 
 #include "gpu/device.h"
@@ -222,14 +223,14 @@ void gemm(const Gemm& g, Stream) {
   };
   const std::vector<float> a = widened(g.a, g.m, g.k), b = widened(g.b, g.k, g.n);
   const float alpha = g.alpha ? *static_cast<const float*>(g.alpha) : 1;
-  std::vector<float> row(static_cast<size_t>(g.n));
+  std::vector<double> row(static_cast<size_t>(g.n));
   for (int64_t i = 0; i < g.m; ++i) {
     row.assign(row.size(), 0);
     for (int64_t k = 0; k < g.k; ++k)
-      for (int64_t j = 0; j < g.n; ++j) row[j] += a[i * g.k + k] * b[k * g.n + j];
+      for (int64_t j = 0; j < g.n; ++j) row[j] += double{a[i * g.k + k]} * b[k * g.n + j];
     for (int64_t j = 0; j < g.n; ++j) {
       const int64_t at = i * g.c_stride + j;
-      gpu::store_one(g.c, g.c_dtype, at, alpha * row[j] + (g.accumulate ? gpu::load_one(g.c, g.c_dtype, at) : 0));
+      gpu::store_one(g.c, g.c_dtype, at, float(alpha * row[j] + (g.accumulate ? gpu::load_one(g.c, g.c_dtype, at) : 0)));
     }
   }
 }

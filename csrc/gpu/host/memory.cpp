@@ -15,13 +15,20 @@ namespace {
 uint32_t now = 1, launch_start = 1, block_start = 1, block_tick = 1;
 uint32_t warp_ticks[32];
 int running = -1, warp_size = 32;
+// The last group barrier of each warp, and the warps that it was of.
+struct Group {
+  uint32_t tick = 0;
+  int first = 0, end = 0;
+  bool holds(int first_warp, int last_warp) const { return first <= first_warp && last_warp < end; }
+} groups[32];
 
 // What is known of two bytes: the last write, the last reads, and the first read of the launch. Tick 0: never.
 struct Cell {
   uint32_t write_block, write_warp;  // ticks of the last block barrier and warp barrier before it
   uint32_t read_block, read_warp, first_read;
   uint16_t writer, reader;
-  bool many_lanes, many_warps;       // more readers since the warp barrier, in other warps since the block barrier
+  uint8_t first_warp, last_warp;     // readers since the barrier that a read was last ordered by
+  bool many_lanes;                   // more readers since the warp barrier
 };
 constexpr int64_t granule = 2;
 
@@ -80,7 +87,15 @@ bool races(uint32_t block, uint32_t warp, int thread) {
   if (block < launch_start) return false;
   if (block < block_start) return true;
   if (block < block_tick || thread == running) return false;
-  return warp_of(thread) != warp_of(running) || warp >= warp_ticks[warp_of(running)];
+  const int other = warp_of(thread), own = warp_of(running);
+  if (other == own) return warp >= warp_ticks[own];
+  return !groups[own].holds(other, other) || warp >= groups[own].tick;
+}
+
+// Was every read before a barrier that the running thread has passed?
+bool reads_are_over(const Cell& cell) {
+  const Group& group = groups[warp_of(running)];
+  return cell.read_block != block_tick || (group.holds(cell.first_warp, cell.last_warp) && cell.read_warp < group.tick);
 }
 
 void note(Cell& cell, const Access& access) {
@@ -93,8 +108,9 @@ void note(Cell& cell, const Access& access) {
     return;
   }
   if (cell.first_read < launch_start) cell.first_read = block_tick;
-  const bool same_interval = cell.read_block == block_tick, same_warp = same_interval && warp_of(cell.reader) == warp;
-  cell.many_warps = same_interval && (cell.many_warps || !same_warp);
+  const bool same_interval = !reads_are_over(cell), same_warp = same_interval && warp_of(cell.reader) == warp;
+  cell.first_warp = uint8_t(same_interval ? std::min<int>(cell.first_warp, warp) : warp);
+  cell.last_warp = uint8_t(same_interval ? std::max<int>(cell.last_warp, warp) : warp);
   cell.many_lanes = same_warp && cell.read_warp == warp_tick && (cell.many_lanes || cell.reader != running);
   cell.read_block = block_tick;
   cell.read_warp = warp_tick;
@@ -110,7 +126,7 @@ void check_order(const Cell& cell, const Access& access, const Name& name) {
   if (races(cell.write_block, cell.write_warp, cell.writer)) race(cell.write_block, cell.writer, "written");
   if (!access.writes) return;
   if (cell.first_read >= launch_start && cell.first_read < block_start) race(cell.first_read, cell.reader, "read");
-  const bool others = cell.read_block == block_tick && (cell.many_warps || (cell.many_lanes && warp_of(cell.reader) == warp_of(running) &&
+  const bool others = !reads_are_over(cell) && (cell.first_warp != cell.last_warp || (cell.many_lanes && warp_of(cell.reader) == warp_of(running) &&
                                                                              cell.read_warp >= warp_ticks[warp_of(running)]));
   if (others || races(cell.read_block, cell.read_warp, cell.reader)) race(cell.read_block, cell.reader, "read");
 }
@@ -265,6 +281,11 @@ void begin_thread(int thread) { running = thread; }
 void at_block_barrier() {
   block_tick = ++now;
   std::fill(std::begin(warp_ticks), std::end(warp_ticks), now);
+}
+void at_group_barrier(int first_warp, int end_warp) {
+  ++now;
+  std::fill(warp_ticks + first_warp, warp_ticks + end_warp, now);
+  std::fill(groups + first_warp, groups + end_warp, Group{now, first_warp, end_warp});
 }
 void at_warp_barrier(int warp) { warp_ticks[warp] = ++now; }
 unsigned char* shared() { return arena + shared_margin; }

@@ -51,6 +51,7 @@ void begin_block();
 void end_launch();
 void begin_thread(int thread);  // accesses are this thread's from here on; -1: nobody's, they are not watched
 void at_block_barrier();
+void at_group_barrier(int first_warp, int end_warp);
 void at_warp_barrier(int warp);
 unsigned char* shared();
 }  // namespace memory

@@ -26,7 +26,8 @@ constexpr int max_threads = 1024;
 // A frame of a kernel is a few KiB; the lowest page of each stack is a guard.
 constexpr size_t stack_bytes = 256 << 10, page_bytes = 4096;
 
-enum class Stop { none, returned, block_barrier, warp_barrier, shuffle };
+enum class Stop { none, returned, block_barrier, group_barrier, warp_barrier, shuffle };
+constexpr int max_groups = 15;  // CUDA's barriers of a block, but for the block's own
 
 struct Thread {
   jmp_buf resume_at;
@@ -35,6 +36,7 @@ struct Thread {
   std::source_location where;
   uint32_t bits = 0;    // of a shuffle
   int mask = 0;
+  int group = 0, group_threads = 0;  // of a group barrier
 };
 
 std::string site(const std::source_location& where) {
@@ -46,6 +48,7 @@ std::string stop_text(const Thread& t) {
   switch (t.stop) {
     case Stop::returned: return "has returned";
     case Stop::block_barrier: return "waits at the block barrier of " + site(t.where);
+    case Stop::group_barrier: return "waits at the group barrier of " + site(t.where);
     case Stop::warp_barrier: return "waits at the warp barrier of " + site(t.where);
     default: return "waits at the shuffle of " + site(t.where);
   }
@@ -105,6 +108,11 @@ class Machine {
     t.where = where;
     if (!_setjmp(t.resume_at)) _longjmp(scheduler_, 1);
   }
+  void group_barrier(int group, int threads, const std::source_location& where) {
+    threads_[place.thread].group = group;
+    threads_[place.thread].group_threads = threads;
+    suspend(Stop::group_barrier, where);
+  }
   uint32_t shuffle(uint32_t bits, int mask, const std::source_location& where) {
     const int thread = place.thread;
     threads_[thread].bits = bits;
@@ -161,13 +169,37 @@ class Machine {
     memory::begin_block();
     for (int t = 0; t < place.block_threads; ++t) threads_[t].stop = Stop::none;
     for (;;) {
-      for (int first = 0; first < place.block_threads; first += warp_) run_warp(first);
+      for (int first = 0; first < place.block_threads; first += warp_)
+        if (threads_[first].stop == Stop::none) run_warp(first);
+      if (release_groups()) continue;
       agree(0, place.block_threads);
       if (threads_[0].stop == Stop::returned) return;
+      if (threads_[0].stop == Stop::group_barrier) fail(0, text("divergence: this thread ", stop_text(threads_[0]), ", and so do parts of other groups"));
       since_ = threads_[0].where;
       memory::at_block_barrier();
       for (int t = 0; t < place.block_threads; ++t) threads_[t].stop = Stop::none;
     }
+  }
+
+  // Groups whose threads are all at their barrier go on; are there any?
+  bool release_groups() {
+    bool any = false;
+    for (int first = 0; first < place.block_threads; first += warp_) {
+      const Thread& t = threads_[first];
+      if (t.stop != Stop::group_barrier) continue;
+      const int begin = t.group * t.group_threads, end = begin + t.group_threads;
+      if (t.group < 0 || t.group >= max_groups || t.group_threads % warp_ != 0 || begin > first || end <= first || end > place.block_threads)
+        fail(first, text("group barrier: group ", t.group, " of ", t.group_threads, " threads, at ", site(t.where)));
+      bool complete = true;
+      for (int u = begin; u < end; ++u)
+        complete = complete && threads_[u].stop == Stop::group_barrier && threads_[u].group == t.group && threads_[u].group_threads == t.group_threads;
+      if (!complete) continue;
+      agree(begin, end - begin);
+      memory::at_group_barrier(begin / warp_, end / warp_);
+      for (int u = begin; u < end; ++u) threads_[u].stop = Stop::none;
+      any = true;
+    }
+    return any;
   }
 
   // Until the warp has returned or waits for the others.
@@ -176,7 +208,7 @@ class Machine {
       for (int t = first; t < first + warp_; ++t) resume(t);
       agree(first, warp_);
       const Stop stop = threads_[first].stop;
-      if (stop == Stop::returned || stop == Stop::block_barrier) return;
+      if (stop == Stop::returned || stop == Stop::block_barrier || stop == Stop::group_barrier) return;
       if (stop == Stop::shuffle) exchange(first);
       else memory::at_warp_barrier(first / warp_);
       for (int t = first; t < first + warp_; ++t) threads_[t].stop = Stop::none;
@@ -265,6 +297,7 @@ int know(const char* name) {
 void run(const Kernel& kernel, const launch::LaunchPlan& plan) { machine.run(kernel, plan); }
 
 void block_barrier(const std::source_location& where) { machine.suspend(Stop::block_barrier, where); }
+void group_barrier(int group, int threads, const std::source_location& where) { machine.group_barrier(group, threads, where); }
 void warp_barrier(const std::source_location& where) { machine.suspend(Stop::warp_barrier, where); }
 uint32_t shuffle_xor(uint32_t bits, int mask, const std::source_location& where) { return machine.shuffle(bits, mask, where); }
 

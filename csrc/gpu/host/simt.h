@@ -29,6 +29,8 @@ int warp_width();
 launch::DeviceProfile profile();
 
 void block_barrier(const std::source_location&);
+// Of the threads group * threads and following ones: whole warps, as many as `threads`.
+void group_barrier(int group, int threads, const std::source_location&);
 void warp_barrier(const std::source_location&);
 uint32_t shuffle_xor(uint32_t bits, int mask, const std::source_location&);
 int atomic_claim(int* flag);

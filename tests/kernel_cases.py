@@ -1,8 +1,10 @@
-"""The cases that run on an emulated device: small, odd and large enough for every kernel of every op to run at least
-once."""
+"""Calls of every op, small, odd and large enough for every kernel to run at least once: on the host target
+(host_kernels.py) and on an emulated device (tests/amd)."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +13,19 @@ import torch
 from cases import class_weights, laid_out, normal, random_targets
 from torch import Tensor
 
-# Kernels that no call leads to: what they add up, the gradient of the logits, lies in rows that are padded for vectors.
-NEVER_NEEDED = {f"PartialColumns<{t}, 1>" for t in ("float", "bf16", "f16")}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op of ``liger_ext.testing.OPS``; ``inputs()`` makes its arguments."""
+    """One call of an op of ``liger_ext.testing.OPS``; ``inputs()`` makes its arguments, of which no gradient of
+    ``frozen`` ones is wanted."""
 
     op: str
     name: str
     dtype: torch.dtype
     inputs: Callable[[], dict[str, Any]]
+    frozen: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.op} {self.name} {str(self.dtype).removeprefix('torch.')}"
@@ -36,10 +38,10 @@ def _norms(dtype: torch.dtype) -> Iterator[tuple]:
         names: str, rows: int, cols: int, weights: torch.dtype | None = dtype, layout: str = "contiguous", **more
     ):
         made: dict[str, Any] = {}
+        centered = more.pop("centered", False)
         for seed, name in enumerate(names.split()):
-            mean = 3.0 if name == "x" and "bias" in names else 0.0
-            made[name] = laid_out(normal(rows, cols, dtype=dtype, seed=seed, mean=mean), layout)
-        for name in ("weight", "bias") if "bias" in names or more.pop("centered", False) else ("weight",):
+            made[name] = laid_out(normal(rows, cols, dtype=dtype, seed=seed, mean=3.0 if centered else 0.0), layout)
+        for name in ("weight", "bias") if centered else ("weight",):
             made[name] = None if weights is None else normal(cols, dtype=weights, seed=9, scale=0.3, mean=1)
         return made | more
 
@@ -71,6 +73,13 @@ def _norms(dtype: torch.dtype) -> Iterator[tuple]:
             name = f"{rows}x{cols} weights {weights}"
             yield "rms_norm", name, False, lambda r=rows, c=cols, w=weights: inputs("x", r, c, w)
             yield "layer_norm", name, False, lambda r=rows, c=cols, w=weights: inputs("x", r, c, w, centered=True)
+    yield "layer_norm", "no bias", False, lambda: inputs("x", 9, 1024, centered=True) | {"bias": None}
+    for cols in (1024, 9000, 77):  # the backward makes dx alone, or sums alone
+        for frozen in ("x", "weight", "bias"):
+            name = f"9x{cols} frozen {frozen}"
+            yield "layer_norm", name, False, lambda c=cols: inputs("x", 9, c, centered=True), frozen
+            if frozen != "bias":
+                yield "rms_norm", name, False, lambda c=cols: inputs("x", 9, c), frozen
     for layout in ("offset", "padded", "columns"):
         yield "rms_norm", layout, False, lambda how=layout: inputs("x", 4, 1032, layout=how)
         yield "layer_norm", layout, False, lambda how=layout: inputs("x", 4, 1032, layout=how, centered=True)
@@ -169,8 +178,10 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
         ("per token", results | {"reduction": "none", "label_smoothing": 0.1}),
     ]
 
-    def logits(rows: int, vocab: int, layout: str = "contiguous", weighted: bool = False, **more):
+    def logits(rows: int, vocab: int, layout: str = "contiguous", weighted: bool = False, masked: bool = False, **more):
         made = {"logits": laid_out(normal(rows, vocab, dtype=dtype, scale=3), layout)}
+        if masked:  # classes that cannot be
+            made["logits"][:, ::5] = -torch.inf
         made |= {"target": random_targets(rows, vocab, seed=4), **more}
         return made | ({"weight": class_weights(vocab)("cpu", dtype)} if weighted else {})
 
@@ -186,6 +197,8 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
             )
     yield "cross_entropy", "32000", False, lambda: logits(2, 32000)
     yield "cross_entropy", "offset", False, lambda: logits(4, 1000, "offset")
+    reachable = {"target": torch.tensor([1, -100, 7, 1002])}
+    yield "cross_entropy", "masked classes", False, lambda: logits(4, 1003, masked=True) | reachable
     yield "cross_entropy", "ignored", False, lambda: logits(4, 100) | {"target": torch.full((4,), -100)}
 
     def head(rows, hidden, vocab, bias=False, weighted=False, layout="contiguous", **more):
@@ -204,6 +217,8 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
     fused: list[tuple[str, bool, tuple, dict]] = [
         ("one chunk", True, (9, 16, 1003), {}),
         ("one chunk, all", False, (9, 16, 1003, True, True), options | results),
+        ("one odd chunk", False, (9, 8, 35, True), {}),
+        ("ignored", False, (9, 16, 100), {"target": torch.full((9,), -100)}),
         ("chunks", True, (261, 8, 75, True), chunks),
         ("chunks, all", False, (261, 8, 75, True, True), options | results | chunks),
         ("chunks per token", False, (261, 8, 64, True), chunks | {"reduction": "none"}),
@@ -216,18 +231,29 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
     ]
     for name, quick, positional, named in fused:
         yield "fused_linear_cross_entropy", name, quick, lambda p=positional, n=named: head(*p, **n)
+    for frozen in ("x", "weight", "bias"):
+        for name, options in (("one chunk", {}), ("chunks", chunks), ("per token", {"reduction": "none", **chunks})):
+            made = functools.partial(head, 261, 8, 75, True, **options)
+            yield "fused_linear_cross_entropy", f"{name} frozen {frozen}", False, made, frozen
 
 
 def cases(only: str = "", quick: bool = False) -> Iterator[Case]:
-    """All cases, or those whose op contains ``only``, or a few of each op."""
+    """All cases, or those in whose text ("rope partial float16") the expression ``only`` is found; ``quick``: a few of
+    each op."""
     for dtype in DTYPES:
         for family in (_norms, _row_ops, _rope, _losses):
-            for op, name, is_quick, inputs in family(dtype):
-                if only in op and (is_quick or not quick):
-                    yield Case(op, name, dtype, inputs)
+            for op, name, is_quick, inputs, *frozen in family(dtype):
+                case = Case(op, name, dtype, inputs, tuple(frozen))
+                if (is_quick or not quick) and re.search(only, str(case)):
+                    yield case
 
 
-def wants_gradient(op: str, name: str, value: Tensor) -> bool:
-    """Class weights and rope's tables are no parameters."""
+def with_gradients(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A case's inputs, leaves of which a gradient is wanted of every parameter that is not frozen: class weights and
+    rope's tables are no parameters."""
     constants = {"rope": ("cos", "sin"), "cross_entropy": ("weight",), "fused_linear_cross_entropy": ("ce_weight",)}
-    return value.is_floating_point() and name not in constants.get(op, ())
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            wanted = name not in (*constants.get(case.op, ()), *case.frozen)
+            value.requires_grad_(value.is_floating_point() and wanted)
+    return inputs
