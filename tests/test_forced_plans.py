@@ -86,7 +86,7 @@ def test_results_with_other_plans(op, device, dtype, knobs):
 
 # What is launched, as the host target tells ---------------------------------------------------------------------------
 
-OTHER = {"threads": 64, "block": 64, "heads": 1}
+OTHER = {"threads": 64, "block": 128, "heads": 1}
 CASES = {
     op: Case(op, 9, 64, heads=(10, 3, 64)) if op == "rope" else Case(op, 9, 512) for op in OPS if "packed" not in op
 }
