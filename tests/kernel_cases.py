@@ -68,7 +68,8 @@ def _norms(dtype: torch.dtype) -> Iterator[tuple]:
     gemma = {"offset": 1.0, "casting_mode": "gemma"}
     for rows, cols in ((9, 512), (9, 4096), (2, 20000), (5, 77)):
         yield "rms_norm", f"gemma {rows}x{cols}", False, lambda r=rows, c=cols: inputs("x", r, c, **gemma)
-    for rows, cols in ((9, 1200), (9, 1600), (2, 2400), (9, 77), (2, 6000), (2, 9000), (9, 9000), (2, 40000), (2, 70016)):
+    mixed = ((9, 1200), (9, 1600), (2, 2400), (9, 77), (2, 6000), (2, 9000), (9, 9000), (2, 40000), (2, 70016))
+    for rows, cols in mixed:
         for weights in (other, None):
             name = f"{rows}x{cols} weights {weights}"
             yield "rms_norm", name, False, lambda r=rows, c=cols, w=weights: inputs("x", r, c, w)
