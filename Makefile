@@ -90,11 +90,12 @@ wheel: $(ENVIRONMENT)
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check .
+	git ls-files -z '*.h' '*.cpp' '*.cu' | xargs -0 clang-format --dry-run -Werror
 
 format: $(ENVIRONMENT)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	git ls-files -z 'csrc/*' | xargs -0 $(PY) -m clang_format -i
+	git ls-files -z '*.h' '*.cpp' '*.cu' | xargs -0 clang-format -i
 
 $(VENV)/.installed: constraints.txt
 	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' || \

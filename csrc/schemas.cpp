@@ -15,8 +15,7 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "add_rms_norm_backward(Tensor? dy, Tensor? dsum, Tensor sum, Tensor? weight, Tensor rstd, float offset, bool need_dx,"
       " bool need_dweight) -> (Tensor dx, Tensor dweight)");
 
-  m.def(
-      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
   m.def(
       "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, ScalarType? bias_dtype, bool need_dx,"
       " bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
@@ -26,8 +25,7 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "glu_backward(Tensor dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier)"
       " -> (Tensor dgate, Tensor dup)");
   m.def("glu_packed(Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
-  m.def(
-      "glu_packed_backward(Tensor dh, Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
+  m.def("glu_packed_backward(Tensor dh, Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
 
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)");
   m.def("rope_backward(Tensor dq, Tensor dk, Tensor cos, Tensor sin) -> (Tensor dq_in, Tensor dk_in)");

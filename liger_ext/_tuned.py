@@ -142,7 +142,7 @@ def off() -> bool:
 def load() -> None:
     """Hands the user's entries to the library: at import."""
     file = path()
-    if off() or _load.gpu_kernels() is None or not os.path.exists(file):
+    if off() or not os.path.exists(file) or _load.gpu_kernels() is None:
         return
     from ._devices import driver
 

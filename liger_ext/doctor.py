@@ -244,15 +244,14 @@ def _parser() -> argparse.ArgumentParser:
 def _others(name: str, as_json: bool) -> int:
     """Plans for a reference profile."""
     profile = _C.profile(name)
+    code = _devices.code_for(profile.architecture)
     if as_json:
         tokens = _llama.tokens_at_each_level(profile.memory_bytes, profile.memory_bytes)
-        code = _devices.code_for(profile.architecture)
         found = {"profile": profile.name, "code": code, "plans": plan_lines(profile), "fused_loss_tokens": tokens}
         print(json.dumps(found))
         return 0
     memory, shared = _gib(profile.memory_bytes), profile.shared_per_block_optin // 1024
     print(f"{profile.name}: {profile.architecture}, {_facts(profile)}, {memory}, {shared} KiB of shared memory a block")
-    code = _devices.code_for(profile.architecture)
     print(f"{_CODE[code]}{f': {_devices.rebuild(profile.architecture)}' if code == 'nothing' else ''}")
     _print_plans(profile.name, profile, profile.memory_bytes)
     return 0

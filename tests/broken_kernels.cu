@@ -154,9 +154,7 @@ struct EarlyReturn : Base {
   }
 };
 struct ShuffleOutOfRange : Base {
-  static LIGER_DEVICE void run(const Args& a) {
-    a.row()[thread_id()] = shfl_xor(a.in[thread_id()], a.broken() ? warp_width() : 1);
-  }
+  static LIGER_DEVICE void run(const Args& a) { a.row()[thread_id()] = shfl_xor(a.in[thread_id()], a.broken() ? warp_width() : 1); }
 };
 struct UninitialisedShared : Base {
   static LIGER_DEVICE void run(const Args& a) {
@@ -205,8 +203,7 @@ struct TooMuchSharedMemory : Base {
   static LIGER_DEVICE void run(const Args&) {}
 };
 
-template <class K>
-void start(bool ok) {
+template <class K> void start(bool ok) {
   constexpr int out_floats = blocks * row_floats;
   const auto in = std::make_unique<float[]>(threads);
   alignas(16) static float out[out_floats];

@@ -11,7 +11,7 @@ from liger_ext import numerics
 from liger_ext.testing import OPS
 
 DOCS = Path(__file__).parent.parent / "docs"
-PLATFORMS = {"CPU baseline", "CPU avx2", "CPU avx512", "H200", "host wave32", "host wave64"}
+PLATFORMS = {"CPU baseline", "CPU avx2", "CPU avx512", "H200", "generic PTX", "host wave32", "host wave64"}
 PLATFORMS |= {"gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"}
 
 

@@ -25,15 +25,13 @@ namespace {
 constexpr int64_t block_columns = 2048, first_guess_columns = 256;
 constexpr double slack = 8;
 
-template <class F>
-LIGER_INLINE void with_flag(bool flag, F&& f) {
+template <class F> LIGER_INLINE void with_flag(bool flag, F&& f) {
   if (flag) f(std::true_type{});
   else f(std::false_type{});
 }
 
 // x' of x, and what the gradient multiplies by on the way back.
-template <class A, bool capped>
-struct Softcap {
+template <class A, bool capped> struct Softcap {
   A cap;
   LIGER_INLINE vec<A> operator()(vec<A> x) const {
     if constexpr (capped) return math::softcap<Math<A>>(x, cap);
@@ -46,13 +44,9 @@ struct Softcap {
   }
 };
 
-template <class A, class T>
-LIGER_INLINE A element(const In<T>& x, int64_t j) {
-  return load<A>(x, j, Part{1})[0];
-}
+template <class A, class T> LIGER_INLINE A element(const In<T>& x, int64_t j) { return load<A>(x, j, Part{1})[0]; }
 
-template <class A>
-struct RowSums {
+template <class A> struct RowSums {
   A max = -std::numeric_limits<A>::infinity();  // of x, not of x': the prediction is exact where softcap saturates
   int64_t max_block = 0;                        // the first block that holds max
   A shift = std::numeric_limits<A>::lowest();
@@ -96,8 +90,7 @@ LIGER_INLINE RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& soft
 }
 
 // As torch.argmax: the first of equal values, and NaN is the greatest.
-template <class A, class T>
-int64_t argmax(const In<T>& row, int64_t vocab, const RowSums<A>& r) {
+template <class A, class T> int64_t argmax(const In<T>& row, int64_t vocab, const RowSums<A>& r) {
   if (r.exponentials != r.exponentials)
     for (int64_t j = 0; j < vocab; ++j)
       if (const A x = element<A>(row, j); x != x) return j;
@@ -112,11 +105,12 @@ struct Slopes {
 };
 
 // The header's formulas for one row. Args: CrossEntropyRows or CrossEntropyBackward.
-template <class A>
-struct Formula {
+template <class A> struct Formula {
   template <class Args>
   explicit Formula(const Args& a)
-      : options(a.options), weight(static_cast<const A*>(a.class_weight.data)), counts(static_cast<const A*>(a.counts)),
+      : options(a.options),
+        weight(static_cast<const A*>(a.class_weight.data)),
+        counts(static_cast<const A*>(a.counts)),
         smooth(a.options.label_smoothing / double(a.vocab)) {}
 
   double hit(int64_t y) const { return (1 - options.label_smoothing) * (weight != nullptr ? double(weight[y]) : 1.0); }
@@ -142,8 +136,7 @@ struct Formula {
   double smooth;
 };
 
-template <class A, class T>
-LIGER_INLINE void write_zeros(const Out<T>& out, int64_t cols) {
+template <class A, class T> LIGER_INLINE void write_zeros(const Out<T>& out, int64_t cols) {
   columns<A>(cols, [&](int64_t j, auto n) { store(out, j, n, vec<A>{}); });
 }
 
@@ -168,8 +161,7 @@ LIGER_INLINE void write_gradient(const In<T>& row, const Out<T>& out, int64_t vo
 }
 
 // The class weights that label smoothing spreads the target over: all ones, or as given.
-template <class A, class F>
-LIGER_INLINE void with_class_weight(const Vector& v, const CrossEntropyOptions& options, F&& f) {
+template <class A, class F> LIGER_INLINE void with_class_weight(const Vector& v, const CrossEntropyOptions& options, F&& f) {
   if (v.data == nullptr || options.label_smoothing == 0) f(In<constant>{1});
   else f(param<A>(v));
 }
@@ -221,16 +213,14 @@ double grad_of(const Rows& grad, int64_t i) {
 
 }  // namespace
 
-template <>
-[[gnu::flatten]] void run(const CrossEntropyRows& a, int64_t begin, int64_t end) {
+template <> [[gnu::flatten]] void run(const CrossEntropyRows& a, int64_t begin, int64_t end) {
   dispatch_same({a.logits.dtype}, [&](auto t, auto acc) {
     using A = decltype(acc);
     if constexpr (!std::is_same_v<decltype(t), any>) for_each_row<A, decltype(t)>(a, begin, end, [](int64_t) {}, [](auto&&...) {});
   });
 }
 
-template <>
-[[gnu::flatten]] void run(const CrossEntropyInPlace& a, int64_t begin, int64_t end) {
+template <> [[gnu::flatten]] void run(const CrossEntropyInPlace& a, int64_t begin, int64_t end) {
   dispatch_same({a.row.logits.dtype}, [&](auto t, auto acc) {
     using A = decltype(acc);
     using T = decltype(t);
@@ -248,8 +238,7 @@ template <>
   });
 }
 
-template <>
-[[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
+template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
   dispatch_same({a.logits.dtype}, [&](auto t, auto acc) {
     using A = decltype(acc);
     using T = decltype(t);

@@ -76,6 +76,4 @@ void Written::map([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) 
 }  // namespace liger::cpu
 
 // For Python (ctypes): the name of the instruction set that runs.
-extern "C" __attribute__((visibility("default"))) const char* liger_ext_cpu_isa() {
-  return liger::cpu::isa_names[int(liger::cpu::isa())];
-}
+extern "C" __attribute__((visibility("default"))) const char* liger_ext_cpu_isa() { return liger::cpu::isa_names[int(liger::cpu::isa())]; }

@@ -31,8 +31,7 @@ template <class Args> void run(const Args&, int64_t begin, int64_t end);
 
 template <class Args> using Kernel = void(const Args&, int64_t begin, int64_t end);
 
-template <class Args>
-Kernel<Args>* kernel() {
+template <class Args> Kernel<Args>* kernel() {
 #if LIGER_HAS_AVX512
   if (isa() == Isa::avx512) return &avx512::run<Args>;
 #endif

@@ -10,8 +10,7 @@ namespace liger::cpu {
 namespace {
 
 // Kernels index by the target, so every one is looked at before the first row is.
-template <class Args>
-void check_targets(const Args& a) {
+template <class Args> void check_targets(const Args& a) {
   for (int64_t i = 0; i < a.rows; ++i) {
     const int64_t y = a.target[i];
     if ((y < 0 || y >= a.vocab) && y != a.options.ignore_index)
@@ -25,15 +24,13 @@ void check_gradient_dtype(const char* op, Dtype gradient, Dtype logits) {
 }
 
 // f(float{}) or f(double{})
-template <class F>
-void with_accumulator(Dtype dtype, const F& f) {
+template <class F> void with_accumulator(Dtype dtype, const F& f) {
   if (dtype == Dtype::f64) f(double{});
   else f(float{});
 }
 
 // In blocks, so that a million terms lose no more than a thousand would; the order is fixed.
-template <class F>
-double blocked_sum(int64_t n, const F& term) {
+template <class F> double blocked_sum(int64_t n, const F& term) {
   double total = 0;
   for (int64_t first = 0; first < n; first += 1024) {
     double sum = 0;
@@ -45,9 +42,12 @@ double blocked_sum(int64_t n, const F& term) {
 
 double load_number(const Vector& v) {
   switch (v.dtype) {
-    case Dtype::f32: return *static_cast<const float*>(v.data);
-    case Dtype::f64: return *static_cast<const double*>(v.data);
-    default: break;
+    case Dtype::f32:
+      return *static_cast<const float*>(v.data);
+    case Dtype::f64:
+      return *static_cast<const double*>(v.data);
+    default:
+      break;
   }
   // 16-bit: by the kernels' conversion.
   float number;

@@ -56,9 +56,7 @@ void layer_norm_backward(const LayerNormBackward& a, Stream) {
 }
 
 void glu_forward(const GluForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.h, a.rows, a.cols}}); }
-void glu_backward(const GluBackward& a, Stream) {
-  parallel_items(a, a.rows, a.cols, {{a.dgate, a.rows, a.cols}, {a.dup, a.rows, a.cols}});
-}
+void glu_backward(const GluBackward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.dgate, a.rows, a.cols}, {a.dup, a.rows, a.cols}}); }
 
 void rope(const Rope& a, Stream) { parallel_items(a, a.batch * a.seq, (a.q.heads + a.k.heads) * a.head_dim); }
 

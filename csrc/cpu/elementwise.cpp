@@ -7,8 +7,7 @@
 
 namespace liger::cpu::LIGER_ISA {
 
-template <>
-[[gnu::flatten]] void run(const ScaleCast& a, int64_t begin, int64_t end) {
+template <> [[gnu::flatten]] void run(const ScaleCast& a, int64_t begin, int64_t end) {
   const bool stream = streams(a.out, a.rows, a.cols);
   dispatch(a.in.dtype, [&](auto t) {
     using In_ = decltype(t);
@@ -26,8 +25,7 @@ template <>
   if (stream) stream_fence();
 }
 
-template <>
-[[gnu::flatten]] void run(const FillRows& a, int64_t begin, int64_t end) {
+template <> [[gnu::flatten]] void run(const FillRows& a, int64_t begin, int64_t end) {
   dispatch_same({a.matrix.dtype}, [&](auto t, auto acc) {
     using A = decltype(acc);
     with_param<decltype(t)>(a.values, 0, [&](const auto& values) {
@@ -41,8 +39,7 @@ template <>
 
 // Columns begin … end-1. A band of columns goes down all rows with its sums in the L1 cache: first over 256 rows, then those
 // partial sums into the total, so that rounding errors grow with the number of row blocks only.
-template <>
-[[gnu::flatten]] void run(const ColumnSum& a, int64_t begin, int64_t end) {
+template <> [[gnu::flatten]] void run(const ColumnSum& a, int64_t begin, int64_t end) {
   constexpr int64_t band = 512, block_rows = 256;
   dispatch_same({a.in.dtype}, [&](auto t, auto acc) {
     using A = decltype(acc);
@@ -56,9 +53,8 @@ template <>
         for (int64_t i = top; i < std::min(a.rows, top + block_rows); ++i) {
           const auto in = row<decltype(t)>(a.in, i);
           const A factor = a.row_scale.data != nullptr ? load<A>(row<any>(a.row_scale, i), 0, Part{1})[0] : A(1);
-          columns<A>(cols, [&](int64_t j, auto n) {
-            store(block, j, n, load<A>(In<A>{partial}, j, n) + load<A>(in, first + j, n) * factor);
-          });
+          columns<A>(cols,
+                     [&](int64_t j, auto n) { store(block, j, n, load<A>(In<A>{partial}, j, n) + load<A>(in, first + j, n) * factor); });
         }
         columns<A>(cols, [&](int64_t j, auto n) { store(total, j, n, load<A>(In<A>{total.data}, j, n) + load<A>(In<A>{partial}, j, n)); });
       }

@@ -47,10 +47,14 @@ bool hardware_multiplies(Dtype dtype) {
 
 int32_t torch_dtype(Dtype dtype) {
   switch (dtype) {
-    case Dtype::f32: return aoti_torch_dtype_float32();
-    case Dtype::bf16: return aoti_torch_dtype_bfloat16();
-    case Dtype::f16: return aoti_torch_dtype_float16();
-    case Dtype::f64: return aoti_torch_dtype_float64();
+    case Dtype::f32:
+      return aoti_torch_dtype_float32();
+    case Dtype::bf16:
+      return aoti_torch_dtype_bfloat16();
+    case Dtype::f16:
+      return aoti_torch_dtype_float16();
+    case Dtype::f64:
+      return aoti_torch_dtype_float64();
   }
   return -1;
 }
@@ -116,8 +120,7 @@ class WidenedTiles {
 };
 
 // f(row, col, rows, cols) for every tile of an m x n matrix.
-template <class F>
-void for_each_tile(int64_t m, int64_t n, const F& f) {
+template <class F> void for_each_tile(int64_t m, int64_t n, const F& f) {
   for (int64_t col = 0; col < n; col += tile_size)
     for (int64_t row = 0; row < m; row += tile_size) f(row, col, std::min(tile_size, m - row), std::min(tile_size, n - col));
 }
@@ -169,9 +172,7 @@ void gemm_split(const Gemm& g, const Matrix& c, double alpha) {
 
 void gemm(const Gemm& g, Stream) {
   if (g.m == 0 || g.n == 0) return;
-  const double alpha = !g.alpha                     ? 1
-                       : g.a.dtype == Dtype::f64 ? *static_cast<const double*>(g.alpha)
-                                                 : *static_cast<const float*>(g.alpha);
+  const double alpha = !g.alpha ? 1 : g.a.dtype == Dtype::f64 ? *static_cast<const double*>(g.alpha) : *static_cast<const float*>(g.alpha);
   const Matrix c{g.c, g.c_stride, g.c_dtype, false};
   if (hardware_multiplies(g.a.dtype) && g.c_dtype == g.a.dtype) {
     const Operand out(c, g.m, g.n), a(g.a, g.m, g.k), b(g.b, g.k, g.n);

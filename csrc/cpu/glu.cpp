@@ -41,28 +41,32 @@ template <class T, class A, template <class> class Activation>
 
 }  // namespace
 
-template <>
-void run(const GluForward& a, int64_t begin, int64_t end) {
+template <> void run(const GluForward& a, int64_t begin, int64_t end) {
   dispatch(a.gate.dtype, [&](auto t) {
     using T = decltype(t);
     using A = accumulator_of<T>;
     switch (a.activation) {
-      case Activation::silu: return forward<T, A, math::Silu>(a, begin, end);
-      case Activation::gelu_tanh: return forward<T, A, math::GeluTanh>(a, begin, end);
-      case Activation::gelu: return forward<T, A, math::Gelu>(a, begin, end);
+      case Activation::silu:
+        return forward<T, A, math::Silu>(a, begin, end);
+      case Activation::gelu_tanh:
+        return forward<T, A, math::GeluTanh>(a, begin, end);
+      case Activation::gelu:
+        return forward<T, A, math::Gelu>(a, begin, end);
     }
   });
 }
 
-template <>
-void run(const GluBackward& a, int64_t begin, int64_t end) {
+template <> void run(const GluBackward& a, int64_t begin, int64_t end) {
   dispatch(a.gate.dtype, [&](auto t) {
     using T = decltype(t);
     using A = accumulator_of<T>;
     switch (a.activation) {
-      case Activation::silu: return backward<T, A, math::Silu>(a, begin, end);
-      case Activation::gelu_tanh: return backward<T, A, math::GeluTanh>(a, begin, end);
-      case Activation::gelu: return backward<T, A, math::Gelu>(a, begin, end);
+      case Activation::silu:
+        return backward<T, A, math::Silu>(a, begin, end);
+      case Activation::gelu_tanh:
+        return backward<T, A, math::GeluTanh>(a, begin, end);
+      case Activation::gelu:
+        return backward<T, A, math::Gelu>(a, begin, end);
     }
   });
 }

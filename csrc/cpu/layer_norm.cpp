@@ -71,8 +71,7 @@ template <class T, class A, class W>
 
 }  // namespace
 
-template <>
-void run(const LayerNormForward& a, int64_t begin, int64_t end) {
+template <> void run(const LayerNormForward& a, int64_t begin, int64_t end) {
   dispatch_same({a.x.dtype, a.y.dtype}, [&](auto t, auto acc) {
     using T = decltype(t);
     using A = decltype(acc);
@@ -81,8 +80,7 @@ void run(const LayerNormForward& a, int64_t begin, int64_t end) {
 }
 
 // Items are blocks of rows; a block's partial rows are dweight's, then dbias's.
-template <>
-void run(const LayerNormBackward& a, int64_t begin, int64_t end) {
+template <> void run(const LayerNormBackward& a, int64_t begin, int64_t end) {
   const Dtype x = a.x.dtype;
   dispatch_same({x, a.dy.dtype, a.dx.data ? a.dx.dtype : x}, [&](auto t, auto acc) {
     using T = decltype(t);

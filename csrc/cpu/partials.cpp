@@ -7,8 +7,7 @@
 namespace liger::cpu::LIGER_ISA {
 namespace {
 
-template <class A>
-[[gnu::flatten]] void sum_group(const SumPartials& a, int64_t first, int64_t count) {
+template <class A> [[gnu::flatten]] void sum_group(const SumPartials& a, int64_t first, int64_t count) {
   alignas(vector_bytes) A sums[partial_columns] = {};
   for (int64_t block = 0; block < a.blocks; ++block) {
     const A* partial = static_cast<const A*>(a.data) + block * a.stride + first;
@@ -20,8 +19,7 @@ template <class A>
 
 }  // namespace
 
-template <>
-void run(const SumPartials& a, int64_t begin, int64_t end) {
+template <> void run(const SumPartials& a, int64_t begin, int64_t end) {
   for (int64_t group = begin; group < end; ++group) {
     const int64_t first = group * partial_columns, rest = a.cols - first, count = rest < partial_columns ? rest : partial_columns;
     if (a.accumulator == Dtype::f64) sum_group<double>(a, first, count);

@@ -60,9 +60,8 @@ template <class T, class A, class W>
 
     A slope = 0;
     if (want_dz) {
-      const A dot = sum_columns<A>(a.cols, [&](int64_t j, auto n) {
-        return load<A>(dy, j, n) * (load<A>(weight, j, n) + offset) * load<A>(z, j, n);
-      });
+      const A dot = sum_columns<A>(
+          a.cols, [&](int64_t j, auto n) { return load<A>(dy, j, n) * (load<A>(weight, j, n) + offset) * load<A>(z, j, n); });
       slope = rstd * rstd * rstd * (dot / A(a.cols));
     }
     columns<A>(a.cols, [&](int64_t j, auto n) {
@@ -85,8 +84,7 @@ template <class T, class A, class W>
 
 }  // namespace
 
-template <>
-void run(const RmsNormForward& a, int64_t begin, int64_t end) {
+template <> void run(const RmsNormForward& a, int64_t begin, int64_t end) {
   const bool add = a.residual.data != nullptr;
   const Dtype y = a.y.dtype;
   dispatch_same({y, a.x.dtype, add ? a.residual.dtype : y, add ? a.sum.dtype : y}, [&](auto t, auto acc) {
@@ -97,8 +95,7 @@ void run(const RmsNormForward& a, int64_t begin, int64_t end) {
 }
 
 // Items are blocks of rows.
-template <>
-void run(const RmsNormBackward& a, int64_t begin, int64_t end) {
+template <> void run(const RmsNormBackward& a, int64_t begin, int64_t end) {
   const Dtype z = a.z.dtype;
   dispatch_same({z, a.dy.dtype, a.dsum.data ? a.dsum.dtype : z, a.dz.data ? a.dz.dtype : z}, [&](auto t, auto acc) {
     using T = decltype(t);

@@ -9,8 +9,7 @@ namespace {
 
 constexpr int64_t slice = 256;  // columns of half a row
 
-template <class A>
-struct Table {
+template <class A> struct Table {
   alignas(vector_bytes) A cos[2][slice], sin[2][slice];  // [0]: first half of the row, [1]: second
 };
 
@@ -56,8 +55,7 @@ bool heads_stream(const Rope& a, const RopeHeads& heads) {
          heads.out_batch * size % vector_bytes == 0 && half * size % vector_bytes == 0;
 }
 
-template <class T, class A>
-void run_positions(const Rope& a, int64_t begin, int64_t end) {
+template <class T, class A> void run_positions(const Rope& a, int64_t begin, int64_t end) {
   const bool stream_q = heads_stream(a, a.q), stream_k = heads_stream(a, a.k);
   const int64_t half = a.rotary_dim / 2;
   Table<A> table;
@@ -78,8 +76,7 @@ void run_positions(const Rope& a, int64_t begin, int64_t end) {
 }  // namespace
 
 // Items are positions: batch * seq of them.
-template <>
-void run(const Rope& a, int64_t begin, int64_t end) {
+template <> void run(const Rope& a, int64_t begin, int64_t end) {
   dispatch(a.dtype, [&](auto t) { run_positions<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
 }
 

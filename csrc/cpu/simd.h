@@ -33,26 +33,27 @@ int64_t last_level_cache_bytes();  // dispatch.cpp
 
 namespace liger::cpu::LIGER_ISA {
 
-template <class Args>
-void run(const Args& args, int64_t begin, int64_t end);
+template <class Args> void run(const Args& args, int64_t begin, int64_t end);
 
 // ---- run-time element types -----------------------------------------------------------------------------------------------
 
-template <class F>
-LIGER_INLINE decltype(auto) dispatch(Dtype dtype, F&& f) {
+template <class F> LIGER_INLINE decltype(auto) dispatch(Dtype dtype, F&& f) {
   switch (dtype) {
-    case Dtype::bf16: return f(bf16{});
-    case Dtype::f16: return f(f16{});
-    case Dtype::f64: return f(double{});
-    case Dtype::f32: break;
+    case Dtype::bf16:
+      return f(bf16{});
+    case Dtype::f16:
+      return f(f16{});
+    case Dtype::f64:
+      return f(double{});
+    case Dtype::f32:
+      break;
   }
   return f(float{});
 }
 
 // One element type for several arrays: the usual case gets code of its own, mixtures share the general one. A follows from the
 // first dtype that is listed.
-template <int N, class F>
-LIGER_INLINE void dispatch_same(const Dtype (&dtypes)[N], F&& f) {
+template <int N, class F> LIGER_INLINE void dispatch_same(const Dtype (&dtypes)[N], F&& f) {
   const Dtype first = dtypes[0];
   bool same = true;
   for (const Dtype dtype : dtypes) same = same && dtype == first;
@@ -67,54 +68,41 @@ LIGER_INLINE void dispatch_same(const Dtype (&dtypes)[N], F&& f) {
 // ---- rows in memory -------------------------------------------------------------------------------------------------------
 
 struct Whole {};           // all lanes
-struct Part { int n; };    // the first n
+struct Part {
+  int n;
+};    // the first n
 
-template <class T>
-struct In {
+template <class T> struct In {
   const T* data;
 };
-template <>
-struct In<any> {
+template <> struct In<any> {
   const char* data;
   Dtype dtype;
 };
-template <>
-struct In<constant> {
+template <> struct In<constant> {
   double value;
 };
-template <class T>
-struct Out {
+template <class T> struct Out {
   T* data;
   bool stream;
 };
-template <>
-struct Out<any> {
+template <> struct Out<any> {
   char* data;
   Dtype dtype;
 };
 
-template <class T>
-LIGER_INLINE In<T> row(const Rows& rows, int64_t i) {
-  if constexpr (std::is_same_v<T, any>)
-    return {static_cast<const char*>(rows.data) + i * rows.stride * size_of(rows.dtype), rows.dtype};
+template <class T> LIGER_INLINE In<T> row(const Rows& rows, int64_t i) {
+  if constexpr (std::is_same_v<T, any>) return {static_cast<const char*>(rows.data) + i * rows.stride * size_of(rows.dtype), rows.dtype};
   else return {static_cast<const T*>(rows.data) + i * rows.stride};
 }
-template <class T>
-LIGER_INLINE Out<T> row(const MutableRows& rows, int64_t i, bool stream = false) {
+template <class T> LIGER_INLINE Out<T> row(const MutableRows& rows, int64_t i, bool stream = false) {
   if constexpr (std::is_same_v<T, any>) return {static_cast<char*>(rows.data) + i * rows.stride * size_of(rows.dtype), rows.dtype};
   else return {static_cast<T*>(rows.data) + i * rows.stride, stream};
 }
-template <class T>
-LIGER_INLINE In<T> param(const Vector& v) {
-  return row<T>(Rows{v.data, 0, v.dtype}, 0);
-}
-template <class T>
-LIGER_INLINE Out<T> param(const MutableVector& v) {
-  return row<T>(MutableRows{v.data, 0, v.dtype}, 0);
-}
+template <class T> LIGER_INLINE In<T> param(const Vector& v) { return row<T>(Rows{v.data, 0, v.dtype}, 0); }
+template <class T> LIGER_INLINE Out<T> param(const MutableVector& v) { return row<T>(MutableRows{v.data, 0, v.dtype}, 0); }
 
-template <class A, class T, class N>
-LIGER_INLINE vec<A> load(const T* from, N n) {
+template <class A, class T, class N> LIGER_INLINE vec<A> load(const T* from, N n) {
   using V = vector<bits_of<T>, lanes<A>>;
   if constexpr (std::is_same_v<N, Whole>) return decode<A, T>(load_bytes<V>(from));
   else {
@@ -123,8 +111,7 @@ LIGER_INLINE vec<A> load(const T* from, N n) {
     return decode<A, T>(v);
   }
 }
-template <class A, class T, class N>
-LIGER_INLINE vec<A> load(const In<T>& in, int64_t j, N n) {
+template <class A, class T, class N> LIGER_INLINE vec<A> load(const In<T>& in, int64_t j, N n) {
   if constexpr (std::is_same_v<T, constant>) return splat<A>(A(in.value));
   else if constexpr (std::is_same_v<T, any>)
     return dispatch(in.dtype, [&](auto t) { return load<A>(reinterpret_cast<const decltype(t)*>(in.data) + j, n); });
@@ -132,8 +119,7 @@ LIGER_INLINE vec<A> load(const In<T>& in, int64_t j, N n) {
 }
 
 // A store that leaves the caches alone; `to` is aligned to the vector's size.
-template <class V>
-LIGER_INLINE void stream_bytes(void* to, V v) {
+template <class V> LIGER_INLINE void stream_bytes(void* to, V v) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(V) == 64) return _mm512_stream_si512(static_cast<__m512i*>(to), bit_cast<__m512i>(v));
 #endif
@@ -152,25 +138,20 @@ LIGER_INLINE void stream_fence() {
 #endif
 }
 
-template <class A, class T, class N>
-LIGER_INLINE void store(T* to, N n, vec<A> v) {
+template <class A, class T, class N> LIGER_INLINE void store(T* to, N n, vec<A> v) {
   const auto bits = encode<A, T>(v);
   if constexpr (std::is_same_v<N, Whole>) __builtin_memcpy(to, &bits, sizeof(bits));
   else __builtin_memcpy(to, &bits, static_cast<size_t>(n.n) * sizeof(T));
 }
-template <class A, class T, class N>
-LIGER_INLINE void store_as(const Out<T>& out, int64_t j, N n, vec<A> v) {
-  if constexpr (std::is_same_v<T, any>)
-    dispatch(out.dtype, [&](auto t) { store<A>(reinterpret_cast<decltype(t)*>(out.data) + j, n, v); });
+template <class A, class T, class N> LIGER_INLINE void store_as(const Out<T>& out, int64_t j, N n, vec<A> v) {
+  if constexpr (std::is_same_v<T, any>) dispatch(out.dtype, [&](auto t) { store<A>(reinterpret_cast<decltype(t)*>(out.data) + j, n, v); });
   else if constexpr (std::is_same_v<N, Whole>) {
     if (out.stream) stream_bytes(out.data + j, encode<A, T>(v));
     else store<A>(out.data + j, n, v);
   } else store<A>(out.data + j, n, v);
 }
-template <class T, class N>
-LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<float> v) { store_as<float>(out, j, n, v); }
-template <class T, class N>
-LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<double> v) { store_as<double>(out, j, n, v); }
+template <class T, class N> LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<float> v) { store_as<float>(out, j, n, v); }
+template <class T, class N> LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<double> v) { store_as<double>(out, j, n, v); }
 
 // Writing around the caches pays when the output does not fit them anyway. Every whole vector has to be aligned.
 LIGER_INLINE bool streams(const MutableRows& out, int64_t rows, int64_t cols) {
@@ -179,26 +160,21 @@ LIGER_INLINE bool streams(const MutableRows& out, int64_t rows, int64_t cols) {
          (rows == 1 || out.stride * element % vector_bytes == 0);
 }
 
-template <class T>
-LIGER_INLINE void prefetch(const In<T>& in, int64_t j) {
+template <class T> LIGER_INLINE void prefetch(const In<T>& in, int64_t j) {
   if constexpr (!std::is_same_v<T, any> && !std::is_same_v<T, constant>) __builtin_prefetch(in.data + j);
 }
 
 // What storing as T and loading again gives; for T = any the dtype decides.
-template <class T, class A>
-LIGER_INLINE vec<A> round_as(vec<A> v) {
-  if constexpr (std::is_same_v<T, bf16> && std::is_same_v<A, float>)
-    return bit_cast<vec<A>>(round_upper_half<lanes<A>>(v) & 0xffff0000u);
+template <class T, class A> LIGER_INLINE vec<A> round_as(vec<A> v) {
+  if constexpr (std::is_same_v<T, bf16> && std::is_same_v<A, float>) return bit_cast<vec<A>>(round_upper_half<lanes<A>>(v) & 0xffff0000u);
   else return decode<A, T>(encode<A, T>(v));
 }
-template <class A, class T>
-LIGER_INLINE vec<A> round_to(const Out<T>& like, vec<A> v) {
+template <class A, class T> LIGER_INLINE vec<A> round_to(const Out<T>& like, vec<A> v) {
   if constexpr (std::is_same_v<T, any>) return dispatch(like.dtype, [&](auto t) { return round_as<decltype(t), A>(v); });
   else return round_as<T, A>(v);
 }
 
-template <class T, class F>
-LIGER_INLINE void with_param(const Vector& v, double fill, F&& f) {
+template <class T, class F> LIGER_INLINE void with_param(const Vector& v, double fill, F&& f) {
   if (v.data == nullptr) return f(In<constant>{fill});
   if constexpr (!std::is_same_v<T, any>)
     if (v.dtype == dtype_of<T>) return f(param<T>(v));
@@ -207,19 +183,15 @@ LIGER_INLINE void with_param(const Vector& v, double fill, F&& f) {
 
 // ---- loops and reductions -------------------------------------------------------------------------------------------------
 
-template <class A, class F>
-LIGER_INLINE void columns(int64_t begin, int64_t end, F&& f) {
+template <class A, class F> LIGER_INLINE void columns(int64_t begin, int64_t end, F&& f) {
   int64_t j = begin;
   for (; j + lanes<A> <= end; j += lanes<A>) f(j, Whole{});
   if (j < end) f(j, Part{int(end - j)});
 }
-template <class A, class F>
-LIGER_INLINE void columns(int64_t cols, F&& f) { columns<A>(0, cols, f); }
+template <class A, class F> LIGER_INLINE void columns(int64_t cols, F&& f) { columns<A>(0, cols, f); }
 
-template <class A>
-LIGER_INLINE vec<A> only(Whole, vec<A> v, A) { return v; }
-template <class A>
-LIGER_INLINE vec<A> only(Part n, vec<A> v, A other) {
+template <class A> LIGER_INLINE vec<A> only(Whole, vec<A> v, A) { return v; }
+template <class A> LIGER_INLINE vec<A> only(Part n, vec<A> v, A other) {
   for (int i = 0; i < lanes<A>; ++i) v[i] = i < n.n ? v[i] : other;
   return v;
 }
@@ -245,8 +217,7 @@ LIGER_INLINE vec<float> greater(vec<float> a, vec<float> b) {
 }
 
 // Over the lanes of one vector, by halves.
-template <class A, int N, class F>
-LIGER_INLINE A fold(vector<A, N> v, F combine) {
+template <class A, int N, class F> LIGER_INLINE A fold(vector<A, N> v, F combine) {
   if constexpr (N == 1) return v[0];
   else {
     vector<A, N / 2> half[2];
@@ -264,8 +235,7 @@ struct Max {
   }
 };
 
-template <class A, int N>
-struct Results {
+template <class A, int N> struct Results {
   A value[N];
   LIGER_INLINE A operator[](int i) const { return value[i]; }
 };
@@ -300,17 +270,14 @@ LIGER_INLINE Results<A, N> reduce_columns(int64_t cols, A neutral, Combine combi
   for (int i = 0; i < N; ++i) out.value[i] = fold<A, lanes<A>>(total[i], combine);
   return out;
 }
-template <class A, int N, class F>
-LIGER_INLINE Results<A, N> sum_columns(int64_t cols, F&& f) {
+template <class A, int N, class F> LIGER_INLINE Results<A, N> sum_columns(int64_t cols, F&& f) {
   return reduce_columns<A, N>(cols, A(0), Add{}, f);
 }
 // f(j, n) gives one vector.
-template <class A, class F>
-LIGER_INLINE A sum_columns(int64_t cols, F&& f) {
+template <class A, class F> LIGER_INLINE A sum_columns(int64_t cols, F&& f) {
   return reduce_columns<A, 1>(cols, A(0), Add{}, [&](int64_t j, auto n, vec<A>(&terms)[1]) { terms[0] = f(j, n); })[0];
 }
-template <class A, class F>
-LIGER_INLINE A max_columns(int64_t cols, F&& f) {
+template <class A, class F> LIGER_INLINE A max_columns(int64_t cols, F&& f) {
   return reduce_columns<A, 1>(cols, -A(__builtin_inf()), Max{}, [&](int64_t j, auto n, vec<A>(&terms)[1]) { terms[0] = f(j, n); })[0];
 }
 

@@ -5,8 +5,7 @@
 
 namespace liger::cpu::LIGER_ISA {
 
-template <class V, class S, class... Rest>
-LIGER_INLINE V horner(V x, S first, Rest... rest) {
+template <class V, class S, class... Rest> LIGER_INLINE V horner(V x, S first, Rest... rest) {
   if constexpr (sizeof...(Rest) == 0) return V{} + first;
   else return horner(x, rest...) * x + first;
 }
@@ -25,8 +24,7 @@ LIGER_INLINE vec<float> scale_by_power(vec<float> v, vec<float> shifted) {
 
 template <class A> struct Math;
 
-template <>
-struct Math<float> {
+template <> struct Math<float> {
   using scalar = float;
   using V = vec<float>;
 
@@ -59,8 +57,9 @@ struct Math<float> {
     const V p = horner(u, 7.066566348e-01f, -4.336920083e-01f, 1.319869608e-01f, 9.235914797e-03f, -1.638602093e-02f, -1.600961084e-03f,
                        2.523296745e-03f, 6.843443261e-04f, -3.108644451e-04f, -1.572664332e-04f);
     const V tail = exp(-0.5f * square) * (p * inverse);
-    const V middle = horner(square, 3.989422917e-01f, -6.649035960e-02f, 9.973322973e-03f, -1.186329871e-03f, 1.134863487e-04f,
-                            -7.654199180e-06f) * x + 0.5f;
+    const V middle =
+        horner(square, 3.989422917e-01f, -6.649035960e-02f, 9.973322973e-03f, -1.186329871e-03f, 1.134863487e-04f, -7.654199180e-06f) * x +
+        0.5f;
     return t < 1.0f ? middle : x > 0.0f ? 1.0f - tail : tail;
   }
 
@@ -69,13 +68,11 @@ struct Math<float> {
   static LIGER_INLINE float exp_scalar(float x) { return __builtin_expf(x); }
 };
 
-template <>
-struct Math<double> {
+template <> struct Math<double> {
   using scalar = double;
   using V = vec<double>;
 
-  template <class F>
-  static LIGER_INLINE V each(V x, F f) {
+  template <class F> static LIGER_INLINE V each(V x, F f) {
     for (int i = 0; i < lanes<double>; ++i) x[i] = f(x[i]);
     return x;
   }

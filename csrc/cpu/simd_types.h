@@ -21,8 +21,7 @@ constexpr int vector_bytes = 32;
 constexpr int vector_bytes = 16;
 #endif
 
-template <class T, int N>
-struct VectorOf {
+template <class T, int N> struct VectorOf {
   typedef T type __attribute__((vector_size(sizeof(T) * N)));
 };
 template <class T, int N> using vector = typename VectorOf<T, N>::type;
@@ -30,8 +29,12 @@ template <class T, int N> using vector = typename VectorOf<T, N>::type;
 template <class A> constexpr int lanes = vector_bytes / int(sizeof(A));
 template <class A> using vec = vector<A, lanes<A>>;
 
-struct bf16 { uint16_t bits; };
-struct f16 { uint16_t bits; };
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
 struct any {};       // an element type known at run time only
 struct constant {};  // no memory at all: every element is one value
 
@@ -42,27 +45,21 @@ constexpr Dtype dtype_of = std::is_same_v<T, float>  ? Dtype::f32
                                                      : Dtype::f64;
 template <class T> using accumulator_of = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-template <class To, class From>
-LIGER_INLINE To bit_cast(const From& from) {
+template <class To, class From> LIGER_INLINE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   __builtin_memcpy(&to, &from, sizeof(To));
   return to;
 }
-template <class V>
-LIGER_INLINE V load_bytes(const void* from) {
+template <class V> LIGER_INLINE V load_bytes(const void* from) {
   V v;
   __builtin_memcpy(&v, from, sizeof(V));
   return v;
 }
-template <class A>
-LIGER_INLINE vec<A> splat(A value) {
-  return vec<A>{} + value;
-}
+template <class A> LIGER_INLINE vec<A> splat(A value) { return vec<A>{} + value; }
 
 // 16 to 32 bits and back (values fit). Compilers split what is one instruction.
-template <int N>
-LIGER_INLINE vector<uint32_t, N> widen(vector<uint16_t, N> v) {
+template <int N> LIGER_INLINE vector<uint32_t, N> widen(vector<uint16_t, N> v) {
 #if defined(__AVX512F__)
   if constexpr (N == 16) return bit_cast<vector<uint32_t, N>>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(v)));
 #endif
@@ -71,8 +68,7 @@ LIGER_INLINE vector<uint32_t, N> widen(vector<uint16_t, N> v) {
 #endif
   return __builtin_convertvector(v, vector<uint32_t, N>);
 }
-template <int N>
-LIGER_INLINE vector<uint16_t, N> narrow(vector<uint32_t, N> v) {
+template <int N> LIGER_INLINE vector<uint16_t, N> narrow(vector<uint32_t, N> v) {
 #if defined(__AVX512F__)
   if constexpr (N == 16) return bit_cast<vector<uint16_t, N>>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(v)));
 #endif
@@ -85,13 +81,11 @@ LIGER_INLINE vector<uint16_t, N> narrow(vector<uint32_t, N> v) {
   return __builtin_convertvector(v, vector<uint16_t, N>);
 }
 
-template <int N>
-LIGER_INLINE vector<float, N> bf16_to_float(vector<uint16_t, N> v) {
+template <int N> LIGER_INLINE vector<float, N> bf16_to_float(vector<uint16_t, N> v) {
   return bit_cast<vector<float, N>>(widen<N>(v) << 16);
 }
 // The upper 16 bits are v rounded to nearest even; a NaN stays one, made quiet.
-template <int N>
-LIGER_INLINE vector<uint32_t, N> round_upper_half(vector<float, N> v) {
+template <int N> LIGER_INLINE vector<uint32_t, N> round_upper_half(vector<float, N> v) {
   using U = vector<uint32_t, N>;
 #if defined(__AVX512F__)
   if constexpr (N == 16) {
@@ -107,13 +101,9 @@ LIGER_INLINE vector<uint32_t, N> round_upper_half(vector<float, N> v) {
   const U rounded = u + 0x7fffu + ((u >> 16) & 1u), quiet = u | 0x400000u;
   return v == v ? rounded : quiet;
 }
-template <int N>
-LIGER_INLINE vector<uint16_t, N> float_to_bf16(vector<float, N> v) {
-  return narrow<N>(round_upper_half<N>(v) >> 16);
-}
+template <int N> LIGER_INLINE vector<uint16_t, N> float_to_bf16(vector<float, N> v) { return narrow<N>(round_upper_half<N>(v) >> 16); }
 
-template <int N>
-LIGER_INLINE vector<float, N> half_to_float(vector<uint16_t, N> v) {
+template <int N> LIGER_INLINE vector<float, N> half_to_float(vector<uint16_t, N> v) {
 #if defined(__AVX512F__)
   if constexpr (N == 16) return bit_cast<vector<float, N>>(_mm512_cvtph_ps(bit_cast<__m256i>(v)));
 #endif
@@ -129,8 +119,7 @@ LIGER_INLINE vector<float, N> half_to_float(vector<uint16_t, N> v) {
   const U bits = magnitude >= 0x7c00u ? special : magnitude < 0x400u ? subnormal : normal;
   return bit_cast<vector<float, N>>(bits | ((h & 0x8000u) << 16));
 }
-template <int N>
-LIGER_INLINE vector<uint16_t, N> float_to_half(vector<float, N> v) {
+template <int N> LIGER_INLINE vector<uint16_t, N> float_to_half(vector<float, N> v) {
 #if defined(__AVX512F__)
   if constexpr (N == 16) return bit_cast<vector<uint16_t, N>>(_mm512_cvtps_ph(bit_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
 #endif
@@ -153,16 +142,14 @@ LIGER_INLINE vector<uint16_t, N> float_to_half(vector<float, N> v) {
 
 // Element type T in memory: its bits as a vector, and the conversions from and to A.
 template <class T> using bits_of = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
-template <class A, class T>
-LIGER_INLINE vec<A> decode(vector<bits_of<T>, lanes<A>> v) {
+template <class A, class T> LIGER_INLINE vec<A> decode(vector<bits_of<T>, lanes<A>> v) {
   constexpr int N = lanes<A>;
   if constexpr (std::is_same_v<T, A>) return v;
   else if constexpr (std::is_same_v<T, bf16>) return __builtin_convertvector(bf16_to_float<N>(v), vec<A>);
   else if constexpr (std::is_same_v<T, f16>) return __builtin_convertvector(half_to_float<N>(v), vec<A>);
   else return __builtin_convertvector(v, vec<A>);
 }
-template <class A, class T>
-LIGER_INLINE vector<bits_of<T>, lanes<A>> encode(vec<A> v) {
+template <class A, class T> LIGER_INLINE vector<bits_of<T>, lanes<A>> encode(vec<A> v) {
   constexpr int N = lanes<A>;
   if constexpr (std::is_same_v<T, A>) return v;
   else if constexpr (std::is_same_v<T, bf16>) return float_to_bf16<N>(__builtin_convertvector(v, vector<float, N>));

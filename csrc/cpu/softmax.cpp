@@ -8,8 +8,7 @@
 namespace liger::cpu::LIGER_ISA {
 namespace {
 
-template <class T, class A>
-[[gnu::flatten]] void forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
+template <class T, class A> [[gnu::flatten]] void forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
   constexpr int64_t buffered = (128 << 10) / sizeof(A);
   alignas(vector_bytes) A exponentials[buffered];
   const bool stream = streams(a.y, a.rows, a.cols), keep = a.cols <= buffered;
@@ -29,8 +28,7 @@ template <class T, class A>
   if (stream) stream_fence();
 }
 
-template <class T, class A>
-[[gnu::flatten]] void backward(const SoftmaxBackward& a, int64_t begin, int64_t end) {
+template <class T, class A> [[gnu::flatten]] void backward(const SoftmaxBackward& a, int64_t begin, int64_t end) {
   const bool stream = streams(a.dx, a.rows, a.cols);
   for (int64_t i = begin; i < end; ++i) {
     const int64_t next = i + 1 < end ? i + 1 : i;
@@ -48,13 +46,11 @@ template <class T, class A>
 
 }  // namespace
 
-template <>
-void run(const SoftmaxForward& a, int64_t begin, int64_t end) {
+template <> void run(const SoftmaxForward& a, int64_t begin, int64_t end) {
   dispatch(a.x.dtype, [&](auto t) { forward<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
 }
 
-template <>
-void run(const SoftmaxBackward& a, int64_t begin, int64_t end) {
+template <> void run(const SoftmaxBackward& a, int64_t begin, int64_t end) {
   dispatch(a.y.dtype, [&](auto t) { backward<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
 }
 

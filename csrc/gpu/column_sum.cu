@@ -17,7 +17,8 @@ struct SumColumns {
   };
   static constexpr int max_threads = launch::piece_threads;
   static LIGER_DEVICE void run(const Args& a) {
-    const int width = a.width, lane = thread_id() & (width - 1), group = thread_id() >> log2_of(width), groups = block_threads() >> log2_of(width);
+    const int width = a.width, lane = thread_id() & (width - 1), group = thread_id() >> log2_of(width),
+              groups = block_threads() >> log2_of(width);
     const bool second = block_id() >= a.first_blocks;
     const ColumnTotal& total = second ? a.totals.second : a.totals.first;
     const int64_t col = (block_id() - (second ? a.first_blocks : 0)) * width + lane;
@@ -43,7 +44,7 @@ struct SumColumns {
     if (group == 0 && live) {
       sum = 0;
 #pragma unroll 8
-      for (int at = lane; at < block_threads(); at += width > warp_width() ? width : warp_width()) sum += sums[at];
+      for (int at = lane; at<block_threads(); at += width> warp_width() ? width : warp_width()) sum += sums[at];
       if (total.accumulate) sum += load_one(total.out.data, total.out.dtype, col);
       store_one(total.out.data, total.out.dtype, col, sum);
     }
@@ -56,7 +57,8 @@ void sum_columns(const PartialSums& partial, ColumnTotals totals, Stream stream)
   for (ColumnTotal* total : {&totals.first, &totals.second})
     if (total->out.data == nullptr) total->cols = 0;
   if (totals.first.cols + totals.second.cols == 0) return;
-  const launch::LaunchPlan plan = launch::plan_column_sum(device_profile(stream.device), partial.rows, totals.first.cols, totals.second.cols);
+  const launch::LaunchPlan plan =
+      launch::plan_column_sum(device_profile(stream.device), partial.rows, totals.first.cols, totals.second.cols);
   const int width = plan.threads_per_row;
   launch<SumColumns>(plan, {partial, totals, launch::ceil_div(totals.first.cols, width), width}, stream);
 }

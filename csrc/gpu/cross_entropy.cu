@@ -29,11 +29,11 @@ template <class T, int N, bool Full> struct Forward {
 
     RowStatistics<T, Full> statistics;
     own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
-                                       [&](const auto& raw, int, int column) {
-                                         float x[N];
-                                         widen(x, raw);
-                                         statistics.add(a, x, column, want_best);
-                                       });
+                                                      [&](const auto& raw, int, int column) {
+                                                        float x[N];
+                                                        widen(x, raw);
+                                                        statistics.add(a, x, column, want_best);
+                                                      });
     if (own.single >= 0) {
       float x[1] = {to_float(row.data[own.single])};
       statistics.add(a, x, own.single, want_best);
@@ -77,7 +77,7 @@ template <class T, int N, bool Full> struct Backward {
     const LogitRow<T, Full> row(a, at, tile == 0 && index == 0, a.token_scaling);
     const float lse = args.lse[at], grad = load_one(args.grad.data, args.grad.dtype, at * args.grad.stride);
     const RowGradient<T> gradient(a, row, lse, 1, lse, lse - row.target_logit, grad * a.counts[CrossEntropyCounts::ce_scale],
-                               grad * a.counts[CrossEntropyCounts::z_scale]);
+                                  grad * a.counts[CrossEntropyCounts::z_scale]);
     T* const out = opaque(static_cast<T*>(args.dlogits) + at * args.dlogits_stride);
     const auto write = [&](auto& in, int64_t column) {
       auto g = gradient.template of<Full>(a, in, int(column), row.target);
@@ -105,14 +105,17 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   require(op.dlogits.dtype == op.logits.dtype, op.op, ": the gradient of the logits must have their dtype");
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = costly_options(op.options);
-  const bool vectors = full ? vectors_fit(op) && aligned(op.dlogits, 0) : equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
+  const bool vectors =
+      full ? vectors_fit(op) && aligned(op.dlogits, 0) : equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
   with_logits<Backward>(op, vectors, full, [&](auto kernel, int vec) {
     using Kernel = std::remove_cvref_t<decltype(kernel)>;
     const launch::DeviceProfile& device = device_profile(stream.device);
     const launch::LaunchPlan plan = launch::plan_cross_entropy_tiles(
         device, op.rows, op.vocab, vec, launch::knobs_of(device, launch::Tunable::cross_entropy_backward, vec, op.rows, op.vocab));
     const int64_t tiles = launch::ceil_div(op.vocab, int64_t{plan.threads_per_row} * Kernel::K * vec);
-    launch<Kernel>(plan, {logit_rows(op, plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles}, stream);
+    launch<Kernel>(plan,
+                   {logit_rows(op, plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles},
+                   stream);
   });
 }
 

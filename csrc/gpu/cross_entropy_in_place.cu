@@ -26,8 +26,8 @@ struct InPlaceArgs {
 
 // The gradient that a row's losses have: what both kernels know of it once they have its statistics.
 template <class T, bool Full>
-LIGER_DEVICE RowGradient<T> gradient_of(const InPlaceArgs& args, const LogitRow<T, Full>& row,
-                                        const RowStatistics<T, Full>& statistics, float lse, float negative_log) {
+LIGER_DEVICE RowGradient<T> gradient_of(const InPlaceArgs& args, const LogitRow<T, Full>& row, const RowStatistics<T, Full>& statistics,
+                                        float lse, float negative_log) {
   const LogitRows& a = args.rows;
   float grad = args.gradient_scale;
   if (args.row_grad.data) grad *= load_one(args.row_grad.data, args.row_grad.dtype, row.row * args.row_grad.stride);
@@ -51,12 +51,12 @@ template <class T, int N, bool Full> struct InPlace {
 
     RowStatistics<T, Full> statistics;
     own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load(raw, row.data + column); },
-                                       [&](const auto& raw, int slot, int column) {
-                                         if (slot < slots) stash[slot * pitch] = raw;
-                                         float x[N];
-                                         widen(x, raw);
-                                         statistics.add(a, x, column, want_best);
-                                       });
+                                                      [&](const auto& raw, int slot, int column) {
+                                                        if (slot < slots) stash[slot * pitch] = raw;
+                                                        float x[N];
+                                                        widen(x, raw);
+                                                        statistics.add(a, x, column, want_best);
+                                                      });
     Packed<T, 1> last{};
     if (own.single >= 0) {
       load(last, row.data + own.single);
@@ -98,7 +98,8 @@ template <class T, int N> struct InPlaceStream {
     const int64_t rows_apart = group.teams();
     const auto has_class = [&](int64_t row) { return row < a.rows && a.is_class(a.target[row]); };
     const Rows logits{a.logits, a.stride, dtype_of<T>};
-    WarpRing<RowGroupOf<max_threads>, T, N, 1> ring(group, {group.first_row(), rows_apart, a.rows, whole, &logits}, slots, 1, args.shared_offset);
+    WarpRing<RowGroupOf<max_threads>, T, N, 1> ring(group, {group.first_row(), rows_apart, a.rows, whole, &logits}, slots, 1,
+                                                    args.shared_offset);
     ring.ask(0, has_class(group.first_row()));
     for (int64_t at = group.first_row(); at < a.rows; at += rows_apart) {
       const LogitRow<T, false> row(a, at, group.index == 0, false);
@@ -138,7 +139,7 @@ template <class T, int N> struct InPlaceStream {
         for (int j = 0; j < N; ++j) target_logit = j == to_target - slot * step ? raw[j] : target_logit;
       }
       float merged[3] = {own.max, own.sum, target_logit};
-      group.reduce(merged, [](float(&to)[3], const float(&from)[3]) {
+      group.reduce(merged, [](float (&to)[3], const float (&from)[3]) {
         join_exponentials<bf16>(to, from);  // as of 16-bit logits: fast, in fp32 too
         to[2] += from[2];
       });

@@ -68,8 +68,7 @@ inline RowOutputs row_outputs(const CrossEntropyRows& op) {
 }
 
 // Calls start(kernel, elements of an access) with the instantiation of K that fits the logits.
-template <template <class, int, bool> class K, class Op, class Start>
-void with_logits(const Op& op, bool vectors, bool full, Start start) {
+template <template <class, int, bool> class K, class Op, class Start> void with_logits(const Op& op, bool vectors, bool full, Start start) {
   dispatch(op.logits.dtype, [&](auto element) {
     using T = std::remove_cvref_t<decltype(element)>;
     constexpr int width = 16 / int(sizeof(T));
@@ -98,7 +97,8 @@ void launch_rows(const Op& op, bool vectors, bool full, bool in_place, Stream st
 template <class Op> bool vectors_fit(const Op& op) { return aligned(op.logits, 0) && aligned(op.class_weight, 0); }
 // Where the rows of one begin within 16 bytes, do those of the other?
 inline bool equally_aligned(const Rows& a, const Rows& b) {
-  return (reinterpret_cast<intptr_t>(a.data) - reinterpret_cast<intptr_t>(b.data)) % 16 == 0 && (a.stride - b.stride) * size_of(a.dtype) % 16 == 0;
+  return (reinterpret_cast<intptr_t>(a.data) - reinterpret_cast<intptr_t>(b.data)) % 16 == 0 &&
+         (a.stride - b.stride) * size_of(a.dtype) % 16 == 0;
 }
 inline bool costly_options(const CrossEntropyOptions& o) { return o.softcap != 0 || o.label_smoothing != 0; }
 

@@ -154,7 +154,8 @@ void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
   const auto *ce = static_cast<const float*>(op.ce), *z = static_cast<const float*>(op.z), *counts = static_cast<const float*>(op.counts);
   auto *loss = static_cast<float*>(op.loss), *z_loss = static_cast<float*>(op.z_loss);
   const auto plan = launch::plan_cross_entropy_reduce(device, op.rows, op.reduction == Reduction::none);
-  if (op.reduction != Reduction::none) launch<SumLosses>(plan, {op.rows, ce, z, op.accuracy, counts, loss, z_loss, op.token_accuracy}, stream);
+  if (op.reduction != Reduction::none)
+    launch<SumLosses>(plan, {op.rows, ce, z, op.accuracy, counts, loss, z_loss, op.token_accuracy}, stream);
   else if (op.rows > 0) launch<AddLosses>(plan, {op.rows, ce, z, loss, z_loss}, stream);
 }
 

@@ -32,9 +32,7 @@ struct LogitRows {
 template <class T> struct Exp {
   float base;
   LIGER_DEVICE explicit Exp(float b) : base(sizeof(T) == 2 ? -b * log2_e : b) {}
-  LIGER_DEVICE float operator()(float x) const {
-    return sizeof(T) == 2 ? fast_exp2(x * log2_e + base) : fast_exp(x - base);
-  }
+  LIGER_DEVICE float operator()(float x) const { return sizeof(T) == 2 ? fast_exp2(x * log2_e + base) : fast_exp(x - base); }
 };
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
 LIGER_DEVICE float minus_infinity() { return bit_cast<float>(0xff800000u); }
@@ -213,11 +211,11 @@ template <class T, bool Full> struct RowStatistics {
   LIGER_DEVICE void merge(RowGroup& group) {
     if constexpr (Full) {
       float tops[2] = {max, best};
-      group.reduce(tops, [](float(&a)[2], const float(&b)[2]) {
+      group.reduce(tops, [](float (&a)[2], const float (&b)[2]) {
         for (int i = 0; i < 2; ++i) a[i] = max_nan(a[i], b[i]);
       });
       float columns[2] = {bit_cast<float>(best == tops[1] || best != best ? best_column : INT_MAX), 0};
-      group.reduce(columns, [](float(&a)[2], const float(&b)[2]) { a[0] = bit_cast<int>(a[0]) < bit_cast<int>(b[0]) ? a[0] : b[0]; });
+      group.reduce(columns, [](float (&a)[2], const float (&b)[2]) { a[0] = bit_cast<int>(a[0]) < bit_cast<int>(b[0]) ? a[0] : b[0]; });
       best_column = bit_cast<int>(columns[0]) == INT_MAX ? 0 : bit_cast<int>(columns[0]);
       float sums[2] = {0, weighted};
       rescale(tops[0], sums[0]);
@@ -257,8 +255,7 @@ template <class T> struct RowGradient {
     scale *= over_sum;
   }
 
-  template <bool Full, int N>
-  LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
+  template <bool Full, int N> LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
     float x[N], g[N];
     widen(x, raw);
     if constexpr (Full) {

@@ -22,8 +22,9 @@ const launch::DeviceProfile& device_profile(int device) {
 }
 
 void throw_unsupported_dtype() {
-  throw std::invalid_argument("float64 tensors have no GPU kernels in liger_ext: use float32, bfloat16 or float16 "
-                              "(on the CPU float64 works)");
+  throw std::invalid_argument(
+      "float64 tensors have no GPU kernels in liger_ext: use float32, bfloat16 or float16 "
+      "(on the CPU float64 works)");
 }
 
 void throw_launch_error(int code, const char* what) {

@@ -185,8 +185,8 @@ void scale_cast(const ScaleCast& op, Stream stream) {
   }
   with_kernel<Scale>(op.in.dtype, aligned(flat.in, 0) && aligned(flat.out, 0), [&](auto kernel, int n) {
     const auto plan = pieces(stream, flat.rows, flat.cols, n);
-    launch<std::remove_cvref_t<decltype(kernel)>>(plan, {flat.cols, plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale},
-                             stream);
+    launch<std::remove_cvref_t<decltype(kernel)>>(
+        plan, {flat.cols, plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
   });
 }
 

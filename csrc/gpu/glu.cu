@@ -29,8 +29,7 @@ LIGER_DEVICE float normal_tail(float x, float exponential) {
   return exponential * (p * t);
 }
 // T: the type of what is stored.
-template <class T, Activation A>
-LIGER_DEVICE Gate gate_of(float x) {
+template <class T, Activation A> LIGER_DEVICE Gate gate_of(float x) {
   if constexpr (A == Activation::gelu) {
     constexpr float sqrt_half = 0.70710678118654752f, density = 0.39894228040143268f;
     const float exponential = exp_as<T>(-0.5f * x * x);
@@ -51,16 +50,14 @@ LIGER_DEVICE Gate gate_of(float x) {
 struct Tiles {
   int threads_per_row;
   int64_t rows, cols, tiles_per_row;
-  template <int VEC>
-  LIGER_DEVICE Columns<VEC, vectors_per_thread> columns(int64_t& row) const {
+  template <int VEC> LIGER_DEVICE Columns<VEC, vectors_per_thread> columns(int64_t& row) const {
     const int64_t line = quotient(block_id(), tiles_per_row), tile = block_id() - line * tiles_per_row;
     row = line * (block_threads() / threads_per_row) + thread_id() / threads_per_row;
     return {thread_id() & (threads_per_row - 1), threads_per_row, tile * threads_per_row * vectors_per_thread * VEC, row < rows ? cols : 0};
   }
 };
 
-template <class T, int VEC, Activation A>
-struct GluForwardKernel {
+template <class T, int VEC, Activation A> struct GluForwardKernel {
   struct Args {
     Tiles tiles;
     GluForward glu;
@@ -88,8 +85,7 @@ struct GluForwardKernel {
   }
 };
 
-template <class T, int VEC, Activation A>
-struct GluBackwardKernel {
+template <class T, int VEC, Activation A> struct GluBackwardKernel {
   struct Args {
     Tiles tiles;
     GluBackward glu;

@@ -32,16 +32,14 @@ struct NormBackwardArgs {
 };
 
 // weight + offset of VEC columns, or 1.
-template <int VEC>
-LIGER_DEVICE void load_weight(float (&weight)[VEC], const NormBackwardArgs& a, int64_t column) {
+template <int VEC> LIGER_DEVICE void load_weight(float (&weight)[VEC], const NormBackwardArgs& a, int64_t column) {
   if (a.weight.data) load_any(weight, a.weight.data, a.weight.dtype, column);
 #pragma unroll
   for (int i = 0; i < VEC; ++i) weight[i] = a.weight.data ? weight[i] + a.offset : 1;
 }
 
 // K: vectors a thread. Threads: of a row; 0: as the plan says.
-template <class T, int VEC, int K, int Threads, bool Centered>
-struct NormBackwardRegisters {
+template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
   static constexpr int max_threads = launch::norm_backward_bound(Threads);
   static constexpr int min_blocks = 1;  // as many registers as there can be
@@ -112,7 +110,8 @@ struct NormBackwardRegisters {
         float out[VEC];
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float g = in[dy][k][i] * weight[k][i], other = one_step ? constant - in[z][k][i] * from_n : -(in[z][k][i] - mean) * from_n - from_g;
+          const float g = in[dy][k][i] * weight[k][i],
+                      other = one_step ? constant - in[z][k][i] * from_n : -(in[z][k][i] - mean) * from_n - from_g;
           out[i] = rstd * g + other;
           if (!Centered && a.dsum.data) out[i] += in[dsum][k][i];
         }
@@ -160,8 +159,7 @@ struct NormBackwardRegisters {
 #pragma unroll
       for (int k = 0; k < K; ++k) in[n][k] = {};
   }
-  template <class F>
-  LIGER_DEVICE static void for_each_vector(const Tile& columns, F f) {
+  template <class F> LIGER_DEVICE static void for_each_vector(const Tile& columns, F f) {
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (columns.has(k)) f(k, columns.first + k * columns.step);
@@ -169,8 +167,7 @@ struct NormBackwardRegisters {
 };
 
 // Re-read path, first kernel: one block a row.
-template <int VEC, bool Centered>
-struct NormBackwardMeans {
+template <int VEC, bool Centered> struct NormBackwardMeans {
   using Args = NormBackwardArgs;
   static constexpr int K = VEC == 8 ? 2 : 4, max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
@@ -205,8 +202,7 @@ struct NormBackwardMeans {
 };
 
 // Re-read path, second kernel: a block owns block_threads() * VEC columns of rows_per_block rows.
-template <int VEC, bool Centered>
-struct NormBackwardTiles {
+template <int VEC, bool Centered> struct NormBackwardTiles {
   using Args = NormBackwardArgs;
   static constexpr int max_threads = launch::piece_threads;
   static LIGER_DEVICE void run(const Args& a) {
@@ -226,8 +222,7 @@ struct NormBackwardTiles {
         float dz[1][VEC] = {};
         if (a.dsum.data) columns.template load<Hint::stream>(dz, a.dsum.data, a.dsum.dtype, row * a.dsum.stride);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i)
-          dz[0][i] += rstd * (dy[0][i] * weight[i] - mean_g - (z[0][i] - mean) * rstd * mean_gn);
+        for (int i = 0; i < VEC; ++i) dz[0][i] += rstd * (dy[0][i] * weight[i] - mean_g - (z[0][i] - mean) * rstd * mean_gn);
         columns.template store<Hint::stream>(dz, a.dz.data, a.dz.dtype, row * a.dz.stride);
       }
 #pragma unroll
@@ -245,15 +240,13 @@ struct NormBackwardTiles {
 
 // Elements of an access: 16 bytes of z's type; where dtypes are mixed, what serves all of them; 1 where rows are not aligned.
 inline int norm_backward_vec(const NormBackwardArgs& a) {
-  const bool wide = aligned(a.dy, a.cols) && aligned(a.dsum, a.cols) && aligned(a.z, a.cols) && aligned(a.dz, a.cols) &&
-                    aligned(a.weight, a.cols);
+  const bool wide =
+      aligned(a.dy, a.cols) && aligned(a.dsum, a.cols) && aligned(a.z, a.cols) && aligned(a.dz, a.cols) && aligned(a.weight, a.cols);
   const bool any_f32 = a.z.dtype == Dtype::f32 || a.dy.dtype == Dtype::f32 || (a.dsum.data && a.dsum.dtype == Dtype::f32);
   const int vec = any_f32 ? 4 : 8;
   return wide && a.cols % vec == 0 ? vec : 1;
 }
-inline bool norm_backward_mixed(const NormBackwardArgs& a) {
-  return a.dy.dtype != a.z.dtype || (a.dsum.data && a.dsum.dtype != a.z.dtype);
-}
+inline bool norm_backward_mixed(const NormBackwardArgs& a) { return a.dy.dtype != a.z.dtype || (a.dsum.data && a.dsum.dtype != a.z.dtype); }
 
 // The workspace: row_means, and behind them the partial sums, for whichever alignment the call will have.
 inline int64_t row_means_floats(int64_t rows) { return launch::round_up(2 * rows, 4); }
@@ -262,8 +255,7 @@ inline int64_t norm_backward_workspace(int64_t rows, int64_t cols, bool centered
   return (row_means_floats(rows) + partial) * int64_t{sizeof(float)};
 }
 
-template <bool Centered>
-void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
+template <bool Centered> void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
   const launch::DeviceProfile& device = device_profile(stream.device);
   a.row_means = static_cast<float*>(workspace);
   float* const partial = a.row_means + row_means_floats(a.rows);

@@ -29,8 +29,7 @@ struct NormForwardArgs {
 // What all paths do with their K vectors of a row. T is the type of what is normalised, and of y; x and the residual may be of
 // other types where T is fp32. The row stays in T, which is exact and half the registers; it is widened where it is used.
 // Usual: weight, and bias, are there and of type T; else both may be missing, or of any type.
-template <class T, int VEC, int K, bool Centered, bool Usual>
-struct NormTile {
+template <class T, int VEC, int K, bool Centered, bool Usual> struct NormTile {
   using Values = Packed<T, VEC>[K];
   const NormForwardArgs& a;
   const Columns<VEC, K> columns;
@@ -96,7 +95,7 @@ struct NormTile {
   // y from z. weight and bias have been loaded, if they are early.
   LIGER_DEVICE void finish(const Values& z, const Values& weight, const Values& bias, float mean, float rstd) const {
     if constexpr (Usual) {
-      write(z, mean, rstd, [&](float(&y)[VEC], int k, int64_t at) {
+      write(z, mean, rstd, [&](float (&y)[VEC], int k, int64_t at) {
         Packed<T, VEC> w, b = {};
         if constexpr (early_weight) w = weight[k];
         else gpu::load<Hint::constant>(w, static_cast<const T*>(a.weight.data) + at);
@@ -108,7 +107,7 @@ struct NormTile {
     } else {
       with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // one decision a row, not one an access
         using W = std::remove_cvref_t<decltype(tag)>;
-        write(z, mean, rstd, [&](float(&y)[VEC], int, int64_t at) {
+        write(z, mean, rstd, [&](float (&y)[VEC], int, int64_t at) {
           Packed<W, VEC> p;
           if (a.weight.data) {
             gpu::load<Hint::constant>(p, static_cast<const W*>(a.weight.data) + at);
@@ -134,8 +133,7 @@ struct NormTile {
     for (int i = 0; i < VEC; ++i) y[i] += bias[i];
   }
   // scale_and_shift(n, k, column) makes y of a vector of n.
-  template <class F>
-  LIGER_DEVICE void write(const Values& z, float mean, float rstd, F scale_and_shift) const {
+  template <class F> LIGER_DEVICE void write(const Values& z, float mean, float rstd, F scale_and_shift) const {
     T* const out = opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first));
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -154,8 +152,7 @@ struct NormTile {
   }
 };
 
-template <class T, int VEC, int K, bool Centered, bool Usual>
-struct NormForwardRegisters {
+template <class T, int VEC, int K, bool Centered, bool Usual> struct NormForwardRegisters {
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Centered, Usual>;
   static constexpr int max_threads = launch::row_threads;
@@ -192,8 +189,7 @@ struct NormForwardRegisters {
 };
 
 // Persistent blocks, or clusters, of whole rows that come through a RowStream. The parameters stay in registers.
-template <class T, int VEC, int K, bool Centered, bool Usual>
-struct NormForwardStream {
+template <class T, int VEC, int K, bool Centered, bool Usual> struct NormForwardStream {
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Centered, Usual>;
   static constexpr int max_threads = launch::cluster_threads, inputs = Centered ? 1 : 2;
@@ -222,7 +218,7 @@ struct NormForwardStream {
         // One exchange: of two halves of as many columns, the mean and the variance of both together.
         const float own_mean = tile.sum(in[0]) / float(K * VEC);
         float pair[2] = {own_mean, tile.squares(in[0], own_mean) / float(K * VEC)};
-        group.reduce(pair, [](float(&a)[2], const float(&b)[2]) {
+        group.reduce(pair, [](float (&a)[2], const float (&b)[2]) {
           const float half_apart = 0.5f * (a[0] - b[0]);
           a[1] = 0.5f * (a[1] + b[1]) + half_apart * half_apart;
           a[0] = 0.5f * (a[0] + b[0]);
@@ -248,8 +244,7 @@ struct NormForwardStream {
 };
 
 // One block a row, any length.
-template <class T, int VEC, bool Centered, bool Usual>
-struct NormForwardReread {
+template <class T, int VEC, bool Centered, bool Usual> struct NormForwardReread {
   using Args = NormForwardArgs;
   static constexpr int K = 4;
   using Tile = NormTile<T, VEC, K, Centered, Usual>;
@@ -305,8 +300,7 @@ struct NormForwardReread {
   }
 };
 
-template <bool Centered>
-void norm_forward(NormForwardArgs a, Stream stream) {
+template <bool Centered> void norm_forward(NormForwardArgs a, Stream stream) {
   if (a.rows == 0 || a.cols == 0) return;
   const launch::DeviceProfile& device = device_profile(stream.device);
   const bool wide = aligned(a.x, a.cols) && aligned(a.residual, a.cols) && aligned(a.sum, a.cols) && aligned(a.y, a.cols) &&
@@ -317,9 +311,14 @@ void norm_forward(NormForwardArgs a, Stream stream) {
       constexpr int VEC = decltype(vec)::value;
       a.inverse_cols = 1.0f / float(a.cols);
       const bool one_type = a.x.dtype == a.y.dtype && (a.residual.data == nullptr || a.residual.dtype == a.y.dtype);
-      const launch::Tunable kernel =
-          Centered ? launch::Tunable::layer_norm : a.residual.data ? launch::Tunable::add_rms_norm : launch::Tunable::rms_norm;
-      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC, {.centered = Centered, .inputs = !one_type ? 0 : a.residual.data ? 2 : 1},
+      const launch::Tunable kernel = Centered          ? launch::Tunable::layer_norm
+                                     : a.residual.data ? launch::Tunable::add_rms_norm
+                                                       : launch::Tunable::rms_norm;
+      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC,
+                                                                {.centered = Centered,
+                                                                 .inputs = !one_type         ? 0
+                                                                           : a.residual.data ? 2
+                                                                                             : 1},
                                                                 launch::knobs_of(device, kernel, VEC, a.rows, a.cols));
       a.threads_per_row = plan.threads_per_row;
       a.stages = plan.stages;
@@ -327,7 +326,8 @@ void norm_forward(NormForwardArgs a, Stream stream) {
       const auto with_params = [&](auto constant) {
         constexpr bool Usual = decltype(constant)::value;
         if constexpr (VEC > 1 && has_stream_kernels)
-          if (plan.path == launch::Path::stream) return launch<NormForwardStream<T, VEC, launch::stream_k, Centered, Usual>>(plan, a, stream);
+          if (plan.path == launch::Path::stream)
+            return launch<NormForwardStream<T, VEC, launch::stream_k, Centered, Usual>>(plan, a, stream);
         if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered, Usual>>(plan, a, stream);
         if constexpr (VEC > 1) {  // single elements come in one size: four a thread
           if (plan.k == 1) return launch<NormForwardRegisters<T, VEC, 1, Centered, Usual>>(plan, a, stream);

@@ -35,16 +35,19 @@ LIGER_DEVICE void bulk_copy(void*, const void*, int, Inbox*) {}
 #endif
 
 // 16-bit floats are storage only; arithmetic is fp32, so that hardware without bf16 arithmetic runs the same code.
-struct bf16 { uint16_t bits; };
-struct f16 { uint16_t bits; };
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
 
 template <class T> constexpr Dtype dtype_of = std::is_same_v<T, float> ? Dtype::f32 : std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16;
 
 LIGER_DEVICE float to_float(float v) { return v; }
 LIGER_DEVICE float to_float(bf16 v) { return bit_cast<float>(uint32_t{v.bits} << 16); }
 LIGER_DEVICE float to_float(f16 v) { return half_to_float(v.bits); }
-template <class T>
-LIGER_DEVICE T from_float(float v) {
+template <class T> LIGER_DEVICE T from_float(float v) {
   if constexpr (std::is_same_v<T, float>) return v;
   else if constexpr (std::is_same_v<T, bf16>) return bf16{float_to_bf16(v)};
   else return f16{float_to_half(v)};
@@ -53,16 +56,14 @@ template <class T> LIGER_DEVICE float round_to(float v) { return to_float(from_f
 
 // N elements in memory order, accessed one by one. In registers a 16-bit element takes a whole register: what is kept for long
 // is kept Packed.
-template <class T, int N>
-struct alignas(sizeof(T) * N > 16 ? 16 : sizeof(T) * N) Vec {
+template <class T, int N> struct alignas(sizeof(T) * N > 16 ? 16 : sizeof(T) * N) Vec {
   T data[N];
   LIGER_DEVICE T& operator[](int i) { return data[i]; }
   LIGER_DEVICE const T& operator[](int i) const { return data[i]; }
 };
 
 // N elements as they lie in memory, two 16-bit ones to a register; widened where they are used.
-template <class T, int N>
-struct Packed {
+template <class T, int N> struct Packed {
   static constexpr int bytes = N * int(sizeof(T));
   using Word = std::conditional_t<bytes % 4 == 0, uint32_t, uint16_t>;
   static constexpr int words = bytes / int(sizeof(Word)), elements_per_word = int(sizeof(Word) / sizeof(T));
@@ -97,8 +98,7 @@ struct Packed {
 enum class Hint { keep, stream, constant };
 
 // Moves a Vec or Packed. Hints apply to accesses of 4 to 16 bytes; larger vectors move as several of 16.
-template <Hint H = Hint::keep, class V, class T>
-LIGER_DEVICE void load(V& out, const T* from) {
+template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void load(V& out, const T* from) {
   constexpr int bytes = sizeof(V), step = bytes < 16 ? bytes : 16;
   if constexpr (H != Hint::keep && step >= 4) {
 #pragma unroll
@@ -112,8 +112,7 @@ LIGER_DEVICE void load(V& out, const T* from) {
     out = *reinterpret_cast<const V*>(from);
   }
 }
-template <Hint H = Hint::keep, class V, class T>
-LIGER_DEVICE void store(T* to, const V& in) {
+template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void store(T* to, const V& in) {
   constexpr int bytes = sizeof(V), step = bytes < 16 ? bytes : 16;
   if constexpr (H == Hint::stream && step >= 4) {
 #pragma unroll
@@ -127,16 +126,14 @@ LIGER_DEVICE void store(T* to, const V& in) {
 // Calls f with a value of the element type that `dtype` names; fp64 has no GPU path. f takes the type from it by
 // std::remove_cvref_t<decltype(tag)>: inside a lambda within f, nvcc's host pass was seen to make float& of a plain decltype(tag),
 // and a kernel of another name than the registered one: "invalid resource handle" at the launch.
-template <class F>
-LIGER_DEVICE void with_dtype(Dtype dtype, F&& f) {
+template <class F> LIGER_DEVICE void with_dtype(Dtype dtype, F&& f) {
   if (dtype == Dtype::f32) f(float{});
   else if (dtype == Dtype::bf16) f(bf16{});
   else f(f16{});
 }
 
 // N consecutive elements as floats, of a type known only at run time: parameters whose dtype differs from the activations'.
-template <int N, Hint H = Hint::keep>
-LIGER_DEVICE void load_any(float (&out)[N], const void* data, Dtype dtype, int64_t at) {
+template <int N, Hint H = Hint::keep> LIGER_DEVICE void load_any(float (&out)[N], const void* data, Dtype dtype, int64_t at) {
   with_dtype(dtype, [&](auto tag) {
     using T = std::remove_cvref_t<decltype(tag)>;
     Vec<T, N> v;
@@ -159,8 +156,7 @@ constexpr float log2_e = 1.4426950408889634f;
 LIGER_DEVICE float fast_exp(float v) { return fast_exp2(v * log2_e); }
 // exp(v) as exactly as T can tell: where T has 16 bits, an error of |v| units in the last place of fp32 does not matter. Results
 // below fp32's normal range may become 0.
-template <class T>
-LIGER_DEVICE float exp_as(float v) {
+template <class T> LIGER_DEVICE float exp_as(float v) {
   if constexpr (std::is_same_v<T, float>) return expf(v);
   else return fast_exp(v);
 }
@@ -173,17 +169,19 @@ LIGER_DEVICE int64_t quotient(int64_t a, int64_t b) {
 
 // The block's dynamic shared memory, the only kind there is.
 template <class T> using Shared = T*;
-template <class T>
-LIGER_DEVICE Shared<T> shared(int byte_offset) { return reinterpret_cast<T*>(shared_memory() + byte_offset); }
+template <class T> LIGER_DEVICE Shared<T> shared(int byte_offset) { return reinterpret_cast<T*>(shared_memory() + byte_offset); }
 
 // Calls f with a value of the element type that `dtype` names; fp64 has no GPU path.
-template <class F>
-void dispatch(Dtype dtype, F&& f) {
+template <class F> void dispatch(Dtype dtype, F&& f) {
   switch (dtype) {
-    case Dtype::f32: return f(float{});
-    case Dtype::bf16: return f(bf16{});
-    case Dtype::f16: return f(f16{});
-    case Dtype::f64: break;
+    case Dtype::f32:
+      return f(float{});
+    case Dtype::bf16:
+      return f(bf16{});
+    case Dtype::f16:
+      return f(f16{});
+    case Dtype::f64:
+      break;
   }
   throw_unsupported_dtype();
 }

@@ -15,8 +15,7 @@ namespace liger::gpu {
 // Are kernels compiled that need bulk copies? (Whether code has them: has_bulk_copies.)
 constexpr bool has_stream_kernels = true;
 
-template <class To, class From>
-LIGER_DEVICE To bit_cast(const From& from) {
+template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) {
   To to;
   memcpy(&to, &from, sizeof(To));
   return to;
@@ -89,8 +88,8 @@ LIGER_DEVICE void send(float* at, Inbox* inbox, int rank, float v) {
 // `bytes` from global to shared memory, multiples of 16 all; the inbox counts them.
 constexpr bool has_bulk_copies = true;
 LIGER_DEVICE void bulk_copy(void* to, const void* from, int bytes, Inbox* inbox) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from),
-               "r"(bytes), "r"(shared_address(inbox))
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(inbox))
                : "memory");
 }
 #else
@@ -139,8 +138,7 @@ LIGER_DEVICE float fast_exp2(float v) {
 LIGER_DEVICE float fast_rsqrt(float v) { return rsqrtf(v); }
 // The same pointer to global memory, hiding how it was made: the compiler keeps a row's address instead of making it again for
 // every access.
-template <class T>
-LIGER_DEVICE T* opaque(T* pointer) {
+template <class T> LIGER_DEVICE T* opaque(T* pointer) {
   asm("" : "+l"(pointer));
   return pointer;
 }
@@ -152,33 +150,26 @@ LIGER_DEVICE float fast_reciprocal(float v) {
 }
 
 // The compiler takes the words for new ones: nothing that it computed from them earlier has to stay in registers.
-template <int N>
-LIGER_DEVICE void forget(uint32_t (&words)[N]) {
+template <int N> LIGER_DEVICE void forget(uint32_t (&words)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(words[i]));
 }
-template <int N>
-LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
+template <int N> LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
 // The same against ptxas, which sees through an empty asm, for the price of an instruction: threadIdx.y is 0, but it does not know.
-template <int N>
-LIGER_DEVICE void forget_at_all_costs(uint32_t (&words)[N]) {
+template <int N> LIGER_DEVICE void forget_at_all_costs(uint32_t (&words)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) words[i] ^= threadIdx.y;
 }
-template <int N>
-LIGER_DEVICE void forget_at_all_costs(uint16_t (&words)[N]) {}
+template <int N> LIGER_DEVICE void forget_at_all_costs(uint16_t (&words)[N]) {}
 
-template <int Bytes>
-LIGER_DEVICE void constant_load(void* to, const void* from) {
+template <int Bytes> LIGER_DEVICE void constant_load(void* to, const void* from) {
   if constexpr (Bytes == 16) *static_cast<uint4*>(to) = __ldg(static_cast<const uint4*>(from));
   else if constexpr (Bytes == 8) *static_cast<uint2*>(to) = __ldg(static_cast<const uint2*>(from));
   else *static_cast<unsigned*>(to) = __ldg(static_cast<const unsigned*>(from));
 }
 // The default policy: with evict-first (ld.cs) kernels that read more than they write were up to 13 % slower on an H200.
-template <int Bytes>
-LIGER_DEVICE void streaming_load(void* to, const void* from) { constant_load<Bytes>(to, from); }
-template <int Bytes>
-LIGER_DEVICE void streaming_store(void* to, const void* from) {
+template <int Bytes> LIGER_DEVICE void streaming_load(void* to, const void* from) { constant_load<Bytes>(to, from); }
+template <int Bytes> LIGER_DEVICE void streaming_store(void* to, const void* from) {
   if constexpr (Bytes == 16) __stcs(static_cast<uint4*>(to), *static_cast<const uint4*>(from));
   else if constexpr (Bytes == 8) __stcs(static_cast<uint2*>(to), *static_cast<const uint2*>(from));
   else __stcs(static_cast<unsigned*>(to), *static_cast<const unsigned*>(from));
@@ -194,14 +185,15 @@ LIGER_DEVICE int atomic_claim(int* flag) { return atomicCAS_system(flag, 0, 1); 
 LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
 
 // Blocks of a kernel that a multiprocessor should hold at a time: bounds its registers. K::min_blocks, or 1.
-template <class K>
-constexpr int min_blocks_of() {
+template <class K> constexpr int min_blocks_of() {
   if constexpr (requires { K::min_blocks; }) return K::min_blocks;
   else return 1;
 }
 
 template <class K>
-__global__ void __launch_bounds__(K::max_threads, min_blocks_of<K>()) entry(const __grid_constant__ typename K::Args args) { K::run(args); }
+__global__ void __launch_bounds__(K::max_threads, min_blocks_of<K>()) entry(const __grid_constant__ typename K::Args args) {
+  K::run(args);
+}
 
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);  // clears the device's last error first
@@ -215,8 +207,7 @@ inline cudaLaunchAttribute cluster_attribute(int blocks) {
 
 // As much shared memory as a block can have, asked for once on each device (from the 64th on, every time). Always the same amount: threads
 // that asked for different ones would take it from each other.
-template <class K>
-void allow_shared_memory(const void* function, int device) {
+template <class K> void allow_shared_memory(const void* function, int device) {
   static std::atomic<bool> allowed[64];
   if (device < 64 && allowed[device].load(std::memory_order_relaxed)) return;
   int most = 0;
@@ -226,8 +217,7 @@ void allow_shared_memory(const void* function, int device) {
   if (device < 64) allowed[device].store(true, std::memory_order_relaxed);
 }
 
-template <class K>
-void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
+template <class K> void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
   const void* function = reinterpret_cast<const void*>(&entry<K>);
   if (plan.smem > 48 * 1024) allow_shared_memory<K>(function, stream.device);

@@ -12,8 +12,7 @@ namespace liger::gpu {
 // Are kernels compiled that need bulk copies? (Whether code has them: has_bulk_copies.)
 constexpr bool has_stream_kernels = false;
 
-template <class To, class From>
-LIGER_DEVICE To bit_cast(const From& from) {
+template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) {
   To to;
   __builtin_memcpy(&to, &from, sizeof(To));
   return to;
@@ -60,39 +59,40 @@ LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 LIGER_DEVICE float fast_rsqrt(float v) { return __builtin_amdgcn_rsqf(v); }
 // A pointer to global memory, which the compiler cannot always tell by itself: without this its accesses may become flat ones, which
 // wait for shared memory too.
-template <class T>
-LIGER_DEVICE T* opaque(T* pointer) { return (T*)(__attribute__((address_space(1))) T*)reinterpret_cast<uintptr_t>(pointer); }
+template <class T> LIGER_DEVICE T* opaque(T* pointer) {
+  return (T*)(__attribute__((address_space(1))) T*)reinterpret_cast<uintptr_t>(pointer);
+}
 
 // 1 / v, 1 ulp.
 LIGER_DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }
 
 // The compiler takes the words for new ones: nothing that it computed from them earlier stays in registers.
-template <int N>
-LIGER_DEVICE void forget(uint32_t (&words)[N]) {
+template <int N> LIGER_DEVICE void forget(uint32_t (&words)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+v"(words[i]));
 }
-template <int N>
-LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
-template <class Words>
-LIGER_DEVICE void forget_at_all_costs(Words& words) { forget(words); }
+template <int N> LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
+template <class Words> LIGER_DEVICE void forget_at_all_costs(Words& words) { forget(words); }
 
 // Vectors of the compiler's own, since its non-temporal builtins take no structs.
-template <int Bytes> struct NativeWord { using type = uint32_t; };
-template <> struct NativeWord<8> { using type = uint32_t __attribute__((ext_vector_type(2))); };
-template <> struct NativeWord<16> { using type = uint32_t __attribute__((ext_vector_type(4))); };
-template <int Bytes>
-LIGER_DEVICE void streaming_load(void* to, const void* from) {
+template <int Bytes> struct NativeWord {
+  using type = uint32_t;
+};
+template <> struct NativeWord<8> {
+  using type = uint32_t __attribute__((ext_vector_type(2)));
+};
+template <> struct NativeWord<16> {
+  using type = uint32_t __attribute__((ext_vector_type(4)));
+};
+template <int Bytes> LIGER_DEVICE void streaming_load(void* to, const void* from) {
   using W = typename NativeWord<Bytes>::type;
   *static_cast<W*>(to) = __builtin_nontemporal_load(static_cast<const W*>(from));
 }
-template <int Bytes>
-LIGER_DEVICE void constant_load(void* to, const void* from) {
+template <int Bytes> LIGER_DEVICE void constant_load(void* to, const void* from) {
   using W = typename NativeWord<Bytes>::type;
   *static_cast<W*>(to) = *static_cast<const W*>(from);
 }
-template <int Bytes>
-LIGER_DEVICE void streaming_store(void* to, const void* from) {
+template <int Bytes> LIGER_DEVICE void streaming_store(void* to, const void* from) {
   using W = typename NativeWord<Bytes>::type;
   __builtin_nontemporal_store(*static_cast<const W*>(from), static_cast<W*>(to));
 }
@@ -109,22 +109,21 @@ LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
 // threads do in any case. A kernel that says how many blocks it wants on a multiprocessor (K::min_blocks) has that many waves:
 // gfx9 spreads a block's over four units. Two blocks of 256 threads (RoPE, the norms' backward) spilled up to 61 registers with 128;
 // they take 142 to 168, three waves a unit.
-template <class K>
-constexpr int waves_per_unit() {
+template <class K> constexpr int waves_per_unit() {
   if constexpr (requires { K::min_blocks; }) return K::min_blocks * K::max_threads / (4 * 64);
   else return 4;
 }
-template <class K>
-__global__ void __launch_bounds__(K::max_threads, waves_per_unit<K>()) entry(const typename K::Args args) { K::run(args); }
+template <class K> __global__ void __launch_bounds__(K::max_threads, waves_per_unit<K>()) entry(const typename K::Args args) {
+  K::run(args);
+}
 
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);
 
-template <class K>
-void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
+template <class K> void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
-  const auto code = hipLaunchKernel(reinterpret_cast<const void*>(&entry<K>), dim3(plan.grid), dim3(plan.block), parameters,
-                                    plan.smem, static_cast<hipStream_t>(stream.handle));
+  const auto code = hipLaunchKernel(reinterpret_cast<const void*>(&entry<K>), dim3(plan.grid), dim3(plan.block), parameters, plan.smem,
+                                    static_cast<hipStream_t>(stream.handle));
   if (code != hipSuccess) throw_launch_error(code, "launching a kernel");
 }
 

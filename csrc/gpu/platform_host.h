@@ -16,10 +16,7 @@ using std::source_location;
 
 constexpr bool has_stream_kernels = false;
 
-template <class To, class From>
-LIGER_DEVICE To bit_cast(const From& from) {
-  return __builtin_bit_cast(To, from);
-}
+template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) { return __builtin_bit_cast(To, from); }
 LIGER_DEVICE float half_to_float(uint16_t bits) {
   const uint32_t sign = uint32_t{bits & 0x8000u} << 16, rest = bits & 0x7fffu;
   if (rest >= 0x7c00) return bit_cast<float>(sign | 0x7f800000u | (rest & 0x3ff) << 13);
@@ -86,8 +83,7 @@ template <class T> LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
 template <class Words> LIGER_DEVICE void forget(Words&) {}
 template <class Words> LIGER_DEVICE void forget_at_all_costs(Words&) {}
 
-template <int Bytes>
-LIGER_DEVICE void streaming_load(void* to, const void* from) {
+template <int Bytes> LIGER_DEVICE void streaming_load(void* to, const void* from) {
   using Word [[gnu::vector_size(Bytes)]] = uint32_t;  // one access of this size and alignment
   *static_cast<Word*>(to) = *static_cast<const Word*>(from);
 }
@@ -101,8 +97,7 @@ LIGER_DEVICE void publish_to_host() {}
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);
 
-template <class K>
-void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream) {
+template <class K> void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream) {
   const auto run = [](const void* a) { K::run(*static_cast<const typename K::Args*>(a)); };
   simt::run({simt::Known<K>::index, K::max_threads, run, &args, sizeof(args)}, plan);
 }

@@ -86,7 +86,8 @@ inline void count_clusters(launch::DeviceProfile& profile) {
   if (cudaFuncGetAttributes(&attributes, function)) return clear_last_error();
   profile.bulk_copies = attributes.ptxVersion >= 90;
   if (!profile.bulk_copies) return;
-  if (cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, profile.shared_per_block_optin)) return clear_last_error();
+  if (cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, profile.shared_per_block_optin))
+    return clear_last_error();
   for (int blocks = 1; blocks <= 3; ++blocks)
     for (int i = 0; i < 4; ++i) {
       const int shared = std::min(profile.shared_per_block_optin, profile.shared_per_multiprocessor / blocks - 1024);

@@ -7,8 +7,16 @@
 namespace liger::gpu {
 
 void rms_norm_forward(const RmsNormForward& a, Stream stream) {
-  norm_forward<false>({.rows = a.rows, .cols = a.cols, .x = a.x, .residual = a.residual, .sum = a.sum, .y = a.y, .weight = a.weight,
-                       .rstd = static_cast<float*>(a.rstd), .eps = float(a.eps), .offset = float(a.offset),
+  norm_forward<false>({.rows = a.rows,
+                       .cols = a.cols,
+                       .x = a.x,
+                       .residual = a.residual,
+                       .sum = a.sum,
+                       .y = a.y,
+                       .weight = a.weight,
+                       .rstd = static_cast<float*>(a.rstd),
+                       .eps = float(a.eps),
+                       .offset = float(a.offset),
                        .round_normalized = a.round_normalized},
                       stream);
 }
@@ -18,8 +26,16 @@ int64_t rms_norm_backward_workspace(const RmsNormBackward& a, Stream stream) {
 }
 
 void rms_norm_backward(const RmsNormBackward& a, Stream stream) {
-  norm_backward<false>({.rows = a.rows, .cols = a.cols, .dy = a.dy, .dsum = a.dsum, .z = a.z, .weight = a.weight,
-                        .rstd = static_cast<const float*>(a.rstd), .dz = a.dz, .dweight = a.dweight, .offset = float(a.offset)},
+  norm_backward<false>({.rows = a.rows,
+                        .cols = a.cols,
+                        .dy = a.dy,
+                        .dsum = a.dsum,
+                        .z = a.z,
+                        .weight = a.weight,
+                        .rstd = static_cast<const float*>(a.rstd),
+                        .dz = a.dz,
+                        .dweight = a.dweight,
+                        .offset = float(a.offset)},
                        a.workspace, stream);
 }
 

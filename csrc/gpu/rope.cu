@@ -11,8 +11,7 @@
 namespace liger::gpu {
 namespace {
 
-template <class T, int VEC>
-struct RopeKernel {
+template <class T, int VEC> struct RopeKernel {
   // Two blocks of 61 KB of loads on a multiprocessor: fewer heads in flight for more threads were measured to be slower.
   static constexpr int max_threads = launch::piece_threads, min_blocks = 2, heads_in_flight = launch::rope_heads_in_flight;
   struct Args {
@@ -20,8 +19,7 @@ struct RopeKernel {
     int lanes, q_slots, k_slots;  // of a position's threads: side by side in a head; heads at a time
   };
   // out = x * cos + pair * sin, for the lower and the upper vector, with the sine's sign in it.
-  template <class Table>
-  struct Rotation {
+  template <class Table> struct Rotation {
     Packed<Table, VEC> cos[2], sin[2];
   };
 
@@ -39,13 +37,15 @@ struct RopeKernel {
     const int step = of_q ? args.q_slots : args.k_slots, first = of_q ? slot : slot - args.q_slots;
     // From here on this thread's heads: `step` apart.
     const int count = (int(of(&RopeHeads::heads)) - first + step - 1) / step;
-    const int64_t in_head = of(&RopeHeads::in_head), out_head = of(&RopeHeads::out_head), in_step = step * in_head, out_step = step * out_head;
-    const T* const in = static_cast<const T*>(of(&RopeHeads::in)) +
-                        (batch * of(&RopeHeads::in_batch) + seq * of(&RopeHeads::in_seq) + first * in_head);
-    T* const out = static_cast<T*>(of(&RopeHeads::out)) +
-                   (batch * of(&RopeHeads::out_batch) + seq * of(&RopeHeads::out_seq) + first * out_head);
+    const int64_t in_head = of(&RopeHeads::in_head), out_head = of(&RopeHeads::out_head), in_step = step * in_head,
+                  out_step = step * out_head;
+    const T* const in =
+        static_cast<const T*>(of(&RopeHeads::in)) + (batch * of(&RopeHeads::in_batch) + seq * of(&RopeHeads::in_seq) + first * in_head);
+    T* const out =
+        static_cast<T*>(of(&RopeHeads::out)) + (batch * of(&RopeHeads::out_batch) + seq * of(&RopeHeads::out_seq) + first * out_head);
     const int64_t cos = batch * a.cos_batch + seq * a.cos_seq, sin = batch * a.sin_batch + seq * a.sin_seq;
-    const int half = int(a.rotary_dim / 2), rotating = half / VEC, passing = int(a.head_dim - a.rotary_dim) / VEC, passing_pairs = (passing + 1) / 2;
+    const int half = int(a.rotary_dim / 2), rotating = half / VEC, passing = int(a.head_dim - a.rotary_dim) / VEC,
+              passing_pairs = (passing + 1) / 2;
     with_dtype(a.table_dtype, [&](auto tag) {
       using Table = std::remove_cvref_t<decltype(tag)>;
       for (int place = within - slot * args.lanes; place < rotating + passing_pairs; place += args.lanes) {
@@ -99,8 +99,7 @@ struct RopeKernel {
       }
     }
   };
-  template <class Table>
-  LIGER_DEVICE static void rotate(const Rotation<Table>& r, Loaded& x, int count) {
+  template <class Table> LIGER_DEVICE static void rotate(const Rotation<Table>& r, Loaded& x, int count) {
 #pragma unroll
     for (int h = 0; h < heads_in_flight; ++h) {
       if (h >= count) continue;

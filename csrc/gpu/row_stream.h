@@ -15,8 +15,7 @@ struct WarpShare {
   int lane, lanes;  // of those that share the row
   int64_t begin, end;
 
-  template <class Group>
-  LIGER_DEVICE WarpShare(const Group& group, int64_t vectors) : lanes(group.lanes()) {
+  template <class Group> LIGER_DEVICE WarpShare(const Group& group, int64_t vectors) : lanes(group.lanes()) {
     lane = group.index & (lanes - 1);
     const int warps = group.threads_per_row >> log2_of(lanes), warp = (group.index - lane) >> log2_of(lanes);
     const int64_t share = (vectors + warps - 1) >> log2_of(warps);
@@ -25,8 +24,7 @@ struct WarpShare {
   }
 };
 // This thread's at most K of them.
-template <int VEC, int K, class Group>
-LIGER_DEVICE Columns<VEC, K> warp_columns(const Group& group, int64_t cols) {
+template <int VEC, int K, class Group> LIGER_DEVICE Columns<VEC, K> warp_columns(const Group& group, int64_t cols) {
   const WarpShare share(group, VEC == 1 ? cols : cols / VEC);
   return {share.lane, share.lanes, share.begin * VEC, share.end * VEC};
 }
@@ -40,8 +38,7 @@ struct RowSteps {
 
 // A warp's vectors of `stages` rows in shared memory, at most `vectors` a lane. wait() for a row, read it by vector(), release() it:
 // its place is for the row after the last one asked for. All lanes of a warp call all of them together.
-template <class Group, class T, int VEC, int N, int Needed = N>
-class WarpRing {
+template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
   static constexpr int vector_bytes = VEC * int(sizeof(T));
   unsigned char *ring, *mine;  // the warp's: [stages][tensors that are there][columns]; and this thread's first vector
   Inbox* inboxes;              // one a stage
@@ -132,17 +129,19 @@ class WarpRing {
  private:
   LIGER_DEVICE int tensor_bytes() const { return vectors * warp_width() * vector_bytes; }
   LIGER_DEVICE int stage_bytes() const { return tensors * tensor_bytes(); }
-  LIGER_DEVICE unsigned char* place(int s, int n, int k) const { return mine + s * stage_bytes() + n * tensor_bytes() + k * lanes * vector_bytes; }
+  LIGER_DEVICE unsigned char* place(int s, int n, int k) const {
+    return mine + s * stage_bytes() + n * tensor_bytes() + k * lanes * vector_bytes;
+  }
 };
 
 // In both: take(out) is the next row's vectors, zeros past the last column; nothing of a missing tensor or past the last row. All
 // lanes of a warp call it together.
-template <class Group, class T, int VEC, int K, int N, int Needed>
-class RingStream {
+template <class Group, class T, int VEC, int K, int N, int Needed> class RingStream {
   WarpRing<Group, T, VEC, N, Needed> ring;
 
  public:
-  LIGER_DEVICE RingStream(const Group& group, const RowSteps& steps, int stages, int shared_offset) : ring(group, steps, K, stages, shared_offset) {
+  LIGER_DEVICE RingStream(const Group& group, const RowSteps& steps, int stages, int shared_offset)
+      : ring(group, steps, K, stages, shared_offset) {
     for (int s = 0; s < stages; ++s) ring.ask(s);
   }
   LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
@@ -157,8 +156,7 @@ class RingStream {
 };
 
 // The first `Ahead` tensors are fetched a row ahead, the others when they are taken.
-template <class Group, class T, int VEC, int K, int N, int Ahead>
-class RegisterStream {
+template <class Group, class T, int VEC, int K, int N, int Ahead> class RegisterStream {
   const T* at[N];  // the row to fetch next
   int64_t jump[N], taking, step, rows;
   Columns<VEC, K> columns;
@@ -186,8 +184,7 @@ class RegisterStream {
   }
 
  private:
-  template <int From, int To>
-  LIGER_DEVICE void fetch(Packed<T, VEC> (&out)[N][K], int64_t row) {
+  template <int From, int To> LIGER_DEVICE void fetch(Packed<T, VEC> (&out)[N][K], int64_t row) {
 #pragma unroll
     for (int n = From; n < To; ++n) {
       const T* const from = opaque(at[n]);

@@ -10,8 +10,7 @@ namespace liger::gpu {
 // thread can only reach a buffer again after all others have passed the exchange between, and so have read it.
 // Threads: so many, or all of a cluster of blocks of so many; 0: as the plan says. OwnBarriers: a block's rows do not wait for each
 // other; NVIDIA's compiler then keeps all 16 barriers for a block, and no more than four blocks fit on a multiprocessor.
-template <int Threads, bool OwnBarriers = false>
-struct RowGroupOf {
+template <int Threads, bool OwnBarriers = false> struct RowGroupOf {
   static constexpr bool whole_warps = Threads >= 64;    // for certain
   int threads_per_row, index, group, groups, turn = 0;  // index: of this thread in its row; group: which of the block's rows
   bool entering = false;                                // the cluster's other blocks may not have started yet
@@ -40,10 +39,9 @@ struct RowGroupOf {
   LIGER_DEVICE int64_t first_row() const { return team() * groups + group; }
 
   // Reduces N values at once by `combine(a, b)`: a becomes what a and b are together, of either order the same. All threads of the
-  // block, or cluster, call it together (the row's alone, if they have barriers of their own), all get the same bits. Reductions of one kernel must not mix different N: their buffers
-  // would overlap.
-  template <int N, class F>
-  LIGER_DEVICE void reduce(float (&v)[N], F combine) {
+  // block, or cluster, call it together (the row's alone, if they have barriers of their own), all get the same bits. Reductions of one
+  // kernel must not mix different N: their buffers would overlap.
+  template <int N, class F> LIGER_DEVICE void reduce(float (&v)[N], F combine) {
     if constexpr (whole_warps) {
       butterfly(v, warp_width(), combine);
     } else {
@@ -54,9 +52,8 @@ struct RowGroupOf {
     else exchange_in_cluster(v, combine);
     ++turn;
   }
-  template <int N>
-  LIGER_DEVICE void sum(float (&v)[N]) {
-    reduce(v, [](float(&a)[N], const float(&b)[N]) {
+  template <int N> LIGER_DEVICE void sum(float (&v)[N]) {
+    reduce(v, [](float (&a)[N], const float (&b)[N]) {
 #pragma unroll
       for (int i = 0; i < N; ++i) a[i] += b[i];
     });
@@ -69,7 +66,7 @@ struct RowGroupOf {
   // A NaN may be dropped.
   LIGER_DEVICE float max(float v) {
     float one[1] = {v};
-    reduce(one, [](float(&a)[1], const float(&b)[1]) { a[0] = fmaxf(a[0], b[0]); });
+    reduce(one, [](float (&a)[1], const float (&b)[1]) { a[0] = fmaxf(a[0], b[0]); });
     return one[0];
   }
 
@@ -86,8 +83,7 @@ struct RowGroupOf {
     cluster_arrive();
   }
   // The warps' values, between the warps of a row.
-  template <int N, class F>
-  LIGER_DEVICE void exchange(float (&v)[N], F combine) {
+  template <int N, class F> LIGER_DEVICE void exchange(float (&v)[N], F combine) {
     const int warps = (Threads > 0 ? Threads : threads_per_row) / warp_width();
     const Shared<float> buffer = shared<float>(inbox_bytes + (turn & 1) * N * 32 * int(sizeof(float)));
     if (lane_id() == 0)
@@ -100,8 +96,7 @@ struct RowGroupOf {
     for (int i = 0; i < N; ++i) v[i] = buffer[i * 32 + at];
     butterfly(v, warps, combine);
   }
-  template <int N, class F>
-  LIGER_DEVICE void exchange_in_cluster(float (&v)[N], F combine) {
+  template <int N, class F> LIGER_DEVICE void exchange_in_cluster(float (&v)[N], F combine) {
     const int warps = threads_per_row / warp_width(), cluster = cluster_blocks(), pitch = 32 * cluster, buffer_index = turn & 1;
     const Shared<float> buffer = shared<float>(inbox_bytes + buffer_index * N * pitch * int(sizeof(float)));
     const Shared<Inbox> inbox = shared<Inbox>(0) + buffer_index;
@@ -125,8 +120,7 @@ struct RowGroupOf {
     butterfly(v, warps, combine);
   }
   // Over the lanes of a warp, or over groups of `width` of them.
-  template <int N, class F>
-  LIGER_DEVICE static void butterfly(float (&v)[N], int width, F combine) {
+  template <int N, class F> LIGER_DEVICE static void butterfly(float (&v)[N], int width, F combine) {
 #pragma unroll
     for (int mask = warp_width() / 2; mask > 0; mask /= 2) {
       if (mask >= width) continue;
@@ -141,8 +135,7 @@ using RowGroup = RowGroupOf<0>;
 
 // A maximum and the sum of exponentials relative to it, the first two of a's and of b's values: a's become those of both together, of
 // either order the same. exp_as of T.
-template <class T, int N>
-LIGER_DEVICE void join_exponentials(float (&a)[N], const float (&b)[N]) {
+template <class T, int N> LIGER_DEVICE void join_exponentials(float (&a)[N], const float (&b)[N]) {
   const float smaller = exp_as<T>(a[0] == b[0] ? 0 : -fabsf(a[0] - b[0]));
   a[1] = a[0] >= b[0] ? a[1] + b[1] * smaller : a[1] * smaller + b[1];
   a[0] = fmaxf(a[0], b[0]);
@@ -151,24 +144,25 @@ LIGER_DEVICE void join_exponentials(float (&a)[N], const float (&b)[N]) {
 // This thread's K vectors of a range of columns: vector k starts at first + k * step, so that neighbouring threads touch
 // neighbouring vectors. Vectors past the end read as zeros and are not stored; a row past the last one has an empty range.
 // Where the dtype is a run-time one, 8 elements are 16 bytes of a 16-bit type: fp32 rows come in vectors of 4 (or single elements).
-template <int VEC, int K>
-struct Columns {
+template <int VEC, int K> struct Columns {
   int64_t first;
   int step, left;
 
   LIGER_DEVICE Columns(int index, int threads, int64_t begin, int64_t end)
-      : first(begin + int64_t{index} * VEC), step(threads * VEC), left(end <= first ? 0 : end - first > K * step ? K * step : int(end - first)) {}
+      : first(begin + int64_t{index} * VEC),
+        step(threads * VEC),
+        left(end <= first             ? 0
+             : end - first > K * step ? K * step
+                                      : int(end - first)) {}
   LIGER_DEVICE bool has(int k) const { return k * step < left; }
-  template <class F>
-  LIGER_DEVICE static void with_row_dtype(Dtype dtype, F&& f) {
+  template <class F> LIGER_DEVICE static void with_row_dtype(Dtype dtype, F&& f) {
     if constexpr (VEC < 8) with_dtype(dtype, f);
     else if (dtype == Dtype::bf16) f(bf16{});
     else f(f16{});
   }
 
   // All K loads are issued before the first use.
-  template <Hint H = Hint::keep, class T>
-  LIGER_DEVICE void load(Packed<T, VEC> (&out)[K], const void* data, int64_t row_offset = 0) const {
+  template <Hint H = Hint::keep, class T> LIGER_DEVICE void load(Packed<T, VEC> (&out)[K], const void* data, int64_t row_offset = 0) const {
     const T* from = opaque(static_cast<const T*>(data) + (row_offset + first));
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -176,8 +170,7 @@ struct Columns {
       if (has(k)) gpu::load<H>(out[k], from + k * step);
     }
   }
-  template <Hint H = Hint::keep>
-  LIGER_DEVICE void load(float (&out)[K][VEC], const void* data, Dtype dtype, int64_t row_offset = 0) const {
+  template <Hint H = Hint::keep> LIGER_DEVICE void load(float (&out)[K][VEC], const void* data, Dtype dtype, int64_t row_offset = 0) const {
     with_row_dtype(dtype, [&](auto tag) {
       Packed<decltype(tag), VEC> raw[K];
       load<H>(raw, data, row_offset);
@@ -187,15 +180,13 @@ struct Columns {
         for (int i = 0; i < VEC; ++i) out[k][i] = raw[k][i];
     });
   }
-  template <Hint H = Hint::keep, class T>
-  LIGER_DEVICE void store(const Packed<T, VEC> (&in)[K], void* data, int64_t row_offset = 0) const {
+  template <Hint H = Hint::keep, class T> LIGER_DEVICE void store(const Packed<T, VEC> (&in)[K], void* data, int64_t row_offset = 0) const {
     T* to = opaque(static_cast<T*>(data) + (row_offset + first));
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (has(k)) gpu::store<H>(to + k * step, in[k]);
   }
-  template <Hint H = Hint::keep>
-  LIGER_DEVICE void store(const float (&in)[K][VEC], void* data, Dtype dtype, int64_t row_offset = 0) const {
+  template <Hint H = Hint::keep> LIGER_DEVICE void store(const float (&in)[K][VEC], void* data, Dtype dtype, int64_t row_offset = 0) const {
     with_row_dtype(dtype, [&](auto tag) {
       Packed<decltype(tag), VEC> raw[K];
 #pragma unroll

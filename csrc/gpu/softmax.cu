@@ -22,8 +22,7 @@ struct SoftmaxArgs {
 // Past the last column: nothing to add to a sum, nothing to raise a maximum.
 constexpr float nothing = -__builtin_inff();
 
-template <class T, int VEC, int K, class F>
-LIGER_DEVICE void for_each(const Columns<VEC, K>& columns, F f) {
+template <class T, int VEC, int K, class F> LIGER_DEVICE void for_each(const Columns<VEC, K>& columns, F f) {
 #pragma unroll
   for (int k = 0; k < K; ++k)
     if (columns.has(k))
@@ -50,25 +49,20 @@ struct Exponentials {
   LIGER_DEVICE float base() const { return max == nothing ? 0 : max; }
 };
 
-template <class T, int VEC, int K>
-LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
+template <class T, int VEC, int K> LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
   float max = nothing;
   for_each<T>(columns, [&](int k, int i) { max = fmaxf(max, x[k][i]); });
   return max;
 }
 
 // The whole row's, from each of its threads'.
-template <class T>
-LIGER_DEVICE Exponentials merged(RowGroup& group, const Exponentials& own) {
+template <class T> LIGER_DEVICE Exponentials merged(RowGroup& group, const Exponentials& own) {
   float pair[2] = {own.max, own.sum};
-  group.reduce(pair, [](float(&a)[2], const float(&b)[2]) {
-    join_exponentials<T>(a, b);
-  });
+  group.reduce(pair, [](float (&a)[2], const float (&b)[2]) { join_exponentials<T>(a, b); });
   return {pair[0], pair[1]};
 }
 
-template <class T, int VEC, int K>
-struct SoftmaxRegisters {
+template <class T, int VEC, int K> struct SoftmaxRegisters {
   using Args = SoftmaxArgs;
   static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
@@ -97,8 +91,7 @@ struct SoftmaxRegisters {
 };
 
 // One block a row, any length.
-template <class T, int VEC>
-struct SoftmaxReread {
+template <class T, int VEC> struct SoftmaxReread {
   using Args = SoftmaxArgs;
   static constexpr int K = 4, max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
@@ -124,8 +117,7 @@ struct SoftmaxReread {
   }
 };
 
-template <class T, int VEC, int K>
-LIGER_DEVICE float dot(const Packed<T, VEC> (&dy)[K], const Packed<T, VEC> (&y)[K]) {
+template <class T, int VEC, int K> LIGER_DEVICE float dot(const Packed<T, VEC> (&dy)[K], const Packed<T, VEC> (&y)[K]) {
   float sum = 0;
 #pragma unroll
   for (int k = 0; k < K; ++k)
@@ -134,8 +126,7 @@ LIGER_DEVICE float dot(const Packed<T, VEC> (&dy)[K], const Packed<T, VEC> (&y)[
   return sum;
 }
 
-template <class T, int VEC, int K>
-struct SoftmaxBackwardRegisters {
+template <class T, int VEC, int K> struct SoftmaxBackwardRegisters {
   using Args = SoftmaxArgs;
   static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
@@ -150,8 +141,7 @@ struct SoftmaxBackwardRegisters {
   }
 };
 
-template <class T, int VEC>
-struct SoftmaxBackwardReread {
+template <class T, int VEC> struct SoftmaxBackwardReread {
   using Args = SoftmaxArgs;
   static constexpr int K = 4, max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
@@ -209,7 +199,7 @@ void softmax_forward(const SoftmaxForward& a, Stream stream) {
 }
 void softmax_backward(const SoftmaxBackward& a, Stream stream) {
   start<SoftmaxBackwardRegisters, SoftmaxBackwardReread, launch::softmax_backward_k>({a.rows, a.cols, a.dy, a.y, a.dx},
-                                                                                            launch::Tunable::softmax_backward, stream);
+                                                                                     launch::Tunable::softmax_backward, stream);
 }
 
 }  // namespace liger::gpu

@@ -7,8 +7,7 @@
 namespace liger::gpu {
 namespace {
 
-template <int K>
-struct StreamCopyKernel {
+template <int K> struct StreamCopyKernel {
   struct Args {
     int64_t vectors;
     const float* in;

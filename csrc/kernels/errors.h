@@ -8,15 +8,13 @@
 
 namespace liger {
 
-template <class... Parts>
-std::string text(const Parts&... parts) {
+template <class... Parts> std::string text(const Parts&... parts) {
   std::ostringstream out;
   (out << ... << parts);
   return out.str();
 }
 
-template <class... Parts>
-void require(bool ok, const Parts&... parts) {
+template <class... Parts> void require(bool ok, const Parts&... parts) {
   if (!ok) throw std::invalid_argument(text(parts...));
 }
 

@@ -19,9 +19,7 @@ constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype 
 constexpr Dtype accumulator(Dtype dtype) { return dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
 
 // torch.promote_types for the floating types: equal types stay, two different 16-bit ones meet in fp32.
-constexpr Dtype promote(Dtype a, Dtype b) {
-  return a == b ? a : a == Dtype::f64 || b == Dtype::f64 ? Dtype::f64 : Dtype::f32;
-}
+constexpr Dtype promote(Dtype a, Dtype b) { return a == b ? a : a == Dtype::f64 || b == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
 
 // Where the work is queued. The CPU ignores it.
 struct Stream {

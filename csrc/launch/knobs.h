@@ -25,14 +25,21 @@ struct Knobs {
 enum class Tunable : int32_t {
   none,
   every,  // of an entry: for what has none of its own (tests force plans so)
-  rms_norm, rms_norm_backward,
-  add_rms_norm, add_rms_norm_backward,
-  layer_norm, layer_norm_backward,
-  swiglu, swiglu_backward,
-  geglu, geglu_backward,
+  rms_norm,
+  rms_norm_backward,
+  add_rms_norm,
+  add_rms_norm_backward,
+  layer_norm,
+  layer_norm_backward,
+  swiglu,
+  swiglu_backward,
+  geglu,
+  geglu_backward,
   rope,
-  softmax, softmax_backward,
-  cross_entropy, cross_entropy_backward,
+  softmax,
+  softmax_backward,
+  cross_entropy,
+  cross_entropy_backward,
   cross_entropy_in_place,
 };
 

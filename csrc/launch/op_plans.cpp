@@ -34,7 +34,7 @@ NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t 
                                            const Knobs& knobs) {
   NormBackwardPlans plans;
   LaunchPlan& plan = plans.sums = plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, kind.centered, vec),
-                                                      norm_backward_max_k(device, kind.centered), knobs);
+                                                     norm_backward_max_k(device, kind.centered), knobs);
   if (plan.path == Path::regs && !kind.mixed) {
     const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = reduction_bytes(2, plan.cluster);
     add_ring(device, plan, rows, kind.inputs, reduction, norm_backward_resident(plan, knobs), knobs.stages);
@@ -59,7 +59,8 @@ NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t 
 int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
   int64_t most = 1;
   for (const int vec : {1, 4, 8}) {
-    const LaunchPlan held = plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, centered, vec), norm_backward_max_k(device, centered));
+    const LaunchPlan held =
+        plan_norm_backward(device, rows, cols, vec, norm_backward_threads(device, centered, vec), norm_backward_max_k(device, centered));
     if (held.path == Path::regs) most = std::max<int64_t>(most, held.partial_rows);
     most = std::max<int64_t>(most, plan_norm_tiles(device, rows, cols, vec).partial_rows);
   }

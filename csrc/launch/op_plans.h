@@ -56,18 +56,17 @@ struct NormBackwardKind {
   int inputs;  // dy, z and perhaps dsum
 };
 struct NormBackwardPlans {
-  LaunchPlan sums;   // NormBackwardRegisters; or, its path being reread, NormBackwardTiles
+  LaunchPlan sums;  // NormBackwardRegisters; or, its path being reread, NormBackwardTiles
   LaunchPlan means;  // NormBackwardMeans: before the tiles, if dz is wanted
 };
-NormBackwardPlans plan_norm_backward_paths(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind,
-                                           const Knobs& = {});
+NormBackwardPlans plan_norm_backward_paths(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind, const Knobs& = {});
 // The most partial rows that either path makes, at any alignment and with any knobs.
 int64_t norm_partial_rows(const DeviceProfile&, int64_t rows, int64_t cols, bool centered);
 
 LaunchPlan plan_softmax(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int wide_k, const Knobs& = {});
 LaunchPlan plan_glu(const DeviceProfile&, int64_t rows, int64_t cols, int vec, const Knobs& = {});
-RopePlan plan_rope_heads(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t head_dim, int64_t rotary_dim, int vec,
-                         const Knobs& = {});
+RopePlan plan_rope_heads(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t head_dim, int64_t rotary_dim,
+                         int vec, const Knobs& = {});
 
 // Cross entropy's rows; `in_place`: the fused loss's kernel, which needs each row twice.
 LaunchPlan plan_cross_entropy(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, bool in_place,
@@ -88,24 +87,24 @@ LaunchPlan plan_stream_copy(const DeviceProfile&, int64_t vectors, int per_threa
 
 // What a call of an op is, as far as its launches depend on it.
 struct Call {
-  int64_t rows = 1, cols = 1;     // of x, gate, logits; rope: positions and head_dim; fused loss: tokens and vocabulary
+  int64_t rows = 1, cols = 1;  // of x, gate, logits; rope: positions and head_dim; fused loss: tokens and vocabulary
   int element_bytes = 2;
-  bool aligned = true;            // 16-byte accesses fit all rows
-  bool contiguous = true;         // no gaps between rows
-  bool mixed = false;             // norms, backward: dtypes differ
-  bool per_row = false;           // losses: reduction "none"
-  bool bias = false;              // layer_norm, fused loss
+  bool aligned = true;  // 16-byte accesses fit all rows
+  bool contiguous = true;  // no gaps between rows
+  bool mixed = false;  // norms, backward: dtypes differ
+  bool per_row = false;  // losses: reduction "none"
+  bool bias = false;  // layer_norm, fused loss
   int64_t q_heads = 1, k_heads = 1, rotary_dim = 0;  // rope; rotary_dim 0: all of the head
-  int64_t hidden = 1, chunk_rows = 0;                // fused loss; chunk_rows 0: one chunk
-  Knobs knobs;                    // for those of its launches that have some
+  int64_t hidden = 1, chunk_rows = 0;  // fused loss; chunk_rows 0: one chunk
+  Knobs knobs;  // for those of its launches that have some
 };
 
 struct NamedLaunch {
-  std::string kernel;          // its struct's name in csrc/gpu
-  std::vector<int> instance;   // its integer template arguments: elements of an access, then what the kernel adds
-  int64_t rows, cols;          // what it works on
+  std::string kernel;  // its struct's name in csrc/gpu
+  std::vector<int> instance;  // its integer template arguments: elements of an access, then what the kernel adds
+  int64_t rows, cols;  // what it works on
   LaunchPlan plan;
-  int max_threads;             // its launch bound
+  int max_threads;  // its launch bound
   Tunable tunable = Tunable::none;  // whose knobs it takes
 };
 

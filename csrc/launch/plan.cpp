@@ -99,8 +99,9 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
   const int64_t vectors = ceil_div(cols, vec), held = int64_t{block} * kind.block_k;
   const bool large = few || (held < vectors && vectors <= 2 * held) || knobs.threads > block || knobs.block > block;
   const int max_block = large ? 1024 : block;
-  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .max_block = max_block, .prefer_k = few ? 1 : 4,
-                                                  .five_from = few ? 0 : kind.five_from}, knobs);
+  LaunchPlan plan =
+      plan_row(device, rows, cols,
+               {.vec = vec, .max_k = max_k, .max_block = max_block, .prefer_k = few ? 1 : 4, .five_from = few ? 0 : kind.five_from}, knobs);
   if (plan.path == Path::regs && knobs.cluster <= 1) return plan;
   if (kind.streams && device.bulk_copies && rows >= device.multiprocessors) {
     LaunchPlan stream = clustered(device, plan, rows, cols, stream_k, knobs);
@@ -127,7 +128,8 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
   return plan;
 }
 
-LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block, int max_k, const Knobs& knobs) {
+LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block, int max_k,
+                              const Knobs& knobs) {
   // Rows take powers of two of threads: with 3 vectors each where that is half as many as with 2.
   const int64_t vectors = ceil_div(cols, vec), by_three = next_pow2(ceil_div(vectors, 3));
   const bool more_threads = knobs.cluster > 1 || knobs.threads > by_three;
@@ -138,8 +140,13 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
   const bool alone = max_k > 2 && k == 2 && next_pow2(ceil_div(vectors, k)) == 256 && rows <= 128 * device.multiprocessors;
   Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
   several.block = std::min(knobs.block, 512);
-  LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_k = static_cast<int>(next_pow2(k)), .max_block = max_block,
-                                               .min_block = device.bulk_copies && vec > 1 && !alone ? 512 : 256, .prefer_k = k}, several);
+  LaunchPlan plan = plan_row(device, rows, cols,
+                             {.vec = vec,
+                              .max_k = static_cast<int>(next_pow2(k)),
+                              .max_block = max_block,
+                              .min_block = device.bulk_copies && vec > 1 && !alone ? 512 : 256,
+                              .prefer_k = k},
+                             several);
   plan = clustered(device, plan, rows, cols, k, knobs);
   plan.k = k;
   // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
@@ -177,13 +184,15 @@ LaunchPlan plan_elementwise(const DeviceProfile& device, int64_t work, int per_t
   return plan;
 }
 
-LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads, const Knobs& knobs) {
+LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads,
+                          const Knobs& knobs) {
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
   plan.k = per_thread;
   plan.block = knobs.block > 0 ? static_cast<int>(knob_within(knobs.block, 64, 256)) : 64;
-  plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, int64_t{vec} * per_thread)), min_threads, plan.block));
+  plan.threads_per_row =
+      static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, int64_t{vec} * per_thread)), min_threads, plan.block));
   const int64_t tiles_per_row = ceil_div(cols, int64_t{plan.threads_per_row} * vec * per_thread);
   plan.grid = grid_of(tiles_per_row * ceil_div(rows, plan.block / plan.threads_per_row));
   return plan;
@@ -248,7 +257,8 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   // As many blocks on a multiprocessor as leave no more unstashed than the L2 holds; the last resort is one large block.
   for (int resident = knobs.resident > 0 ? std::min(knobs.resident, max_resident) : max_resident; stash && resident >= 1; --resident) {
     if (resident == 1 && plan.threads_per_row == max_threads) spread(2 * max_threads);
-    const int64_t room = std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved_shared) - shared_bytes;
+    const int64_t room =
+        std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved_shared) - shared_bytes;
     const int64_t slot = int64_t{plan.block} * vec * element_bytes;
     const int64_t slots = std::clamp<int64_t>(room / slot, 0, ceil_div(vectors, plan.threads_per_row));
     const int64_t left = std::max<int64_t>(0, vectors - slots * plan.threads_per_row) * vec * element_bytes;
@@ -262,7 +272,8 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   return plan;
 }
 
-LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes, const Knobs& knobs) {
+LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes,
+                              const Knobs& knobs) {
   constexpr int block = 256, max_resident = 3, reserved_shared = 1024;
   LaunchPlan plan;
   plan.warp = device.warp;

@@ -104,8 +104,7 @@ LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int el
 
 // Rows of logits that clusters of blocks hold in shared memory, k vectors of 16 bytes a thread, `shared_bytes` for reductions of one
 // block before them. path is stream if the device can and rows are long enough for it.
-LaunchPlan plan_logits_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes,
-                              const Knobs& = {});
+LaunchPlan plan_logits_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes, const Knobs& = {});
 
 // One block sums n values, with `bytes` of shared memory a thread.
 LaunchPlan plan_block_sum(const DeviceProfile&, int64_t n, int bytes);

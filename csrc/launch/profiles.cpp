@@ -78,9 +78,9 @@ std::vector<DeviceProfile> all() {
       nvidia("RTX 5090", 120, 170, 100 * KiB, 96 * MiB, 32 * GiB, rtx5090),               // CG DQ
       amd("MI250X", 0x90a, 64, 110, 64 * KiB, 512 * KiB, 8 * MiB, 64 * GiB),              // AS, one of its two dies: a device of its own
       amd("MI300X", 0x942, 64, 304, 64 * KiB, 512 * KiB, 4 * MiB, 192 * GiB),             // AS HI
-      amd("MI355X", 0x950, 64, 256, 160 * KiB, 512 * KiB, 4 * MiB, 288 * GiB),            // AS; its L2 reported as the MI300X's: not confirmed
-      amd("RX 7900 XT", 0x1100, 32, 42, 64 * KiB, 768 * KiB, 6 * MiB, 20 * GiB),          // AS HI; 128 KiB of LDS for two groups
-      amd("RX 9070 XT", 0x1201, 32, 32, 64 * KiB, 768 * KiB, 8 * MiB, 16 * GiB),          // AS, 64 compute units; halved as HI, not confirmed
+      amd("MI355X", 0x950, 64, 256, 160 * KiB, 512 * KiB, 4 * MiB, 288 * GiB),  // AS; its L2 reported as the MI300X's: not confirmed
+      amd("RX 7900 XT", 0x1100, 32, 42, 64 * KiB, 768 * KiB, 6 * MiB, 20 * GiB),  // AS HI; 128 KiB of LDS for two groups
+      amd("RX 9070 XT", 0x1201, 32, 32, 64 * KiB, 768 * KiB, 8 * MiB, 16 * GiB),  // AS, 64 compute units; halved as HI, not confirmed
   };
 }
 

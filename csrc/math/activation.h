@@ -9,26 +9,19 @@
 
 namespace liger::math {
 
-template <class V>
-struct ValueAndSlope {
+template <class V> struct ValueAndSlope {
   V value, slope;
 };
 
-template <class M, class V>
-LIGER_FN V sigmoid(V x) {
+template <class M, class V> LIGER_FN V sigmoid(V x) {
   using S = typename M::scalar;
   return S(1) / (S(1) + M::exp(-x));
 }
 
 // x * sigmoid(x); arXiv:1702.03118.
-template <class M>
-struct Silu {
-  template <class V>
-  static LIGER_FN V value(V x) {
-    return x * sigmoid<M>(x);
-  }
-  template <class V>
-  static LIGER_FN ValueAndSlope<V> value_and_slope(V x) {
+template <class M> struct Silu {
+  template <class V> static LIGER_FN V value(V x) { return x * sigmoid<M>(x); }
+  template <class V> static LIGER_FN ValueAndSlope<V> value_and_slope(V x) {
     using S = typename M::scalar;
     const V s = sigmoid<M>(x);
     return {x * s, s * (S(1) + x * (S(1) - s))};
@@ -37,17 +30,12 @@ struct Silu {
 
 // 0.5 * x * (1 + tanh(u)), u = sqrt(2 / pi) * (x + 0.044715 * x^3); arXiv:1606.08415. Computed as x * sigmoid(2 * u), the same
 // function.
-template <class M>
-struct GeluTanh {
+template <class M> struct GeluTanh {
   using S = typename M::scalar;
   static constexpr S slope0 = S(1.5957691216057308), cubic = S(0.044715);  // 2 * sqrt(2 / pi)
 
-  template <class V>
-  static LIGER_FN V value(V x) {
-    return x * sigmoid<M>(slope0 * x * (S(1) + cubic * (x * x)));
-  }
-  template <class V>
-  static LIGER_FN ValueAndSlope<V> value_and_slope(V x) {
+  template <class V> static LIGER_FN V value(V x) { return x * sigmoid<M>(slope0 * x * (S(1) + cubic * (x * x))); }
+  template <class V> static LIGER_FN ValueAndSlope<V> value_and_slope(V x) {
     const V square = cubic * (x * x);
     const V s = sigmoid<M>(slope0 * x * (S(1) + square));
     return {x * s, s + x * s * (S(1) - s) * (slope0 * (S(1) + S(3) * square))};
@@ -55,14 +43,9 @@ struct GeluTanh {
 };
 
 // x * Phi(x); arXiv:1606.08415.
-template <class M>
-struct Gelu {
-  template <class V>
-  static LIGER_FN V value(V x) {
-    return x * M::normal_cdf(x);
-  }
-  template <class V>
-  static LIGER_FN ValueAndSlope<V> value_and_slope(V x) {
+template <class M> struct Gelu {
+  template <class V> static LIGER_FN V value(V x) { return x * M::normal_cdf(x); }
+  template <class V> static LIGER_FN ValueAndSlope<V> value_and_slope(V x) {
     using S = typename M::scalar;
     const V cdf = M::normal_cdf(x);
     const V density = S(0.3989422804014327) * M::exp(S(-0.5) * (x * x));  // 1 / sqrt(2 * pi)

@@ -5,13 +5,9 @@
 
 namespace liger::math {
 
-template <class M, class V, class S>
-LIGER_FN V softcap(V x, S cap) {
-  return cap * M::tanh(x * (S(1) / cap));
-}
+template <class M, class V, class S> LIGER_FN V softcap(V x, S cap) { return cap * M::tanh(x * (S(1) / cap)); }
 
-template <class V, class S>
-LIGER_FN V softcap_slope(V capped, S cap) {
+template <class V, class S> LIGER_FN V softcap_slope(V capped, S cap) {
   const V t = capped * (S(1) / cap);
   return S(1) - t * t;
 }

@@ -5,8 +5,8 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-CrossEntropyRows rows_of(const Scope& scope, const RowsView& logits, const Tensor& target, const OptionalTensor& weight, const Tensor& counts,
-                         const CrossEntropyOptions& options) {
+CrossEntropyRows rows_of(const Scope& scope, const RowsView& logits, const Tensor& target, const OptionalTensor& weight,
+                         const Tensor& counts, const CrossEntropyOptions& options) {
   CrossEntropyRows args{};
   args.rows = logits.rows;
   args.vocab = logits.cols;
@@ -20,7 +20,8 @@ CrossEntropyRows rows_of(const Scope& scope, const RowsView& logits, const Tenso
 }
 
 void check_logits(const char* op, const Tensor& logits) {
-  require(logits.dim() == 2 && logits.size(1) > 0, op, ": logits has shape ", shape_text(logits), ", expected (rows, vocab_size) with vocab_size > 0");
+  require(logits.dim() == 2 && logits.size(1) > 0, op, ": logits has shape ", shape_text(logits),
+          ", expected (rows, vocab_size) with vocab_size > 0");
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tensor logits, Tensor target, OptionalTensor weight,
@@ -53,7 +54,8 @@ Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, Opt
                                  int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
                                  std::optional<double> softcap) {
   const Scope scope("cross_entropy_backward", logits);
-  const CrossEntropyOptions options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, false);
+  const CrossEntropyOptions options =
+      checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, false);
   check_logits(scope.op(), logits);
   const RowsView rows = as_rows(scope.op(), logits, "logits");
   const Dtype acc = accumulator(rows.view.dtype);

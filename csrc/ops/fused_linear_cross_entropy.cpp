@@ -89,8 +89,8 @@ class Problem {
   void run_chunk(int64_t first, int64_t count, const MutableRows& buffer, const Tensor& counts, const LossRows* losses, bool gradient,
                  const Rows& row_grad) const {
     if (bias) fill_rows({count, vocab, buffer, vector_of(bias, "bias")}, scope);
-    gemm({count, vocab, hidden, matrix(row_range(x_rows(), first)), matrix(weight_rows(), true), buffer.data, buffer.stride, compute, nullptr,
-          bias.has_value()},
+    gemm({count, vocab, hidden, matrix(row_range(x_rows(), first)), matrix(weight_rows(), true), buffer.data, buffer.stride, compute,
+          nullptr, bias.has_value()},
          scope);
     CrossEntropyRows args{};
     args.rows = count;
@@ -127,7 +127,8 @@ class Problem {
   }
 
   // A chunk's share of the wanted gradients, without scale.
-  void accumulate_gradients(int64_t first, int64_t count, const Rows& gradient, const Tensor& dx, const Tensor& dweight, const Tensor& dbias) const {
+  void accumulate_gradients(int64_t first, int64_t count, const Rows& gradient, const Tensor& dx, const Tensor& dweight,
+                            const Tensor& dbias) const {
     if (wanted.dx) input_gradient(first, count, gradient, dx, compute, nullptr);
     if (wanted.dweight) weight_gradient(count, gradient, row_range(x_rows(), first), dweight, accum, nullptr, first > 0);
     if (wanted.dbias) bias_gradient(count, gradient, {}, dbias, first > 0);
@@ -168,9 +169,9 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
                          bool return_predicted_tokens, std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
                          int64_t chunk_rows, bool need_dx, bool need_dweight, bool need_dbias) {
   const Scope scope("fused_linear_cross_entropy", x);
-  const auto options =
-      checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
-  const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows, {need_dx, need_dweight, need_dbias});
+  const auto options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
+  const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows,
+                  {need_dx, need_dweight, need_dbias});
 
   const Tensor counts = count_targets(scope, p.target, p.ce_weight, get(normalizer), p.vocab, options, p.acc);
   LossRows losses(scope, x, p.rows, p.acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
@@ -178,7 +179,8 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
   const auto output = [&](bool wanted, std::vector<int64_t> sizes, Dtype dtype) {
     return allocate(scope, wanted ? sizes : std::vector<int64_t>{0}, dtype, x);
   };
-  Tensor saved = deferred ? allocate(scope, {p.rows, p.vocab}, {launch::padded_vocab(p.vocab), 1}, p.compute, x) : output(false, {}, p.compute);
+  Tensor saved =
+      deferred ? allocate(scope, {p.rows, p.vocab}, {launch::padded_vocab(p.vocab), 1}, p.compute, x) : output(false, {}, p.compute);
   Tensor dx = output(accumulated && p.wanted.dx, {p.rows, p.hidden}, p.compute);
   Tensor dweight = output(accumulated && p.wanted.dweight, {p.vocab, p.hidden}, p.accum);
   Tensor dbias = output(accumulated && p.wanted.dbias, {p.vocab}, p.acc);
@@ -281,8 +283,7 @@ class Backward {
   }
 
   // Runs a matmul into `out`, by way of the accumulator dtype where a matmul cannot write out's.
-  template <class F>
-  void into(const Tensor& out, F matmul) const {
+  template <class F> void into(const Tensor& out, F matmul) const {
     const Dtype dtype = dtype_of(out, "gradient");
     if (p_.writes(dtype)) return matmul(out, dtype);
     const Tensor wide = allocate_like(p_.scope, out, p_.acc);
@@ -297,14 +298,15 @@ class Backward {
 };
 
 std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor weight, Tensor target, OptionalTensor bias,
-                                               OptionalTensor ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias,
-                                               int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
-                                               std::optional<double> softcap, bool use_token_scaling, std::optional<ScalarType> accum_dtype,
-                                               std::optional<ScalarType> compute_dtype, int64_t chunk_rows, bool need_dx, bool need_dweight,
-                                               bool need_dbias) {
+                                               OptionalTensor ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dweight,
+                                               Tensor dbias, int64_t ignore_index, int64_t reduction, double label_smoothing,
+                                               double lse_square_scale, std::optional<double> softcap, bool use_token_scaling,
+                                               std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
+                                               int64_t chunk_rows, bool need_dx, bool need_dweight, bool need_dbias) {
   const Scope scope("fused_linear_cross_entropy_backward", x);
   const auto options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
-  const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows, {need_dx, need_dweight, need_dbias});
+  const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows,
+                  {need_dx, need_dweight, need_dbias});
   const bool per_row = options.reduction == Reduction::none;
   check_device(scope.op(), dloss, "dloss", x, "x");
   require(dloss.numel() == (per_row ? p.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
@@ -323,7 +325,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
             " is not what the forward returned for these arguments");
   };
   switch (p.mode) {
-    case Gradients::none: break;
+    case Gradients::none:
+      break;
     case Gradients::deferred:
       check_device(scope.op(), saved, "saved", x, "x");
       check_shape(scope.op(), saved, "saved", {p.rows, p.vocab});
@@ -337,7 +340,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
       expect(dbias, "dbias", p.wanted.dbias, p.vocab, p.acc);
       backward.from_accumulated(dx, dweight, dbias);
       break;
-    case Gradients::recomputed: backward.by_recomputing(); break;
+    case Gradients::recomputed:
+      backward.by_recomputing();
+      break;
   }
   return {backward.dx, backward.dweight, backward.dbias};
 }

@@ -35,12 +35,14 @@ Halves packed(const char* op, const Tensor& gate_up) {
   return {gate, up};
 }
 
-Tensor forward(const Scope& scope, const Tensor& shape_of, const Halves& in, int64_t activation, double gate_multiplier, double down_multiplier) {
+Tensor forward(const Scope& scope, const Tensor& shape_of, const Halves& in, int64_t activation, double gate_multiplier,
+               double down_multiplier) {
   const Activation act = activation_of(scope.op(), activation);
   auto sizes = sizes_of(shape_of);
   sizes.back() = in.gate.cols;
   Tensor h = allocate(scope, sizes, in.gate.view.dtype, shape_of);
-  if (h.numel() > 0) glu_forward({in.gate.rows, in.gate.cols, in.gate, in.up, mutable_rows(h, "h"), act, gate_multiplier, down_multiplier}, scope);
+  if (h.numel() > 0)
+    glu_forward({in.gate.rows, in.gate.cols, in.gate, in.up, mutable_rows(h, "h"), act, gate_multiplier, down_multiplier}, scope);
   return h;
 }
 
@@ -60,7 +62,8 @@ Tensor glu_op(Tensor gate, Tensor up, int64_t activation, double gate_multiplier
   return forward(scope, gate, two_tensors(scope.op(), gate, up), activation, gate_multiplier, down_multiplier);
 }
 
-std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier, double down_multiplier) {
+std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
+                                           double down_multiplier) {
   const Scope scope("glu_backward", gate);
   const Halves in = two_tensors(scope.op(), gate, up);
   Tensor dgate = allocate_like(scope, gate), dup = allocate_like(scope, up);

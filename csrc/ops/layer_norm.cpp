@@ -25,8 +25,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight
   const Dtype stats = accumulator(rows.view.dtype);
   Tensor mean = allocate(scope, leading, stats, x), rstd = allocate(scope, leading, stats, x);
   if (x.numel() > 0)
-    layer_norm_forward({rows.rows, rows.cols, rows, vector_of(weight, "weight"), vector_of(bias, "bias"), mutable_rows(y, "y"), mean.data_ptr(),
-                        rstd.data_ptr(), eps},
+    layer_norm_forward({rows.rows, rows.cols, rows, vector_of(weight, "weight"), vector_of(bias, "bias"), mutable_rows(y, "y"),
+                        mean.data_ptr(), rstd.data_ptr(), eps},
                        scope);
   return {y, mean, rstd};
 }
@@ -58,7 +58,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x
     return {dx, dweight, dbias};
   }
   const RowsView dy = as_rows(scope.op(), dy_in, "dy");
-  LayerNormBackward args{rows.rows, rows.cols, dy, rows, vector_of(weight, "weight"), mean.data_ptr(), rstd.data_ptr(), {}, {}, {}, nullptr};
+  LayerNormBackward args{rows.rows, rows.cols, dy, rows,   vector_of(weight, "weight"), mean.data_ptr(), rstd.data_ptr(),
+                         {},        {},        {}, nullptr};
   if (need_dx) args.dx = mutable_rows(dx, "dx");
   if (need_dweight) args.dweight = {dweight.data_ptr(), dtype_of(dweight, "weight")};
   if (need_dbias) args.dbias = {dbias.data_ptr(), dtype_of(dbias, "bias")};

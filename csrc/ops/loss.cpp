@@ -22,8 +22,8 @@ OptionalTensor checked_class_weight(const char* op, const OptionalTensor& weight
   if (!weight) return weight;
   check_device(op, *weight, name, like, "the logits");
   check_shape(op, *weight, name, {vocab});
-  require(weight->scalar_type() == scalar_type(accumulator), op, ": ", name, " has dtype ", dtype_name(weight->scalar_type()), ", expected ",
-          dtype_name(scalar_type(accumulator)));
+  require(weight->scalar_type() == scalar_type(accumulator), op, ": ", name, " has dtype ", dtype_name(weight->scalar_type()),
+          ", expected ", dtype_name(scalar_type(accumulator)));
   return contiguous(op, weight);
 }
 
@@ -43,8 +43,14 @@ Tensor count_targets(const Scope& scope, const Tensor& target, const OptionalTen
 
 LossRows::LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype accumulator, const CrossEntropyOptions& options,
                    bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens)
-    : scope_(scope), rows_(rows), accumulator_(accumulator), options_(options), has_z_(options.lse_square_scale != 0 || return_z_loss),
-      return_z_(return_z_loss), return_accuracy_(return_token_accuracy), return_predicted_(return_predicted_tokens) {
+    : scope_(scope),
+      rows_(rows),
+      accumulator_(accumulator),
+      options_(options),
+      has_z_(options.lse_square_scale != 0 || return_z_loss),
+      return_z_(return_z_loss),
+      return_accuracy_(return_token_accuracy),
+      return_predicted_(return_predicted_tokens) {
   const bool per_row = options.reduction == Reduction::none;
   const std::vector<int64_t> result = per_row ? std::vector<int64_t>{rows} : std::vector<int64_t>{}, nothing{0};
   loss = allocate(scope, result, accumulator, like);

@@ -27,7 +27,16 @@ std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double e
   leading.pop_back();
   Tensor rstd = allocate(scope, leading, accumulator(rows.view.dtype), x);
   if (x.numel() > 0)
-    rms_norm_forward({rows.rows, rows.cols, rows, {}, {}, vector_of(weight, "weight"), mutable_rows(y, "y"), rstd.data_ptr(), eps, offset,
+    rms_norm_forward({rows.rows,
+                      rows.cols,
+                      rows,
+                      {},
+                      {},
+                      vector_of(weight, "weight"),
+                      mutable_rows(y, "y"),
+                      rstd.data_ptr(),
+                      eps,
+                      offset,
                       casting_mode == 0},
                      scope);
   return {y, rstd};
@@ -50,8 +59,8 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, Op
   leading.pop_back();
   Tensor rstd = allocate(scope, leading, accumulator(dtype), x);
   if (x.numel() > 0)
-    rms_norm_forward({rows.rows, rows.cols, rows, residual_rows, mutable_rows(sum, "sum"), vector_of(weight, "weight"), mutable_rows(y, "y"),
-                      rstd.data_ptr(), eps, offset, casting_mode == 0},
+    rms_norm_forward({rows.rows, rows.cols, rows, residual_rows, mutable_rows(sum, "sum"), vector_of(weight, "weight"),
+                      mutable_rows(y, "y"), rstd.data_ptr(), eps, offset, casting_mode == 0},
                      scope);
   return {y, sum, rstd};
 }
@@ -63,7 +72,8 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
   check_weight(scope.op(), weight, z, z_rows.cols);
   weight = contiguous(scope.op(), weight);
   need_dweight = need_dweight && weight.has_value();
-  require(rstd.numel() == z_rows.rows, scope.op(), ": rstd has ", rstd.numel(), " elements, expected one for each of ", z_rows.rows, " rows");
+  require(rstd.numel() == z_rows.rows, scope.op(), ": rstd has ", rstd.numel(), " elements, expected one for each of ", z_rows.rows,
+          " rows");
   const Tensor rstd_rows = contiguous(scope.op(), rstd);
   require(dtype_of(rstd, "rstd") == accumulator(z_rows.view.dtype), scope.op(), ": rstd has dtype ", dtype_name(rstd.scalar_type()),
           ", expected what the forward returned");
@@ -93,7 +103,8 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
     if (need_dweight) torch::stable::zero_(dweight);
     return {dz, dweight};
   }
-  RmsNormBackward args{z_rows.rows, z_rows.cols, dy, dsum_rows, z_rows, vector_of(weight, "weight"), rstd_rows.data_ptr(), {}, {}, nullptr, offset};
+  RmsNormBackward args{z_rows.rows,          z_rows.cols, dy, dsum_rows, z_rows, vector_of(weight, "weight"),
+                       rstd_rows.data_ptr(), {},          {}, nullptr,   offset};
   if (need_dx) args.dz = mutable_rows(dz, "dx");
   if (need_dweight) args.dweight = {dweight.data_ptr(), dtype_of(dweight, "weight")};
   const Tensor space = workspace(scope, rms_norm_backward_workspace(args, scope), z);

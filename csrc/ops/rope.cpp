@@ -40,8 +40,8 @@ RopeHeads heads_of(const Tensor& in, const Tensor& out) {
 
 void check_table(const char* op, const Tensor& table, const char* name, const Tensor& q) {
   check_device(op, table, name, q, "q");
-  require(table.dim() == 3 && (table.size(0) == 1 || table.size(0) == q.size(0)) && table.size(1) == q.size(2), op, ": ", name, " has shape ",
-          shape_text(table), ", expected (1 or ", q.size(0), ", ", q.size(2), ", rotary_dim)");
+  require(table.dim() == 3 && (table.size(0) == 1 || table.size(0) == q.size(0)) && table.size(1) == q.size(2), op, ": ", name,
+          " has shape ", shape_text(table), ", expected (1 or ", q.size(0), ", ", q.size(2), ", rotary_dim)");
   require(table.size(2) % 2 == 0 && table.size(2) <= q.size(3), op, ": ", name, " has rotary_dim ", table.size(2),
           ", expected an even number of at most head_dim ", q.size(3));
 }
@@ -52,7 +52,8 @@ std::tuple<Tensor, Tensor> run(const char* op, Tensor q, Tensor k, Tensor cos, T
   require(k.dim() == 4 && k.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(3) == q.size(3), op, ": k has shape ", shape_text(k),
           ", expected (", q.size(0), ", heads, ", q.size(2), ", ", q.size(3), ")");
   check_device(op, k, "k", q, "q");
-  require(k.scalar_type() == q.scalar_type(), op, ": k has dtype ", dtype_name(k.scalar_type()), ", expected that of q, ", dtype_name(q.scalar_type()));
+  require(k.scalar_type() == q.scalar_type(), op, ": k has dtype ", dtype_name(k.scalar_type()), ", expected that of q, ",
+          dtype_name(q.scalar_type()));
   check_table(op, cos, "cos", q);
   check_table(op, sin, "sin", q);
   require(cos.size(2) == sin.size(2) && cos.scalar_type() == sin.scalar_type(), op, ": cos and sin differ in rotary_dim or dtype");

@@ -10,19 +10,32 @@ namespace liger::LIGER_BACKEND {
 
 const char* dtype_name(ScalarType type) {
   switch (type) {
-    case ScalarType::Float: return "torch.float32";
-    case ScalarType::Double: return "torch.float64";
-    case ScalarType::BFloat16: return "torch.bfloat16";
-    case ScalarType::Half: return "torch.float16";
-    case ScalarType::Long: return "torch.int64";
-    case ScalarType::Int: return "torch.int32";
-    case ScalarType::Short: return "torch.int16";
-    case ScalarType::Char: return "torch.int8";
-    case ScalarType::Byte: return "torch.uint8";
-    case ScalarType::Bool: return "torch.bool";
-    case ScalarType::ComplexFloat: return "torch.complex64";
-    case ScalarType::ComplexDouble: return "torch.complex128";
-    default: return "an unsupported dtype";
+    case ScalarType::Float:
+      return "torch.float32";
+    case ScalarType::Double:
+      return "torch.float64";
+    case ScalarType::BFloat16:
+      return "torch.bfloat16";
+    case ScalarType::Half:
+      return "torch.float16";
+    case ScalarType::Long:
+      return "torch.int64";
+    case ScalarType::Int:
+      return "torch.int32";
+    case ScalarType::Short:
+      return "torch.int16";
+    case ScalarType::Char:
+      return "torch.int8";
+    case ScalarType::Byte:
+      return "torch.uint8";
+    case ScalarType::Bool:
+      return "torch.bool";
+    case ScalarType::ComplexFloat:
+      return "torch.complex64";
+    case ScalarType::ComplexDouble:
+      return "torch.complex128";
+    default:
+      return "an unsupported dtype";
   }
 }
 
@@ -34,13 +47,18 @@ std::ostream& operator<<(std::ostream& out, const ShapeText& shape) {
 
 Dtype dtype_of(ScalarType type, const char* name) {
   switch (type) {
-    case ScalarType::Float: return Dtype::f32;
-    case ScalarType::BFloat16: return Dtype::bf16;
-    case ScalarType::Half: return Dtype::f16;
+    case ScalarType::Float:
+      return Dtype::f32;
+    case ScalarType::BFloat16:
+      return Dtype::bf16;
+    case ScalarType::Half:
+      return Dtype::f16;
 #if !LIGER_IS_GPU
-    case ScalarType::Double: return Dtype::f64;
+    case ScalarType::Double:
+      return Dtype::f64;
 #endif
-    default: break;
+    default:
+      break;
   }
   throw std::invalid_argument(text(name, " has dtype ", dtype_name(type), ", expected float32, bfloat16 or float16",
                                    LIGER_IS_GPU ? " (float64 works on the CPU only)" : ", or float64"));
@@ -49,16 +67,20 @@ Dtype dtype_of(const Tensor& t, const char* name) { return dtype_of(t.scalar_typ
 
 ScalarType scalar_type(Dtype dtype) {
   switch (dtype) {
-    case Dtype::f32: return ScalarType::Float;
-    case Dtype::bf16: return ScalarType::BFloat16;
-    case Dtype::f16: return ScalarType::Half;
-    default: return ScalarType::Double;
+    case Dtype::f32:
+      return ScalarType::Float;
+    case Dtype::bf16:
+      return ScalarType::BFloat16;
+    case Dtype::f16:
+      return ScalarType::Half;
+    default:
+      return ScalarType::Double;
   }
 }
 
 void check_device(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
-  require(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && t.get_device_index() == like.get_device_index(), op, ": ",
-          name, " is on another device than ", like_name, "; move both to one device");
+  require(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && t.get_device_index() == like.get_device_index(), op, ": ", name,
+          " is on another device than ", like_name, "; move both to one device");
 }
 
 void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
@@ -71,7 +93,8 @@ void check_shape(const char* op, const Tensor& t, const char* name, std::initial
 
 void check_same_shape(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
   const auto sizes = t.sizes(), expected = like.sizes();
-  require(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), op, ": ", name, " has shape ", shape_text(t), ", expected that of ", like_name, ", ", shape_text(like));
+  require(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), op, ": ", name, " has shape ", shape_text(t),
+          ", expected that of ", like_name, ", ", shape_text(like));
 }
 
 Scope::Scope(const char* op, const Tensor& t) : op_(op) {
@@ -97,10 +120,12 @@ int64_t element_bytes(ScalarType type) {
 }
 
 [[noreturn]] void throw_out_of_memory(const char* op, int64_t bytes) {
-  throw std::runtime_error(text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", "liger_ext::", op, " tried to allocate ", bytes >> 20, " MiB"));
+  throw std::runtime_error(
+      text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", "liger_ext::", op, " tried to allocate ", bytes >> 20, " MiB"));
 }
 
-Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type, const Tensor& like) {
+Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
+                        const Tensor& like) {
   int32_t device_type = 0;
   aoti_torch_get_device_type(like.get(), &device_type);
   AtenTensorHandle handle = nullptr;
@@ -127,7 +152,8 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
 
 }  // namespace
 
-Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Dtype dtype, const Tensor& like) {
+Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Dtype dtype,
+                const Tensor& like) {
   return allocate_strided(scope.op(), sizes, strides, scalar_type(dtype), like);
 }
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
@@ -181,8 +207,6 @@ Vector vector_of(const OptionalTensor& t, const char* name) {
   return {t->data_ptr(), dtype_of(*t, name)};
 }
 
-OptionalTensor contiguous(const char* op, const OptionalTensor& t) {
-  return t.has_value() ? OptionalTensor(contiguous(op, *t)) : t;
-}
+OptionalTensor contiguous(const char* op, const OptionalTensor& t) { return t.has_value() ? OptionalTensor(contiguous(op, *t)) : t; }
 
 }  // namespace liger::LIGER_BACKEND

@@ -52,7 +52,8 @@ class Scope {
 // A failed allocation becomes "CUDA out of memory. liger_ext::<op> tried to allocate N MiB".
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like);
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like);
-Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Dtype dtype, const Tensor& like);
+Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Dtype dtype,
+                const Tensor& like);
 Tensor allocate_like(const Scope& scope, const Tensor& like);                        // contiguous
 Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype);
 Tensor empty_output(const Scope& scope, const Tensor& like);                         // zero elements: an output not wanted

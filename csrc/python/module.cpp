@@ -54,7 +54,8 @@ void bind_profiles(py::module_& m) {
       .def_readwrite("native_bf16", &DeviceProfile::native_bf16)
       .def_readwrite("bulk_copies", &DeviceProfile::bulk_copies)
       .def_property(
-          "resident_clusters", [](const DeviceProfile& d) { return std::vector<int>(std::begin(d.resident_clusters[0]), std::end(d.resident_clusters[0])); },
+          "resident_clusters",
+          [](const DeviceProfile& d) { return std::vector<int>(std::begin(d.resident_clusters[0]), std::end(d.resident_clusters[0])); },
           [](DeviceProfile& d, const std::array<int, 4>& counts) { set_clusters(d, counts); });
   m.def("profiles", &reference_profiles, "The reference profiles: GPUs that plans are shown and tested for.");
   m.def("profile", &reference_profile, py::arg("name"), "The reference profile of this name; ValueError lists the names there are.");
@@ -94,8 +95,8 @@ void bind_knobs(py::module_& m) {
       .def(py::init([](int threads, int block, int cluster, int stages, int resident, int heads) {
              return Knobs{threads, block, cluster, stages, resident, heads};
            }),
-           py::kw_only(), py::arg("threads") = 0, py::arg("block") = 0, py::arg("cluster") = 0, py::arg("stages") = 0, py::arg("resident") = 0,
-           py::arg("heads") = 0)
+           py::kw_only(), py::arg("threads") = 0, py::arg("block") = 0, py::arg("cluster") = 0, py::arg("stages") = 0,
+           py::arg("resident") = 0, py::arg("heads") = 0)
       .def("__eq__", [](const Knobs& a, const Knobs& b) { return a == b; })
       .def_readonly("threads", &Knobs::threads)
       .def_readonly("block", &Knobs::block)
@@ -105,10 +106,12 @@ void bind_knobs(py::module_& m) {
       .def_readonly("heads", &Knobs::heads);
   m.attr("knob_entry_bytes") = sizeof(KnobEntry);
   m.def("pack_knobs", &packed, py::arg("entries"),
-        "As the GPU library takes them: (device name or \"\", Tunable, elements of an access, rows, cols, (q_heads, k_heads, rotary_dim), Knobs).");
+        "As the GPU library takes them: (device name or \"\", Tunable, elements of an access, rows, cols, (q_heads, k_heads, rotary_dim), "
+        "Knobs).");
   m.def(
       "find_knobs",
-      [](const py::bytes& table, const DeviceProfile& device, Tunable kernel, int vec, int64_t rows, int64_t cols, std::array<int, 3> heads) {
+      [](const py::bytes& table, const DeviceProfile& device, Tunable kernel, int vec, int64_t rows, int64_t cols,
+         std::array<int, 3> heads) {
         const std::string_view bytes = table;
         set_knobs(reinterpret_cast<const KnobEntry*>(bytes.data()), bytes.size() / sizeof(KnobEntry));
         const Knobs found = knobs_of(device, kernel, vec, rows, cols, heads[0], heads[1], heads[2]);
@@ -150,21 +153,21 @@ void bind_plans(py::module_& m) {
   m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"), py::arg("knobs") = Knobs{});
   py::class_<RowForwardKind>(m, "RowForwardKind")
       .def(py::init<>())
-      .def_readwrite("streams", &RowForwardKind::streams)
       .def_readwrite("block_k", &RowForwardKind::block_k)
       .def_readwrite("five_from", &RowForwardKind::five_from);
   m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"),
         py::arg("kind") = RowForwardKind{}, py::arg("knobs") = Knobs{});
-  m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_block"),
-        py::arg("max_k"), py::arg("knobs") = Knobs{});
-  m.def("plan_rope_heads", &plan_rope_heads, py::arg("device"), py::arg("positions"), py::arg("q_heads"), py::arg("k_heads"), py::arg("head_dim"),
-        py::arg("rotary_dim"), py::arg("vec"), py::arg("knobs") = Knobs{});
+  m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"),
+        py::arg("max_block"), py::arg("max_k"), py::arg("knobs") = Knobs{});
+  m.def("plan_rope_heads", &plan_rope_heads, py::arg("device"), py::arg("positions"), py::arg("q_heads"), py::arg("k_heads"),
+        py::arg("head_dim"), py::arg("rotary_dim"), py::arg("vec"), py::arg("knobs") = Knobs{});
   m.def("norm_partial_rows", &norm_partial_rows, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("centered"));
   m.def("padded_vocab", &padded_vocab, py::arg("vocab"));
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
-  py::class_<NamedLaunch>(m, "NamedLaunch",
-                          "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound, whose knobs it takes.")
+  py::class_<NamedLaunch>(
+      m, "NamedLaunch",
+      "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound, whose knobs it takes.")
       .def_readonly("kernel", &NamedLaunch::kernel)
       .def_readonly("instance", &NamedLaunch::instance)
       .def_readonly("rows", &NamedLaunch::rows)
@@ -175,19 +178,31 @@ void bind_plans(py::module_& m) {
   m.def("planned_ops", &planned_ops, "The ops that plans() knows.");
   m.def(
       "plans",
-      [](const std::string& op, const DeviceProfile& device, int64_t rows, int64_t cols, const std::string& dtype, bool aligned, bool contiguous,
-         bool mixed, bool per_row, bool bias, int64_t q_heads, int64_t k_heads, int64_t rotary_dim, int64_t hidden, int64_t chunk_rows,
-         const Knobs& knobs) {
+      [](const std::string& op, const DeviceProfile& device, int64_t rows, int64_t cols, const std::string& dtype, bool aligned,
+         bool contiguous, bool mixed, bool per_row, bool bias, int64_t q_heads, int64_t k_heads, int64_t rotary_dim, int64_t hidden,
+         int64_t chunk_rows, const Knobs& knobs) {
         return plans(op, device,
-                     {.rows = rows, .cols = cols, .element_bytes = bytes_of(dtype), .aligned = aligned, .contiguous = contiguous, .mixed = mixed,
-                      .per_row = per_row, .bias = bias, .q_heads = q_heads, .k_heads = k_heads, .rotary_dim = rotary_dim, .hidden = hidden,
-                      .chunk_rows = chunk_rows, .knobs = knobs});
+                     {.rows = rows,
+                      .cols = cols,
+                      .element_bytes = bytes_of(dtype),
+                      .aligned = aligned,
+                      .contiguous = contiguous,
+                      .mixed = mixed,
+                      .per_row = per_row,
+                      .bias = bias,
+                      .q_heads = q_heads,
+                      .k_heads = k_heads,
+                      .rotary_dim = rotary_dim,
+                      .hidden = hidden,
+                      .chunk_rows = chunk_rows,
+                      .knobs = knobs});
       },
-      py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(), py::arg("aligned") = true,
-      py::arg("contiguous") = true, py::arg("mixed") = false, py::arg("per_row") = false, py::arg("bias") = false, py::arg("q_heads") = 1,
-      py::arg("k_heads") = 1, py::arg("rotary_dim") = 0, py::arg("hidden") = 1, py::arg("chunk_rows") = 0,
-      py::arg("knobs") = Knobs{},
-      "The launches that an op makes on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and head_dim; "
+      py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(),
+      py::arg("aligned") = true, py::arg("contiguous") = true, py::arg("mixed") = false, py::arg("per_row") = false,
+      py::arg("bias") = false, py::arg("q_heads") = 1, py::arg("k_heads") = 1, py::arg("rotary_dim") = 0, py::arg("hidden") = 1,
+      py::arg("chunk_rows") = 0, py::arg("knobs") = Knobs{},
+      "The launches that an op makes on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and "
+      "head_dim; "
       "fused_linear_cross_entropy: tokens and vocabulary. The other arguments are the fields of Call in csrc/launch/op_plans.h. ValueError "
       "lists the ops there are.");
 }

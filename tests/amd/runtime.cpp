@@ -25,7 +25,8 @@ struct Memory {
   size_t pages, bytes;
 
   explicit Memory(size_t size) : pages(page + size / page * page), bytes(size) {
-    mapping = static_cast<char*>(mmap(nullptr, pages + 2 * page, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    mapping =
+        static_cast<char*>(mmap(nullptr, pages + 2 * page, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (mapping == MAP_FAILED) throw std::bad_alloc();
     mprotect(mapping, page, PROT_NONE);
     mprotect(mapping + page + pages, page, PROT_NONE);
@@ -159,13 +160,14 @@ AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   *stream = nullptr;
   return 0;
 }
-AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type, int32_t,
-                                        AtenTensorHandle* tensor) {
+AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
+                                        int32_t, AtenTensorHandle* tensor) {
   int64_t elements = 1;
   for (int64_t i = 0; i < dims; ++i) elements = sizes[i] == 0 || elements == 0 ? 0 : elements + (sizes[i] - 1) * strides[i];
   void* data = emulated_allocate(size_t(elements) * aoti_torch_dtype_element_size(dtype));
-  return torch_from_blob(data, dims, sizes, strides, 0, dtype, device_type, -1, tensor, aoti_torch_layout_strided(), nullptr, 0,
-                         [](void* memory, void*) { emulated_free(memory); }, nullptr);
+  return torch_from_blob(
+      data, dims, sizes, strides, 0, dtype, device_type, -1, tensor, aoti_torch_layout_strided(), nullptr, 0,
+      [](void* memory, void*) { emulated_free(memory); }, nullptr);
 }
 
 // ---------------------------------------------------------------- hipBLAS, as csrc/gpu/gemm.cu looks it up

@@ -57,8 +57,7 @@ Buffer out(const char* name, const void* data, int64_t bytes, Content content = 
 Buffer in(const char* name, const Vector& v, int64_t n) { return in(name, v.data, n * size_of(v.dtype)); }
 Buffer out(const char* name, const MutableVector& v, int64_t n) { return out(name, v.data, n * size_of(v.dtype)); }
 // Rows without gaps are one run: a vector may cross from one into the next.
-template <class AnyRows>
-Buffer matrix(const char* name, const AnyRows& r, int64_t rows, int64_t cols, Content content) {
+template <class AnyRows> Buffer matrix(const char* name, const AnyRows& r, int64_t rows, int64_t cols, Content content) {
   const int64_t bytes = size_of(r.dtype);
   if (r.stride == cols) return {name, r.data, rows * cols * bytes, content};
   return {name, r.data, cols * bytes, content, {{rows, r.stride * bytes}}};
@@ -70,28 +69,35 @@ constexpr int64_t f32 = sizeof(float), i64 = sizeof(int64_t);
 }  // namespace
 
 void rms_norm_forward(const RmsNormForward& a, Stream stream) {
-  const Buffers buffers{in("x", a.x, a.rows, a.cols),      in("residual", a.residual, a.rows, a.cols), in("weight", a.weight, a.cols),
-                        out("sum", a.sum, a.rows, a.cols), out("y", a.y, a.rows, a.cols),              out("rstd", a.rstd, a.rows * f32)};
+  const Buffers buffers{in("x", a.x, a.rows, a.cols),   in("residual", a.residual, a.rows, a.cols),
+                        in("weight", a.weight, a.cols), out("sum", a.sum, a.rows, a.cols),
+                        out("y", a.y, a.rows, a.cols),  out("rstd", a.rstd, a.rows * f32)};
   gpu::rms_norm_forward(a, stream);
 }
 int64_t rms_norm_backward_workspace(const RmsNormBackward& a, Stream stream) { return gpu::rms_norm_backward_workspace(a, stream); }
 void rms_norm_backward(const RmsNormBackward& a, Stream stream) {
-  const Buffers buffers{in("dy", a.dy, a.rows, a.cols), in("dsum", a.dsum, a.rows, a.cols), in("z", a.z, a.rows, a.cols),
-                        in("weight", a.weight, a.cols), in("rstd", a.rstd, a.rows * f32),   out("dz", a.dz, a.rows, a.cols),
+  const Buffers buffers{in("dy", a.dy, a.rows, a.cols),    in("dsum", a.dsum, a.rows, a.cols),
+                        in("z", a.z, a.rows, a.cols),      in("weight", a.weight, a.cols),
+                        in("rstd", a.rstd, a.rows * f32),  out("dz", a.dz, a.rows, a.cols),
                         out("dweight", a.dweight, a.cols), out("workspace", a.workspace, gpu::rms_norm_backward_workspace(a, stream))};
   gpu::rms_norm_backward(a, stream);
 }
 
 void layer_norm_forward(const LayerNormForward& a, Stream stream) {
-  const Buffers buffers{in("x", a.x, a.rows, a.cols),  in("weight", a.weight, a.cols),      in("bias", a.bias, a.cols),
+  const Buffers buffers{in("x", a.x, a.rows, a.cols),  in("weight", a.weight, a.cols),    in("bias", a.bias, a.cols),
                         out("y", a.y, a.rows, a.cols), out("mean", a.mean, a.rows * f32), out("rstd", a.rstd, a.rows * f32)};
   gpu::layer_norm_forward(a, stream);
 }
 int64_t layer_norm_backward_workspace(const LayerNormBackward& a, Stream stream) { return gpu::layer_norm_backward_workspace(a, stream); }
 void layer_norm_backward(const LayerNormBackward& a, Stream stream) {
-  const Buffers buffers{in("dy", a.dy, a.rows, a.cols),    in("x", a.x, a.rows, a.cols),      in("weight", a.weight, a.cols),
-                        in("mean", a.mean, a.rows * f32),  in("rstd", a.rstd, a.rows * f32),  out("dx", a.dx, a.rows, a.cols),
-                        out("dweight", a.dweight, a.cols), out("dbias", a.dbias, a.cols),
+  const Buffers buffers{in("dy", a.dy, a.rows, a.cols),
+                        in("x", a.x, a.rows, a.cols),
+                        in("weight", a.weight, a.cols),
+                        in("mean", a.mean, a.rows * f32),
+                        in("rstd", a.rstd, a.rows * f32),
+                        out("dx", a.dx, a.rows, a.cols),
+                        out("dweight", a.dweight, a.cols),
+                        out("dbias", a.dbias, a.cols),
                         out("workspace", a.workspace, gpu::layer_norm_backward_workspace(a, stream))};
   gpu::layer_norm_backward(a, stream);
 }
@@ -108,7 +114,8 @@ void glu_backward(const GluBackward& a, Stream stream) {
 
 void rope(const Rope& a, Stream stream) {
   const int64_t bytes = size_of(a.dtype), table = size_of(a.table_dtype);
-  const auto heads = [&](const char* name, const void* data, Content content, const RopeHeads& h, int64_t batch, int64_t head, int64_t seq) {
+  const auto heads = [&](const char* name, const void* data, Content content, const RopeHeads& h, int64_t batch, int64_t head,
+                         int64_t seq) {
     return Buffer{name, data, a.head_dim * bytes, content, {{a.batch, batch * bytes}, {h.heads, head * bytes}, {a.seq, seq * bytes}}};
   };
   const auto angles = [&](const char* name, const void* data, int64_t batch, int64_t seq) {
@@ -218,7 +225,8 @@ void gemm(const Gemm& g, Stream) {
   const auto widened = [](const Matrix& x, int64_t rows, int64_t cols) {
     std::vector<float> out(size_t(rows * cols));
     for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < cols; ++j) out[i * cols + j] = gpu::load_one(x.data, x.dtype, x.transposed ? j * x.stride + i : i * x.stride + j);
+      for (int64_t j = 0; j < cols; ++j)
+        out[i * cols + j] = gpu::load_one(x.data, x.dtype, x.transposed ? j * x.stride + i : i * x.stride + j);
     return out;
   };
   const std::vector<float> a = widened(g.a, g.m, g.k), b = widened(g.b, g.k, g.n);

@@ -118,21 +118,20 @@ void note(Cell& cell, const Access& access) {
 }
 
 // name(): where the access is.
-template <class Name>
-void check_order(const Cell& cell, const Access& access, const Name& name) {
+template <class Name> void check_order(const Cell& cell, const Access& access, const Name& name) {
   const auto race = [&](uint32_t tick, int thread, const char* did) {
     report(access.code, text("race: ", access.verb(), " ", access.size, " bytes ", name(), "; ", other(tick, thread, did)));
   };
   if (races(cell.write_block, cell.write_warp, cell.writer)) race(cell.write_block, cell.writer, "written");
   if (!access.writes) return;
   if (cell.first_read >= launch_start && cell.first_read < block_start) race(cell.first_read, cell.reader, "read");
-  const bool others = !reads_are_over(cell) && (cell.first_warp != cell.last_warp || (cell.many_lanes && warp_of(cell.reader) == warp_of(running) &&
-                                                                             cell.read_warp >= warp_ticks[warp_of(running)]));
+  const bool others = !reads_are_over(cell) &&
+                      (cell.first_warp != cell.last_warp ||
+                       (cell.many_lanes && warp_of(cell.reader) == warp_of(running) && cell.read_warp >= warp_ticks[warp_of(running)]));
   if (others || races(cell.read_block, cell.read_warp, cell.reader)) race(cell.read_block, cell.reader, "read");
 }
 
-template <class Name>
-void check_alignment(const Access& access, const Name& name) {
+template <class Name> void check_alignment(const Access& access, const Name& name) {
   const int64_t alignment = access.size % 16 == 0 ? 16 : access.size & -access.size;
   if (access.aligned && access.at % uintptr_t(alignment) != 0)
     report(access.code, text("misaligned: ", access.verb(), " ", access.size, " bytes ", name(), ", which is no multiple of ", alignment));
@@ -142,14 +141,16 @@ void touch_shared(const Access& access) {
   const int64_t offset = int64_t(access.at - uintptr_t(arena)) - shared_margin;
   const auto name = [&] { return text("at shared memory + ", offset); };
   if (offset < 0 || offset + access.size > shared_bytes)
-    report(access.code, text("out of bounds: ", access.verb(), " ", access.size, " bytes ", name(), "; the launch asked for ", shared_bytes, " bytes"));
+    report(access.code,
+           text("out of bounds: ", access.verb(), " ", access.size, " bytes ", name(), "; the launch asked for ", shared_bytes, " bytes"));
   check_alignment(access, name);
   static const Cells cells = make_cells(shared_room);
   for (int64_t at = offset / granule; at < (offset + access.size + granule - 1) / granule; ++at) {
     Cell& cell = cells[at];
     if (cell.write_block < block_start) {  // of an earlier block: nothing that this one knows
       if (!access.writes)
-        report(access.code, text("uninitialised: loads ", access.size, " bytes ", name(), ", which no thread of the block has written yet"));
+        report(access.code,
+               text("uninitialised: loads ", access.size, " bytes ", name(), ", which no thread of the block has written yet"));
       cell = {};
     }
     check_order(cell, access, name);
@@ -190,11 +191,13 @@ void touch_global(const Access& access) {
           const int64_t offset = offset_in(buffer), distance = offset < 0 ? -offset : offset - buffer.extent();
           if (distance < closest) closest = distance, near = &buffer;
         }
-    report(access.code, text("out of bounds: ", access.verb(), " ", access.size, " bytes ",
+    report(access.code,
+           text("out of bounds: ", access.verb(), " ", access.size, " bytes ",
                 near ? "outside of all buffers, " + described(*near, offset_in(*near)) : "of global memory without any buffer"));
   }
   const auto name = [&] { return described(*inside, offset_in(*inside)); };
-  if (access.writes && inside->content == Content::input) report(access.code, text("out of bounds: stores ", access.size, " bytes ", name(), ", an input"));
+  if (access.writes && inside->content == Content::input)
+    report(access.code, text("out of bounds: stores ", access.size, " bytes ", name(), ", an input"));
   check_alignment(access, name);
   const int64_t first = int64_t(access.at - last->range.begin);
   for (int64_t at = first / granule; at < (first + access.size + granule - 1) / granule; ++at) {
@@ -220,7 +223,8 @@ void check(const Access& access) {
 }  // namespace
 
 bool Buffer::empty() const {
-  return data == nullptr || bytes <= 0 || std::any_of(std::begin(dimensions), std::end(dimensions), [](Dimension d) { return d.count <= 0; });
+  return data == nullptr || bytes <= 0 ||
+         std::any_of(std::begin(dimensions), std::end(dimensions), [](Dimension d) { return d.count <= 0; });
 }
 int64_t Buffer::extent() const {
   int64_t end = bytes;

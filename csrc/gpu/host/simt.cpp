@@ -46,11 +46,16 @@ std::string site(const std::source_location& where) {
 
 std::string stop_text(const Thread& t) {
   switch (t.stop) {
-    case Stop::returned: return "has returned";
-    case Stop::block_barrier: return "waits at the block barrier of " + site(t.where);
-    case Stop::group_barrier: return "waits at the group barrier of " + site(t.where);
-    case Stop::warp_barrier: return "waits at the warp barrier of " + site(t.where);
-    default: return "waits at the shuffle of " + site(t.where);
+    case Stop::returned:
+      return "has returned";
+    case Stop::block_barrier:
+      return "waits at the block barrier of " + site(t.where);
+    case Stop::group_barrier:
+      return "waits at the group barrier of " + site(t.where);
+    case Stop::warp_barrier:
+      return "waits at the warp barrier of " + site(t.where);
+    default:
+      return "waits at the shuffle of " + site(t.where);
   }
 }
 
@@ -72,7 +77,8 @@ std::string source_of(const void* code) {
   std::string lines;
   if (FILE* const pipe = popen(text("addr2line -ise '", image.dli_fname, "' ", offset, " 2>/dev/null").c_str(), "r")) {
     char line[4096];
-    while (std::fgets(line, sizeof(line), pipe)) lines += text(lines.empty() ? "\n  at " : ", in ", std::string(line, std::strcspn(line, " \n")));
+    while (std::fgets(line, sizeof(line), pipe))
+      lines += text(lines.empty() ? "\n  at " : ", in ", std::string(line, std::strcspn(line, " \n")));
     pclose(pipe);
   }
   return lines;
@@ -130,9 +136,10 @@ class Machine {
 
  private:
   std::string described(const std::string& finding) const {
-    return text("host target: ", finding, "\n  kernel ", known_kernels()[kernel_->known].name, "\n  block ", place.block, " of ", place.grid,
-                ", thread ", place.thread, " of ", place.block_threads, " (warp ", place.thread / warp_, ", lane ", place.thread % warp_,
-                ")\n  after ", since_.line() == 0 ? "the start of the block" : "the block barrier of " + site(since_));
+    return text("host target: ", finding, "\n  kernel ", known_kernels()[kernel_->known].name, "\n  block ", place.block, " of ",
+                place.grid, ", thread ", place.thread, " of ", place.block_threads, " (warp ", place.thread / warp_, ", lane ",
+                place.thread % warp_, ")\n  after ",
+                since_.line() == 0 ? "the start of the block" : "the block barrier of " + site(since_));
   }
   // The scheduler's own findings are about `thread`.
   [[noreturn]] void fail(int thread, const std::string& finding) {
@@ -174,7 +181,8 @@ class Machine {
       if (release_groups()) continue;
       agree(0, place.block_threads);
       if (threads_[0].stop == Stop::returned) return;
-      if (threads_[0].stop == Stop::group_barrier) fail(0, text("divergence: this thread ", stop_text(threads_[0]), ", and so do parts of other groups"));
+      if (threads_[0].stop == Stop::group_barrier)
+        fail(0, text("divergence: this thread ", stop_text(threads_[0]), ", and so do parts of other groups"));
       since_ = threads_[0].where;
       memory::at_block_barrier();
       for (int t = 0; t < place.block_threads; ++t) threads_[t].stop = Stop::none;
@@ -188,11 +196,13 @@ class Machine {
       const Thread& t = threads_[first];
       if (t.stop != Stop::group_barrier) continue;
       const int begin = t.group * t.group_threads, end = begin + t.group_threads;
-      if (t.group < 0 || t.group >= max_groups || t.group_threads % warp_ != 0 || begin > first || end <= first || end > place.block_threads)
+      if (t.group < 0 || t.group >= max_groups || t.group_threads % warp_ != 0 || begin > first || end <= first ||
+          end > place.block_threads)
         fail(first, text("group barrier: group ", t.group, " of ", t.group_threads, " threads, at ", site(t.where)));
       bool complete = true;
       for (int u = begin; u < end; ++u)
-        complete = complete && threads_[u].stop == Stop::group_barrier && threads_[u].group == t.group && threads_[u].group_threads == t.group_threads;
+        complete = complete && threads_[u].stop == Stop::group_barrier && threads_[u].group == t.group &&
+                   threads_[u].group_threads == t.group_threads;
       if (!complete) continue;
       agree(begin, end - begin);
       memory::at_group_barrier(begin / warp_, end / warp_);
@@ -220,8 +230,9 @@ class Machine {
     const Thread& a = threads_[first];
     for (int t = first + 1; t < first + count; ++t) {
       const Thread& b = threads_[t];
-      const bool same = a.stop == b.stop && (a.stop == Stop::returned || (a.where.line() == b.where.line() &&
-                                                                         std::strcmp(a.where.file_name(), b.where.file_name()) == 0));
+      const bool same =
+          a.stop == b.stop &&
+          (a.stop == Stop::returned || (a.where.line() == b.where.line() && std::strcmp(a.where.file_name(), b.where.file_name()) == 0));
       if (!same) fail(t, text("divergence: this thread ", stop_text(b), ", thread ", first, " ", stop_text(a)));
     }
   }
@@ -232,7 +243,8 @@ class Machine {
       const Thread& t = threads_[first + lane];
       const int partner = lane ^ t.mask;
       if (t.mask < 0 || partner >= warp_)
-        fail(first + lane, text("shuffle out of range: lane ", lane, " ^ ", t.mask, " is no lane of a warp of ", warp_, ", at ", site(t.where)));
+        fail(first + lane,
+             text("shuffle out of range: lane ", lane, " ^ ", t.mask, " is no lane of a warp of ", warp_, ", at ", site(t.where)));
       bits[lane] = threads_[first + partner].bits;
     }
     for (int lane = 0; lane < warp_; ++lane) threads_[first + lane].bits = bits[lane];

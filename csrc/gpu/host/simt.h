@@ -37,8 +37,7 @@ int atomic_claim(int* flag);
 
 // Kernels that a library can launch are known when it is loaded, so that a test can ask for those that have not run.
 int know(const char* name);
-template <class K>
-struct Known {
+template <class K> struct Known {
   static inline const int index = know(typeid(K).name());
 };
 
