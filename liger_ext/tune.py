@@ -39,9 +39,8 @@ VALUES = {
     "cluster": (2, 4, 8),
     "stages": (1, 2, 3, 4, 6, 8),
     "resident": (1, 2, 3, 4),
-    "heads": (1, 2, 3, 5, 8, 10, 20),
 }
-PAIRS = (("threads", "block"), ("block", "resident"), ("cluster", "resident"), ("heads", "block"))
+PAIRS = (("threads", "block"), ("block", "resident"), ("cluster", "resident"))
 
 
 SHOWN = {"threads": "threads_per_row", "block": "block", "cluster": "cluster", "stages": "stages"}

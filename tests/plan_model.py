@@ -98,22 +98,15 @@ def check_ranges(rows: int, parts: int) -> None:
 
 def row_registers(launch, call) -> None:
     check_rows(launch.plan, launch.rows)
-    vec, k = launch.instance
+    vec, k, *bound = launch.instance  # the norms have a kernel of their own for clusters
     assert k == launch.plan.k or vec == 1
+    assert not bound or (bound[0] < 1024) == (launch.plan.cluster > 1)
     check_held(launch.plan.threads_per_row, k, vec, launch.cols)
 
 
 def row_reread(launch, call, k: int = 4) -> None:
     assert launch.plan.grid == launch.rows and power_of_two(launch.plan.block)
     check_batches(launch.plan.block, k, launch.instance[0], launch.cols)
-
-
-def norm_forward_stream(launch, call) -> None:
-    plan, (vec, k) = launch.plan, launch.instance
-    assert groups_of(plan) == 1 and plan.block == 512
-    check_teams(plan, launch.rows)
-    check_shares(plan.threads_per_row, plan.warp, k, launch.cols // vec)
-    check_ring(plan, 2 if call["op"].startswith("add") else 1, k, reduction_bytes(2, plan.cluster))
 
 
 def norm_backward_registers(launch, call) -> None:
@@ -168,15 +161,16 @@ def glu(launch, call) -> None:
 def rope(launch, call) -> None:
     vec, rotary = launch.instance[0], call.get("rotary_dim") or launch.cols
     plan = call["rope_plan"](vec)
-    threads = plan.lanes * (plan.q_slots + plan.k_slots)
-    positions = launch.plan.block // threads
-    assert (launch.plan.grid - 1) * positions < launch.rows <= launch.plan.grid * positions
+    assert launch.rows * launch.plan.threads_per_row < 2**31 and launch.rows <= call["rows"]
+    threads = launch.rows * plan.lanes * (plan.q_slots + plan.k_slots)
+    assert (launch.plan.grid - 1) * launch.plan.block < threads <= launch.plan.grid * launch.plan.block
     for heads, slots in ((call["q_heads"], plan.q_slots), (call["k_heads"], plan.k_slots)):
-        taken = sorted(h for first in range(slots) for h in range(first, heads, slots))
+        taken = sorted(h for first in range(slots) for h in (first, first + slots) if h < heads)
         assert taken == list(range(heads))
     half, rotating, passing = rotary // 2, rotary // 2 // vec, (launch.cols - rotary) // vec
     pairs, taken = ceil_div(passing, 2), []
-    for place in sorted(p for lane in range(plan.lanes) for p in range(lane, rotating + pairs, plan.lanes)):
+    assert plan.lanes == max(1, rotating + pairs)
+    for place in range(rotating + pairs):
         passed = place - rotating
         low = place * vec if place < rotating else 2 * half + passed * vec
         pair = half if place < rotating else pairs * vec if passed + pairs < passing else 0
@@ -255,7 +249,6 @@ def stream_copy(launch, call) -> None:
 
 KERNELS = {
     "NormForwardRegisters": row_registers,
-    "NormForwardStream": norm_forward_stream,
     "NormForwardReread": row_reread,
     "NormBackwardRegisters": norm_backward_registers,
     "NormBackwardMeans": norm_backward_means,

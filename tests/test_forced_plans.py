@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(
 KNOBS = [
     {},
     {"threads": 32, "block": 64},
-    {"threads": 128, "block": 256, "stages": 1, "heads": 1},
+    {"threads": 128, "block": 256, "stages": 1},
     {"threads": 1024, "block": 1024, "resident": 4},
-    {"block": 128, "resident": 2, "heads": 16},
+    {"block": 128, "resident": 2},
     {"cluster": 2, "stages": 3},
     {"cluster": 8, "resident": 3, "stages": 8},
 ]
@@ -86,7 +86,7 @@ def test_results_with_other_plans(op, device, dtype, knobs):
 
 # What is launched, as the host target tells ---------------------------------------------------------------------------
 
-OTHER = {"threads": 64, "block": 128, "heads": 1}
+OTHER = {"threads": 64, "block": 256}
 CASES = {
     op: Case(op, 9, 64, heads=(10, 3, 64)) if op == "rope" else Case(op, 9, 512) for op in OPS if "packed" not in op
 }

@@ -90,13 +90,13 @@ def check_cluster(plan, device, cols):
 @given(
     vec=st.sampled_from([1, 4, 8]),
     max_k=st.sampled_from([4, 8]),
-    five_from=st.sampled_from([0, 64, 256]),
+    half_from=st.sampled_from([0, 64, 256]),
     block_k=st.sampled_from([0, 4]),
     **rows_and_cols,
 )
-def test_forward_plans(name, rows, cols, vec, max_k, five_from, block_k):
+def test_forward_plans(name, rows, cols, vec, max_k, half_from, block_k):
     device, kind = profile(name), _C.RowForwardKind()
-    kind.five_from, kind.block_k = five_from, block_k
+    kind.half_from, kind.block_k = half_from, block_k
     plan = _C.plan_row_forward(device, rows // 8, cols, vec, max_k, kind)
     assert 0 < plan.block <= device.max_block_threads and plan.block % plan.warp == 0 and plan.k <= max_k
     assert plan.path == _C.Path.reread or plan.threads_per_row * plan.k * vec >= cols

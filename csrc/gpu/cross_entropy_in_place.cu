@@ -91,15 +91,15 @@ template <class T, int N> struct InPlaceStream {
   static LIGER_DEVICE void run(const Args& args) {
     if (!has_bulk_copies) return;
     const LogitRows& a = args.rows;
-    RowGroupOf<max_threads> group(a.threads_per_row);
+    RowGroupOf<max_threads, true> group(a.threads_per_row);
     const int slots = args.slots, whole = int(a.vocab / N) * N, tail = whole + group.index < a.vocab ? whole + group.index : -1;
     const WarpShare share(group, whole / N);
     const int first = int(share.begin + share.lane) * N, end = int(share.end) * N, step = warp_width() * N;  // this thread's columns
     const int64_t rows_apart = group.teams();
     const auto has_class = [&](int64_t row) { return row < a.rows && a.is_class(a.target[row]); };
     const Rows logits{a.logits, a.stride, dtype_of<T>};
-    WarpRing<RowGroupOf<max_threads>, T, N, 1> ring(group, {group.first_row(), rows_apart, a.rows, whole, &logits}, slots, 1,
-                                                    args.shared_offset);
+    WarpRing<RowGroupOf<max_threads, true>, T, N, 1> ring(group, {group.first_row(), rows_apart, a.rows, whole, &logits}, slots, 1,
+                                                          args.shared_offset);
     ring.ask(0, has_class(group.first_row()));
     for (int64_t at = group.first_row(); at < a.rows; at += rows_apart) {
       const LogitRow<T, false> row(a, at, group.index == 0, false);
@@ -188,7 +188,7 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
     args.slots = plan.k;
     args.shared_offset = plan.ring_offset;
   };
-  if constexpr (has_stream_kernels)
+  if constexpr (may_have_clusters)
     if (vectors && !full && row.rows > 0) {
       const launch::DeviceProfile& device = device_profile(stream.device);
       const int64_t bytes = size_of(row.logits.dtype);

@@ -48,7 +48,7 @@ template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwa
   using Tile = Columns<VEC, K>;
   using Sums = float[K][VEC];
   enum { dy, z, dsum, inputs = Centered ? 2 : 3 };  // LayerNorm has no dsum
-  using Group = RowGroupOf<Threads, (Threads < 512)>;
+  using Group = RowGroupOf<Threads, true, (Threads < 512)>;
   using Stream = RowStream<Group, T, VEC, K, inputs, 2, spacious ? 2 : 0>;
   // n = (z - mean) * rstd. Of 16-bit values z * rstd - mean * rstd in one instruction: it rounds mean * rstd, as mean itself is rounded.
   static constexpr bool one_step = Centered && sizeof(T) == 2;
@@ -282,7 +282,7 @@ template <bool Centered> void norm_backward(NormBackwardArgs a, void* workspace,
         if (plan.threads_per_row < 256) launch<NormBackwardRegisters<T, wide, decltype(k)::value, 0, Centered>>(plan, a, stream);
         else launch<NormBackwardRegisters<T, wide, decltype(k)::value, 256, Centered>>(plan, a, stream);
       };
-      if constexpr (has_stream_kernels && !Centered)
+      if constexpr (may_have_clusters && !Centered)
         if (plan.k == 3) return start(std::integral_constant<int, 3>{});
       if (plan.threads_per_row <= 256) return start(std::integral_constant<int, 2>{});
       if constexpr (!Centered)

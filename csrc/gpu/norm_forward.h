@@ -2,15 +2,14 @@
 //
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
-// Registers path: the threads of a row hold it, 32 columns each, 64 in rows too long for two blocks on a multiprocessor otherwise, all
-// loads in flight before the first use; the variance is that of the centred registers, so that it does not cancel. Stream path: rows
-// that a block cannot hold are held by a cluster of persistent blocks, where the device has them, to which a RowStream brings the next
-// ones, since the clusters' exchanges and starts would leave the memory idle. Re-read path, for longer rows: one pass for
-// the statistics (LayerNorm merges batches by Chan's formula), a second for the result, both by the same thread, so that the
-// second mostly hits the L2. On an H200 instructions are the second limit: there are kernels of their own for the usual parameters.
+// Registers path: the threads of a row hold it, up to 8 vectors each, all loads in flight before the first use. What a block cannot hold,
+// the blocks of a cluster do, where the device has them; the hardware starts them as others end, which keeps the memory busier than
+// persistent ones do. Re-read path, for longer rows: one pass for the statistics (LayerNorm merges batches by Chan's formula), a second
+// for the result, both by the same thread, so that the second mostly hits the L2. On an H200 instructions are the second limit: there
+// are kernels of their own for the usual parameters, and short rows pay for every branch before their first load.
 #pragma once
 #include "gpu/device.h"
-#include "gpu/row_stream.h"
+#include "gpu/rows.h"
 
 namespace liger::gpu {
 
@@ -23,13 +22,21 @@ struct NormForwardArgs {
   float eps, offset;
   bool round_normalized;
   float inverse_cols = 0;
-  int threads_per_row = 0, stages = 0, ring_offset = 0;
+  int threads_per_row = 0;
+  bool as_llama = false;  // the result is the rounded n times the weight
+};
+
+// Usual: weight, and bias, are there and of the result's type; else both may be missing, or of any type. Two: there is a residual, or, if
+// not usual, there may be one.
+struct NormKind {
+  bool centered, usual, two;
 };
 
 // What all paths do with their K vectors of a row. T is the type of what is normalised, and of y; x and the residual may be of
 // other types where T is fp32. The row stays in T, which is exact and half the registers; it is widened where it is used.
-// Usual: weight, and bias, are there and of type T; else both may be missing, or of any type.
-template <class T, int VEC, int K, bool Centered, bool Usual> struct NormTile {
+// Early: the weight is loaded with the row, so that its latency is the row's.
+template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
+  static constexpr bool Centered = Kind.centered, Usual = Kind.usual;
   using Values = Packed<T, VEC>[K];
   const NormForwardArgs& a;
   const Columns<VEC, K> columns;
@@ -38,7 +45,7 @@ template <class T, int VEC, int K, bool Centered, bool Usual> struct NormTile {
   // z, rounded as its stored copy is.
   LIGER_DEVICE void load_input(Values& z) const {
     load_as_t(z, a.x);
-    if (Centered || a.residual.data == nullptr) return;
+    if (!Kind.two || (!Usual && a.residual.data == nullptr)) return;
     Values residual;
     load_as_t(residual, a.residual);
     add_residual(z, residual);
@@ -64,13 +71,14 @@ template <class T, int VEC, int K, bool Centered, bool Usual> struct NormTile {
       }
     columns.template load<Hint::stream>(out, from.data, row * from.stride);
   }
-  // The usual weights come with the row, so that their latency is the row's; unless their registers are needed for the row.
-  static constexpr bool early_weight = Usual && K <= 4;
+  // Of 16-bit values, in one instruction; it rounds mean * rstd, as mean itself is rounded.
+  static constexpr bool one_step = Centered && sizeof(T) == 2;
+  static constexpr bool early_weight = Usual && Early, early_bias = early_weight && Centered && K <= 4;
   LIGER_DEVICE void load_weight(Values& weight) const {
     if constexpr (early_weight) columns.template load<Hint::constant>(weight, a.weight.data);
   }
   LIGER_DEVICE void load_bias(Values& bias) const {
-    if constexpr (early_weight && Centered) columns.template load<Hint::constant>(bias, a.bias.data);
+    if constexpr (early_bias) columns.template load<Hint::constant>(bias, a.bias.data);
   }
   LIGER_DEVICE float sum(const Values& z) const {
     float total = 0;
@@ -95,19 +103,22 @@ template <class T, int VEC, int K, bool Centered, bool Usual> struct NormTile {
   // y from z. weight and bias have been loaded, if they are early.
   LIGER_DEVICE void finish(const Values& z, const Values& weight, const Values& bias, float mean, float rstd) const {
     if constexpr (Usual) {
-      write(z, mean, rstd, [&](float (&y)[VEC], int k, int64_t at) {
+      const auto scale_and_shift = [&](float (&y)[VEC], int k, int64_t at, float offset) {
         Packed<T, VEC> w, b = {};
         if constexpr (early_weight) w = weight[k];
         else gpu::load<Hint::constant>(w, static_cast<const T*>(a.weight.data) + at);
-        if constexpr (Centered && early_weight) b = bias[k];
+        if constexpr (early_bias) b = bias[k];
         else if constexpr (Centered) gpu::load<Hint::constant>(b, static_cast<const T*>(a.bias.data) + at);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) y[i] = Centered ? y[i] * w[i] + b[i] : y[i] * (w[i] + a.offset);
-      });
+        for (int i = 0; i < VEC; ++i) y[i] = Centered ? y[i] * w[i] + b[i] : y[i] * (w[i] + offset);
+      };
+      // One decision a row, not one an element.
+      if (!Centered && a.as_llama) write<true>(z, mean, rstd, [&](auto& y, int k, int64_t at) { scale_and_shift(y, k, at, 0); });
+      else write<false>(z, mean, rstd, [&](auto& y, int k, int64_t at) { scale_and_shift(y, k, at, a.offset); });
     } else {
-      with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // one decision a row, not one an access
+      with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // again one decision a row
         using W = std::remove_cvref_t<decltype(tag)>;
-        write(z, mean, rstd, [&](float (&y)[VEC], int, int64_t at) {
+        write<false>(z, mean, rstd, [&](float (&y)[VEC], int, int64_t at) {
           Packed<W, VEC> p;
           if (a.weight.data) {
             gpu::load<Hint::constant>(p, static_cast<const W*>(a.weight.data) + at);
@@ -132,8 +143,8 @@ template <class T, int VEC, int K, bool Centered, bool Usual> struct NormTile {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) y[i] += bias[i];
   }
-  // scale_and_shift(n, k, column) makes y of a vector of n.
-  template <class F> LIGER_DEVICE void write(const Values& z, float mean, float rstd, F scale_and_shift) const {
+  // scale_and_shift(n, k, column) makes y of a vector of n. Rounded: n is rounded first, for certain.
+  template <bool Rounded, class F> LIGER_DEVICE void write(const Values& z, float mean, float rstd, F scale_and_shift) const {
     T* const out = opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first));
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -141,8 +152,8 @@ template <class T, int VEC, int K, bool Centered, bool Usual> struct NormTile {
       float y[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
-        y[i] = (Centered ? z[k][i] - mean : z[k][i]) * rstd;
-        if (!Centered && a.round_normalized) y[i] = round_to<T>(y[i]);
+        y[i] = one_step ? z[k][i] * rstd - mean * rstd : (Centered ? z[k][i] - mean : z[k][i]) * rstd;
+        if (!Centered && (Rounded || a.round_normalized)) y[i] = round_to<T>(y[i]);
       }
       scale_and_shift(y, k, columns.first + k * columns.step);
       Packed<T, VEC> packed;
@@ -152,24 +163,27 @@ template <class T, int VEC, int K, bool Centered, bool Usual> struct NormTile {
   }
 };
 
-template <class T, int VEC, int K, bool Centered, bool Usual> struct NormForwardRegisters {
+// Threads: of a block at most. Kernels for clusters have a smaller bound, and so registers for more than the row.
+template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwardRegisters {
+  static constexpr bool Centered = Kind.centered, clusters = Threads < launch::row_threads;
   using Args = NormForwardArgs;
-  using Tile = NormTile<T, VEC, K, Centered, Usual>;
-  static constexpr int max_threads = launch::row_threads;
+  using Tile = NormTile<T, VEC, K, Kind, (K <= 4 || (clusters && !Centered))>;
+  static constexpr int max_threads = Threads;
   static LIGER_DEVICE void run(const Args& a) {
-    RowGroup group(a.threads_per_row);
+    RowGroupOf<0, clusters> group(a.threads_per_row);
     const int64_t row = group.first_row();
     const bool live = row < a.rows;
-    const Tile tile{a, {group.index, group.threads_per_row, 0, live ? a.cols : 0}, row};
+    const Tile tile{a, {group.index, group.threads_per_row, live ? int(a.cols) : 0}, row};
     typename Tile::Values z, weight, bias;
     tile.load_input(z);
     tile.load_weight(weight);
-    float mean = 0;
-    if constexpr (Centered) {
-      mean = group.sum(tile.sum(z)) / float(a.cols);  // divided: exact for a constant row
-      widen_again(z);
+    float mean = 0, variance;
+    if constexpr (!Centered) {
+      variance = group.sum(tile.squares(z, 0)) * a.inverse_cols;
+    } else {
+      statistics(group, tile, z, mean, variance);
     }
-    const float rstd = fast_rsqrt(group.sum(tile.squares(z, mean)) * a.inverse_cols + a.eps);
+    const float rstd = fast_rsqrt(variance + a.eps);
     widen_again(z);
     if (live && group.index == 0) {
       a.rstd[row] = rstd;
@@ -180,74 +194,56 @@ template <class T, int VEC, int K, bool Centered, bool Usual> struct NormForward
   }
 
  private:
+  // LayerNorm's. Of 16-bit values in one pass and one exchange, relative to the mean of the row's first 8: even if these are the only ones
+  // that are far from all others, they lose no more than (columns / 8) units in the last place of fp32.
+  template <class Group>
+  LIGER_DEVICE static void statistics(Group& group, const Tile& tile, typename Tile::Values& z, float& mean, float& variance) {
+    const NormForwardArgs& a = tile.a;
+    if constexpr (sizeof(T) == 2 && VEC > 1) {
+      Packed<T, VEC> first{};
+      if (tile.row < a.rows) load<Hint::stream>(first, static_cast<const T*>(a.x.data) + tile.row * a.x.stride);
+      float near = 0;
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) near += first[i];
+      near *= 1.0f / VEC;
+      float sums[2] = {};
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (tile.columns.has(k))
+#pragma unroll
+          for (int i = 0; i < VEC; ++i) {
+            const float from_it = z[k][i] - near;
+            sums[0] += from_it;
+            sums[1] += from_it * from_it;
+          }
+      group.sum(sums);
+      const float off = sums[0] * a.inverse_cols;
+      mean = near + off;
+      variance = fmaxf(sums[1] * a.inverse_cols - off * off, 0);
+    } else {
+      float total[2] = {tile.sum(z), 0};
+      group.sum(total);
+      mean = total[0] / float(a.cols);  // divided: exact for a constant row
+      widen_again(z);
+      float squares[2] = {tile.squares(z, mean), 0};
+      group.sum(squares);
+      variance = squares[0] * a.inverse_cols;
+    }
+  }
   // The widened values of so many vectors would spill while an exchange is under way: they are made again from the packed ones.
   LIGER_DEVICE static void widen_again(typename Tile::Values& z) {
-    if constexpr (K > 4)
+    if constexpr (K > 4 || (Centered && K == 4))
 #pragma unroll
       for (int k = 0; k < K; ++k) forget_at_all_costs(z[k].data);
   }
 };
 
-// Persistent blocks, or clusters, of whole rows that come through a RowStream. The parameters stay in registers.
-template <class T, int VEC, int K, bool Centered, bool Usual> struct NormForwardStream {
-  using Args = NormForwardArgs;
-  using Tile = NormTile<T, VEC, K, Centered, Usual>;
-  static constexpr int max_threads = launch::cluster_threads, inputs = Centered ? 1 : 2;
-  static LIGER_DEVICE void run(const Args& a) {
-    if (!has_bulk_copies) return;
-    RowGroupOf<max_threads> group(a.threads_per_row);
-    const Columns<VEC, K> columns = warp_columns<VEC, K>(group, a.cols);
-    const int64_t step = group.teams();
-    int64_t row = group.first_row();
-    const Rows tensors[2] = {a.x, a.residual};
-    RowStream<decltype(group), T, VEC, K, inputs, 1> stream(group, {row, step, a.rows, a.cols, tensors}, a.stages, a.ring_offset);
-    typename Tile::Values weight, bias;
-    Tile{a, columns, row}.load_weight(weight);
-    Tile{a, columns, row}.load_bias(bias);
-    // All threads have as many columns; the warps' values are at most two a lane.
-    const bool even = a.cols == int64_t{group.threads_per_row} * K * VEC && group.threads_per_row <= 64 * warp_width();
-    for (; row < a.rows; row += step) {
-      const Tile tile{a, columns, row};
-      typename Tile::Values in[inputs];
-      stream.take(in);
-      if (inputs > 1 && a.residual.data != nullptr) tile.add_residual(in[0], in[inputs - 1]);
-      float mean = 0, variance;
-      if constexpr (!Centered) {
-        variance = group.sum(tile.squares(in[0], 0)) * a.inverse_cols;
-      } else if (even) {
-        // One exchange: of two halves of as many columns, the mean and the variance of both together.
-        const float own_mean = tile.sum(in[0]) / float(K * VEC);
-        float pair[2] = {own_mean, tile.squares(in[0], own_mean) / float(K * VEC)};
-        group.reduce(pair, [](float (&a)[2], const float (&b)[2]) {
-          const float half_apart = 0.5f * (a[0] - b[0]);
-          a[1] = 0.5f * (a[1] + b[1]) + half_apart * half_apart;
-          a[0] = 0.5f * (a[0] + b[0]);
-        });
-        mean = pair[0];
-        variance = pair[1];
-      } else {
-        float total[2] = {tile.sum(in[0]), 0};
-        group.sum(total);
-        mean = total[0] / float(a.cols);
-        float squares[2] = {tile.squares(in[0], mean), 0};
-        group.sum(squares);
-        variance = squares[0] * a.inverse_cols;
-      }
-      const float rstd = fast_rsqrt(variance + a.eps);
-      if (group.index == 0) {
-        a.rstd[row] = rstd;
-        if constexpr (Centered) a.mean[row] = mean;
-      }
-      tile.finish(in[0], weight, bias, mean, rstd);
-    }
-  }
-};
-
 // One block a row, any length.
-template <class T, int VEC, bool Centered, bool Usual> struct NormForwardReread {
+template <class T, int VEC, NormKind Kind> struct NormForwardReread {
+  static constexpr bool Centered = Kind.centered;
   using Args = NormForwardArgs;
   static constexpr int K = 4;
-  using Tile = NormTile<T, VEC, K, Centered, Usual>;
+  using Tile = NormTile<T, VEC, K, Kind, true>;
   static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
@@ -279,7 +275,7 @@ template <class T, int VEC, bool Centered, bool Usual> struct NormForwardReread 
       a.rstd[row] = rstd;
       if constexpr (Centered) a.mean[row] = mean;
     }
-    const bool summed = !Centered && a.residual.data != nullptr;
+    const bool summed = Kind.two && a.residual.data != nullptr;
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Tile tile{a, {group.index, block_threads(), begin, a.cols}, row};
       typename Tile::Values z, weight, bias;
@@ -310,35 +306,30 @@ template <bool Centered> void norm_forward(NormForwardArgs a, Stream stream) {
     const auto start = [&](auto vec) {
       constexpr int VEC = decltype(vec)::value;
       a.inverse_cols = 1.0f / float(a.cols);
-      const bool one_type = a.x.dtype == a.y.dtype && (a.residual.data == nullptr || a.residual.dtype == a.y.dtype);
-      const launch::Tunable kernel = Centered          ? launch::Tunable::layer_norm
-                                     : a.residual.data ? launch::Tunable::add_rms_norm
-                                                       : launch::Tunable::rms_norm;
-      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC,
-                                                                {.centered = Centered,
-                                                                 .inputs = !one_type         ? 0
-                                                                           : a.residual.data ? 2
-                                                                                             : 1},
-                                                                launch::knobs_of(device, kernel, VEC, a.rows, a.cols));
+      a.as_llama = a.round_normalized && a.offset == 0;
+      const bool two = a.residual.data != nullptr;
+      const auto kernel = Centered ? launch::Tunable::layer_norm : two ? launch::Tunable::add_rms_norm : launch::Tunable::rms_norm;
+      const launch::Knobs knobs = launch::knobs_of(device, kernel, VEC, a.rows, a.cols);
+      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC, {.centered = Centered, .two = two}, knobs);
       a.threads_per_row = plan.threads_per_row;
-      a.stages = plan.stages;
-      a.ring_offset = plan.ring_offset;
-      const auto with_params = [&](auto constant) {
-        constexpr bool Usual = decltype(constant)::value;
-        if constexpr (VEC > 1 && has_stream_kernels)
-          if (plan.path == launch::Path::stream)
-            return launch<NormForwardStream<T, VEC, launch::stream_k, Centered, Usual>>(plan, a, stream);
-        if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Centered, Usual>>(plan, a, stream);
+      const auto of_kind = [&]<NormKind Kind>() {
+        if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Kind>>(plan, a, stream);
         if constexpr (VEC > 1) {  // single elements come in one size: four a thread
-          if (plan.k == 1) return launch<NormForwardRegisters<T, VEC, 1, Centered, Usual>>(plan, a, stream);
-          if (plan.k == 2) return launch<NormForwardRegisters<T, VEC, 2, Centered, Usual>>(plan, a, stream);
-          if (plan.k == 8) return launch<NormForwardRegisters<T, VEC, 8, Centered, Usual>>(plan, a, stream);
+          if (plan.k == 1) return launch<NormForwardRegisters<T, VEC, 1, launch::row_threads, Kind>>(plan, a, stream);
+          if (plan.k == 2) return launch<NormForwardRegisters<T, VEC, 2, launch::row_threads, Kind>>(plan, a, stream);
+          if constexpr (may_have_clusters)
+            if (plan.cluster > 1)
+              return launch<NormForwardRegisters<T, VEC, 8, launch::norm_cluster_bound(Kind.two), Kind>>(plan, a, stream);
+          if (plan.k == 8) return launch<NormForwardRegisters<T, VEC, 8, launch::row_threads, Kind>>(plan, a, stream);
         }
-        launch<NormForwardRegisters<T, VEC, 4, Centered, Usual>>(plan, a, stream);
+        launch<NormForwardRegisters<T, VEC, 4, launch::row_threads, Kind>>(plan, a, stream);
       };
       const bool usual = a.weight.data && a.weight.dtype == a.y.dtype && (!Centered || (a.bias.data && a.bias.dtype == a.y.dtype));
-      if (VEC > 1 && usual) with_params(std::bool_constant<(VEC > 1)>{});
-      else with_params(std::false_type{});
+      if constexpr (VEC > 1) {
+        if (usual && (Centered || !two)) return of_kind.template operator()<NormKind{Centered, true, false}>();
+        if (usual) return of_kind.template operator()<NormKind{Centered, true, !Centered}>();
+      }
+      of_kind.template operator()<NormKind{Centered, false, !Centered}>();
     };
     constexpr int wide_vec = 16 / int(sizeof(T));
     if (wide && a.cols % wide_vec == 0) start(std::integral_constant<int, wide_vec>{});

@@ -92,6 +92,31 @@ template <class T, int N> struct Packed {
   }
 };
 
+// The largest element; of NaN and numbers a number, if there is one.
+template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packed<T, N> (&x)[K], F has) {
+  constexpr float nothing = -__builtin_inff();
+#if defined(LIGER_HAS_PAIRS)
+  if constexpr (sizeof(T) == 2 && N > 1) {
+    constexpr bool is_bf16 = std::is_same_v<T, bf16>;
+    uint32_t most = is_bf16 ? 0xff80ff80u : 0xfc00fc00u;
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (has(k))
+#pragma unroll
+        for (int w = 0; w < N / 2; ++w) most = is_bf16 ? max_of_bf16s(most, x[k].data[w]) : max_of_halves(most, x[k].data[w]);
+    const Packed<T, 2> pair{{most}};
+    return fmaxf(pair[0], pair[1]);
+  }
+#endif
+  float most = nothing;
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    if (has(k))
+#pragma unroll
+      for (int i = 0; i < N; ++i) most = fmaxf(most, x[k][i]);
+  return most;
+}
+
 // keep: ordinary caching. stream: read or written once, should not push other data out of the L2. constant: read by all blocks and
 // written by none. A template argument, since as an ordinary one the compiler was seen to drop it. Streaming and constant loads
 // may be moved over stores of the same kernel: they are for memory that the kernel has not written.
@@ -166,6 +191,16 @@ LIGER_DEVICE int64_t quotient(int64_t a, int64_t b) {
   if (((a | b) >> 32) == 0) return uint32_t(a) / uint32_t(b);
   return a / b;
 }
+
+// n / d for 0 <= n < 2^31, by a multiplication; made on the host.
+struct Divisor {
+  uint32_t d, shift = 31, multiplier;
+  explicit Divisor(int64_t of) : d(uint32_t(of)) {
+    while (int64_t{1} << (shift - 31) < of) ++shift;
+    multiplier = uint32_t(((uint64_t{1} << shift) + d - 1) / d);
+  }
+  LIGER_DEVICE int operator()(int n) const { return int(uint64_t{uint32_t(n)} * multiplier >> shift); }
+};
 
 // The block's dynamic shared memory, the only kind there is.
 template <class T> using Shared = T*;

@@ -10,7 +10,7 @@
 namespace liger::gpu {
 
 // Are kernels compiled that need bulk copies? (Whether code has them: has_bulk_copies.)
-constexpr bool has_stream_kernels = false;
+constexpr bool may_have_clusters = false;
 
 template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) {
   To to;

@@ -14,7 +14,7 @@ namespace liger::gpu {
 
 using std::source_location;
 
-constexpr bool has_stream_kernels = false;
+constexpr bool may_have_clusters = false;
 
 template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) { return __builtin_bit_cast(To, from); }
 LIGER_DEVICE float half_to_float(uint16_t bits) {

@@ -8,9 +8,10 @@ namespace liger::gpu {
 // cluster. Within a warp shuffles are enough; across warps each reduction is one exchange of the warps' values, with one barrier, or
 // by messages that each warp sends to all blocks of the cluster. Two buffers used in turn make a second barrier needless, because a
 // thread can only reach a buffer again after all others have passed the exchange between, and so have read it.
-// Threads: so many, or all of a cluster of blocks of so many; 0: as the plan says. OwnBarriers: a block's rows do not wait for each
-// other; NVIDIA's compiler then keeps all 16 barriers for a block, and no more than four blocks fit on a multiprocessor.
-template <int Threads, bool OwnBarriers = false> struct RowGroupOf {
+// Threads: so many, or all of a cluster of blocks of so many; 0: as the plan says. Clusters: it may be a cluster; asking costs short
+// rows 2 % of their time. OwnBarriers: a block's rows do not wait for each other; NVIDIA's compiler then keeps all 16 barriers for a
+// block, and no more than four blocks fit on a multiprocessor.
+template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupOf {
   static constexpr bool whole_warps = Threads >= 64;    // for certain
   int threads_per_row, index, group, groups, turn = 0;  // index: of this thread in its row; group: which of the block's rows
   bool entering = false;                                // the cluster's other blocks may not have started yet
@@ -20,7 +21,7 @@ template <int Threads, bool OwnBarriers = false> struct RowGroupOf {
   template <int N = 1> static constexpr int shared_bytes(int cluster = 1) { return launch::reduction_bytes(N, cluster); }
 
   LIGER_DEVICE explicit RowGroupOf(int threads) : threads_per_row(threads) {
-    if (cluster_blocks() > 1) {
+    if (in_cluster()) {
       use_cluster();
       return;
     }
@@ -30,12 +31,13 @@ template <int Threads, bool OwnBarriers = false> struct RowGroupOf {
     group = thread_id() >> shift;
     groups = block_threads() >> shift;
   }
+  LIGER_DEVICE static bool in_cluster() { return Clusters && cluster_blocks() > 1; }
   LIGER_DEVICE int rows_per_block() const { return groups; }
   // Of a warp, those that share a row.
   LIGER_DEVICE int lanes() const { return whole_warps || threads_per_row > warp_width() ? warp_width() : threads_per_row; }
   // What the threads of a row are one of: a block, or a cluster.
-  LIGER_DEVICE int64_t team() const { return cluster_blocks() == 1 ? block_id() : quotient(block_id(), cluster_blocks()); }
-  LIGER_DEVICE int64_t teams() const { return cluster_blocks() == 1 ? grid_blocks() : quotient(grid_blocks(), cluster_blocks()); }
+  LIGER_DEVICE int64_t team() const { return in_cluster() ? block_id() >> log2_of(cluster_blocks()) : block_id(); }
+  LIGER_DEVICE int64_t teams() const { return in_cluster() ? grid_blocks() >> log2_of(cluster_blocks()) : grid_blocks(); }
   LIGER_DEVICE int64_t first_row() const { return team() * groups + group; }
 
   // Reduces N values at once by `combine(a, b)`: a becomes what a and b are together, of either order the same. All threads of the
@@ -48,8 +50,8 @@ template <int Threads, bool OwnBarriers = false> struct RowGroupOf {
       butterfly(v, threads_per_row, combine);
       if (threads_per_row <= warp_width()) return;
     }
-    if (cluster_blocks() == 1) exchange(v, combine);
-    else exchange_in_cluster(v, combine);
+    if (in_cluster()) exchange_in_cluster(v, combine);
+    else exchange(v, combine);
     ++turn;
   }
   template <int N> LIGER_DEVICE void sum(float (&v)[N]) {
@@ -121,17 +123,23 @@ template <int Threads, bool OwnBarriers = false> struct RowGroupOf {
   }
   // Over the lanes of a warp, or over groups of `width` of them.
   template <int N, class F> LIGER_DEVICE static void butterfly(float (&v)[N], int width, F combine) {
-#pragma unroll
-    for (int mask = warp_width() / 2; mask > 0; mask /= 2) {
-      if (mask >= width) continue;
+    const auto step = [&](int mask) {
       float other[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) other[i] = shfl_xor(v[i], mask);
       combine(v, other);
+    };
+    if (width >= warp_width()) {
+#pragma unroll
+      for (int mask = warp_width() / 2; mask > 0; mask /= 2) step(mask);
+    } else {
+#pragma unroll 1
+      for (int mask = width / 2; mask > 0; mask /= 2) step(mask);
     }
   }
 };
-using RowGroup = RowGroupOf<0>;
+using RowGroup = RowGroupOf<0, false>;
+using ClusterGroup = RowGroupOf<0, true>;
 
 // A maximum and the sum of exponentials relative to it, the first two of a's and of b's values: a's become those of both together, of
 // either order the same. exp_as of T.
@@ -154,6 +162,8 @@ template <int VEC, int K> struct Columns {
         left(end <= first             ? 0
              : end - first > K * step ? K * step
                                       : int(end - first)) {}
+  // Of a row that its threads hold.
+  LIGER_DEVICE Columns(int index, int threads, int cols) : first(index * VEC), step(threads * VEC), left(cols - index * VEC) {}
   LIGER_DEVICE bool has(int k) const { return k * step < left; }
   template <class F> LIGER_DEVICE static void with_row_dtype(Dtype dtype, F&& f) {
     if constexpr (VEC < 8) with_dtype(dtype, f);

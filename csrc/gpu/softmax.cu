@@ -1,7 +1,7 @@
-// Softmax over rows, bound by memory: a row is read once and written once where the threads of a block can hold it (32 columns of
+// Softmax over rows, bound by memory: a row is read once and written once where the threads of a block can hold it (64 columns of
 // a 16-bit type each), or those of a cluster of blocks. Longer rows are read twice: each thread keeps a running maximum and the sum
 // of exponentials relative to it, the threads' pairs are merged, then the row is read again. The backward has the same two paths
-// around sum(dy * y).
+// around sum(dy * y). Registers for the exponentials would cost more than to compute them twice: instructions are the second limit.
 //
 // Maxima drop NaN, which reaches all results by way of the sum; a row of -inf, or one with +inf, gives NaN, as in PyTorch.
 #include "kernels/softmax.h"
@@ -50,13 +50,20 @@ struct Exponentials {
 };
 
 template <class T, int VEC, int K> LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
-  float max = nothing;
-  for_each<T>(columns, [&](int k, int i) { max = fmaxf(max, x[k][i]); });
-  return max;
+  return largest(x, [&](int k) { return columns.has(k); });
 }
+// exp(x - max) / sum. Of a 16-bit x in one multiply-add and one exponential, from the logarithm of the sum.
+template <class T> struct Share {
+  float max, factor;
+  LIGER_DEVICE explicit Share(const Exponentials& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {}
+  LIGER_DEVICE float operator()(float x) const {
+    if constexpr (sizeof(T) == 2) return fast_exp2((x - max) * log2_e + factor);
+    else return exp_as<T>(x - max) * factor;
+  }
+};
 
 // The whole row's, from each of its threads'.
-template <class T> LIGER_DEVICE Exponentials merged(RowGroup& group, const Exponentials& own) {
+template <class T, class Group> LIGER_DEVICE Exponentials merged(Group& group, const Exponentials& own) {
   float pair[2] = {own.max, own.sum};
   group.reduce(pair, [](float (&a)[2], const float (&b)[2]) { join_exponentials<T>(a, b); });
   return {pair[0], pair[1]};
@@ -66,27 +73,19 @@ template <class T, int VEC, int K> struct SoftmaxRegisters {
   using Args = SoftmaxArgs;
   static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
-    RowGroup group(a.threads_per_row);
+    RowGroupOf<0, (VEC > 1 && K == launch::softmax_forward_k)> group(a.threads_per_row);
     const int64_t row = group.first_row();
-    const Columns<VEC, K> columns(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
+    const Columns<VEC, K> columns(group.index, group.threads_per_row, row < a.rows ? int(a.cols) : 0);
     Packed<T, VEC> x[K];
     columns.template load<Hint::stream>(x, a.first.data, row * a.first.stride);
     // Relative to this thread's own maximum, so that the row needs only one exchange.
     Exponentials own{max_of(columns, x)};
-    if constexpr (K > 4) {  // no registers for the exponentials
-      for_each<T>(columns, [&](int k, int i) { own.sum += exp_as<T>(x[k][i] - own.base()); });
-      const Exponentials row_wide = merged<T>(group, own);
-      const float scale = 1 / row_wide.sum;
+    const float base = own.base();
+    for_each<T>(columns, [&](int k, int i) { own.sum += exp_as<T>(x[k][i] - base); });
+    const Share<T> share(merged<T>(group, own));
 #pragma unroll
-      for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
-      write<T>(columns, a.out, row, [&](int k, int i) { return exp_as<T>(x[k][i] - row_wide.max) * scale; });
-      return;
-    }
-    float e[K][VEC];
-    for_each<T>(columns, [&](int k, int i) { own.sum += e[k][i] = exp_as<T>(x[k][i] - own.base()); });
-    const Exponentials row_wide = merged<T>(group, own);
-    const float scale = (own.max == nothing ? 0 : exp_as<T>(own.max - row_wide.max)) / row_wide.sum;  // -inf everywhere: 0 / 0
-    write<T>(columns, a.out, row, [&](int k, int i) { return e[k][i] * scale; });
+    for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
+    write<T>(columns, a.out, row, [&](int k, int i) { return share(x[k][i]); });
   }
 };
 
@@ -107,12 +106,11 @@ template <class T, int VEC> struct SoftmaxReread {
       if (before != nothing) own.sum *= exp_as<T>(before - own.max);
       for_each<T>(columns, [&](int k, int i) { own.sum += exp_as<T>(x[k][i] - own.base()); });
     }
-    const Exponentials row_wide = merged<T>(group, own);
-    const float row_max = row_wide.max, scale = 1.0f / row_wide.sum;
+    const Share<T> share(merged<T>(group, own));
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
       columns.load(x, a.first.data, row * a.first.stride);
-      write<T>(columns, a.out, row, [&](int k, int i) { return exp_as<T>(x[k][i] - row_max) * scale; });
+      write<T>(columns, a.out, row, [&](int k, int i) { return share(x[k][i]); });
     }
   }
 };
@@ -130,9 +128,9 @@ template <class T, int VEC, int K> struct SoftmaxBackwardRegisters {
   using Args = SoftmaxArgs;
   static constexpr int max_threads = launch::row_threads;
   static LIGER_DEVICE void run(const Args& a) {
-    RowGroup group(a.threads_per_row);
+    RowGroupOf<0, (VEC > 1 && K == launch::softmax_backward_k)> group(a.threads_per_row);
     const int64_t row = group.first_row();
-    const Columns<VEC, K> columns(group.index, group.threads_per_row, 0, row < a.rows ? a.cols : 0);
+    const Columns<VEC, K> columns(group.index, group.threads_per_row, row < a.rows ? int(a.cols) : 0);
     Packed<T, VEC> dy[K], y[K];
     columns.template load<Hint::stream>(dy, a.first.data, row * a.first.stride);
     columns.template load<Hint::stream>(y, a.second.data, row * a.second.stride);

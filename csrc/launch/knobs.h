@@ -16,7 +16,6 @@ struct Knobs {
   int cluster = 0;   // blocks that share a row, at least
   int stages = 0;    // rows of a ring of bulk copies
   int resident = 0;  // blocks that a multiprocessor has at a time, where they are persistent
-  int heads = 0;     // heads that a thread rotates, at least
   auto operator<=>(const Knobs&) const = default;
 };
 

@@ -21,12 +21,12 @@ LaunchPlan checked(const DeviceProfile& device, const LaunchPlan& plan) {
 
 LaunchPlan plan_norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs& knobs) {
   // Measured on an H200: with two tensors 8 vectors of each are too many for a thread; with one, 5 are better than 2 or 3 in twice as many
-  // threads, and if it has a mean, too, only in large blocks.
-  const bool two = kind.inputs > 1;
-  const RowForwardKind row{.streams = kind.inputs > 0, .block_k = two ? 4 : 0, .five_from = two ? 0 : kind.centered ? 256 : 64};
+  // threads. Variances take longer to merge: 6 vectors in half the threads, and blocks of 256.
+  RowForwardKind row{.half_from = 64};
+  if (kind.two) row = {.block_k = 4};
+  if (kind.centered) row = {.block = cols <= 256 * norm_forward_k(vec) * vec ? 256 : 512, .half_from = 128, .half_k = 6};
   LaunchPlan plan = plan_row_forward(device, rows, cols, vec, norm_forward_k(vec), row, knobs);
-  const int reduction = reduction_bytes(plan.path == Path::stream ? 2 : 1, plan.cluster);
-  add_ring(device, plan, rows, kind.inputs, reduction, std::clamp(knobs.resident, 1, 3), knobs.stages);
+  plan.smem = reduction_bytes(kind.centered ? 2 : 1, plan.cluster);
   return checked(device, plan);
 }
 
@@ -137,10 +137,10 @@ bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 Launches norm_forward(const DeviceProfile& device, const Call& call, bool centered, int inputs, Tunable tunable) {
   if (empty(call)) return {};
   const int vec = row_vec(call);
-  const LaunchPlan plan = plan_norm_forward(device, call.rows, call.cols, vec, {centered, call.mixed ? 0 : inputs}, call.knobs);
-  if (plan.path == Path::stream) return {{"NormForwardStream", {vec, stream_k}, call.rows, call.cols, plan, cluster_threads, tunable}};
+  const LaunchPlan plan = plan_norm_forward(device, call.rows, call.cols, vec, {centered, inputs > 1}, call.knobs);
   if (plan.path == Path::reread) return {{"NormForwardReread", {vec}, call.rows, call.cols, plan, row_threads, tunable}};
-  return {{"NormForwardRegisters", {vec, vec == 1 ? 4 : plan.k}, call.rows, call.cols, plan, row_threads, tunable}};
+  const int k = vec == 1 ? 4 : plan.k, bound = plan.cluster > 1 ? norm_cluster_bound(inputs > 1) : row_threads;
+  return {{"NormForwardRegisters", {vec, k, bound}, call.rows, call.cols, plan, bound, tunable}};
 }
 
 Launches norm_backward(const DeviceProfile& device, const Call& call, bool centered, int inputs, Tunable tunable) {
@@ -179,8 +179,12 @@ Launches rope(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
   const int64_t rotary = call.rotary_dim ? call.rotary_dim : call.cols;
   const int vec = call.aligned && call.cols % wide(call) == 0 && rotary / 2 % wide(call) == 0 ? wide(call) : 1;
-  const RopePlan plan = plan_rope_heads(device, call.rows, call.q_heads, call.k_heads, call.cols, rotary, vec, call.knobs);
-  return {{"RopeKernel", {vec}, call.rows, call.cols, plan.launch, piece_threads, Tunable::rope}};
+  Launches out;
+  for (int64_t done = 0; done < call.rows; done += out.back().rows) {
+    const RopePlan plan = plan_rope_heads(device, call.rows - done, call.q_heads, call.k_heads, call.cols, rotary, vec, call.knobs);
+    out.push_back({"RopeKernel", {vec}, plan.positions, call.cols, plan.launch, piece_threads, Tunable::rope});
+  }
+  return out;
 }
 
 // Rows of logits need no whole vectors, only an aligned start.

@@ -26,7 +26,7 @@ constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }
 constexpr int softmax_forward_k = 8, softmax_backward_k = 4;  // wide vectors; single elements: 4
 constexpr int glu_k = 2;
 constexpr int piece_k = 4;
-constexpr int rope_heads_in_flight = 4;
+constexpr int rope_heads_in_flight = 2;
 // Of cross entropy's rows; fewer where the options need the registers.
 constexpr int logits_in_flight(bool full) { return full ? 2 : 4; }
 constexpr int logit_tile_k(int vec) { return vec == 1 ? 2 : 4; }
@@ -35,13 +35,13 @@ constexpr int piece_vec = 8;  // elements of a piece's vectors, of any dtype
 // Knobs are those of the op's kernel for this call (knobs.h). Each of these throws std::length_error where a tensor needs more threads than
 // one launch can have on the device.
 
-// The norms. `vec`: elements of an access, 1 where 16 bytes are not aligned. `inputs`: tensors of one dtype that a stream would bring; 0:
-// their dtypes differ.
+// The norms. `vec`: elements of an access, 1 where 16 bytes are not aligned. `two`: tensors are read.
 struct NormForwardKind {
-  bool centered;
-  int inputs;
+  bool centered, two;
 };
 LaunchPlan plan_norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormForwardKind, const Knobs& = {});
+// Launch bound of the registers path in clusters. For one tensor it makes room for three blocks of 256 threads.
+constexpr int norm_cluster_bound(bool two) { return two ? cluster_threads : 768; }
 // The backward's two paths (plan.h). Rows of mixed dtypes always take tiles. With a second set of sums, or with the addresses of single
 // elements, 1,024 threads would not have enough registers; where there are clusters, blocks of 512 are better.
 inline int norm_backward_threads(const DeviceProfile& device, bool centered, int vec) {

@@ -27,10 +27,9 @@ int64_t persistent_clusters(const DeviceProfile& device, int64_t cluster, int re
 // A knob as a power of two within bounds, which are some.
 int64_t knob_within(int knob, int64_t least, int64_t most) { return std::clamp(next_pow2(knob), least, std::max(least, most)); }
 
-// Rows of a cluster of blocks each, k vectors a thread at most, where a block is too small, or the knobs say so, and the device has
-// clusters; else `plan`.
-LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k, const Knobs& knobs) {
-  constexpr int block = 512;
+// Rows of a cluster each, of blocks of so many threads with k vectors at most, where a block is too small, or the knobs say so, and the
+// device has clusters; else `plan`.
+LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, const Knobs& knobs) {
   const int64_t vectors = ceil_div(cols, plan.vec), least = next_pow2(ceil_div(vectors, int64_t{block} * k));
   int64_t cluster = knob_within(knobs.cluster, least, next_pow2(ceil_div(vectors, block)));  // no thread without a vector
   if (resident_clusters(device, cluster) == 0) cluster = least;
@@ -39,7 +38,7 @@ LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows,
   plan.cluster = static_cast<int>(cluster);
   plan.block = block;
   plan.threads_per_row = plan.cluster * block;
-  plan.k = static_cast<int>(next_pow2(ceil_div(vectors, plan.threads_per_row)));
+  plan.k = k;
   plan.grid = grid_of(std::max<int64_t>(1, rows) * cluster);
   return plan;
 }
@@ -56,7 +55,8 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   // block cannot.
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
   int64_t threads = std::clamp<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), coalesced, max_block);
-  if (tiling.five_from > 0 && threads >= tiling.five_from && vectors * 2 <= threads * 5 && tiling.max_k > 5) threads /= 2;
+  if (tiling.half_from > 0 && threads >= tiling.half_from && vectors * 2 <= threads * tiling.half_k && tiling.half_k < tiling.max_k)
+    threads /= 2;
   if (knobs.threads > 0) {  // no fewer than hold the row, if a block can; none without a vector
     const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
     const int64_t least = holding > max_block ? tiling.min_block : std::max(coalesced, holding);
@@ -78,13 +78,13 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, int64_t rows, int i
   // More than this on a multiprocessor makes short calls slower: it all has to arrive before the last rows do.
   constexpr int ring_bytes = 96 * 1024;
   plan.smem = fixed;
-  const bool ring = device.bulk_copies && plan.vec > 1 && plan.path != Path::reread && (plan.path == Path::stream || plan.partial_rows > 0);
+  const bool ring = device.bulk_copies && plan.vec > 1 && plan.path != Path::reread && plan.partial_rows > 0;
   if (!ring) return;
   plan.ring_offset = static_cast<int>(round_up(fixed, 128));
   const int stage = plan.block * inputs * plan.k * 16 + plan.block / plan.warp * 8;
   // A call with few rows for each ring begins sooner with a short one.
   const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
-  const int useful = plan.path == Path::stream ? ring_bytes : static_cast<int>(std::min<int64_t>(ceil_div(rounds, 8), ring_bytes));
+  const int useful = static_cast<int>(std::min<int64_t>(ceil_div(rounds, 8), ring_bytes));
   const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
   plan.stages = std::clamp(stages > 0 ? stages : std::min(ring_bytes / resident / stage, useful), 1, std::max(1, room / stage));
   plan.smem = plan.ring_offset + plan.stages * stage;
@@ -92,29 +92,24 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, int64_t rows, int i
 
 LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& kind,
                             const Knobs& knobs) {
-  // 64 KB of a row to a block, and two blocks on a multiprocessor: one loads while the other one computes.
-  constexpr int block = 512;
   // Few rows: more threads for each, since the device is not full.
   const bool few = rows < 2 * device.multiprocessors;
-  const int64_t vectors = ceil_div(cols, vec), held = int64_t{block} * kind.block_k;
-  const bool large = few || (held < vectors && vectors <= 2 * held) || knobs.threads > block || knobs.block > block;
-  const int max_block = large ? 1024 : block;
-  LaunchPlan plan =
-      plan_row(device, rows, cols,
-               {.vec = vec, .max_k = max_k, .max_block = max_block, .prefer_k = few ? 1 : 4, .five_from = few ? 0 : kind.five_from}, knobs);
+  const int64_t vectors = ceil_div(cols, vec), held = int64_t{kind.block} * kind.block_k;
+  const bool large = few || (held < vectors && vectors <= 2 * held) || std::max(knobs.threads, knobs.block) > kind.block;
+  const int half_from = few ? 0 : kind.half_from;
+  LaunchPlan plan = plan_row(device, rows, cols,
+                             {.vec = vec,
+                              .max_k = max_k,
+                              .max_block = large ? 1024 : kind.block,
+                              .prefer_k = few ? 1 : 4,
+                              .half_from = half_from,
+                              .half_k = kind.half_k},
+                             knobs);
   if (plan.path == Path::regs && knobs.cluster <= 1) return plan;
-  if (kind.streams && device.bulk_copies && rows >= device.multiprocessors) {
-    LaunchPlan stream = clustered(device, plan, rows, cols, stream_k, knobs);
-    if (stream.cluster > 1) {
-      stream.path = Path::stream;
-      stream.k = stream_k;
-      const int64_t teams = persistent_clusters(device, stream.cluster, knobs.resident);
-      stream.grid = grid_of(ceil_div(rows, ceil_div(rows, teams)) * stream.cluster);
-      return stream;
-    }
-  }
   if (plan.path != Path::regs) plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k}, knobs);
-  return clustered(device, plan, rows, cols, max_k, knobs);
+  // Small blocks, if that makes no cluster of more than 8.
+  const bool small = vectors <= 8 * 256 * max_k;
+  return clustered(device, plan, rows, cols, max_k, small ? 256 : 512, knobs);
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
@@ -147,7 +142,7 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
                               .min_block = device.bulk_copies && vec > 1 && !alone ? 512 : 256,
                               .prefer_k = k},
                              several);
-  plan = clustered(device, plan, rows, cols, k, knobs);
+  plan = clustered(device, plan, rows, cols, k, 512, knobs);
   plan.k = k;
   // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
   // number of rows take no longer and leave fewer partial rows.
@@ -202,22 +197,14 @@ RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_hea
                    const Knobs& knobs) {
   RopePlan plan;
   plan.launch.warp = device.warp;
-  const int64_t max_block = knobs.block > 0 ? knob_within(knobs.block, 128, 256) : 256;
-  if (knobs.heads > 0) heads_per_thread = knobs.heads;
-  plan.lanes = static_cast<int>(std::clamp<int64_t>(places, 1, 64));
-  // Slots in proportion to the heads; a slot has no fewer than heads_per_thread heads, more where the block would not hold them.
-  const int64_t room = max_block / plan.lanes, heads = std::max<int64_t>(1, q_heads + k_heads);
-  const int64_t each = std::max<int64_t>(heads_per_thread, ceil_div(heads, room - 1));
-  plan.q_slots = static_cast<int>(ceil_div(q_heads, each));
-  plan.k_slots = static_cast<int>(ceil_div(k_heads, each));
+  plan.launch.block = knobs.block > 0 ? static_cast<int>(knob_within(knobs.block, 64, 256)) : 128;
+  plan.lanes = static_cast<int>(std::max<int64_t>(1, places));
+  plan.q_slots = static_cast<int>(ceil_div(q_heads, heads_per_thread));
+  plan.k_slots = static_cast<int>(ceil_div(k_heads, heads_per_thread));
   plan.launch.threads_per_row = plan.lanes * (plan.q_slots + plan.k_slots);
-  // As many positions to a block as leave the fewest threads idle.
-  const auto block_of = [&](int64_t count) { return round_up(count * plan.launch.threads_per_row, device.warp); };
-  int64_t best = 1;
-  for (int64_t count = 2; block_of(count) <= max_block; ++count)
-    if (block_of(count) * best <= block_of(best) * count) best = count;
-  plan.launch.block = static_cast<int>(block_of(best));
-  plan.launch.grid = grid_of(ceil_div(positions, best));
+  plan.positions =
+      std::clamp<int64_t>(((int64_t{1} << 31) - 1) / std::max(1, plan.launch.threads_per_row), 1, std::max<int64_t>(1, positions));
+  plan.launch.grid = grid_of(ceil_div(plan.positions * plan.launch.threads_per_row, plan.launch.block));
   return plan;
 }
 

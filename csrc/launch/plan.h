@@ -43,17 +43,17 @@ struct RowTiling {
   int max_block = 1024;
   int min_block = 128;    // short rows share a block until it has this many threads
   int prefer_k = 2;       // vectors a thread should have before more threads are taken
-  int five_from = 0;      // rows of so many threads or more: half of them, where they have at most 5 vectors each; 0: none
+  int half_from = 0;      // rows of so many threads or more: half of them, where these have at most half_k vectors each; 0: none
+  int half_k = 5;
 };
 LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&, const Knobs& = {});
 
 // Kernels that keep a row in registers where max_k vectors a thread of a block, or of a cluster of blocks, hold it (the forward of
 // the norms, softmax); longer rows: one block a row that reads twice.
-constexpr int stream_k = 4;
 struct RowForwardKind {
-  bool streams = false;  // the kernel has a stream path of stream_k vectors a thread, for rows that take a cluster
-  int block_k = 0;       // vectors a thread has at most before blocks of 512 threads become ones of 1,024; 0: max_k
-  int five_from = 0;     // RowTiling's
+  int block = 512;                // threads that are better not exceeded, unless block_k vectors each do not hold the row
+  int block_k = 0;                // 0: max_k
+  int half_from = 0, half_k = 5;  // RowTiling's
 };
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& = {},
                             const Knobs& = {});
@@ -82,9 +82,11 @@ LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int 
                           const Knobs& = {});
 
 // Rotary embedding: a position's threads are `lanes` side by side in a head times slots for heads of q and of k, so many that
-// each has at most heads_per_thread heads (unless a block is too small); threads_per_row is their product.
+// each has at most heads_per_thread heads; threads_per_row is their product, and blocks may begin anywhere in it. The plan is for the first
+// `positions`, fewer than 2^31 threads.
 struct RopePlan {
   LaunchPlan launch;
+  int64_t positions = 1;
   int lanes = 1, q_slots = 1, k_slots = 1;
 };
 RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread,

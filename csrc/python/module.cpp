@@ -92,18 +92,17 @@ void bind_knobs(py::module_& m) {
       .value("cross_entropy_backward", Tunable::cross_entropy_backward)
       .value("cross_entropy_in_place", Tunable::cross_entropy_in_place);
   py::class_<Knobs>(m, "Knobs", "What a measurement may change of a plan (csrc/launch/knobs.h); 0: the planner's own choice.")
-      .def(py::init([](int threads, int block, int cluster, int stages, int resident, int heads) {
-             return Knobs{threads, block, cluster, stages, resident, heads};
+      .def(py::init([](int threads, int block, int cluster, int stages, int resident) {
+             return Knobs{threads, block, cluster, stages, resident};
            }),
            py::kw_only(), py::arg("threads") = 0, py::arg("block") = 0, py::arg("cluster") = 0, py::arg("stages") = 0,
-           py::arg("resident") = 0, py::arg("heads") = 0)
+           py::arg("resident") = 0)
       .def("__eq__", [](const Knobs& a, const Knobs& b) { return a == b; })
       .def_readonly("threads", &Knobs::threads)
       .def_readonly("block", &Knobs::block)
       .def_readonly("cluster", &Knobs::cluster)
       .def_readonly("stages", &Knobs::stages)
-      .def_readonly("resident", &Knobs::resident)
-      .def_readonly("heads", &Knobs::heads);
+      .def_readonly("resident", &Knobs::resident);
   m.attr("knob_entry_bytes") = sizeof(KnobEntry);
   m.def("pack_knobs", &packed, py::arg("entries"),
         "As the GPU library takes them: (device name or \"\", Tunable, elements of an access, rows, cols, (q_heads, k_heads, rotary_dim), "
@@ -131,7 +130,7 @@ void bind_plans(py::module_& m) {
       .def_readwrite("max_block", &RowTiling::max_block)
       .def_readwrite("min_block", &RowTiling::min_block)
       .def_readwrite("prefer_k", &RowTiling::prefer_k)
-      .def_readwrite("five_from", &RowTiling::five_from);
+      .def_readwrite("half_from", &RowTiling::half_from);
   py::class_<LaunchPlan>(m, "LaunchPlan")
       .def_readonly("path", &LaunchPlan::path)
       .def_readonly("vec", &LaunchPlan::vec)
@@ -147,6 +146,7 @@ void bind_plans(py::module_& m) {
       .def_readonly("partial_rows", &LaunchPlan::partial_rows);
   py::class_<RopePlan>(m, "RopePlan")
       .def_readonly("launch", &RopePlan::launch)
+      .def_readonly("positions", &RopePlan::positions)
       .def_readonly("lanes", &RopePlan::lanes)
       .def_readonly("q_slots", &RopePlan::q_slots)
       .def_readonly("k_slots", &RopePlan::k_slots);
@@ -154,7 +154,7 @@ void bind_plans(py::module_& m) {
   py::class_<RowForwardKind>(m, "RowForwardKind")
       .def(py::init<>())
       .def_readwrite("block_k", &RowForwardKind::block_k)
-      .def_readwrite("five_from", &RowForwardKind::five_from);
+      .def_readwrite("half_from", &RowForwardKind::half_from);
   m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"),
         py::arg("kind") = RowForwardKind{}, py::arg("knobs") = Knobs{});
   m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"),
