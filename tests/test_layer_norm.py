@@ -47,18 +47,31 @@ def test_a_large_mean_does_not_cost_the_variance(device):
     judge("layer_norm", {"x": x, "weight": None, "bias": None})
 
 
-def test_a_constant_row_gives_the_bias(device):
-    x, bias = torch.full((3, 64), 7.0, device=device), normal(64, device=device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cols", [576, 4096, 32_768, 65_536])
+def test_the_first_columns_may_be_far_from_all_others(device, cols, dtype):
+    """The sums of a 16-bit row are relative to its first eight columns."""
+    x = normal(9, cols, dtype=dtype, device=device, scale=0.01)
+    for row in range(1, 9):
+        x[row, :row] = 100 * (-1) ** row
+    judge("layer_norm", {"x": x.requires_grad_(), "weight": None, "bias": None})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_constant_row_gives_the_bias(device, dtype):
+    x, bias = torch.full((3, 64), 7.0, device=device, dtype=dtype), normal(64, dtype=dtype, device=device)
     assert torch.equal(F.layer_norm(x, torch.ones_like(bias), bias), bias.expand(3, 64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, value):
+@pytest.mark.parametrize("column", [3, 20])
+def test_what_is_not_finite_stays_in_its_row(device, value, column, dtype):
     x, weight, bias = normal(4, 40, device=device), torch.ones(40, device=device), torch.zeros(40, device=device)
-    x[2, 3] = value
-    torch.testing.assert_close(
-        F.layer_norm(x, weight, bias), torch.nn.functional.layer_norm(x, (40,), weight, bias, 1e-6), equal_nan=True
-    )
+    x[2, column] = value
+    x, weight, bias = (t.to(dtype) for t in (x, weight, bias))
+    mine, theirs = F.layer_norm(x, weight, bias), torch.nn.functional.layer_norm(x, (40,), weight, bias, 1e-6)
+    torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream) {
   parallel_items(a, a.row.rows, a.row.vocab);
 }
 
-void cross_entropy_reduce(const CrossEntropyReduce& a, Stream) {
+void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
+  if (a.counting != nullptr) cross_entropy_counts(*a.counting, stream);
   with_accumulator(a.accumulator, [&](auto acc) {
     using A = decltype(acc);
     const A *const ce = static_cast<const A*>(a.ce), *const z = static_cast<const A*>(a.z), *const counts = static_cast<const A*>(a.counts);

@@ -15,20 +15,22 @@ using Counts = CrossEntropyCounts;
 
 // Sums N values over the block; the result is thread 0's.
 template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
-  const int t = thread_id(), threads = block_threads();
-  Shared<double> all = shared<double>(0);
+  const Shared<double> of_warps = shared<double>(0);
+  const auto over_warp = [&] {
+    for (int mask = warp_width() / 2; mask > 0; mask /= 2)
 #pragma unroll
-  for (int i = 0; i < N; ++i) all[i * threads + t] = v[i];
-  for (int half = threads / 2; half > 0; half /= 2) {
-    block_barrier();
-    if (t < half) {
+      for (int i = 0; i < N; ++i) v[i] += shfl_xor(v[i], mask);
+  };
+  over_warp();
+  block_barrier();  // what an earlier sum left has been read
+  if (lane_id() == 0)
 #pragma unroll
-      for (int i = 0; i < N; ++i) all[i * threads + t] += all[i * threads + t + half];
-    }
-  }
-  if (t != 0) return;
+    for (int i = 0; i < N; ++i) of_warps[i * 32 + warp_id()] = v[i];
+  block_barrier();
+  if (warp_id() > 0) return;
 #pragma unroll
-  for (int i = 0; i < N; ++i) v[i] = all[i * threads];
+  for (int i = 0; i < N; ++i) v[i] = lane_id() < block_threads() / warp_width() ? of_warps[i * 32 + lane_id()] : 0;
+  over_warp();
 }
 
 // This thread's share of the sum of value(0) … value(n - 1).
@@ -60,6 +62,10 @@ struct CountTargets {
 
   static LIGER_DEVICE void run(const Args& a) {
     let_next_kernel_start();
+    count(a);
+  }
+  // All threads call it; thread 0 finds the counts in memory behind it.
+  static LIGER_DEVICE void count(const Args& a) {
     enum { valid, target_weight, weight, sums };
     double sum[sums] = {};
     const bool weighted = a.class_weight.data != nullptr;
@@ -98,24 +104,27 @@ struct CountTargets {
   }
 };
 
+// Where it may start while the rows' kernel still runs, it makes the counts meanwhile.
 struct SumLosses {
   struct Args {
-    int64_t rows;
-    const float *ce, *z, *accuracy, *counts;
+    CountTargets::Args counting;  // its counts, made here if it has targets
+    const float *ce, *z, *accuracy;
     float *loss, *z_loss, *token_accuracy;
   };
   static constexpr int max_threads = launch::row_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
+    if (a.counting.target != nullptr) CountTargets::count(a.counting);
     wait_for_previous_kernel();
     enum { ce, z, accuracy, sums };
-    auto column = [&](const float* values) { return values ? thread_sum(a.rows, [&](int64_t row) { return values[row]; }) : 0.0; };
+    auto column = [&](const float* values) { return values ? thread_sum(a.counting.rows, [&](int64_t row) { return values[row]; }) : 0.0; };
     double sum[sums] = {column(a.ce), column(a.z), column(a.accuracy)};
     block_sum(sum);
     if (thread_id() != 0) return;
-    const double z_loss = a.z ? sum[z] * a.counts[Counts::z_scale] : 0.0;
-    const double valid = a.counts[Counts::valid];
-    if (a.loss) *a.loss = float(sum[ce] * a.counts[Counts::ce_scale] + z_loss);
+    const float* const counts = a.counting.counts;
+    const double z_loss = a.z ? sum[z] * counts[Counts::z_scale] : 0.0;
+    const double valid = counts[Counts::valid];
+    if (a.loss) *a.loss = float(sum[ce] * counts[Counts::ce_scale] + z_loss);
     if (a.z_loss) *a.z_loss = float(z_loss);
     if (a.token_accuracy) *a.token_accuracy = valid == 0 ? 0.f : float(sum[accuracy] / valid);
   }
@@ -139,24 +148,36 @@ struct AddLosses {
   }
 };
 
+CountTargets::Args args_of(const CrossEntropyCounts& op) {
+  return {op.rows,
+          op.vocab,
+          op.target,
+          op.class_weight,
+          static_cast<const float*>(op.normalizer),
+          op.options.ignore_index,
+          op.options.reduction,
+          static_cast<float*>(op.counts)};
+}
+
 }  // namespace
 
 void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) {
-  const auto plan = launch::plan_cross_entropy_counts(device_profile(stream.device), op.rows, op.vocab);
-  launch<CountTargets>(plan,
-                       {op.rows, op.vocab, op.target, op.class_weight, static_cast<const float*>(op.normalizer), op.options.ignore_index,
-                        op.options.reduction, static_cast<float*>(op.counts)},
-                       stream);
+  launch<CountTargets>(launch::plan_cross_entropy_counts(device_profile(stream.device), op.rows, op.vocab), args_of(op), stream);
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
   const auto& device = device_profile(stream.device);
-  const auto *ce = static_cast<const float*>(op.ce), *z = static_cast<const float*>(op.z), *counts = static_cast<const float*>(op.counts);
+  const auto *ce = static_cast<const float*>(op.ce), *z = static_cast<const float*>(op.z);
   auto *loss = static_cast<float*>(op.loss), *z_loss = static_cast<float*>(op.z_loss);
   const auto plan = launch::plan_cross_entropy_reduce(device, op.rows, op.reduction == Reduction::none);
-  if (op.reduction != Reduction::none)
-    launch<SumLosses>(plan, {op.rows, ce, z, op.accuracy, counts, loss, z_loss, op.token_accuracy}, stream);
-  else if (op.rows > 0) launch<AddLosses>(plan, {op.rows, ce, z, loss, z_loss}, stream);
+  if (op.reduction == Reduction::none) {
+    if (op.counting) cross_entropy_counts(*op.counting, stream);
+    if (op.rows > 0) launch<AddLosses>(plan, {op.rows, ce, z, loss, z_loss}, stream);
+    return;
+  }
+  CountTargets::Args counting{.rows = op.rows, .counts = const_cast<float*>(static_cast<const float*>(op.counts))};
+  if (op.counting) counting = args_of(*op.counting);
+  launch<SumLosses>(plan, {counting, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
 }
 
 }  // namespace liger::gpu

@@ -219,7 +219,8 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
       group.sum(sums);
       const float off = sums[0] * a.inverse_cols;
       mean = near + off;
-      variance = fmaxf(sums[1] * a.inverse_cols - off * off, 0);
+      variance = sums[1] * a.inverse_cols - off * off;
+      if (variance < 0) variance = 0;  // NaN stays
     } else {
       float total[2] = {tile.sum(z), 0};
       group.sum(total);

@@ -206,6 +206,12 @@ struct Divisor {
 template <class T> using Shared = T*;
 template <class T> LIGER_DEVICE Shared<T> shared(int byte_offset) { return reinterpret_cast<T*>(shared_memory() + byte_offset); }
 
+LIGER_DEVICE double shfl_xor(double v, int mask) {
+  const auto bits = bit_cast<uint64_t>(v);
+  const uint32_t low = uint32_t(shfl_xor(int(uint32_t(bits)), mask)), high = uint32_t(shfl_xor(int(uint32_t(bits >> 32)), mask));
+  return bit_cast<double>(uint64_t{high} << 32 | low);
+}
+
 // Calls f with a value of the element type that `dtype` names; fp64 has no GPU path.
 template <class F> void dispatch(Dtype dtype, F&& f) {
   switch (dtype) {

@@ -24,7 +24,8 @@ struct CrossEntropyOptions {
   Reduction reduction = Reduction::mean;
 };
 
-// Sums over all rows that the loss needs; made on the device before the first row is read, so that nothing waits for a host.
+// Sums over all rows that the loss needs; made on the device, so that nothing waits for a host: before the first row is read, or, if no
+// row needs them, with the reduction.
 //   counts[valid], counts[target_weight] = sum of w[y] over valid rows, counts[weight] = W,
 //   counts[ce_scale], counts[z_scale]: what reduction (and normalizer) multiply the sums of ce_i and z_i by; 0 when nothing is valid.
 struct CrossEntropyCounts {
@@ -79,7 +80,7 @@ struct CrossEntropyInPlace {
 };
 
 // Per-row losses to results: none: loss[i] = ce[i] + z[i]; else loss = ce_scale * sum(ce) + z_scale * sum(z), z_loss likewise;
-// accuracy: sum / valid. Sums in a fixed order.
+// accuracy: sum / valid. Sums in a fixed order. `counting`: what the counts are made of, if that is yet to do; nullptr: they are there.
 struct CrossEntropyReduce {
   int64_t rows;
   const void *ce, *z;
@@ -89,6 +90,7 @@ struct CrossEntropyReduce {
   Dtype accumulator;
   void *loss, *z_loss;      // [rows] or one, of A
   float* token_accuracy;    // one float: only for mean and sum (with none, per-row accuracy is the result)
+  const CrossEntropyCounts* counting = nullptr;
 };
 
 namespace LIGER_BACKEND {

@@ -208,8 +208,11 @@ Launches logit_tiles(const DeviceProfile& device, const Call& call) {
   return {{"Backward", {vec}, call.rows, call.cols, plan, piece_threads, Tunable::cross_entropy_backward}};
 }
 
-Launches with_sums(const DeviceProfile& device, const Call& call, const Launches& over_rows) {
-  Launches out{{"CountTargets", {}, call.rows, call.cols, plan_cross_entropy_counts(device, call.rows, call.cols), row_threads}};
+// counted: before the rows, not by SumLosses.
+Launches with_sums(const DeviceProfile& device, const Call& call, const Launches& over_rows, bool counted) {
+  Launches out;
+  const LaunchPlan counts = plan_cross_entropy_counts(device, call.rows, call.cols);
+  if (counted) out.push_back({"CountTargets", {}, call.rows, call.cols, counts, row_threads});
   out.insert(out.end(), over_rows.begin(), over_rows.end());
   const LaunchPlan reduce = plan_cross_entropy_reduce(device, call.rows, call.per_row);
   if (!call.per_row) out.push_back({"SumLosses", {}, call.rows, 1, reduce, row_threads});
@@ -247,7 +250,7 @@ void chunk(Launches& out, const DeviceProfile& device, const Call& call, const c
 Launches fused_loss(const DeviceProfile& device, const Call& call) {
   Launches first;
   chunk(first, device, call, recomputed(call) ? "Forward" : "InPlace", !one_chunk(call) && !recomputed(call));
-  return with_sums(device, call, first);
+  return with_sums(device, call, first, true);
 }
 
 Launches fused_loss_backward(const DeviceProfile& device, const Call& call) {
@@ -291,7 +294,7 @@ const std::vector<std::pair<std::string, std::function<Launches(const DeviceProf
       {"softmax", [](const D& d, const C& c) { return softmax(d, c, "Softmax", softmax_forward_k, Tunable::softmax); }},
       {"softmax_backward",
        [](const D& d, const C& c) { return softmax(d, c, "SoftmaxBackward", softmax_backward_k, Tunable::softmax_backward); }},
-      {"cross_entropy", [](const D& d, const C& c) { return with_sums(d, c, logits(d, c, c.rows, "Forward", false)); }},
+      {"cross_entropy", [](const D& d, const C& c) { return with_sums(d, c, logits(d, c, c.rows, "Forward", false), c.per_row); }},
       {"cross_entropy_backward", logit_tiles},
       {"fused_linear_cross_entropy", fused_loss},
       {"fused_linear_cross_entropy_backward", fused_loss_backward},

@@ -295,7 +295,7 @@ LaunchPlan plan_block_sum(const DeviceProfile& device, int64_t n, int bytes) {
   plan.warp = device.warp;
   plan.block = static_cast<int>(std::min<int64_t>(std::max<int64_t>(next_pow2(ceil_div(n, 4)), 64), device.max_block_threads));
   plan.threads_per_row = plan.block;
-  plan.smem = plan.block * bytes;
+  plan.smem = 32 * bytes;  // of each warp
   return plan;
 }
 

@@ -108,7 +108,7 @@ LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int el
 // block before them. path is stream if the device can and rows are long enough for it.
 LaunchPlan plan_logits_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes, const Knobs& = {});
 
-// One block sums n values, with `bytes` of shared memory a thread.
+// One block sums n values, with `bytes` of shared memory a warp.
 LaunchPlan plan_block_sum(const DeviceProfile&, int64_t n, int bytes);
 
 // Rows of `vectors` independent vectors each, `per_thread` to a thread; a row has grid / rows blocks.

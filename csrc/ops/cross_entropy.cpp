@@ -38,16 +38,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tens
   target = checked_target(scope.op(), target, rows.rows, logits, "logits");
   weight = checked_class_weight(scope.op(), weight, "weight", rows.cols, acc, logits);
 
-  const Tensor counts = count_targets(scope, target, weight, nullptr, rows.cols, options, acc);
+  const Counts counts = counts_of(scope, target, weight, nullptr, rows.cols, options, acc);
+  const bool count_first = options.reduction == Reduction::none || options.label_smoothing != 0;  // a row needs the sum of all weights
+  if (count_first) cross_entropy_counts(counts.how, scope);
   LossRows losses(scope, logits, rows.rows, acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
   Tensor lse = allocate(scope, {rows.rows}, acc, logits);
-  CrossEntropyRows args = rows_of(scope, rows, target, weight, counts, options);
+  CrossEntropyRows args = rows_of(scope, rows, target, weight, counts.values, options);
   losses.point(args, 0);
   args.lse = lse.data_ptr();
-  args.after_counts = true;
+  args.after_counts = count_first;
   if (rows.rows > 0) cross_entropy_forward(args, scope);
-  losses.finish(counts);
-  return {losses.loss, losses.z_loss, losses.token_accuracy, losses.predicted_tokens, lse, counts};
+  losses.finish(counts, count_first);
+  return {losses.loss, losses.z_loss, losses.token_accuracy, losses.predicted_tokens, lse, counts.values};
 }
 
 Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, OptionalTensor weight, Tensor lse, Tensor counts,

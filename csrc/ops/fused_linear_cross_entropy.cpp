@@ -173,7 +173,9 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
   const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows,
                   {need_dx, need_dweight, need_dbias});
 
-  const Tensor counts = count_targets(scope, p.target, p.ce_weight, get(normalizer), p.vocab, options, p.acc);
+  const Counts made = counts_of(scope, p.target, p.ce_weight, get(normalizer), p.vocab, options, p.acc);
+  cross_entropy_counts(made.how, scope);
+  const Tensor& counts = made.values;
   LossRows losses(scope, x, p.rows, p.acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
   const bool accumulated = p.mode == Gradients::accumulated, deferred = p.mode == Gradients::deferred;
   const auto output = [&](bool wanted, std::vector<int64_t> sizes, Dtype dtype) {
@@ -196,7 +198,7 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
   } else {
     for (Tensor* t : {&dweight, &dbias}) torch::stable::zero_(*t);
   }
-  losses.finish(counts);
+  losses.finish(made, true);
   return {losses.loss, losses.z_loss, losses.token_accuracy, losses.predicted_tokens, counts, saved, dx, dweight, dbias};
 }
 

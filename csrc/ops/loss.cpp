@@ -27,18 +27,17 @@ OptionalTensor checked_class_weight(const char* op, const OptionalTensor& weight
   return contiguous(op, weight);
 }
 
-Tensor count_targets(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const Tensor* normalizer, int64_t vocab,
-                     const CrossEntropyOptions& options, Dtype accumulator) {
-  Tensor counts = allocate(scope, {CrossEntropyCounts::slots}, accumulator, target);
+Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const Tensor* normalizer, int64_t vocab,
+                 const CrossEntropyOptions& options, Dtype accumulator) {
   if (normalizer != nullptr) {
     require(normalizer->numel() == 1 && normalizer->scalar_type() == scalar_type(accumulator), scope.op(),
             ": normalizer must be one number of dtype ", dtype_name(scalar_type(accumulator)));
     check_device(scope.op(), *normalizer, "normalizer", target, "target");
   }
-  cross_entropy_counts({target.size(0), vocab, static_cast<const int64_t*>(target.data_ptr()), vector_of(class_weight, "weight"),
-                        normalizer != nullptr ? normalizer->data_ptr() : nullptr, options, accumulator, counts.data_ptr()},
-                       scope);
-  return counts;
+  const Tensor values = allocate(scope, {CrossEntropyCounts::slots}, accumulator, target);
+  return {values,
+          {target.size(0), vocab, static_cast<const int64_t*>(target.data_ptr()), vector_of(class_weight, "weight"),
+           normalizer != nullptr ? normalizer->data_ptr() : nullptr, options, accumulator, values.data_ptr()}};
 }
 
 LossRows::LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype accumulator, const CrossEntropyOptions& options,
@@ -70,13 +69,14 @@ void LossRows::point(CrossEntropyRows& args, int64_t first_row) const {
   args.predicted = return_predicted_ ? static_cast<int64_t*>(at(predicted_tokens, sizeof(int64_t))) : nullptr;
 }
 
-void LossRows::finish(const Tensor& counts) {
+void LossRows::finish(const Counts& counts, bool counted) {
   const bool per_row = options_.reduction == Reduction::none;
-  cross_entropy_reduce({rows_, ce_.data_ptr(), has_z_ ? z_.data_ptr() : nullptr,
-                        return_accuracy_ ? static_cast<const float*>(accuracy_.data_ptr()) : nullptr, counts.data_ptr(), options_.reduction,
-                        accumulator_, loss.data_ptr(), return_z_ ? z_loss.data_ptr() : nullptr,
-                        return_accuracy_ && !per_row ? static_cast<float*>(token_accuracy.data_ptr()) : nullptr},
-                       scope_);
+  cross_entropy_reduce(
+      {rows_, ce_.data_ptr(), has_z_ ? z_.data_ptr() : nullptr,
+       return_accuracy_ ? static_cast<const float*>(accuracy_.data_ptr()) : nullptr, counts.values.data_ptr(), options_.reduction,
+       accumulator_, loss.data_ptr(), return_z_ ? z_loss.data_ptr() : nullptr,
+       return_accuracy_ && !per_row ? static_cast<float*>(token_accuracy.data_ptr()) : nullptr, counted ? nullptr : &counts.how},
+      scope_);
 }
 
 }  // namespace liger::LIGER_BACKEND

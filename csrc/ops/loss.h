@@ -15,8 +15,13 @@ Tensor checked_target(const char* op, const Tensor& target, int64_t rows, const 
 OptionalTensor checked_class_weight(const char* op, const OptionalTensor& weight, const char* name, int64_t vocab, Dtype accumulator,
                                     const Tensor& like);
 
-Tensor count_targets(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const Tensor* normalizer, int64_t vocab,
-                     const CrossEntropyOptions& options, Dtype accumulator);
+// The counts' memory and how they are made; cross_entropy_counts, or the reduction, makes them.
+struct Counts {
+  Tensor values;
+  CrossEntropyCounts how;
+};
+Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const Tensor* normalizer, int64_t vocab,
+                 const CrossEntropyOptions& options, Dtype accumulator);
 
 // Buffers for per-row losses of a whole batch, and what the op returns of them.
 class LossRows {
@@ -25,8 +30,8 @@ class LossRows {
            bool return_token_accuracy, bool return_predicted_tokens);
   // Points a chunk's arguments at its part of the buffers.
   void point(CrossEntropyRows& args, int64_t first_row) const;
-  // Reduces; after the last chunk.
-  void finish(const Tensor& counts);
+  // Reduces; after the last chunk. `counted`: the counts are there.
+  void finish(const Counts& counts, bool counted);
 
   Tensor loss, z_loss, token_accuracy, predicted_tokens;
 

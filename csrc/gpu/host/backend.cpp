@@ -185,7 +185,11 @@ void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream stream) {
 
 void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
   const int64_t losses = a.reduction == Reduction::none ? a.rows : 1;
+  const CrossEntropyCounts counting = a.counting ? *a.counting : CrossEntropyCounts{};
   const Buffers buffers{in("ce", a.ce, a.rows * f32),
+                        in("target", counting.target, counting.rows * i64),
+                        in("weight", counting.class_weight, counting.vocab),
+                        out("counts", counting.counts, CrossEntropyCounts::slots * f32),
                         in("z", a.z, a.rows * f32),
                         in("accuracy", a.accuracy, a.rows * f32),
                         in("counts", a.counts, CrossEntropyCounts::slots * f32),
