@@ -194,42 +194,40 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
   }
 
  private:
-  // LayerNorm's. Of 16-bit values in one pass and one exchange, relative to the mean of the row's first 8: even if these are the only ones
-  // that are far from all others, they lose no more than (columns / 8) units in the last place of fp32.
+  // LayerNorm's, in one pass and one exchange: relative to the mean of the row's first few values; and where these are so far from the
+  // others that the variance would have lost digits, once more, relative to the mean that was found. Rows that share a block, which has
+  // one barrier for all, always take the second pass.
   template <class Group>
   LIGER_DEVICE static void statistics(Group& group, const Tile& tile, typename Tile::Values& z, float& mean, float& variance) {
+    constexpr float far = sizeof(T) == 2 ? 256 : 4;  // squared, in variances
     const NormForwardArgs& a = tile.a;
-    if constexpr (sizeof(T) == 2 && VEC > 1) {
-      Packed<T, VEC> first{};
-      if (tile.row < a.rows) load<Hint::stream>(first, static_cast<const T*>(a.x.data) + tile.row * a.x.stride);
-      float near = 0;
+    float first[VEC] = {};
+    if (tile.row < a.rows) load_any<VEC, Hint::stream>(first, a.x.data, a.x.dtype, tile.row * a.x.stride);
+    mean = first[0];
+    if constexpr (VEC > 1) {  // exact for a constant row
+      mean = 0;
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) near += first[i];
-      near *= 1.0f / VEC;
+      for (int i = 0; i < VEC / 2; ++i) mean += (first[i] + first[i + VEC / 2]) * (1.0f / VEC);
+    }
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
       float sums[2] = {};
 #pragma unroll
       for (int k = 0; k < K; ++k)
         if (tile.columns.has(k))
 #pragma unroll
           for (int i = 0; i < VEC; ++i) {
-            const float from_it = z[k][i] - near;
+            const float from_it = z[k][i] - mean;
             sums[0] += from_it;
             sums[1] += from_it * from_it;
           }
       group.sum(sums);
       const float off = sums[0] * a.inverse_cols;
-      mean = near + off;
+      mean += off;
       variance = sums[1] * a.inverse_cols - off * off;
-      if (variance < 0) variance = 0;  // NaN stays
-    } else {
-      float total[2] = {tile.sum(z), 0};
-      group.sum(total);
-      mean = total[0] / float(a.cols);  // divided: exact for a constant row
-      widen_again(z);
-      float squares[2] = {tile.squares(z, mean), 0};
-      group.sum(squares);
-      variance = squares[0] * a.inverse_cols;
+      if (group.rows_per_block() == 1 && !(off * off > far * variance)) break;
     }
+    if (variance < 0) variance = 0;  // NaN stays
   }
   // The widened values of so many vectors would spill while an exchange is under way: they are made again from the packed ones.
   LIGER_DEVICE static void widen_again(typename Tile::Values& z) {
