@@ -195,8 +195,8 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
 
  private:
   // LayerNorm's, in one pass and one exchange: relative to the mean of the row's first few values; and where these are so far from the
-  // others that the variance would have lost digits, once more, relative to the mean that was found. Rows that share a block, which has
-  // one barrier for all, always take the second pass.
+  // others that the variance would have lost digits, once more, relative to the mean that was found. Rows that share a block have one
+  // barrier for all and decide together: a 16-bit row of up to 8,192 columns cannot lose so many digits that it matters.
   template <class Group>
   LIGER_DEVICE static void statistics(Group& group, const Tile& tile, typename Tile::Values& z, float& mean, float& variance) {
     constexpr float far = sizeof(T) == 2 ? 256 : 4;  // squared, in variances
@@ -225,7 +225,7 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
       const float off = sums[0] * a.inverse_cols;
       mean += off;
       variance = sums[1] * a.inverse_cols - off * off;
-      if (group.rows_per_block() == 1 && !(off * off > far * variance)) break;
+      if (group.rows_per_block() == 1 ? !(off * off > far * variance) : sizeof(T) == 2 && a.cols <= 8192) break;
     }
     if (variance < 0) variance = 0;  // NaN stays
   }

@@ -101,7 +101,7 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
                              {.vec = vec,
                               .max_k = max_k,
                               .max_block = large ? 1024 : kind.block,
-                              .prefer_k = few ? 1 : 4,
+                              .prefer_k = few ? 1 : kind.prefer_k,
                               .half_from = half_from,
                               .half_k = kind.half_k},
                              knobs);

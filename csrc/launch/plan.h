@@ -51,6 +51,7 @@ LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowT
 // Kernels that keep a row in registers where max_k vectors a thread of a block, or of a cluster of blocks, hold it (the forward of
 // the norms, softmax); longer rows: one block a row that reads twice.
 struct RowForwardKind {
+  int prefer_k = 4;               // RowTiling's
   int block = 512;                // threads that are better not exceeded, unless block_k vectors each do not hold the row
   int block_k = 0;                // 0: max_k
   int half_from = 0, half_k = 5;  // RowTiling's
