@@ -133,6 +133,7 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
   // A block of 512 threads has several rows at a time, and one partial row for all of them. Rows of 256 threads and one sum for each of
   // their columns (max_k) are better alone in a block, until there are so many of them that partial rows do not count.
   const bool alone = max_k > 2 && k == 2 && next_pow2(ceil_div(vectors, k)) == 256 && rows <= 128 * device.multiprocessors;
+  const bool few = rows * 8 <= device.multiprocessors;  // more threads for each, then
   Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
   several.block = std::min(knobs.block, 512);
   LaunchPlan plan = plan_row(device, rows, cols,
@@ -140,7 +141,7 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
                               .max_k = static_cast<int>(next_pow2(k)),
                               .max_block = max_block,
                               .min_block = device.bulk_copies && vec > 1 && !alone ? 512 : 256,
-                              .prefer_k = k},
+                              .prefer_k = few ? 1 : k},
                              several);
   plan = clustered(device, plan, rows, cols, k, 512, knobs);
   plan.k = k;
