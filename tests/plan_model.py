@@ -161,7 +161,7 @@ def glu(launch, call) -> None:
 def rope(launch, call) -> None:
     vec, rotary = launch.instance[0], call.get("rotary_dim") or launch.cols
     plan = call["rope_plan"](vec)
-    assert launch.rows * launch.plan.threads_per_row < 2**31 and launch.rows <= call["rows"]
+    assert launch.plan.grid * launch.plan.block <= 2**31 and launch.rows <= call["rows"]
     threads = launch.rows * plan.lanes * (plan.q_slots + plan.k_slots)
     assert (launch.plan.grid - 1) * launch.plan.block < threads <= launch.plan.grid * launch.plan.block
     for heads, slots in ((call["q_heads"], plan.q_slots), (call["k_heads"], plan.k_slots)):

@@ -198,7 +198,7 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
   // others that the variance would have lost digits, once more, relative to the mean that was found. Rows that share a block have one
   // barrier for all and decide together: a 16-bit row of up to 8,192 columns cannot lose so many digits that it matters.
   template <class Group>
-  LIGER_DEVICE static void statistics(Group& group, const Tile& tile, typename Tile::Values& z, float& mean, float& variance) {
+  LIGER_DEVICE static void statistics(Group& group, const Tile& tile, const typename Tile::Values& z, float& mean, float& variance) {
     constexpr float far = sizeof(T) == 2 ? 256 : 4;  // squared, in variances
     const NormForwardArgs& a = tile.a;
     float first[VEC] = {};

@@ -139,7 +139,6 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
   }
 };
 using RowGroup = RowGroupOf<0, false>;
-using ClusterGroup = RowGroupOf<0, true>;
 
 // A maximum and the sum of exponentials relative to it, the first two of a's and of b's values: a's become those of both together, of
 // either order the same. exp_as of T.

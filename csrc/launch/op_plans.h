@@ -75,7 +75,7 @@ LaunchPlan plan_cross_entropy(const DeviceProfile&, int64_t rows, int64_t vocab,
 LaunchPlan plan_cross_entropy_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, const Knobs& = {});
 // The backward's tiles of rows.
 LaunchPlan plan_cross_entropy_tiles(const DeviceProfile&, int64_t rows, int64_t vocab, int vec, const Knobs& = {});
-// Its sums over rows, three fp64 values a thread, in one block; `each`: a row's loss is its own (reduction "none").
+// Its sums over rows, three fp64 values a warp, in one block; `each`: a row's loss is its own (reduction "none").
 LaunchPlan plan_cross_entropy_counts(const DeviceProfile&, int64_t rows, int64_t vocab);
 LaunchPlan plan_cross_entropy_reduce(const DeviceProfile&, int64_t rows, bool each);
 

@@ -203,8 +203,8 @@ RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_hea
   plan.q_slots = static_cast<int>(ceil_div(q_heads, heads_per_thread));
   plan.k_slots = static_cast<int>(ceil_div(k_heads, heads_per_thread));
   plan.launch.threads_per_row = plan.lanes * (plan.q_slots + plan.k_slots);
-  plan.positions =
-      std::clamp<int64_t>(((int64_t{1} << 31) - 1) / std::max(1, plan.launch.threads_per_row), 1, std::max<int64_t>(1, positions));
+  const int64_t most = ((int64_t{1} << 31) - plan.launch.block) / std::max(1, plan.launch.threads_per_row);  // the last block's, too
+  plan.positions = std::clamp<int64_t>(most, 1, std::max<int64_t>(1, positions));
   plan.launch.grid = grid_of(ceil_div(plan.positions * plan.launch.threads_per_row, plan.launch.block));
   return plan;
 }

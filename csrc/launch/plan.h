@@ -84,7 +84,7 @@ LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int 
 
 // Rotary embedding: a position's threads are `lanes` side by side in a head times slots for heads of q and of k, so many that
 // each has at most heads_per_thread heads; threads_per_row is their product, and blocks may begin anywhere in it. The plan is for the first
-// `positions`, fewer than 2^31 threads.
+// `positions`, in blocks of fewer than 2^31 threads together.
 struct RopePlan {
   LaunchPlan launch;
   int64_t positions = 1;
