@@ -62,7 +62,7 @@ def _norms(dtype: torch.dtype) -> Iterator[tuple]:
         quick = (rows, cols) in ((37, 512), (3, 33))
         yield "rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c)
         yield "layer_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c, centered=True)
-    for rows, cols in ((21, 1024), (3, 8192), (3, 1003), (2, 40000), (3, 5001)):
+    for rows, cols in ((21, 1024), (3, 8192), (3, 1003), (2, 40000), (3, 5001), (3, 9000), (2, 20000), (2, 70016)):
         quick = cols in (1024, 1003)
         yield "add_rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x residual", r, c)
     gemma = {"offset": 1.0, "casting_mode": "gemma"}
