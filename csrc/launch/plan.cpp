@@ -78,8 +78,7 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, int64_t rows, int i
   // More than this on a multiprocessor makes short calls slower: it all has to arrive before the last rows do.
   constexpr int ring_bytes = 96 * 1024;
   plan.smem = fixed;
-  const bool ring = device.bulk_copies && plan.vec > 1 && plan.path != Path::reread && plan.partial_rows > 0;
-  if (!ring) return;
+  if (!device.bulk_copies || plan.vec == 1) return;
   plan.ring_offset = static_cast<int>(round_up(fixed, 128));
   const int stage = plan.block * inputs * plan.k * 16 + plan.block / plan.warp * 8;
   // A call with few rows for each ring begins sooner with a short one.

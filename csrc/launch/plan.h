@@ -17,7 +17,7 @@ constexpr int64_t next_pow2(int64_t n) {
 }
 
 // regs: a thread keeps its columns of a row in registers, one global read. reread: rows too long for that are read again. stream:
-// as regs, by persistent blocks to which rows are brought ahead of time.
+// logits, by persistent clusters of blocks that hold a row in shared memory, where it is brought ahead of time.
 enum class Path { regs, reread, stream };
 
 struct LaunchPlan {
@@ -58,9 +58,10 @@ struct RowForwardKind {
 };
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& = {},
                             const Knobs& = {});
-// Gives a plan its shared memory: `fixed` bytes, and behind them rings for rows of `inputs` tensors, if the device has bulk copies and
-// the kernel persistent blocks, of which `resident` are on a multiprocessor at a time. `stages`: rows of the ring, if there is room.
-void add_ring(const DeviceProfile&, LaunchPlan&, int64_t rows, int inputs, int fixed, int resident = 1, int stages = 0);
+// Gives a plan of persistent blocks its shared memory: `fixed` bytes, and behind them, if the device has bulk copies, rings for rows of
+// `inputs` tensors. `resident`: blocks on a multiprocessor at a time. `stages`: rows of the ring, if there is room; 0: the planner's
+// choice.
+void add_ring(const DeviceProfile&, LaunchPlan&, int64_t rows, int inputs, int fixed, int resident, int stages);
 // One block a row, however long.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
