@@ -69,7 +69,9 @@ def rows_of_all_sizes(t: Tensor, seed: int) -> Tensor:
     return torch.ldexp(t, exponents.to(t.device)).to(t.dtype)
 
 
-hidden_sizes = st.integers(1, 70) | st.sampled_from([127, 128, 129, 255, 257, 512, 1000, 1023, 1025, 2048, 4100])
+hidden_sizes = st.integers(1, 70) | st.sampled_from(
+    [127, 128, 129, 255, 257, 512, 576, 1000, 1023, 1025, 2048, 3072, 4100, 5120]
+)
 leading_shapes = st.one_of(
     st.tuples(st.integers(1, 12)),
     st.tuples(st.integers(1, 4), st.integers(1, 5)),

@@ -126,13 +126,13 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
                               const Knobs& knobs) {
   // Rows take powers of two of threads: with 3 vectors each where that is half as many as with 2.
   const int64_t vectors = ceil_div(cols, vec), by_three = next_pow2(ceil_div(vectors, 3));
-  const bool more_threads = knobs.cluster > 1 || knobs.threads > by_three;
+  const bool few = rows * 8 <= device.multiprocessors;  // more threads for each, then
+  const bool more_threads = few || knobs.cluster > 1 || knobs.threads > by_three;
   const bool three = max_k > 2 && 32 <= by_three && by_three <= 256 && by_three < next_pow2(ceil_div(vectors, 2)) && !more_threads;
   const int k = vec == 1 ? 4 : three ? 3 : 2;
   // A block of 512 threads has several rows at a time, and one partial row for all of them. Rows of 256 threads and one sum for each of
   // their columns (max_k) are better alone in a block, until there are so many of them that partial rows do not count.
   const bool alone = max_k > 2 && k == 2 && next_pow2(ceil_div(vectors, k)) == 256 && rows <= 128 * device.multiprocessors;
-  const bool few = rows * 8 <= device.multiprocessors;  // more threads for each, then
   Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
   several.block = std::min(knobs.block, 512);
   LaunchPlan plan = plan_row(device, rows, cols,
