@@ -81,6 +81,11 @@ def _norms(dtype: torch.dtype) -> Iterator[tuple]:
             yield "layer_norm", name, False, lambda c=cols: inputs("x", 9, c, centered=True), frozen
             if frozen != "bias":
                 yield "rms_norm", name, False, lambda c=cols: inputs("x", 9, c), frozen
+    for cols in (1024, 5000):  # no sums at all
+        name = f"9x{cols} frozen parameters"
+        yield "layer_norm", name, False, lambda c=cols: inputs("x", 9, c, centered=True), "weight", "bias"
+        yield "add_rms_norm", name, cols == 1024, lambda c=cols: inputs("x residual", 9, c), "weight"
+        yield "rms_norm", f"gemma {name}", False, lambda c=cols: inputs("x", 9, c, **gemma), "weight"
     for layout in ("offset", "padded", "columns"):
         yield "rms_norm", layout, False, lambda how=layout: inputs("x", 4, 1032, layout=how)
         yield "layer_norm", layout, False, lambda how=layout: inputs("x", 4, 1032, layout=how, centered=True)
@@ -197,6 +202,7 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
                 lambda v=vocab, w=weighted, m=more: logits(5, v, weighted=w, **m),
             )
     yield "cross_entropy", "32000", False, lambda: logits(2, 32000)
+    yield "cross_entropy", "20x4500", False, lambda: logits(20, 4500)
     yield "cross_entropy", "offset", False, lambda: logits(4, 1000, "offset")
     reachable = {"target": torch.tensor([1, -100, 7, 1002])}
     yield "cross_entropy", "masked classes", False, lambda: logits(4, 1003, masked=True) | reachable

@@ -98,7 +98,7 @@ def check_ranges(rows: int, parts: int) -> None:
 
 def row_registers(launch, call) -> None:
     check_rows(launch.plan, launch.rows)
-    vec, k, *bound = launch.instance  # the norms have a kernel of their own for clusters
+    vec, k, *bound = launch.instance  # the forward of the norms has a kernel of its own for clusters
     assert k == launch.plan.k or vec == 1
     assert not bound or (bound[0] < 1024) == (launch.plan.cluster > 1)
     check_held(launch.plan.threads_per_row, k, vec, launch.cols)
@@ -210,6 +210,8 @@ def logit_row(launch, call) -> None:
         assert plan.smem >= reduction_bytes(2) + plan.k * plan.block * vec * call["element_bytes"]
         assert 0 <= plan.k <= ceil_div(ceil_div(launch.cols, vec), plan.threads_per_row)
     else:
+        threads = launch.instance[1]  # what the kernel knows of its rows' and blocks' threads
+        assert threads == 0 or threads == plan.block == plan.threads_per_row == launch.max_threads
         assert plan.k == 0 and plan.smem >= reduction_bytes(2)
 
 
@@ -251,6 +253,7 @@ KERNELS = {
     "NormForwardRegisters": row_registers,
     "NormForwardReread": row_reread,
     "NormBackwardRegisters": norm_backward_registers,
+    "NormBackwardRows": row_registers,
     "NormBackwardMeans": norm_backward_means,
     "NormBackwardTiles": norm_backward_tiles,
     "SumColumns": sum_columns,

@@ -15,7 +15,7 @@ struct SumColumns {
     int64_t first_blocks;
     int width;  // columns of a block
   };
-  static constexpr int max_threads = launch::piece_threads;
+  static constexpr int max_threads = launch::piece_threads, in_flight = 8;  // the rows that most threads have, and more
   static LIGER_DEVICE void run(const Args& a) {
     const int width = a.width, lane = thread_id() & (width - 1), group = thread_id() >> log2_of(width),
               groups = block_threads() >> log2_of(width);
@@ -28,13 +28,13 @@ struct SumColumns {
     if (live) {
       const float* at = a.partial.data + (total.first_column + col + group * a.partial.stride);
       const int64_t step = groups * a.partial.stride;
-      int64_t row = group;
-      // Four loads in flight.
-      for (; row + 3 * groups < a.partial.rows; row += 4 * groups, at += 4 * step) {
-        const float v[4] = {at[0], at[step], at[2 * step], at[3 * step]};
-        sum += (v[0] + v[1]) + (v[2] + v[3]);
+      for (int64_t row = group; row < a.partial.rows; row += in_flight * groups, at += in_flight * step) {
+        float v[in_flight];
+#pragma unroll
+        for (int k = 0; k < in_flight; ++k) v[k] = row + k * groups < a.partial.rows ? at[k * step] : 0;
+#pragma unroll
+        for (int k = 0; k < in_flight; ++k) sum += v[k];
       }
-      for (; row < a.partial.rows; row += groups, at += step) sum += *at;
     }
     // Within a warp by shuffles, then by shared memory.
     for (int mask = warp_width() / 2; mask >= width; mask /= 2) sum += shfl_xor(sum, mask);

@@ -12,18 +12,23 @@
 namespace liger::gpu {
 namespace {
 
-template <class T, int N, bool Full> struct Forward {
-  struct Args {
-    LogitRows rows;
-    RowOutputs out;
-  };
-  static constexpr int max_threads = launch::logits_threads, min_blocks = 2;
+struct ForwardArgs {
+  LogitRows rows;
+  RowOutputs out;
+};
+
+// Threads: of a row and of a block, if all have so many; what is known of them is no instruction before a row's first load, and fewer
+// registers mean more rows on a multiprocessor. 0: as the plan says.
+template <class T, int N, bool Full, int Threads> struct Forward {
+  using Args = ForwardArgs;
+  using OfWholeBlocks = std::conditional_t<(N > 1 && !Full), Forward<T, N, Full, launch::logits_row_threads>, Forward>;
+  static constexpr int max_threads = Threads > 0 ? Threads : launch::logits_threads, min_blocks = Threads > 0 ? 8 : 2;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
     let_next_kernel_start();
-    RowGroup group(a.threads_per_row);
-    const LogitRow<T, Full> row(a, group);
+    RowGroupOf<Threads, false> group(a.threads_per_row);
+    const LogitRow<T, Full> row(a, group.first_row(), group.index == 0, true);
     const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, Full || !row.valid ? 0 : unaligned_head(row.data, a.vocab));
     const bool want_best = Full && args.out.want_best();
 
@@ -42,10 +47,12 @@ template <class T, int N, bool Full> struct Forward {
     wait_for_previous_kernel();  // which made the counts
     if (group.index == 0 && row.live) {
       const float log_sum = statistics.log_sum();
-      write_losses(a, args.out, row, statistics, statistics.base() + log_sum, statistics.base() - row.target_logit + log_sum);
+      write_losses(a, args.out, row, statistics, statistics.base() + log_sum, statistics.base() - row.target_logit(a) + log_sum);
     }
   }
 };
+
+template <class T, int N, bool Full> using ForwardOfAny = Forward<T, N, Full, 0>;
 
 // Tiles of rows in the order of memory, as a copy would go: each needs no more of its row than a few numbers.
 template <class T, int N, bool Full> struct Backward {
@@ -76,7 +83,7 @@ template <class T, int N, bool Full> struct Backward {
     if (has_single) load(one, logits + single);
     const LogitRow<T, Full> row(a, at, tile == 0 && index == 0, a.token_scaling);
     const float lse = args.lse[at], grad = load_one(args.grad.data, args.grad.dtype, at * args.grad.stride);
-    const RowGradient<T> gradient(a, row, lse, 1, lse, lse - row.target_logit, grad * a.counts[CrossEntropyCounts::ce_scale],
+    const RowGradient<T> gradient(a, row, lse, 1, lse, lse - row.target_logit(a), grad * a.counts[CrossEntropyCounts::ce_scale],
                                   grad * a.counts[CrossEntropyCounts::z_scale]);
     T* const out = opaque(static_cast<T*>(args.dlogits) + at * args.dlogits_stride);
     const auto write = [&](auto& in, int64_t column) {
@@ -95,7 +102,7 @@ template <class T, int N, bool Full> struct Backward {
 
 void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
   const bool full = costly_options(op.options) || op.accuracy || op.predicted;
-  launch_rows<Forward>(op, !full || vectors_fit(op), full, false, stream, [&](auto& args, auto& plan) {
+  launch_rows<ForwardOfAny>(op, !full || vectors_fit(op), full, false, stream, [&](auto& args, auto& plan) {
     args.out = row_outputs(op);
     plan.pdl = plan.pdl && op.after_counts;
   });

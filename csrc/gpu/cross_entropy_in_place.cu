@@ -24,16 +24,18 @@ struct InPlaceArgs {
   int shared_offset;  // where they begin
 };
 
+// z_loss's share of the gradient, relative to the loss's.
+LIGER_DEVICE float z_share(const LogitRows& a) {
+  const float ce_scale = a.counts[CrossEntropyCounts::ce_scale];
+  return ce_scale == 0 ? 0.f : a.counts[CrossEntropyCounts::z_scale] / ce_scale;
+}
 // The gradient that a row's losses have: what both kernels know of it once they have its statistics.
 template <class T, bool Full>
 LIGER_DEVICE RowGradient<T> gradient_of(const InPlaceArgs& args, const LogitRow<T, Full>& row, const RowStatistics<T, Full>& statistics,
-                                        float lse, float negative_log) {
-  const LogitRows& a = args.rows;
+                                        float lse, float negative_log, float z_share) {
   float grad = args.gradient_scale;
   if (args.row_grad.data) grad *= load_one(args.row_grad.data, args.row_grad.dtype, row.row * args.row_grad.stride);
-  const float ce_scale = a.counts[CrossEntropyCounts::ce_scale];
-  const float z_grad = ce_scale == 0 ? 0.f : grad * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
-  return {a, row, statistics.base(), 1 / statistics.sum, lse, negative_log, grad, z_grad};
+  return {args.rows, row, statistics.base(), 1 / statistics.sum, lse, negative_log, grad, grad * z_share};
 }
 
 template <class T, int N, bool Full> struct InPlace {
@@ -43,7 +45,7 @@ template <class T, int N, bool Full> struct InPlace {
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
     RowGroup group(a.threads_per_row);
-    const LogitRow<T, Full> row(a, group);
+    const LogitRow<T, Full> row(a, group.first_row(), group.index == 0, true);
     const RowWalk<T, N> own(row.valid ? a.vocab : 0, group);
     const bool want_best = Full && args.out.want_best();
     Shared<Packed<T, N>> stash = shared<Packed<T, N>>(args.shared_offset) + thread_id();
@@ -67,13 +69,13 @@ template <class T, int N, bool Full> struct InPlace {
     warp_barrier();  // every thread of the row has read the target's logit before the first gradient is written
 
     const float log_sum = statistics.log_sum(), lse = statistics.base() + log_sum;
-    const float negative_log = statistics.base() - row.target_logit + log_sum;
+    const float negative_log = statistics.base() - row.target_logit(a) + log_sum;
     if (group.index == 0 && row.live) write_losses(a, args.out, row, statistics, lse, negative_log);
     if (!row.live) return;
     T* const out = opaque(static_cast<T*>(args.gradient) + row.row * args.gradient_stride);
     if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
 
-    const RowGradient<T> gradient = gradient_of(args, row, statistics, lse, negative_log);
+    const RowGradient<T> gradient = gradient_of(args, row, statistics, lse, negative_log, z_share(a));
     auto write = [&](const auto& raw, int, int column) {
       store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
     };
@@ -96,20 +98,21 @@ template <class T, int N> struct InPlaceStream {
     const WarpShare share(group, whole / N);
     const int first = int(share.begin + share.lane) * N, end = int(share.end) * N, step = warp_width() * N;  // this thread's columns
     const int64_t rows_apart = group.teams();
-    const auto has_class = [&](int64_t row) { return row < a.rows && a.is_class(a.target[row]); };
+    const float z_of_ce = z_share(a);
+    int64_t next_target = group.first_row() < a.rows ? a.target[group.first_row()] : a.ignore_index;
     const Rows logits{a.logits, a.stride, dtype_of<T>};
     WarpRing<RowGroupOf<max_threads, true>, T, N, 1> ring(group, {group.first_row(), rows_apart, a.rows, whole, &logits}, slots, 1,
                                                           args.shared_offset);
-    ring.ask(0, has_class(group.first_row()));
+    ring.ask(0, a.is_class(next_target));
     for (int64_t at = group.first_row(); at < a.rows; at += rows_apart) {
-      const LogitRow<T, false> row(a, at, group.index == 0, false);
-      const bool next_has_class = has_class(at + rows_apart);
+      const LogitRow<T, false> row(a, at, next_target, group.index == 0, false);
+      next_target = at + rows_apart < a.rows ? a.target[at + rows_apart] : a.ignore_index;  // while this row is worked on
       T* const out = opaque(static_cast<T*>(args.gradient) + at * args.gradient_stride);
       Packed<T, 1> last{};
       if (row.valid && tail >= 0) load(last, row.data + tail);
       ring.wait();
       if (!row.valid) {
-        ring.release(next_has_class);
+        ring.release(a.is_class(next_target));
         if (group.index == 0) write_losses(a, args.out, row, RowStatistics<T, false>{}, 0, 0);
         fill(out, first, step, end, tail, row.ignored ? 0.f : not_a_number());
         continue;
@@ -147,8 +150,8 @@ template <class T, int N> struct InPlaceStream {
       own.sum = merged[1];
       const float log_sum = own.log_sum(), lse = own.base() + log_sum, negative_log = own.base() - merged[2] + log_sum;
       if (group.index == 0) write_losses(a, args.out, row, own, lse, negative_log);
-      const RowGradient<T> gradient = gradient_of(args, row, own, lse, negative_log);
-      ring.open(next_has_class);
+      const RowGradient<T> gradient = gradient_of(args, row, own, lse, negative_log, z_of_ce);
+      ring.open(a.is_class(next_target));
       for (int k = 0; k < slots; k += piece) {
 #pragma unroll
         for (int i = 0; i < piece; ++i) {

@@ -77,7 +77,8 @@ template <template <class, int, bool> class K, class Op, class Start> void with_
     else start(K<T, width, false>{}, width);
   });
 }
-// Rows of groups of threads, as plan_logits has them; set(args, plan) adds what only that kernel takes.
+// Rows of groups of threads, as plan_logits has them; set(args, plan) adds what only that kernel takes. A kernel may have another one
+// (OfWholeBlocks) for rows of a block of the planner's own size each.
 template <template <class, int, bool> class K, class Op, class Set>
 void launch_rows(const Op& op, bool vectors, bool full, bool in_place, Stream stream, Set set) {
   if (op.rows == 0 || op.vocab == 0) return;
@@ -89,6 +90,8 @@ void launch_rows(const Op& op, bool vectors, bool full, bool in_place, Stream st
                                                          launch::knobs_of(device, tunable, vec, op.rows, op.vocab));
     typename Kernel::Args args{logit_rows(op, plan, stream)};
     set(args, plan);
+    if constexpr (requires { typename Kernel::OfWholeBlocks; })
+      if (launch::whole_block_rows(plan)) return launch<typename Kernel::OfWholeBlocks>(plan, args, stream);
     launch<Kernel>(plan, args, stream);
   });
 }

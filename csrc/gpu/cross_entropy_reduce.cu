@@ -4,7 +4,7 @@
 // the block adds up in a fixed tree: no atomics, no second kernel, the same bits every time. Partial sums of a batch are fp32,
 // the running sums fp64, so that millions of rows stay exact to fp32.
 #include "gpu/device.h"
-#include "gpu/platform.h"
+#include "gpu/rows.h"
 #include "kernels/cross_entropy.h"
 
 namespace liger::gpu {
@@ -17,6 +17,7 @@ using Counts = CrossEntropyCounts;
 template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
   const Shared<double> of_warps = shared<double>(0);
   const auto over_warp = [&] {
+#pragma unroll 1
     for (int mask = warp_width() / 2; mask > 0; mask /= 2)
 #pragma unroll
       for (int i = 0; i < N; ++i) v[i] += shfl_xor(v[i], mask);
@@ -47,6 +48,26 @@ template <class Value> LIGER_DEVICE double thread_sum(int64_t n, Value value) {
   }
   return sum;
 }
+// Of values in memory, 16 bytes at a time and in few instructions: none of them is in a cache when a step's only call of it begins.
+LIGER_DEVICE double thread_sum(const float* values, int64_t n) {
+  constexpr int K = 4, N = 4;
+  const int threads = block_threads();
+  double sum = 0;
+#pragma unroll 1
+  for (int64_t batch = 0; batch * N < n; batch += threads * K) {
+    const Columns<N, K> columns(thread_id(), threads, batch * N, n / N * N);
+    Packed<float, N> in[K];
+    columns.load(in, values);
+    float part = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < N; ++i) part += in[k][i];
+    sum += part;
+  }
+  const int64_t rest = n / N * N + thread_id();
+  return rest < n ? sum + values[rest] : sum;
+}
 
 struct CountTargets {
   struct Args {
@@ -60,12 +81,17 @@ struct CountTargets {
   };
   static constexpr int max_threads = launch::row_threads;
 
+  struct Scales {
+    double valid;
+    float ce, z;
+  };
+
   static LIGER_DEVICE void run(const Args& a) {
     let_next_kernel_start();
     count(a);
   }
-  // All threads call it; thread 0 finds the counts in memory behind it.
-  static LIGER_DEVICE void count(const Args& a) {
+  // All threads call it. The counts go to memory, and what thread 0 returns is of them.
+  static LIGER_DEVICE Scales count(const Args& a) {
     enum { valid, target_weight, weight, sums };
     double sum[sums] = {};
     const bool weighted = a.class_weight.data != nullptr;
@@ -91,7 +117,7 @@ struct CountTargets {
     if (weighted)
       sum[weight] = thread_sum(a.vocab, [&](int64_t column) { return load_one(a.class_weight.data, a.class_weight.dtype, column); });
     block_sum(sum);
-    if (thread_id() != 0) return;
+    if (thread_id() != 0) return {};
     if (!weighted) sum[target_weight] = sum[valid], sum[weight] = double(a.vocab);
     double ce = 1, z = 1;
     if (a.reduction != Reduction::none && a.normalizer) ce = z = *a.normalizer;
@@ -99,8 +125,11 @@ struct CountTargets {
     a.counts[Counts::valid] = float(sum[valid]);
     a.counts[Counts::target_weight] = float(sum[target_weight]);
     a.counts[Counts::weight] = float(sum[weight]);
-    a.counts[Counts::ce_scale] = sum[valid] == 0 || ce == 0 ? 0.f : float(1 / ce);
-    a.counts[Counts::z_scale] = sum[valid] == 0 || z == 0 ? 0.f : float(1 / z);
+    const bool none = sum[valid] == 0;
+    const Scales scales{sum[valid], none || ce == 0 ? 0.f : float(1 / ce), none || z == 0 ? 0.f : float(1 / z)};
+    a.counts[Counts::ce_scale] = scales.ce;
+    a.counts[Counts::z_scale] = scales.z;
+    return scales;
   }
 };
 
@@ -114,19 +143,21 @@ struct SumLosses {
   static constexpr int max_threads = launch::row_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
-    if (a.counting.target != nullptr) CountTargets::count(a.counting);
+    const bool counts_here = a.counting.target != nullptr;
+    CountTargets::Scales scales = {};
+    if (counts_here) scales = CountTargets::count(a.counting);
     wait_for_previous_kernel();
+    const float* const counts = a.counting.counts;
+    if (!counts_here) scales = {counts[Counts::valid], counts[Counts::ce_scale], counts[Counts::z_scale]};
     enum { ce, z, accuracy, sums };
-    auto column = [&](const float* values) { return values ? thread_sum(a.counting.rows, [&](int64_t row) { return values[row]; }) : 0.0; };
+    const auto column = [&](const float* values) { return values ? thread_sum(values, a.counting.rows) : 0.0; };
     double sum[sums] = {column(a.ce), column(a.z), column(a.accuracy)};
     block_sum(sum);
     if (thread_id() != 0) return;
-    const float* const counts = a.counting.counts;
-    const double z_loss = a.z ? sum[z] * counts[Counts::z_scale] : 0.0;
-    const double valid = counts[Counts::valid];
-    if (a.loss) *a.loss = float(sum[ce] * counts[Counts::ce_scale] + z_loss);
+    const double z_loss = a.z ? sum[z] * scales.z : 0.0;
+    if (a.loss) *a.loss = float(sum[ce] * scales.ce + z_loss);
     if (a.z_loss) *a.z_loss = float(z_loss);
-    if (a.token_accuracy) *a.token_accuracy = valid == 0 ? 0.f : float(sum[accuracy] / valid);
+    if (a.token_accuracy) *a.token_accuracy = scales.valid == 0 ? 0.f : float(sum[accuracy] / scales.valid);
   }
 };
 

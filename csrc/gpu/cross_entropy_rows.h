@@ -81,27 +81,34 @@ template <class T, bool Full> struct LogitRow {
   int64_t row;
   int target = 0;
   bool live, ignored = false, valid = false;
-  float target_logit = 0, target_weight = 1;
+  float target_weight = 1;
   const T* data;
 
-  LIGER_DEVICE LogitRow(const LogitRows& a, const RowGroup& group)
-      : LogitRow(a, block_id() * group.rows_per_block() + group.group, group.index == 0) {}
   // One thread of the row reports a bad target.
-  LIGER_DEVICE LogitRow(const LogitRows& a, int64_t row, bool reports, bool reads_logit = true) : row(row), live(row < a.rows) {
+  LIGER_DEVICE LogitRow(const LogitRows& a, int64_t row, bool reports, bool reads_logit)
+      : LogitRow(a, row, row < a.rows ? a.target[row] : 0, reports, reads_logit) {}
+  LIGER_DEVICE LogitRow(const LogitRows& a, int64_t row, int64_t wanted, bool reports, bool reads_logit) : row(row), live(row < a.rows) {
     data = opaque(static_cast<const T*>(a.logits) + row * a.stride);
     if (!live) return;
-    const int64_t wanted = a.target[row];
     ignored = wanted == a.ignore_index;
     valid = a.is_class(wanted);
     if (valid) {
       target = int(wanted);
-      if (reads_logit) target_logit = to_float(data[target]);
-      if (Full && a.softcap != 0) target_logit = capped(a, target_logit);
+      if (reads_logit) target_bits = reinterpret_cast<const Bits*>(data)[target];
       if (a.class_weight.data) target_weight = load_one(a.class_weight.data, a.class_weight.dtype, target);
     } else if (!ignored && reports) {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
+  LIGER_DEVICE float target_logit(const LogitRows& a) const {
+    const float logit = to_float(bit_cast<T>(Bits(target_bits)));
+    return Full && a.softcap != 0 ? capped(a, logit) : logit;
+  }
+
+ private:
+  // As it was loaded: a thread waits for it only where it is widened, and that is behind the row.
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  uint32_t target_bits = 0;
 };
 
 // Elements before the first one of a row whose address is a multiple of 16.
@@ -116,7 +123,8 @@ template <class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
 template <class T, int N> struct RowWalk {
   int vectors, index, threads, head, single;  // single: the single element's column, or -1
 
-  LIGER_DEVICE RowWalk(int64_t vocab, const RowGroup& group, int head = 0)
+  template <class Group>
+  LIGER_DEVICE RowWalk(int64_t vocab, const Group& group, int head = 0)
       : vectors(int((vocab - head) / N)), index(group.index), threads(group.threads_per_row), head(head) {
     const int column = index < head ? index : vectors * N + index;
     single = column < vocab ? column : -1;
@@ -208,7 +216,7 @@ template <class T, bool Full> struct RowStatistics {
   }
 
   // The whole row's statistics, for all its threads. Every reduction is of as many values, as RowGroup wants it.
-  LIGER_DEVICE void merge(RowGroup& group) {
+  template <class Group> LIGER_DEVICE void merge(Group& group) {
     if constexpr (Full) {
       float tops[2] = {max, best};
       group.reduce(tops, [](float (&a)[2], const float (&b)[2]) {

@@ -1,7 +1,7 @@
 // LayerNorm: the kernels are those of norm_forward.h and norm_backward.h, with a mean and a bias.
 #include "kernels/layer_norm.h"
 
-#include "gpu/norm_backward.h"
+#include "gpu/norm_backward_launch.h"
 #include "gpu/norm_forward.h"
 
 namespace liger::gpu {
@@ -20,7 +20,7 @@ void layer_norm_forward(const LayerNormForward& a, Stream stream) {
 }
 
 int64_t layer_norm_backward_workspace(const LayerNormBackward& a, Stream stream) {
-  return norm_backward_workspace(a.rows, a.cols, true, stream);
+  return norm_backward_workspace(a.rows, a.cols, true, a.dweight.data || a.dbias.data, stream);
 }
 
 void layer_norm_backward(const LayerNormBackward& a, Stream stream) {

@@ -1,7 +1,7 @@
 // RMSNorm and add+RMSNorm: the kernels are those of norm_forward.h and norm_backward.h, without a mean.
 #include "kernels/rms_norm.h"
 
-#include "gpu/norm_backward.h"
+#include "gpu/norm_backward_launch.h"
 #include "gpu/norm_forward.h"
 
 namespace liger::gpu {
@@ -22,7 +22,7 @@ void rms_norm_forward(const RmsNormForward& a, Stream stream) {
 }
 
 int64_t rms_norm_backward_workspace(const RmsNormBackward& a, Stream stream) {
-  return norm_backward_workspace(a.rows, a.cols, false, stream);
+  return norm_backward_workspace(a.rows, a.cols, false, a.dweight.data != nullptr, stream);
 }
 
 void rms_norm_backward(const RmsNormBackward& a, Stream stream) {

@@ -2,6 +2,7 @@
 // numbers of its own; plans() lists an op's launches by name, for Python: the doctor shows them, tests ask whether they are legal and
 // cover everything, both for GPUs that nobody here has.
 #pragma once
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,6 +15,7 @@ namespace liger::launch {
 constexpr int row_threads = 1024;       // the threads of a row hold it, or walk over it
 constexpr int piece_threads = 256;      // independent pieces, nothing is exchanged
 constexpr int logits_threads = 512;     // of cross entropy's rows
+constexpr int logits_row_threads = 128; // of those with a block each, if there are enough of them
 constexpr int cluster_threads = 512;    // of a cluster's blocks
 constexpr int scalar_threads = 64;      // one number
 
@@ -51,11 +53,14 @@ inline int norm_backward_threads(const DeviceProfile& device, bool centered, int
 inline int norm_backward_max_k(const DeviceProfile& device, bool centered) { return device.bulk_copies && !centered ? 3 : 2; }
 // Launch bound of the registers path for rows of so many threads.
 constexpr int norm_backward_bound(int threads) { return threads > 512 ? 1024 : 512; }
+constexpr int norm_backward_rows_threads = 512;  // where there are no sums
 struct NormBackwardKind {
   bool centered, mixed;
+  bool frozen;  // no parameter wants a gradient, and the weight is of z's type
   int inputs;  // dy, z and perhaps dsum
 };
 struct NormBackwardPlans {
+  std::optional<LaunchPlan> rows;  // NormBackwardRows alone; or
   LaunchPlan sums;  // NormBackwardRegisters; or, its path being reread, NormBackwardTiles
   LaunchPlan means;  // NormBackwardMeans: before the tiles, if dz is wanted
 };
@@ -71,6 +76,8 @@ RopePlan plan_rope_heads(const DeviceProfile&, int64_t positions, int64_t q_head
 // Cross entropy's rows; `in_place`: the fused loss's kernel, which needs each row twice.
 LaunchPlan plan_cross_entropy(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, bool in_place,
                               const Knobs& = {});
+// Is each row a block's of logits_row_threads threads? There is a kernel for them.
+inline bool whole_block_rows(const LaunchPlan& plan) { return plan.block == logits_row_threads && plan.threads_per_row == plan.block; }
 // The fused loss's kernel for rows that clusters hold in shared memory; path is not stream where there is none.
 LaunchPlan plan_cross_entropy_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, const Knobs& = {});
 // The backward's tiles of rows.
@@ -94,6 +101,7 @@ struct Call {
   bool mixed = false;  // norms, backward: dtypes differ
   bool per_row = false;  // losses: reduction "none"
   bool bias = false;  // layer_norm, fused loss
+  bool frozen = false;  // norms, backward: no parameter wants a gradient, and the weight is of x's type
   int64_t q_heads = 1, k_heads = 1, rotary_dim = 0;  // rope; rotary_dim 0: all of the head
   int64_t hidden = 1, chunk_rows = 0;  // fused loss; chunk_rows 0: one chunk
   Knobs knobs;  // for those of its launches that have some
