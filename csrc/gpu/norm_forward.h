@@ -202,7 +202,15 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
     constexpr float far = sizeof(T) == 2 ? 256 : 4;  // squared, in variances
     const NormForwardArgs& a = tile.a;
     float first[VEC] = {};
-    if (tile.row < a.rows) load_any<VEC, Hint::stream>(first, a.x.data, a.x.dtype, tile.row * a.x.stride);
+    const int64_t at = tile.row * a.x.stride;
+    if constexpr (sizeof(T) == 2) {  // x is of that type
+      Packed<T, VEC> packed = {};
+      if (tile.row < a.rows) gpu::load<Hint::stream>(packed, static_cast<const T*>(a.x.data) + at);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) first[i] = packed[i];
+    } else if (tile.row < a.rows) {
+      load_any<VEC, Hint::stream>(first, a.x.data, a.x.dtype, at);
+    }
     mean = first[0];
     if constexpr (VEC > 1) {  // exact for a constant row
       mean = 0;
