@@ -198,8 +198,10 @@ def in_place_stream(launch, call) -> None:
     assert groups_of(plan) == 1 and plan.block == 256
     check_teams(plan, launch.rows)
     check_shares(plan.threads_per_row, plan.warp, plan.k, launch.cols // vec)
-    check_ring(plan, 1, plan.k, reduction_bytes(3, plan.cluster))
-    assert plan.stages == 1 and launch.cols % vec <= plan.threads_per_row
+    assert plan.ring_offset >= reduction_bytes(3, plan.cluster) and plan.ring_offset % 128 == 0
+    inboxes = plan.block // plan.warp * ceil_div(plan.k, 4)
+    assert plan.smem >= plan.ring_offset + plan.block * plan.k * 16 + inboxes * 8
+    assert launch.cols % vec <= plan.threads_per_row
 
 
 def logit_row(launch, call) -> None:

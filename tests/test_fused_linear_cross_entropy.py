@@ -203,6 +203,39 @@ def test_chunking_changes_rounding_only(device, dtype):
     assert (a.predicted_tokens != b.predicted_tokens).float().mean() < 0.02
 
 
+def test_the_predicted_token_may_be_any_that_roundings_make_the_largest(device):
+    """Logits 1 and 1 + 2^-9 are the same in bf16; 1 + 2^-5 is not, and -1 is for ignored rows alone."""
+    x = torch.eye(2, dtype=torch.bfloat16, device=device).repeat(2, 1).requires_grad_()
+    weight = torch.tensor([[1, 1], [1, 1], [0.5, 0.5]], dtype=torch.bfloat16, device=device)
+    inputs = {"x": x, "weight": weight, "target": torch.tensor([0, 1, 2, -100], device=device)}
+    bias = torch.tensor([0, 2**-9, 0], device=device)
+
+    def predicts(classes):
+        def run(**arguments):
+            output = F.fused_linear_cross_entropy(**arguments)
+            return output._replace(predicted_tokens=torch.tensor(classes, device=device))
+
+        return run
+
+    options = {"return_predicted_tokens": True, "reduction": "sum"}
+    judge("fused_linear_cross_entropy", inputs | options | {"bias": bias})
+    for classes in ([0, 1, 1, -1], [1, 1, 0, -1]):
+        judge("fused_linear_cross_entropy", inputs | options | {"bias": bias}, run=predicts(classes))
+    for classes, scale in (
+        ([0, 1, 2, -1], 1),
+        ([0, 1, -1, -1], 1),
+        ([0, 1, 3, -1], 1),
+        ([0, 1, 1, 1], 1),
+        ([0, 1, 1, -1], 16),
+    ):
+        with pytest.raises(AssertionError, match="predicted_tokens"):
+            judge(
+                "fused_linear_cross_entropy",
+                inputs | options | {"bias": bias * scale},
+                run=predicts(classes),
+            )
+
+
 def test_all_targets_ignored(device):
     for memory, reduction in itertools.product((ONE_CHUNK, CHUNKS), ("mean", "sum", "none")):
         made = {**head(device=device, bias=True), "target": torch.full((ROWS,), -100, device=device)}

@@ -1,9 +1,10 @@
 // The fused loss's kernel: the losses of rows of logits, and their gradient in the place of the logits.
 //
 // Bound by memory, a read and a write of each row; but a row is needed twice, and of 128256 bf16 logits it has 256 KB.
-// Stream: where there are bulk copies, a cluster of blocks holds a row in its shared memory, brought there by WarpRings; each thread
-// reads its columns twice from there, and its warp asks for the next row when it has written its part of the gradient. A few clusters
-// on the same multiprocessors are at different points of their rows, so that the memory always has something to do.
+// Stream: where there are bulk copies, a cluster of blocks holds a row in its shared memory, brought there in pieces; each thread reads
+// its columns twice from there, and a warp asks for a piece of the next row when it has written that of the gradient: the next row's
+// first pieces are there when this row ends. A few clusters on the same multiprocessors are at different points of their rows, so that
+// the memory always has something to do.
 // Elsewhere, and with options that cost instructions per element, a row belongs to a block: a thread puts what it reads into its own
 // slots of shared memory, as many as the plan gives it, and takes the gradient from there; what has no slot is read again, and the
 // plan bounds these parts of all rows in flight by the L2.
@@ -88,7 +89,7 @@ template <class T, int N, bool Full> struct InPlace {
 
 template <class T, int N> struct InPlaceStream {
   using Args = InPlaceArgs;
-  static constexpr int max_threads = launch::piece_threads, min_blocks = 3, piece = 4;  // vectors of a thread
+  static constexpr int max_threads = launch::piece_threads, min_blocks = 3, piece = launch::logits_piece;
 
   static LIGER_DEVICE void run(const Args& args) {
     if (!has_bulk_copies) return;
@@ -101,33 +102,40 @@ template <class T, int N> struct InPlaceStream {
     const float z_of_ce = z_share(a);
     int64_t next_target = group.first_row() < a.rows ? a.target[group.first_row()] : a.ignore_index;
     const Rows logits{a.logits, a.stride, dtype_of<T>};
-    WarpRing<RowGroupOf<max_threads, true>, T, N, 1> ring(group, {group.first_row(), rows_apart, a.rows, whole, &logits}, slots, 1,
-                                                          args.shared_offset);
-    ring.ask(0, a.is_class(next_target));
+    RowInPieces<RowGroupOf<max_threads, true>, T, N, piece> pieces(group, logits, group.first_row(), rows_apart, whole, slots,
+                                                                   args.shared_offset);
+    const auto ask_for_all = [&] {
+      pieces.aim(a.is_class(next_target));
+      for (int k = 0; k < slots; k += piece) pieces.ask(k / piece);
+      pieces.turn();
+    };
+    ask_for_all();
     for (int64_t at = group.first_row(); at < a.rows; at += rows_apart) {
       const LogitRow<T, false> row(a, at, next_target, group.index == 0, false);
       next_target = at + rows_apart < a.rows ? a.target[at + rows_apart] : a.ignore_index;  // while this row is worked on
       T* const out = opaque(static_cast<T*>(args.gradient) + at * args.gradient_stride);
       Packed<T, 1> last{};
       if (row.valid && tail >= 0) load(last, row.data + tail);
-      ring.wait();
       if (!row.valid) {
-        ring.release(a.is_class(next_target));
+        ask_for_all();
         if (group.index == 0) write_losses(a, args.out, row, RowStatistics<T, false>{}, 0, 0);
         fill(out, first, step, end, tail, row.ignored ? 0.f : not_a_number());
         continue;
       }
       RowStatistics<T, false> own;
       float target_logit = 0;
-#pragma unroll 4
-      for (int k = 0; k < slots; ++k) {
-        const int column = first + k * step;
-        if (column >= end) continue;
-        Packed<T, N> raw;
-        ring.vector(raw, 0, k);
-        float x[N];
-        widen(x, raw);
-        own.add(a, x, column, false);
+      for (int k = 0; k < slots; k += piece) {
+        pieces.wait(k / piece);
+#pragma unroll
+        for (int i = 0; i < piece; ++i) {
+          const int column = first + (k + i) * step;
+          if (column >= end) continue;
+          Packed<T, N> raw;
+          pieces.vector(raw, k + i);
+          float x[N];
+          widen(x, raw);
+          own.add(a, x, column, false);
+        }
       }
       if (tail >= 0) {
         float x[1] = {last[0]};
@@ -137,7 +145,7 @@ template <class T, int N> struct InPlaceStream {
       const int to_target = row.target - first, slot = to_target / step;
       if (to_target >= 0 && row.target < end && to_target - slot * step < N) {
         Packed<T, N> raw;
-        ring.vector(raw, 0, slot);
+        pieces.vector(raw, slot);
 #pragma unroll
         for (int j = 0; j < N; ++j) target_logit = j == to_target - slot * step ? raw[j] : target_logit;
       }
@@ -151,19 +159,19 @@ template <class T, int N> struct InPlaceStream {
       const float log_sum = own.log_sum(), lse = own.base() + log_sum, negative_log = own.base() - merged[2] + log_sum;
       if (group.index == 0) write_losses(a, args.out, row, own, lse, negative_log);
       const RowGradient<T> gradient = gradient_of(args, row, own, lse, negative_log, z_of_ce);
-      ring.open(a.is_class(next_target));
+      pieces.aim(a.is_class(next_target));
       for (int k = 0; k < slots; k += piece) {
 #pragma unroll
         for (int i = 0; i < piece; ++i) {
           const int column = first + (k + i) * step;
           if (column >= end) continue;
           Packed<T, N> raw;
-          ring.vector(raw, 0, k + i);
+          pieces.vector(raw, k + i);
           store<Hint::stream>(out + column, gradient.template of<false>(a, raw, column, row.target));
         }
-        ring.refill(k, k + piece);
+        pieces.ask(k / piece);
       }
-      ring.close();
+      pieces.turn();
       if (tail >= 0) store(out + tail, gradient.template of<false>(a, last, tail, row.target));
     }
   }

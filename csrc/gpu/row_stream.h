@@ -45,7 +45,7 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
   const unsigned char* at[N];  // the warp's columns of the row to ask for next
   int64_t jump[N], pitch[N];   // bytes from it to the one after, and between the warp's rows
   int64_t asking, step, rows;  // rows
-  int vectors, stages, tensors = 0, stage = 0, parity = 0, lanes, bytes, filling = 0;
+  int vectors, stages, tensors = 0, stage = 0, parity = 0, lanes, bytes;
 
  public:
   LIGER_DEVICE WarpRing(const Group& group, const RowSteps& steps, int vectors, int stages, int shared_offset)
@@ -77,10 +77,10 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
       for (int s = 0; s < stages; ++s) open_inbox(inboxes + s);
     warp_barrier();
   }
-  // To begin with, or in place of release(): without `wanted` the row's place in the ring stays empty.
-  LIGER_DEVICE void ask(int s, bool wanted = true) {
+  // To begin with, or in place of release().
+  LIGER_DEVICE void ask(int s) {
     const int64_t left = rows - asking;
-    const int warp_rows = warp_width() / lanes, live = left <= 0 || bytes == 0 || !wanted ? 0 : left < warp_rows ? int(left) : warp_rows;
+    const int warp_rows = warp_width() / lanes, live = left <= 0 || bytes == 0 ? 0 : left < warp_rows ? int(left) : warp_rows;
     if (elected()) {
       unsigned char* const to = ring + s * stage_bytes();
       expect_bytes(inboxes + s, live * bytes * tensors);
@@ -103,26 +103,10 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
   }
   LIGER_DEVICE void wait() const { wait_for_round(inboxes + stage, parity); }
   LIGER_DEVICE void vector(Packed<T, VEC>& out, int n, int k) const { load(out, reinterpret_cast<const T*>(place(stage, n, k))); }
-  LIGER_DEVICE void release(bool wanted = true) {
+  LIGER_DEVICE void release() {
     warp_barrier();  // all lanes have read it
-    ask(stage, wanted);
+    ask(stage);
     if (++stage == stages) stage = 0, parity ^= 1;
-  }
-  // Of a ring of one stage and one tensor, in pieces: open(), then for all vectors in order refill(first, end), and close().
-  LIGER_DEVICE void open(bool wanted) {
-    filling = wanted && asking < rows ? bytes : 0;
-    if (elected()) expect_bytes(inboxes, filling);
-  }
-  LIGER_DEVICE void refill(int from, int to) const {
-    warp_barrier();
-    const int begin = from * lanes * vector_bytes, end = to * lanes * vector_bytes < filling ? to * lanes * vector_bytes : filling;
-    if (elected())
-      if (begin < end) bulk_copy(ring + begin, at[0] + begin, end - begin, inboxes);
-  }
-  LIGER_DEVICE void close() {
-    asking += step;
-    at[0] += jump[0];
-    parity ^= 1;
   }
   LIGER_DEVICE bool has(int n) const { return n < Needed || at[n] != nullptr; }
 
@@ -132,6 +116,52 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
   LIGER_DEVICE unsigned char* place(int s, int n, int k) const {
     return mine + s * stage_bytes() + n * tensor_bytes() + k * lanes * vector_bytes;
   }
+};
+
+// A warp's vectors of one row of one tensor in shared memory, at most `vectors` a lane, in pieces of `Piece` vectors: one is read while
+// others are still on their way, and its place is for the next row's as soon as it is not needed any more. aim() at a row, ask for its
+// pieces, turn() to it, wait() for them. All lanes of a warp call all of them together.
+template <class Group, class T, int VEC, int Piece> class RowInPieces {
+  static constexpr int vector_bytes = VEC * int(sizeof(T)), piece_bytes = Piece * 32 * vector_bytes;
+  unsigned char *place, *mine;  // the warp's, and this thread's first vector
+  Inbox* inboxes;               // one a piece
+  const unsigned char* at;      // the warp's columns of the row that is aimed at
+  int64_t jump;
+  int bytes, wanted = 0, parity = 1;
+
+ public:
+  // Shared memory: launch::pieces_bytes().
+  LIGER_DEVICE RowInPieces(const Group& group, const Rows& tensor, int64_t first_row, int64_t step, int64_t cols, int vectors,
+                           int shared_offset)
+      : jump(step * tensor.stride * int64_t(sizeof(T))) {
+    const WarpShare share(group, cols / VEC);
+    const int warp = uniform(warp_id()), pieces = (vectors + Piece - 1) / Piece;
+    bytes = uniform(int(share.end - share.begin)) * vector_bytes;
+    at = static_cast<const unsigned char*>(tensor.data) +
+         (first_row * tensor.stride * int64_t(sizeof(T)) + uniform(share.begin) * vector_bytes);
+    const int warp_bytes = vectors * 32 * vector_bytes;
+    place = shared<unsigned char>(shared_offset) + warp * warp_bytes;
+    mine = place + lane_id() * vector_bytes;
+    inboxes = shared<Inbox>(shared_offset + block_threads() / 32 * warp_bytes) + warp * pieces;
+    if (elected())
+      for (int p = 0; p < pieces; ++p) open_inbox(inboxes + p);
+    warp_barrier();
+  }
+  // At the first row, then always at the next; what is not `wanted` is not fetched.
+  LIGER_DEVICE void aim(bool row_wanted) { wanted = row_wanted ? bytes : 0; }
+  LIGER_DEVICE void ask(int piece) const {
+    warp_barrier();  // all lanes have read what was there
+    const int begin = piece * piece_bytes, left = wanted - begin, size = left < 0 ? 0 : left < piece_bytes ? left : piece_bytes;
+    if (!elected()) return;
+    expect_bytes(inboxes + piece, size);
+    if (size > 0) bulk_copy(place + begin, at + begin, size, inboxes + piece);
+  }
+  LIGER_DEVICE void turn() {
+    at += jump;
+    parity ^= 1;
+  }
+  LIGER_DEVICE void wait(int piece) const { wait_for_round(inboxes + piece, parity); }
+  LIGER_DEVICE void vector(Packed<T, VEC>& out, int k) const { load(out, reinterpret_cast<const T*>(mine + k * 32 * vector_bytes)); }
 };
 
 // In both: take(out) is the next row's vectors, zeros past the last column; nothing of a missing tensor or past the last row. All

@@ -275,7 +275,7 @@ LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t
       const int64_t k = ceil_div(vectors, int64_t{block} * cluster);
       const int64_t room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved_shared);
       plan.ring_offset = static_cast<int>(round_up(shared_bytes * cluster, 128));
-      const int64_t smem = plan.ring_offset + block * k * 16 + block / device.warp * 8;
+      const int64_t smem = plan.ring_offset + pieces_bytes(block, device.warp, k);
       if (teams == 0 || smem > room) continue;
       plan.path = Path::stream;
       plan.stages = 1;

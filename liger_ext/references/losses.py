@@ -205,6 +205,10 @@ def fused_linear_cross_entropy_scales(
     rows, vocab = logits.shape
     # A logit is off by its own rounding, and by those of the products that it sums.
     off = logits.detach().abs().amax(1) * stored + (x.abs() @ weight.abs().T).amax(1)
+    # Classes whose logits may be the largest, roundings being what they are.
+    largest = logits.detach().amax(1, keepdim=True)
+    step = 2 * torch.finfo(accumulator(inputs["compute_dtype"])).eps  # four roundings, as stored_steps counts them
+    scales["predicted_tokens"] = logits.detach() >= largest - 2 * step * off[:, None]
     if options.get("reduction", "mean") == "none":
         scales["loss"] = scales["loss"] + off
     else:
