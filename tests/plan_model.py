@@ -199,7 +199,7 @@ def in_place_stream(launch, call) -> None:
     check_teams(plan, launch.rows)
     check_shares(plan.threads_per_row, plan.warp, plan.k, launch.cols // vec)
     assert plan.ring_offset >= reduction_bytes(3, plan.cluster) and plan.ring_offset % 128 == 0
-    inboxes = plan.block // plan.warp * ceil_div(plan.k, 4)
+    inboxes = plan.block // plan.warp * ceil_div(plan.k, 8)
     assert plan.smem >= plan.ring_offset + plan.block * plan.k * 16 + inboxes * 8
     assert launch.cols % vec <= plan.threads_per_row
 

@@ -236,6 +236,16 @@ def test_the_predicted_token_may_be_any_that_roundings_make_the_largest(device):
             )
 
 
+@pytest.mark.parametrize("ignored", ["alternate", "first half", "all but the last"])
+def test_ignored_rows_between_others(device, ignored):
+    """Where clusters work on rows in turn, an ignored one is not fetched, and the next one still is."""
+    rows, vocab = (1200 if device.type == "cuda" else 60), 13_003
+    made = head(rows, 8, vocab, dtype=torch.bfloat16, device=device)
+    nth = torch.arange(rows, device=device)
+    which = {"alternate": nth % 2 == 0, "first half": nth < rows // 2, "all but the last": nth < rows - 1}[ignored]
+    judge("fused_linear_cross_entropy", {**made, "target": made["target"].masked_fill(which, -100)})
+
+
 def test_all_targets_ignored(device):
     for memory, reduction in itertools.product((ONE_CHUNK, CHUNKS), ("mean", "sum", "none")):
         made = {**head(device=device, bias=True), "target": torch.full((ROWS,), -100, device=device)}

@@ -109,7 +109,7 @@ LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int el
 // Rows of logits that clusters of blocks hold in shared memory, k vectors of 16 bytes a thread, `shared_bytes` for reductions of one
 // block before them; they arrive in pieces of logits_piece vectors a lane. path is stream if the device can and rows are long enough for
 // it.
-constexpr int logits_piece = 4;
+constexpr int logits_piece = 8;
 // Of a block: its share of a row, and an inbox for each warp's pieces.
 constexpr int64_t pieces_bytes(int block, int warp, int64_t k) { return block * k * 16 + block / warp * ceil_div(k, logits_piece) * 8; }
 LaunchPlan plan_logits_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes, const Knobs& = {});
