@@ -18,6 +18,7 @@ STREAMS = {
     "NormForwardRegisters": {"load", "store"},
     "NormForwardReread": {"load", "store"},
     "NormBackwardRegisters": {"load", "store"},
+    "NormBackwardRows": {"load", "store"},
     "NormBackwardMeans": set(),
     "NormBackwardTiles": {"load", "store"},
     "SumColumns": set(),
