@@ -17,8 +17,8 @@ struct ForwardArgs {
   RowOutputs out;
 };
 
-// Threads: of a row and of a block, if all have so many; what is known of them is no instruction before a row's first load, and fewer
-// registers mean more rows on a multiprocessor. 0: as the plan says.
+// Threads: of a row and of a block, if all have so many: what the compiler knows of them is no instruction before a row's first load. 0: as
+// the plan says.
 template <class T, int N, bool Full, int Threads> struct Forward {
   using Args = ForwardArgs;
   using OfWholeBlocks = std::conditional_t<(N > 1 && !Full), Forward<T, N, Full, launch::logits_row_threads>, Forward>;
