@@ -79,7 +79,6 @@ template <bool Centered> void norm_backward(NormBackwardArgs a, void* workspace,
     else if (vec == 4) start(std::integral_constant<int, 4>{});
     else start(std::integral_constant<int, 1>{});
   }
-  if (!parameters) return;
   const PartialSums sums{a.partial, plan.partial_rows, Centered ? 2 * a.cols : a.cols};
   sum_columns(sums, {{0, a.cols, a.dweight}, {a.cols, Centered ? a.cols : 0, a.dbias}}, stream);
 }

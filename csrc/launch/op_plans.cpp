@@ -34,7 +34,7 @@ NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t 
                                            const Knobs& knobs) {
   NormBackwardPlans plans;
   if (kind.frozen && !kind.mixed && vec > 1) {
-    const bool few = rows < 2 * device.multiprocessors;  // more threads for each, then
+    const bool few = few_rows(device, rows);
     const int most = !few && ceil_div(cols, vec) <= 256 * 4 ? 256 : norm_backward_rows_threads;
     LaunchPlan by_rows =
         plan_row(device, rows, cols, {.vec = vec, .max_block = most, .prefer_k = few ? 1 : 2, .half_from = few ? 0 : 64, .half_k = 3});
@@ -81,11 +81,8 @@ int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t col
 
 LaunchPlan plan_softmax(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int wide_k, const Knobs& knobs) {
   // A forward that would fill 512 threads is 1.5 % faster in two blocks of 256.
-  Knobs chosen = knobs;
-  const int64_t vectors = ceil_div(cols, vec), full = 512 * softmax_forward_k;
-  const bool two_blocks = wide_k == softmax_forward_k && rows >= 2 * device.multiprocessors && full / 4 * 3 <= vectors && vectors <= full;
-  if (two_blocks && std::max({knobs.threads, knobs.block, knobs.cluster}) == 0) chosen.cluster = 2;
-  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, vec == 1 ? 4 : wide_k, {}, chosen);
+  const RowForwardKind kind{.cluster_from = wide_k == softmax_forward_k ? 512 * softmax_forward_k / 4 * 3 : 0};
+  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, vec == 1 ? 4 : wide_k, kind, knobs);
   plan.smem = reduction_bytes(2, plan.cluster);
   return checked(device, plan);
 }

@@ -91,8 +91,7 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, int64_t rows, int i
 
 LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& kind,
                             const Knobs& knobs) {
-  // Few rows: more threads for each, since the device is not full.
-  const bool few = rows < 2 * device.multiprocessors;
+  const bool few = few_rows(device, rows);
   const int64_t vectors = ceil_div(cols, vec), held = int64_t{kind.block} * kind.block_k;
   const bool large = few || (held < vectors && vectors <= 2 * held) || std::max(knobs.threads, knobs.block) > kind.block;
   const int half_from = few ? 0 : kind.half_from;
@@ -104,7 +103,9 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
                               .half_from = half_from,
                               .half_k = kind.half_k},
                              knobs);
-  if (plan.path == Path::regs && knobs.cluster <= 1) return plan;
+  const bool own_choice = std::max({knobs.threads, knobs.block, knobs.cluster}) == 0;
+  const bool clusters = knobs.cluster > 1 || (own_choice && !few && kind.cluster_from > 0 && vectors >= kind.cluster_from);
+  if (plan.path == Path::regs && !clusters) return plan;
   if (plan.path != Path::regs) plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k}, knobs);
   // Small blocks, if that makes no cluster of more than 8.
   const bool small = vectors <= 8 * 256 * max_k;
@@ -223,7 +224,7 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
                        const Knobs& knobs) {
   constexpr int vectors_per_thread = 8, max_resident = 2;
   // Small blocks overlap more rows on a multiprocessor; large ones where shared memory holds few rows, or there are few.
-  const bool large = stash || rows < 2 * device.multiprocessors || knobs.threads > 256 || knobs.block > 256;
+  const bool large = stash || few_rows(device, rows) || knobs.threads > 256 || knobs.block > 256;
   const int max_threads = large ? 512 : rows < 4 * device.multiprocessors || std::max(knobs.threads, knobs.block) > 128 ? 256 : 128;
   constexpr int reserved_shared = 1024;  // what a driver takes of a multiprocessor's shared memory for each block
   LaunchPlan plan;
@@ -278,7 +279,6 @@ LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t
       const int64_t smem = plan.ring_offset + pieces_bytes(block, device.warp, k);
       if (teams == 0 || smem > room) continue;
       plan.path = Path::stream;
-      plan.stages = 1;
       plan.k = static_cast<int>(k);
       plan.cluster = cluster;
       plan.threads_per_row = block * cluster;

@@ -55,7 +55,10 @@ struct RowForwardKind {
   int block = 512;                // threads that are better not exceeded, unless block_k vectors each do not hold the row
   int block_k = 0;                // 0: max_k
   int half_from = 0, half_k = 5;  // RowTiling's
+  int cluster_from = 0;           // rows of so many vectors are better in a cluster, though a block would hold them; 0: none
 };
+// Rows with a block each, or less, that do not fill the device: more threads for each, then.
+inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 2 * device.multiprocessors; }
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& = {},
                             const Knobs& = {});
 // Gives a plan of persistent blocks its shared memory: `fixed` bytes, and behind them, if the device has bulk copies, rings for rows of
