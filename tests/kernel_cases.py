@@ -225,6 +225,13 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
         ("one chunk", True, (9, 16, 1003), {}),
         ("one chunk, all", False, (9, 16, 1003, True, True), options | results),
         ("one odd chunk", False, (9, 8, 35, True), {}),
+        ("held in registers", True, (9, 16, 1051), {}),
+        (
+            "held in registers, per token",
+            False,
+            (9, 16, 2100, True, True),
+            {"reduction": "none", "lse_square_scale": 1e-4},
+        ),
         ("ignored", False, (9, 16, 100), {"target": torch.full((9,), -100)}),
         ("chunks", True, (261, 8, 75, True), chunks),
         ("chunks, all", False, (261, 8, 75, True, True), options | results | chunks),

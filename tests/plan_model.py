@@ -193,14 +193,11 @@ def logit_tiles(launch, call) -> None:
     check_singles(plan.threads_per_row, vec, launch.cols)
 
 
-def in_place_stream(launch, call) -> None:
-    plan, vec = launch.plan, launch.instance[0]
-    assert groups_of(plan) == 1 and plan.block == 256
-    check_teams(plan, launch.rows)
-    check_shares(plan.threads_per_row, plan.warp, plan.k, launch.cols // vec)
-    assert plan.ring_offset >= reduction_bytes(3, plan.cluster) and plan.ring_offset % 128 == 0
-    inboxes = plan.block // plan.warp * ceil_div(plan.k, 8)
-    assert plan.smem >= plan.ring_offset + plan.block * plan.k * 16 + inboxes * 8
+def logit_row_held(launch, call) -> None:
+    plan, (vec, k) = launch.plan, launch.instance
+    check_rows(plan, launch.rows)
+    assert k == plan.k and (k == 8 or plan.cluster > 1) and plan.smem >= reduction_bytes(2, plan.cluster)
+    check_held(plan.threads_per_row, k, vec, launch.cols // vec * vec)
     assert launch.cols % vec <= plan.threads_per_row
 
 
@@ -270,7 +267,7 @@ KERNELS = {
     "Forward": logit_row,
     "Backward": logit_tiles,
     "InPlace": logit_row,
-    "InPlaceStream": in_place_stream,
+    "InPlaceRegisters": logit_row_held,
     "SumLosses": block_sum,
     "AddLosses": one_each,
     "Fill": pieces,

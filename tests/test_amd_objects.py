@@ -32,6 +32,7 @@ STREAMS = {
     "Forward": {"load"},
     "Backward": {"load", "store"},
     "InPlace": {"load", "store"},
+    "InPlaceRegisters": {"load", "store"},
     "CountTargets": set(),
     "SumLosses": set(),
     "AddLosses": set(),

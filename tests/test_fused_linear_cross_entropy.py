@@ -236,14 +236,43 @@ def test_the_predicted_token_may_be_any_that_roundings_make_the_largest(device):
             )
 
 
-@pytest.mark.parametrize("ignored", ["alternate", "first half", "all but the last"])
+@pytest.mark.parametrize("ignored", ["alternate", "first half", "all but the last", "a few"])
 def test_ignored_rows_between_others(device, ignored):
-    """Where clusters work on rows in turn, an ignored one is not fetched, and the next one still is."""
+    """An ignored row is not fetched, unless there are few of them."""
     rows, vocab = (1200 if device.type == "cuda" else 60), 13_003
     made = head(rows, 8, vocab, dtype=torch.bfloat16, device=device)
     nth = torch.arange(rows, device=device)
-    which = {"alternate": nth % 2 == 0, "first half": nth < rows // 2, "all but the last": nth < rows - 1}[ignored]
+    which = {
+        "alternate": nth % 2 == 0,
+        "first half": nth < rows // 2,
+        "all but the last": nth < rows - 1,
+        "a few": nth % 40 == 7,
+    }[ignored]
     judge("fused_linear_cross_entropy", {**made, "target": made["target"].masked_fill(which, -100)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocab", [1051, 20_011, 70_001, 100_003, 140_007, 200_003])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vocabularies(device, dtype, vocab, reduction):
+    """Rows that a block, or a cluster of blocks, holds in registers, 8, 10 or 16 vectors a thread; with "none", factors
+    of either sign."""
+    made = head(5, 8, vocab, dtype=dtype, device=device, ignored=0)
+    judge("fused_linear_cross_entropy", {**made, "reduction": reduction})
+
+
+def test_masked_classes(device):
+    """Logits of -inf, which no target has."""
+    made = head(5, 8, 1051, device=device, ignored=0, bias=True)
+    masked = torch.arange(1051, device=device) % 3 == 1
+    masked[made["target"]] = False
+    bias = made["bias"].detach().masked_fill(masked, -torch.inf).requires_grad_()
+    loss = F.fused_linear_cross_entropy(**{**made, "bias": bias})
+    kept = F.fused_linear_cross_entropy(
+        made["x"], made["weight"][~masked], (~masked).cumsum(0)[made["target"]] - 1, bias[~masked]
+    )
+    torch.testing.assert_close(loss, kept)
+    assert torch.equal(torch.autograd.grad(loss, bias)[0] == 0, masked)
 
 
 def test_all_targets_ignored(device):

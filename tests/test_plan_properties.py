@@ -162,7 +162,7 @@ def plan_of(launch):
         ("softmax_backward", 1024, {"threads": 128}),
         ("cross_entropy", 32_000, {"threads": 512}),
         ("cross_entropy_backward", 32_000, {"block": 128}),
-        ("fused_linear_cross_entropy", 128_256, {"resident": 2}),
+        ("fused_linear_cross_entropy", 32_000, {"threads": 1024}),
         ("fused_linear_cross_entropy", 32_000, {"cluster": 4}),
     ],
 )
@@ -291,7 +291,7 @@ def cuda_report():
 def sweep():
     """Launches on NVIDIA's profiles that between them use every kernel."""
     short = [1, 7, 8, 32, 64, 100, 128, 129, 256, 512, 576, 1000, 1024, 2048, 3001, 3072]
-    sizes = [*short, 5120, *(2**i for i in range(12, 19))]
+    sizes = [*short, 5120, *(2**i for i in range(12, 19)), 75_000, 151_936]
     choices = itertools.product(
         (device for device in PROFILES if device.vendor == _C.Vendor.nvidia),
         OPS,

@@ -1,15 +1,16 @@
 // The fused loss's kernel: the losses of rows of logits, and their gradient in the place of the logits.
 //
-// Bound by memory, a read and a write of each row; but a row is needed twice, and of 128256 bf16 logits it has 256 KB.
-// Stream: where there are bulk copies, a cluster of blocks holds a row in its shared memory, brought there in pieces; each thread reads
-// its columns twice from there, and a warp asks for a piece of the next row when it has written that of the gradient: the next row's
-// first pieces are there when this row ends. A few clusters on the same multiprocessors are at different points of their rows, so that
-// the memory always has something to do.
-// Elsewhere, and with options that cost instructions per element, a row belongs to a block: a thread puts what it reads into its own
-// slots of shared memory, as many as the plan gives it, and takes the gradient from there; what has no slot is read again, and the
-// plan bounds these parts of all rows in flight by the L2.
+// Bound by memory, a read and a write of each row; but a row is needed twice, and of 128256 bf16 logits it has 256 KB. Two exponentials
+// an element are the second limit, half of what the special function units can do at full clocks.
+// Registers: a block holds a row in its threads' registers, where there are clusters up to eight blocks; 8 vectors a thread, or 10 or 16 of
+// rows too long for that. The hardware starts a row's blocks where others have ended, so that those of a multiprocessor are at different
+// points of their rows, and the memory always has something to do. Instructions count: none asks for an element's column, since what is
+// not there is -inf, and none multiplies by the gradient's factor, which is part of the exponent.
+// Longer and very short rows, and options that cost instructions per element: a thread puts what it reads into its own slots of shared
+// memory, as many as the plan gives it, and takes the gradient from there; what has no slot is read again, and the plan bounds these
+// parts of all rows in flight by the L2.
 #include "gpu/cross_entropy_launch.h"
-#include "gpu/row_stream.h"
+#include "gpu/rows.h"
 
 namespace liger::gpu {
 namespace {
@@ -21,23 +22,23 @@ struct InPlaceArgs {
   float gradient_scale;
   void* gradient;  // may be the logits
   int64_t gradient_stride;
-  int slots;          // vectors of a thread in shared memory
+  int slots;  // vectors of a thread in shared memory
   int shared_offset;  // where they begin
+  float at_once_from;  // so many of the batch's targets being classes: rows are fetched before their own targets are known
 };
 
-// z_loss's share of the gradient, relative to the loss's.
-LIGER_DEVICE float z_share(const LogitRows& a) {
-  const float ce_scale = a.counts[CrossEntropyCounts::ce_scale];
-  return ce_scale == 0 ? 0.f : a.counts[CrossEntropyCounts::z_scale] / ce_scale;
-}
-// The gradient that a row's losses have: what both kernels know of it once they have its statistics.
-template <class T, bool Full>
-LIGER_DEVICE RowGradient<T> gradient_of(const InPlaceArgs& args, const LogitRow<T, Full>& row, const RowStatistics<T, Full>& statistics,
-                                        float lse, float negative_log, float z_share) {
-  float grad = args.gradient_scale;
-  if (args.row_grad.data) grad *= load_one(args.row_grad.data, args.row_grad.dtype, row.row * args.row_grad.stride);
-  return {args.rows, row, statistics.base(), 1 / statistics.sum, lse, negative_log, grad, grad * z_share};
-}
+// The gradients of a row's two losses. To be made before the row is there: it is read from memory.
+struct LossGradients {
+  float ce, z = 0;
+
+  LIGER_DEVICE LossGradients(const InPlaceArgs& args, int64_t row) : ce(args.gradient_scale) {
+    const LogitRows& a = args.rows;
+    if (args.row_grad.data && row < a.rows) ce *= load_one(args.row_grad.data, args.row_grad.dtype, row * args.row_grad.stride);
+    if (a.lse_square_scale == 0) return;
+    const float ce_scale = a.counts[CrossEntropyCounts::ce_scale];
+    z = ce_scale == 0 ? 0.f : ce * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
+  }
+};
 
 template <class T, int N, bool Full> struct InPlace {
   using Args = InPlaceArgs;
@@ -48,6 +49,7 @@ template <class T, int N, bool Full> struct InPlace {
     RowGroup group(a.threads_per_row);
     const LogitRow<T, Full> row(a, group.first_row(), group.index == 0, true);
     const RowWalk<T, N> own(row.valid ? a.vocab : 0, group);
+    const LossGradients grad(args, row.row);
     const bool want_best = Full && args.out.want_best();
     Shared<Packed<T, N>> stash = shared<Packed<T, N>>(args.shared_offset) + thread_id();
     const int slots = args.slots, pitch = block_threads();
@@ -76,7 +78,7 @@ template <class T, int N, bool Full> struct InPlace {
     T* const out = opaque(static_cast<T*>(args.gradient) + row.row * args.gradient_stride);
     if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
 
-    const RowGradient<T> gradient = gradient_of(args, row, statistics, lse, negative_log, z_share(a));
+    const RowGradient<T> gradient(a, row, statistics.base(), 1 / statistics.sum, lse, negative_log, grad.ce, grad.z);
     auto write = [&](const auto& raw, int, int column) {
       store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
     };
@@ -87,100 +89,86 @@ template <class T, int N, bool Full> struct InPlace {
   }
 };
 
-template <class T, int N> struct InPlaceStream {
+// K: vectors of a row that a thread holds.
+template <class T, int N, int K> struct InPlaceRegisters {
   using Args = InPlaceArgs;
-  static constexpr int max_threads = launch::piece_threads, min_blocks = 3, piece = launch::logits_piece;
+  static constexpr int max_threads = launch::in_place_bound(K), min_blocks = K == 10 ? 3 : 1;
 
   static LIGER_DEVICE void run(const Args& args) {
-    if (!has_bulk_copies) return;
     const LogitRows& a = args.rows;
-    RowGroupOf<max_threads, true> group(a.threads_per_row);
-    const int slots = args.slots, whole = int(a.vocab / N) * N, tail = whole + group.index < a.vocab ? whole + group.index : -1;
-    const WarpShare share(group, whole / N);
-    const int first = int(share.begin + share.lane) * N, end = int(share.end) * N, step = warp_width() * N;  // this thread's columns
-    const int64_t rows_apart = group.teams();
-    const float z_of_ce = z_share(a);
-    int64_t next_target = group.first_row() < a.rows ? a.target[group.first_row()] : a.ignore_index;
-    const Rows logits{a.logits, a.stride, dtype_of<T>};
-    RowInPieces<RowGroupOf<max_threads, true>, T, N, piece> pieces(group, logits, group.first_row(), rows_apart, whole, slots,
-                                                                   args.shared_offset);
-    const auto ask_for_all = [&] {
-      pieces.aim(a.is_class(next_target));
-      for (int k = 0; k < slots; k += piece) pieces.ask(k / piece);
-      pieces.turn();
-    };
-    ask_for_all();
-    for (int64_t at = group.first_row(); at < a.rows; at += rows_apart) {
-      const LogitRow<T, false> row(a, at, next_target, group.index == 0, false);
-      next_target = at + rows_apart < a.rows ? a.target[at + rows_apart] : a.ignore_index;  // while this row is worked on
-      T* const out = opaque(static_cast<T*>(args.gradient) + at * args.gradient_stride);
-      Packed<T, 1> last{};
-      if (row.valid && tail >= 0) load(last, row.data + tail);
-      if (!row.valid) {
-        ask_for_all();
-        if (group.index == 0) write_losses(a, args.out, row, RowStatistics<T, false>{}, 0, 0);
-        fill(out, first, step, end, tail, row.ignored ? 0.f : not_a_number());
-        continue;
-      }
-      RowStatistics<T, false> own;
-      float target_logit = 0;
-      for (int k = 0; k < slots; k += piece) {
-        pieces.wait(k / piece);
+    RowGroupOf<0, true> group(a.threads_per_row);
+    const bool first = group.index == 0;
+    const int64_t at = group.first_row();
+    // A row that its target takes out of the loss is not worth its fetching. But to wait for the target costs 1 to 3 % of the row's time.
+    bool wanted = at < a.rows;
+    if (wanted && a.counts[CrossEntropyCounts::valid] < args.at_once_from) wanted = a.is_class(a.target[at]);
+    const T* const data = static_cast<const T*>(a.logits) + at * a.stride;
+    const int cols = int(a.vocab), whole = cols / N * N;
+    const Columns<N, K> columns(group.index, group.threads_per_row, wanted ? whole : 0);
+    // What is not there adds nothing to a sum and raises no maximum: no instruction asks for it again before the stores.
+    Packed<T, N> x[K];
+    const T* const from = opaque(data + columns.first);
 #pragma unroll
-        for (int i = 0; i < piece; ++i) {
-          const int column = first + (k + i) * step;
-          if (column >= end) continue;
-          Packed<T, N> raw;
-          pieces.vector(raw, k + i);
-          float x[N];
-          widen(x, raw);
-          own.add(a, x, column, false);
-        }
-      }
-      if (tail >= 0) {
-        float x[1] = {last[0]};
-        own.add(a, x, tail, false);
-        if (row.target == tail) target_logit = x[0];
-      }
-      const int to_target = row.target - first, slot = to_target / step;
-      if (to_target >= 0 && row.target < end && to_target - slot * step < N) {
-        Packed<T, N> raw;
-        pieces.vector(raw, slot);
-#pragma unroll
-        for (int j = 0; j < N; ++j) target_logit = j == to_target - slot * step ? raw[j] : target_logit;
-      }
-      float merged[3] = {own.max, own.sum, target_logit};
-      group.reduce(merged, [](float (&to)[3], const float (&from)[3]) {
-        join_exponentials<bf16>(to, from);  // as of 16-bit logits: fast, in fp32 too
-        to[2] += from[2];
-      });
-      own.max = merged[0];
-      own.sum = merged[1];
-      const float log_sum = own.log_sum(), lse = own.base() + log_sum, negative_log = own.base() - merged[2] + log_sum;
-      if (group.index == 0) write_losses(a, args.out, row, own, lse, negative_log);
-      const RowGradient<T> gradient = gradient_of(args, row, own, lse, negative_log, z_of_ce);
-      pieces.aim(a.is_class(next_target));
-      for (int k = 0; k < slots; k += piece) {
-#pragma unroll
-        for (int i = 0; i < piece; ++i) {
-          const int column = first + (k + i) * step;
-          if (column >= end) continue;
-          Packed<T, N> raw;
-          pieces.vector(raw, k + i);
-          store<Hint::stream>(out + column, gradient.template of<false>(a, raw, column, row.target));
-        }
-        pieces.ask(k / piece);
-      }
-      pieces.turn();
-      if (tail >= 0) store(out + tail, gradient.template of<false>(a, last, tail, row.target));
+    for (int k = 0; k < K; ++k) {
+      x[k] = same_value(Packed<T, N>{}, minus_infinity());
+      if (columns.has(k)) load<Hint::stream>(x[k], from + k * columns.step);
     }
-  }
+    const LogitRow<T, false> row(a, at, first, false);
+    const int tail = row.valid && whole + group.index < cols ? whole + group.index : -1;
+    Packed<T, 1> last = same_value(Packed<T, 1>{}, minus_infinity());
+    if (tail >= 0) load(last, data + tail);
+    // The thread that has the target's column writes the losses, too: nobody else writes over this logit.
+    const int owner = row.target / N & (group.threads_per_row - 1);
+    const bool has_target = row.valid && (row.target < whole ? owner == group.index : row.target == tail);
+    T raw_target{};
+    if (has_target) raw_target = data[row.target];
+    const LossGradients grad(args, row.row);
 
- private:
-  LIGER_DEVICE static void fill(T* out, int first, int step, int end, int tail, float value) {
-    const Packed<T, N> same = same_value(Packed<T, N>{}, value);
-    for (int column = first; column < end; column += step) store<Hint::stream>(out + column, same);
-    if (tail >= 0) out[tail] = from_float<T>(value);
+    // Relative to this thread's own maximum, so that the row needs only one exchange.
+    RowStatistics<T, false> own;
+    own.max = fmaxf(largest(x, [](int) { return true; }), last[0]);
+    const Exp<T> exp(own.base());
+    own.sum = exp(last[0]);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float part = 0;
+#pragma unroll
+      for (int j = 0; j < N; ++j) part += exp(x[k][j]);
+      own.sum += part;
+    }
+    float merged[2] = {own.max, own.sum};
+    group.reduce(merged, [](float (&to)[2], const float (&from)[2]) { join_exponentials<bf16>(to, from); });  // of fp32, too: fast
+    own.max = merged[0];
+    own.sum = merged[1];
+    const float log_sum = own.log_sum(), lse = own.base() + log_sum, target_logit = to_float(raw_target);
+    const float negative_log = own.base() - target_logit + log_sum;
+    if (row.valid ? has_target : first && row.live) write_losses(a, args.out, row, own, lse, negative_log);
+    if (!row.live) return;
+    T* const out = static_cast<T*>(args.gradient) + row.row * args.gradient_stride;
+    if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
+
+    const RowGradient<T> gradient(a, row, own.base(), 1 / own.sum, lse, negative_log, grad.ce, grad.z);
+#pragma unroll
+    for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
+    T* const to = opaque(out + columns.first);
+    // Of 16-bit logits; the factor's sign goes into the packed results.
+    const float exponent = sizeof(T) == 2 ? gradient.exp.base + log2f(fabsf(gradient.scale)) : 0;
+    const bool negative = sizeof(T) == 2 && gradient.scale < 0;
+    const auto share = [&](const auto& raw) {
+      auto out = raw;
+      float g[decltype(out)::elements];
+#pragma unroll
+      for (int j = 0; j < decltype(out)::elements; ++j)
+        g[j] = sizeof(T) == 2 ? fast_exp2(raw[j] * log2_e + exponent) : gradient.scale * gradient.exp(raw[j]);
+      out.set(g);
+      if (negative) out.negate();
+      return out;
+    };
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns.has(k)) store<Hint::stream>(to + k * columns.step, share(x[k]));
+    if (tail >= 0) store(out + tail, share(last));
+    if (has_target) out[row.target] = from_float<T>(gradient.scale * gradient.exp(target_logit) - gradient.hard);
   }
 };
 
@@ -198,22 +186,26 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
     args.gradient_stride = op.gradient.stride;
     args.slots = plan.k;
     args.shared_offset = plan.ring_offset;
+    args.at_once_from = float(op.batch_rows) * 15 / 16;
   };
-  if constexpr (may_have_clusters)
-    if (vectors && !full && row.rows > 0) {
-      const launch::DeviceProfile& device = device_profile(stream.device);
-      const int64_t bytes = size_of(row.logits.dtype);
-      const launch::LaunchPlan plan = launch::plan_cross_entropy_stream(
-          device, row.rows, row.vocab, int(bytes),
-          launch::knobs_of(device, launch::Tunable::cross_entropy_in_place, 16 / bytes, row.rows, row.vocab));
-      if (plan.path == launch::Path::stream)
-        return dispatch(row.logits.dtype, [&](auto element) {
-          using T = std::remove_cvref_t<decltype(element)>;
-          InPlaceArgs args{logit_rows(row, plan, stream)};
-          set(args, plan);
-          launch<InPlaceStream<T, 16 / int(sizeof(T))>>(plan, args, stream);
-        });
-    }
+  if (vectors && !full && !row.options.token_scaling && row.rows > 0) {
+    const launch::DeviceProfile& device = device_profile(stream.device);
+    const int vec = 16 / int(size_of(row.logits.dtype));
+    const launch::LaunchPlan plan = launch::plan_cross_entropy_held(
+        device, row.rows, row.vocab, vec, launch::knobs_of(device, launch::Tunable::cross_entropy_in_place, vec, row.rows, row.vocab));
+    if (plan.path == launch::Path::regs)
+      return dispatch(row.logits.dtype, [&](auto element) {
+        using T = std::remove_cvref_t<decltype(element)>;
+        constexpr int N = 16 / int(sizeof(T));
+        InPlaceArgs args{logit_rows(row, plan, stream)};
+        set(args, plan);
+        if constexpr (may_have_clusters) {
+          if (plan.k == 10) return launch<InPlaceRegisters<T, N, 10>>(plan, args, stream);
+          if (plan.k == 16) return launch<InPlaceRegisters<T, N, 16>>(plan, args, stream);
+        }
+        launch<InPlaceRegisters<T, N, 8>>(plan, args, stream);
+      });
+  }
   launch_rows<InPlace>(row, vectors, full, true, stream, set);
 }
 

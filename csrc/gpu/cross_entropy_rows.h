@@ -94,21 +94,20 @@ template <class T, bool Full> struct LogitRow {
     valid = a.is_class(wanted);
     if (valid) {
       target = int(wanted);
-      if (reads_logit) target_bits = reinterpret_cast<const Bits*>(data)[target];
+      if (reads_logit) raw_logit = data[target];
       if (a.class_weight.data) target_weight = load_one(a.class_weight.data, a.class_weight.dtype, target);
     } else if (!ignored && reports) {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
   LIGER_DEVICE float target_logit(const LogitRows& a) const {
-    const float logit = to_float(bit_cast<T>(Bits(target_bits)));
+    const float logit = to_float(raw_logit);
     return Full && a.softcap != 0 ? capped(a, logit) : logit;
   }
 
  private:
   // As it was loaded: a thread waits for it only where it is widened, and that is behind the row.
-  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
-  uint32_t target_bits = 0;
+  T raw_logit = {};
 };
 
 // Elements before the first one of a row whose address is a multiple of 16.

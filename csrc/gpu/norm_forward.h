@@ -201,16 +201,10 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
   LIGER_DEVICE static void statistics(Group& group, const Tile& tile, const typename Tile::Values& z, float& mean, float& variance) {
     constexpr float far = sizeof(T) == 2 ? 256 : 4;  // squared, in variances
     const NormForwardArgs& a = tile.a;
-    float first[VEC] = {};
-    const int64_t at = tile.row * a.x.stride;
-    if constexpr (sizeof(T) == 2) {  // x is of that type
-      Packed<T, VEC> packed = {};
-      if (tile.row < a.rows) gpu::load<Hint::stream>(packed, static_cast<const T*>(a.x.data) + at);
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) first[i] = packed[i];
-    } else if (tile.row < a.rows) {
-      load_any<VEC, Hint::stream>(first, a.x.data, a.x.dtype, at);
-    }
+    using First = NormTile<T, VEC, 1, Kind, false>;
+    typename First::Values values;
+    First{a, {0, 1, tile.row < a.rows ? VEC : 0}, tile.row}.load_as_t(values, a.x);
+    const Packed<T, VEC>& first = values[0];
     mean = first[0];
     if constexpr (VEC > 1) {  // exact for a constant row
       mean = 0;
@@ -326,7 +320,7 @@ template <bool Centered> void norm_forward(NormForwardArgs a, Stream stream) {
           if (plan.k == 2) return launch<NormForwardRegisters<T, VEC, 2, launch::row_threads, Kind>>(plan, a, stream);
           if constexpr (may_have_clusters)
             if (plan.cluster > 1)
-              return launch<NormForwardRegisters<T, VEC, 8, launch::norm_cluster_bound(Kind.two), Kind>>(plan, a, stream);
+              return launch<NormForwardRegisters<T, VEC, 8, launch::norm_cluster_bound({Centered, Kind.two}), Kind>>(plan, a, stream);
           if (plan.k == 8) return launch<NormForwardRegisters<T, VEC, 8, launch::row_threads, Kind>>(plan, a, stream);
         }
         launch<NormForwardRegisters<T, VEC, 4, launch::row_threads, Kind>>(plan, a, stream);

@@ -64,7 +64,7 @@ template <class T, int N> struct alignas(sizeof(T) * N > 16 ? 16 : sizeof(T) * N
 
 // N elements as they lie in memory, two 16-bit ones to a register; widened where they are used.
 template <class T, int N> struct Packed {
-  static constexpr int bytes = N * int(sizeof(T));
+  static constexpr int elements = N, bytes = N * int(sizeof(T));
   using Word = std::conditional_t<bytes % 4 == 0, uint32_t, uint16_t>;
   static constexpr int words = bytes / int(sizeof(Word)), elements_per_word = int(sizeof(Word) / sizeof(T));
   alignas(bytes > 16 ? 16 : bytes) Word data[words];

@@ -149,10 +149,11 @@ LIGER_DEVICE float fast_exp2(float v) {
 // 1 / sqrt(v), 2 ulp.
 LIGER_DEVICE float fast_rsqrt(float v) { return rsqrtf(v); }
 // The same pointer to global memory, hiding how it was made: the compiler keeps a row's address instead of making it again for
-// every access.
+// every access. It still knows that the memory is global.
 template <class T> LIGER_DEVICE T* opaque(T* pointer) {
-  asm("" : "+l"(pointer));
-  return pointer;
+  size_t address = __cvta_generic_to_global(pointer);
+  asm("" : "+l"(address));
+  return static_cast<T*>(__cvta_global_to_generic(address));
 }
 // 1 / v, 1 ulp.
 LIGER_DEVICE float fast_reciprocal(float v) {

@@ -118,52 +118,6 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
   }
 };
 
-// A warp's vectors of one row of one tensor in shared memory, at most `vectors` a lane, in pieces of `Piece` vectors: one is read while
-// others are still on their way, and its place is for the next row's as soon as it is not needed any more. aim() at a row, ask for its
-// pieces, turn() to it, wait() for them. All lanes of a warp call all of them together.
-template <class Group, class T, int VEC, int Piece> class RowInPieces {
-  static constexpr int vector_bytes = VEC * int(sizeof(T)), piece_bytes = Piece * 32 * vector_bytes;
-  unsigned char *place, *mine;  // the warp's, and this thread's first vector
-  Inbox* inboxes;               // one a piece
-  const unsigned char* at;      // the warp's columns of the row that is aimed at
-  int64_t jump;
-  int bytes, wanted = 0, parity = 1;
-
- public:
-  // Shared memory: launch::pieces_bytes().
-  LIGER_DEVICE RowInPieces(const Group& group, const Rows& tensor, int64_t first_row, int64_t step, int64_t cols, int vectors,
-                           int shared_offset)
-      : jump(step * tensor.stride * int64_t(sizeof(T))) {
-    const WarpShare share(group, cols / VEC);
-    const int warp = uniform(warp_id()), pieces = (vectors + Piece - 1) / Piece;
-    bytes = uniform(int(share.end - share.begin)) * vector_bytes;
-    at = static_cast<const unsigned char*>(tensor.data) +
-         (first_row * tensor.stride * int64_t(sizeof(T)) + uniform(share.begin) * vector_bytes);
-    const int warp_bytes = vectors * 32 * vector_bytes;
-    place = shared<unsigned char>(shared_offset) + warp * warp_bytes;
-    mine = place + lane_id() * vector_bytes;
-    inboxes = shared<Inbox>(shared_offset + block_threads() / 32 * warp_bytes) + warp * pieces;
-    if (elected())
-      for (int p = 0; p < pieces; ++p) open_inbox(inboxes + p);
-    warp_barrier();
-  }
-  // At the first row, then always at the next; what is not `wanted` is not fetched.
-  LIGER_DEVICE void aim(bool row_wanted) { wanted = row_wanted ? bytes : 0; }
-  LIGER_DEVICE void ask(int piece) const {
-    warp_barrier();  // all lanes have read what was there
-    const int begin = piece * piece_bytes, left = wanted - begin, size = left < 0 ? 0 : left < piece_bytes ? left : piece_bytes;
-    if (!elected()) return;
-    expect_bytes(inboxes + piece, size);
-    if (size > 0) bulk_copy(place + begin, at + begin, size, inboxes + piece);
-  }
-  LIGER_DEVICE void turn() {
-    at += jump;
-    parity ^= 1;
-  }
-  LIGER_DEVICE void wait(int piece) const { wait_for_round(inboxes + piece, parity); }
-  LIGER_DEVICE void vector(Packed<T, VEC>& out, int k) const { load(out, reinterpret_cast<const T*>(mine + k * 32 * vector_bytes)); }
-};
-
 // In both: take(out) is the next row's vectors, zeros past the last column; nothing of a missing tensor or past the last row. All
 // lanes of a warp call it together.
 template <class Group, class T, int VEC, int K, int N, int Needed> class RingStream {

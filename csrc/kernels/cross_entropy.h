@@ -77,6 +77,7 @@ struct CrossEntropyInPlace {
   MutableRows gradient;   // may be row.logits' own memory
   Rows row_grad;          // data == nullptr: ones; else one element per row (reduction "none" with recomputation)
   double gradient_scale;
+  int64_t batch_rows;     // of all chunks: what row.counts are of
 };
 
 // Per-row losses to results: none: loss[i] = ce[i] + z[i]; else loss = ce_scale * sum(ce) + z_scale * sum(z), z_loss likewise;

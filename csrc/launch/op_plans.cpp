@@ -105,8 +105,17 @@ LaunchPlan plan_cross_entropy(const DeviceProfile& device, int64_t rows, int64_t
   plan.pdl = device.bulk_copies && !in_place;  // if the counts are all that it follows
   return checked(device, plan);
 }
-LaunchPlan plan_cross_entropy_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, const Knobs& knobs) {
-  return plan_logits_stream(device, rows, vocab, element_bytes, reduction_bytes(3), knobs);
+LaunchPlan plan_cross_entropy_held(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec, const Knobs& knobs) {
+  const int64_t vectors = vocab / vec;
+  LaunchPlan plan;
+  plan.path = Path::reread;
+  if (vectors < int64_t{softmax_forward_k} * min_logit_threads) return plan;
+  // Of the three kernels the one with the fewest vectors a thread that hold the row in clusters of blocks of 256.
+  const int held = vectors <= 8 * 256 * 8 ? 8 : vectors <= 8 * 256 * 10 ? 10 : 16;
+  plan = plan_row_forward(device, rows, vectors * vec, vec, held, {.cluster_from = 512 * 8 / 4 * 3}, knobs);
+  if (plan.path == Path::regs) plan.k = held;
+  plan.smem = reduction_bytes(2, plan.cluster);
+  return checked(device, plan);
 }
 LaunchPlan plan_cross_entropy_tiles(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec, const Knobs& knobs) {
   return checked(device, plan_row_tiles(device, rows, vocab, vec, logit_tile_k(vec), min_logit_threads, knobs));
@@ -153,9 +162,10 @@ bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 Launches norm_forward(const DeviceProfile& device, const Call& call, bool centered, int inputs, Tunable tunable) {
   if (empty(call)) return {};
   const int vec = row_vec(call);
-  const LaunchPlan plan = plan_norm_forward(device, call.rows, call.cols, vec, {centered, inputs > 1}, call.knobs);
+  const NormForwardKind kind{centered, inputs > 1};
+  const LaunchPlan plan = plan_norm_forward(device, call.rows, call.cols, vec, kind, call.knobs);
   if (plan.path == Path::reread) return {{"NormForwardReread", {vec}, call.rows, call.cols, plan, row_threads, tunable}};
-  const int k = vec == 1 ? 4 : plan.k, bound = plan.cluster > 1 ? norm_cluster_bound(inputs > 1) : row_threads;
+  const int k = vec == 1 ? 4 : plan.k, bound = plan.cluster > 1 ? norm_cluster_bound(kind) : row_threads;
   return {{"NormForwardRegisters", {vec, k, bound}, call.rows, call.cols, plan, bound, tunable}};
 }
 
@@ -211,8 +221,8 @@ Launches logits(const DeviceProfile& device, const Call& call, int64_t rows, con
   const int vec = call.aligned ? wide(call) : 1;
   const Tunable tunable = in_place ? Tunable::cross_entropy_in_place : Tunable::cross_entropy;
   if (in_place && vec > 1) {
-    const LaunchPlan streamed = plan_cross_entropy_stream(device, rows, call.cols, call.element_bytes, call.knobs);
-    if (streamed.path == Path::stream) return {{"InPlaceStream", {vec}, rows, call.cols, streamed, piece_threads, tunable}};
+    const LaunchPlan held = plan_cross_entropy_held(device, rows, call.cols, vec, call.knobs);
+    if (held.path == Path::regs) return {{"InPlaceRegisters", {vec, held.k}, rows, call.cols, held, in_place_bound(held.k), tunable}};
   }
   const LaunchPlan plan = plan_cross_entropy(device, rows, call.cols, call.element_bytes, vec, in_place, call.knobs);
   if (in_place) return {{kernel, {vec}, rows, call.cols, plan, row_threads, tunable}};

@@ -42,8 +42,9 @@ struct NormForwardKind {
   bool centered, two;
 };
 LaunchPlan plan_norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormForwardKind, const Knobs& = {});
-// Launch bound of the registers path in clusters. For one tensor it makes room for three blocks of 256 threads.
-constexpr int norm_cluster_bound(bool two) { return two ? cluster_threads : 768; }
+// Launch bound of the registers path in clusters. It makes room for three blocks of 256 threads, whose registers hold RMSNorm's weights,
+// too; of LayerNorm, which loads weights and biases late, for four; of two tensors for two.
+constexpr int norm_cluster_bound(NormForwardKind kind) { return kind.two ? cluster_threads : kind.centered ? 1000 : 768; }
 // The backward's two paths (plan.h). Rows of mixed dtypes always take tiles. With a second set of sums, or with the addresses of single
 // elements, 1,024 threads would not have enough registers; where there are clusters, blocks of 512 are better.
 inline int norm_backward_threads(const DeviceProfile& device, bool centered, int vec) {
@@ -78,8 +79,10 @@ LaunchPlan plan_cross_entropy(const DeviceProfile&, int64_t rows, int64_t vocab,
                               const Knobs& = {});
 // Is each row a block's of logits_row_threads threads? There is a kernel for them.
 inline bool whole_block_rows(const LaunchPlan& plan) { return plan.block == logits_row_threads && plan.threads_per_row == plan.block; }
-// The fused loss's kernel for rows that clusters hold in shared memory; path is not stream where there is none.
-LaunchPlan plan_cross_entropy_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, const Knobs& = {});
+// The fused loss's kernel for rows that a block's, or a cluster's, registers hold; path is regs where they do.
+LaunchPlan plan_cross_entropy_held(const DeviceProfile&, int64_t rows, int64_t vocab, int vec, const Knobs& = {});
+// Its launch bound, for so many vectors a thread.
+constexpr int in_place_bound(int k) { return k == 8 ? row_threads : k == 10 ? 256 : cluster_threads; }
 // The backward's tiles of rows.
 LaunchPlan plan_cross_entropy_tiles(const DeviceProfile&, int64_t rows, int64_t vocab, int vec, const Knobs& = {});
 // Its sums over rows, three fp64 values a warp, in one block; `each`: a row's loss is its own (reduction "none").

@@ -260,36 +260,6 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   return plan;
 }
 
-LaunchPlan plan_logits_stream(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes,
-                              const Knobs& knobs) {
-  constexpr int block = 256, max_resident = 3, reserved_shared = 1024;
-  LaunchPlan plan;
-  plan.warp = device.warp;
-  plan.vec = 16 / element_bytes;
-  plan.block = block;
-  const int64_t vectors = vocab / plan.vec;
-  if (!device.bulk_copies || vectors * 16 < 24 * 1024) return plan;
-  const int least_cluster = static_cast<int>(knob_within(knobs.cluster, 1, 8));
-  for (int resident = knobs.resident > 0 ? std::min(knobs.resident, max_resident) : max_resident; resident > 0; --resident)
-    for (int cluster = least_cluster; cluster <= (resident == 1 ? 8 : 4); cluster *= 2) {
-      const int64_t teams = cluster == 1 ? int64_t{resident} * device.multiprocessors : resident_clusters(device, cluster, resident);
-      const int64_t k = ceil_div(vectors, int64_t{block} * cluster);
-      const int64_t room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved_shared);
-      plan.ring_offset = static_cast<int>(round_up(shared_bytes * cluster, 128));
-      const int64_t smem = plan.ring_offset + pieces_bytes(block, device.warp, k);
-      if (teams == 0 || smem > room) continue;
-      plan.path = Path::stream;
-      plan.k = static_cast<int>(k);
-      plan.cluster = cluster;
-      plan.threads_per_row = block * cluster;
-      plan.smem = static_cast<int>(smem);
-      plan.grid = grid_of(ceil_div(rows, ceil_div(rows, teams)) * cluster);
-      return plan;
-    }
-  // Not in clusters as large as the knobs say, then in the planner's own.
-  return knobs.cluster > 1 ? plan_logits_stream(device, rows, vocab, element_bytes, shared_bytes) : plan;
-}
-
 LaunchPlan plan_block_sum(const DeviceProfile& device, int64_t n, int bytes) {
   LaunchPlan plan;
   plan.warp = device.warp;

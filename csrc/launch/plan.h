@@ -16,9 +16,8 @@ constexpr int64_t next_pow2(int64_t n) {
   return p;
 }
 
-// regs: a thread keeps its columns of a row in registers, one global read. reread: rows too long for that are read again. stream:
-// logits, by persistent clusters of blocks that hold a row in shared memory, where it is brought ahead of time.
-enum class Path { regs, reread, stream };
+// regs: a thread keeps its columns of a row in registers, one global read. reread: rows too long for that are read again.
+enum class Path { regs, reread };
 
 struct LaunchPlan {
   Path path = Path::regs;
@@ -108,14 +107,6 @@ constexpr int min_logit_threads = 16;
 // rows in flight leave out has to be read again and is bounded by the L2. path is regs if nothing is left out.
 LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash,
                        const Knobs& = {});
-
-// Rows of logits that clusters of blocks hold in shared memory, k vectors of 16 bytes a thread, `shared_bytes` for reductions of one
-// block before them; they arrive in pieces of logits_piece vectors a lane. path is stream if the device can and rows are long enough for
-// it.
-constexpr int logits_piece = 8;
-// Of a block: its share of a row, and an inbox for each warp's pieces.
-constexpr int64_t pieces_bytes(int block, int warp, int64_t k) { return block * k * 16 + block / warp * ceil_div(k, logits_piece) * 8; }
-LaunchPlan plan_logits_stream(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int shared_bytes, const Knobs& = {});
 
 // One block sums n values, with `bytes` of shared memory a warp.
 LaunchPlan plan_block_sum(const DeviceProfile&, int64_t n, int bytes);

@@ -103,7 +103,7 @@ class Problem {
     args.options = options;
     args.op = "fused_linear_cross_entropy";
     if (losses != nullptr) losses->point(args, first);
-    if (gradient) cross_entropy_in_place({args, buffer, row_grad, gradient_scale}, scope);
+    if (gradient) cross_entropy_in_place({args, buffer, row_grad, gradient_scale, rows}, scope);
     else cross_entropy_forward(args, scope);
   }
 

@@ -122,7 +122,7 @@ void bind_knobs(py::module_& m) {
 }
 
 void bind_plans(py::module_& m) {
-  py::enum_<Path>(m, "Path").value("regs", Path::regs).value("reread", Path::reread).value("stream", Path::stream);
+  py::enum_<Path>(m, "Path").value("regs", Path::regs).value("reread", Path::reread);
   py::class_<RowTiling>(m, "RowTiling")
       .def(py::init<>())
       .def_readwrite("vec", &RowTiling::vec)
