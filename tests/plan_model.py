@@ -56,10 +56,10 @@ def check_shares(threads: int, warp: int, k: int, vectors: int) -> None:
     assert begin[0] == 0 and end[-1] == vectors and np.array_equal(begin[1:], end[:-1])
 
 
-def check_ring(plan, inputs: int, k: int, fixed: int) -> None:
-    """The ring lies behind what reductions take, and holds `stages` rows and their inboxes."""
+def check_ring(plan, inputs: int, k: int, fixed: int, inboxes: int) -> None:
+    """The ring lies behind what reductions take, and holds `stages` rows and, of bulk copies, their inboxes."""
     assert plan.stages >= 1 and plan.ring_offset >= fixed and plan.ring_offset % 128 == 0
-    stage = plan.block * k * 16 * inputs + plan.block // plan.warp * 8
+    stage = plan.block * k * 16 * inputs + inboxes
     assert plan.smem >= plan.ring_offset + plan.stages * stage
 
 
@@ -115,13 +115,17 @@ def norm_backward_registers(launch, call) -> None:
     assert threads in (0, min(plan.threads_per_row, plan.block))  # what the kernel knows of its rows' threads
     assert k == plan.k
     check_shares(plan.threads_per_row, plan.warp, k, launch.cols // vec)
+    device, centered = call["device"], call["op"].startswith("layer")
+    assert (plan.stages > 0) == (vec > 1 and (device.bulk_copies or (device.async_copies and not centered)))
     if plan.stages:
-        check_ring(plan, 3 if call["op"].startswith("add") else 2, k, reduction_bytes(2, plan.cluster))
+        inboxes = plan.block // plan.warp * 8 if device.bulk_copies else 0
+        check_ring(plan, 3 if call["op"].startswith("add") else 2, k, reduction_bytes(2, plan.cluster), inboxes)
+        assert plan.stages <= 4 or not device.async_copies
     assert teams == plan.partial_rows and (teams - 1) * groups < launch.rows
     first = np.add.outer(np.arange(teams) * groups, np.arange(groups)).ravel()  # then every teams * groups rows
     assert np.array_equal(first, np.arange(teams * groups))
     if groups > 1:
-        sums = 2 if call["op"].startswith("layer") else 1
+        sums = 2 if centered else 1
         assert plan.smem >= reduction_bytes(2) + groups * sums * launch.cols * 4
 
 

@@ -96,7 +96,7 @@ def check_call(op, device, call):
     made = launches(op, device, call) or []
     for launch in made:
         check_legal(launch, device)
-        facts = {**call, "op": op, "element_bytes": BYTES[call["dtype"]]}
+        facts = {**call, "op": op, "device": device, "element_bytes": BYTES[call["dtype"]]}
         if op.startswith("rope"):
             sizes = (call[name] for name in ("rows", "q_heads", "k_heads", "cols"))
             rotary = call["rotary_dim"] or call["cols"]
@@ -223,6 +223,7 @@ def changed(launch, **fields):
         ("rms_norm", {"threads_per_row": 64}),
         ("rms_norm", {"cols": 4097}),
         ("rms_norm_backward", {"partial_rows": 3}),
+        ("rms_norm_backward", {"stages": 0}),
         ("swiglu", {"grid": 10}),
         ("softmax", {"instance": [8, 1]}),
         ("cross_entropy_backward", {"grid": 1}),
@@ -230,8 +231,9 @@ def changed(launch, **fields):
     ],
 )
 def test_the_model_finds_wrong_plans(op, wrong):
-    first = _C.plans(op, _C.profile("H200"), 1000, 4096)[0]
-    facts = {"op": op, "element_bytes": 2}
+    device = _C.profile("H200")
+    first = _C.plans(op, device, 1000, 4096)[0]
+    facts = {"op": op, "device": device, "element_bytes": 2}
     check_coverage(changed(first), facts)
     with pytest.raises(AssertionError):
         check_coverage(changed(first, **wrong), facts)

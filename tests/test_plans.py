@@ -151,6 +151,7 @@ def test_profiles_are_consistent():
         # No bf16 arithmetic before Ampere; clusters and bulk copies from Hopper on.
         assert device.native_bf16 == (device.name not in ("V100", "T4"))
         assert device.bulk_copies == any(device.resident_clusters) == (nvidia and device.arch >= 90)
+        assert device.async_copies == (nvidia and 80 <= device.arch < 90)
         assert all(count << i <= device.multiprocessors for i, count in enumerate(device.resident_clusters))
         assert device.architecture in (f"{device.arch // 10}.{device.arch % 10}" if nvidia else f"gfx{device.arch:x}")
 

@@ -49,7 +49,8 @@ template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwa
   using Sums = float[K][VEC];
   enum { dy, z, dsum, inputs = Centered ? 2 : 3 };  // LayerNorm has no dsum
   using Group = RowGroupOf<Threads, true, (Threads < 512)>;
-  using Stream = RowStream<Group, T, VEC, K, inputs, 2, spacious ? 2 : 0>;
+  // LayerNorm has more to do for each element, and no instructions to spare for copies of its own.
+  using Stream = RowStream<Group, T, VEC, K, inputs, 2, spacious ? 2 : 0, !Centered>;
   // n = (z - mean) * rstd. Of 16-bit values z * rstd - mean * rstd in one instruction: it rounds mean * rstd, as mean itself is rounded.
   static constexpr bool one_step = Centered && sizeof(T) == 2;
 

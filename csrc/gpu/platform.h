@@ -34,6 +34,13 @@ LIGER_DEVICE void send(float*, Inbox*, int, float) {}
 LIGER_DEVICE void bulk_copy(void*, const void*, int, Inbox*) {}
 #endif
 
+#if !defined(LIGER_HAS_ASYNC_COPIES)
+constexpr bool has_async_copies = false;
+LIGER_DEVICE void async_copy(void*, const void*) {}
+LIGER_DEVICE void close_copies() {}
+LIGER_DEVICE void wait_for_copies(int) {}
+#endif
+
 // 16-bit floats are storage only; arithmetic is fp32, so that hardware without bf16 arithmetic runs the same code.
 struct bf16 {
   uint16_t bits;

@@ -29,7 +29,7 @@ LIGER_DEVICE uint32_t floats_to_bf16s(float low, float high) { return bit_cast<u
 LIGER_DEVICE uint32_t floats_to_halves(float low, float high) { return bit_cast<uint32_t>(__floats2half2_rn(low, high)); }
 
 // The larger ones of two pairs, of NaN and a number the number.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(LIGER_HAS_CLUSTERS)
 #define LIGER_HAS_PAIRS 1
 LIGER_DEVICE uint32_t max_of_bf16s(uint32_t a, uint32_t b) {
   return bit_cast<uint32_t>(__hmax2(bit_cast<__nv_bfloat162>(a), bit_cast<__nv_bfloat162>(b)));
@@ -107,6 +107,22 @@ LIGER_DEVICE void bulk_copy(void* to, const void* from, int bytes, Inbox* inbox)
 #else
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define LIGER_HAS_ASYNC_COPIES
+// 16 bytes from global to shared memory, without a register: of this thread's group of copies, which it closes and waits for.
+constexpr bool has_async_copies = true;
+LIGER_DEVICE void async_copy(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+LIGER_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until no more than so many groups, 0 to 3, are under way.
+LIGER_DEVICE void wait_for_copies(int left) {
+  if (left == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  else if (left == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else if (left == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else asm volatile("cp.async.wait_group 3;" ::: "memory");
+}
 #endif
 // The first lane's value, for all lanes of a warp: what the compiler then knows to be the same for all.
 LIGER_DEVICE int uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }

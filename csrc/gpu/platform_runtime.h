@@ -85,6 +85,7 @@ inline void count_clusters(launch::DeviceProfile& profile) {
   cudaFuncAttributes attributes;
   if (cudaFuncGetAttributes(&attributes, function)) return clear_last_error();
   profile.bulk_copies = attributes.ptxVersion >= 90;
+  profile.async_copies = attributes.ptxVersion >= 80 && !profile.bulk_copies;
   if (!profile.bulk_copies) return;
   if (cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, profile.shared_per_block_optin))
     return clear_last_error();

@@ -4,6 +4,7 @@
 // for them, the warp takes a row into registers and asks for another one in its place. So loads are under way through reductions,
 // exponentials and stores, at no cost in registers, and no block barrier is needed for it. On an H200 a copy through such rings is as
 // fast as the best plain copy, from 512 bytes a piece on; with rings of whole blocks, or by cp.async, it is 2 to 6 % slower.
+// Where a thread has asynchronous copies of its own (Ampere on), it has a ring of its own vectors, and nobody else reads them.
 // Elsewhere the next row is fetched into registers while this one is worked on.
 #pragma once
 #include "gpu/rows.h"
@@ -139,6 +140,60 @@ template <class Group, class T, int VEC, int K, int N, int Needed> class RingStr
   }
 };
 
+template <class Group, class T, int VEC, int K, int N, int Needed> class AsyncStream {
+  static constexpr int vector_bytes = VEC * int(sizeof(T));
+  unsigned char* ring;  // this thread's: [stages][tensors that are there][K], a vector of each thread side by side
+  const T* at[N];       // the row to ask for next
+  int64_t jump[N], asking, step, rows;
+  Columns<VEC, K> columns;
+  int stages, tensors = 0, stage = 0;
+
+ public:
+  LIGER_DEVICE AsyncStream(const Group& group, const RowSteps& steps, int stages, int shared_offset)
+      : asking(steps.first), step(steps.step), rows(steps.rows), columns(warp_columns<VEC, K>(group, steps.cols)), stages(stages) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const Rows& tensor = steps.tensors[n];
+      at[n] = tensor.data ? static_cast<const T*>(tensor.data) + (steps.first * tensor.stride + columns.first) : nullptr;
+      jump[n] = steps.step * tensor.stride;
+      tensors += tensor.data != nullptr;
+    }
+    ring = shared<unsigned char>(shared_offset) + thread_id() * vector_bytes;
+    for (int s = 0; s < stages; ++s) ask(s);
+  }
+  LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
+    wait_for_copies(stages - 1);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        out[n][k] = {};
+        if (has(n) && columns.has(k)) load(out[n][k], reinterpret_cast<const T*>(place(stage, n, k)));
+      }
+    ask(stage);
+    if (++stage == stages) stage = 0;
+  }
+
+ private:
+  LIGER_DEVICE bool has(int n) const { return n < Needed || at[n] != nullptr; }
+  LIGER_DEVICE unsigned char* place(int s, int n, int k) const {
+    return ring + ((s * tensors + n) * K + k) * block_threads() * vector_bytes;
+  }
+  // A group of copies each time, also past the last row: groups are counted.
+  LIGER_DEVICE void ask(int s) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      if (!has(n)) continue;
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (asking < rows && columns.has(k)) async_copy(place(s, n, k), at[n] + k * columns.step);
+      at[n] += jump[n];
+    }
+    close_copies();
+    asking += step;
+  }
+};
+
 // The first `Ahead` tensors are fetched a row ahead, the others when they are taken.
 template <class Group, class T, int VEC, int K, int N, int Ahead> class RegisterStream {
   const T* at[N];  // the row to fetch next
@@ -182,9 +237,11 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
   }
 };
 
-// Single elements have no bulk copies: their rows may be unaligned.
-template <class Group, class T, int VEC, int K, int N, int Needed = N, int Ahead = N>
-using RowStream =
-    std::conditional_t<has_bulk_copies && (VEC > 1), RingStream<Group, T, VEC, K, N, Needed>, RegisterStream<Group, T, VEC, K, N, Ahead>>;
+// Single elements have no such copies: their rows may be unaligned.
+// Async: a thread's own copies are worth their instructions.
+template <class Group, class T, int VEC, int K, int N, int Needed, int Ahead, bool Async>
+using RowStream = std::conditional_t<has_bulk_copies && (VEC > 1), RingStream<Group, T, VEC, K, N, Needed>,
+                                     std::conditional_t<has_async_copies && Async && (VEC > 1), AsyncStream<Group, T, VEC, K, N, Needed>,
+                                                        RegisterStream<Group, T, VEC, K, N, Ahead>>>;
 
 }  // namespace liger::gpu

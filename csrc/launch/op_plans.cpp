@@ -49,7 +49,9 @@ NormBackwardPlans plan_norm_backward_paths(const DeviceProfile& device, int64_t 
                                                      norm_backward_max_k(device, kind.centered), knobs);
   if (plan.path == Path::regs && !kind.mixed) {
     const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = reduction_bytes(2, plan.cluster);
-    add_ring(device, plan, rows, kind.inputs, reduction, norm_backward_resident(plan, knobs), knobs.stages);
+    plan.smem = reduction;
+    if (device.bulk_copies || !kind.centered)
+      add_ring(device, plan, rows, kind.inputs, reduction, norm_backward_resident(plan, knobs), knobs.stages);
     // Rows that share a block add up their sums in shared memory, in place of the ring.
     if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
     if (knobs == Knobs{}) return plans;

@@ -78,12 +78,14 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, int64_t rows, int i
   // More than this on a multiprocessor makes short calls slower: it all has to arrive before the last rows do.
   constexpr int ring_bytes = 96 * 1024;
   plan.smem = fixed;
-  if (!device.bulk_copies || plan.vec == 1) return;
+  if (plan.vec == 1 || !(device.bulk_copies || device.async_copies)) return;
   plan.ring_offset = static_cast<int>(round_up(fixed, 128));
-  const int stage = plan.block * inputs * plan.k * 16 + plan.block / plan.warp * 8;
+  const int stage = plan.block * inputs * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
+  const int most = device.async_copies ? async_stages : ring_bytes;
+  stages = std::min(stages, most);
   // A call with few rows for each ring begins sooner with a short one.
   const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
-  const int useful = static_cast<int>(std::min<int64_t>(ceil_div(rounds, 8), ring_bytes));
+  const int useful = static_cast<int>(std::min<int64_t>(ceil_div(rounds, 8), most));
   const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
   plan.stages = std::clamp(stages > 0 ? stages : std::min(ring_bytes / resident / stage, useful), 1, std::max(1, room / stage));
   plan.smem = plan.ring_offset + plan.stages * stage;

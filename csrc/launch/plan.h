@@ -60,10 +60,11 @@ struct RowForwardKind {
 inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 2 * device.multiprocessors; }
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& = {},
                             const Knobs& = {});
-// Gives a plan of persistent blocks its shared memory: `fixed` bytes, and behind them, if the device has bulk copies, rings for rows of
+// Gives a plan of persistent blocks its shared memory: `fixed` bytes, and behind them, if the device has such copies, rings for rows of
 // `inputs` tensors. `resident`: blocks on a multiprocessor at a time. `stages`: rows of the ring, if there is room; 0: the planner's
 // choice.
 void add_ring(const DeviceProfile&, LaunchPlan&, int64_t rows, int inputs, int fixed, int resident, int stages);
+constexpr int async_stages = 4;  // groups of copies that a thread can wait for
 // One block a row, however long.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 

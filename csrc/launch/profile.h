@@ -20,7 +20,8 @@ struct DeviceProfile {
   int shared_per_multiprocessor = 65536;
   int64_t l2_bytes = 0;           // as the driver counts: on MI300X and later that of one die
   int64_t memory_bytes = 0;
-  bool native_bf16 = true, bulk_copies = false;
+  bool native_bf16 = true;
+  bool bulk_copies = false, async_copies = false;  // to shared memory: of any length (Hopper on); of 16 bytes (Ampere, Ada)
   // Clusters of 1, 2, 4 and 8 blocks that are on the device at a time, if a multiprocessor holds 1, 2 or 3 of the blocks; 0: none of
   // that size. Fewer than multiprocessors / size, since a cluster does not cross the device's groups of multiprocessors.
   int resident_clusters[3][4] = {};
@@ -28,7 +29,7 @@ struct DeviceProfile {
 
 // In the words of compilers and users: "9.0" (compute capability), "gfx942".
 std::string architecture_text(const DeviceProfile&);
-// What follows from vendor and arch alone: native_bf16, bulk_copies.
+// What follows from vendor and arch alone: native_bf16, bulk_copies, async_copies.
 void derive_features(DeviceProfile&);
 
 }  // namespace liger::launch

@@ -105,6 +105,7 @@ void derive_features(DeviceProfile& device) {
   const bool nvidia = device.vendor == Vendor::nvidia;
   device.native_bf16 = device.arch >= (nvidia ? 80 : 0x908);
   device.bulk_copies = nvidia && device.arch >= 90;
+  device.async_copies = nvidia && device.arch >= 80 && !device.bulk_copies;
 }
 
 const std::vector<DeviceProfile>& reference_profiles() {

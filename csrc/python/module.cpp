@@ -53,6 +53,7 @@ void bind_profiles(py::module_& m) {
       .def_readwrite("memory_bytes", &DeviceProfile::memory_bytes)
       .def_readwrite("native_bf16", &DeviceProfile::native_bf16)
       .def_readwrite("bulk_copies", &DeviceProfile::bulk_copies)
+      .def_readwrite("async_copies", &DeviceProfile::async_copies)
       .def_property(
           "resident_clusters",
           [](const DeviceProfile& d) { return std::vector<int>(std::begin(d.resident_clusters[0]), std::end(d.resident_clusters[0])); },
