@@ -51,7 +51,9 @@ inline int norm_backward_threads(const DeviceProfile& device, bool centered, int
   return centered || vec == 1 || device.bulk_copies ? 512 : 1024;
 }
 // Vectors a thread may have: of a third one, a second set of sums, or a row fetched ahead into registers, leaves no room for the weights.
-inline int norm_backward_max_k(const DeviceProfile& device, bool centered) { return device.bulk_copies && !centered ? 3 : 2; }
+inline int norm_backward_max_k(const DeviceProfile& device, bool centered) {
+  return (device.bulk_copies || device.async_copies) && !centered ? 3 : 2;
+}
 // Launch bound of the registers path for rows of so many threads.
 constexpr int norm_backward_bound(int threads) { return threads > 512 ? 1024 : 512; }
 constexpr int norm_backward_rows_threads = 512;  // where there are no sums
