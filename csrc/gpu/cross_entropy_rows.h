@@ -76,7 +76,7 @@ LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int
   publish_to_host();
 }
 
-// One row and its target. Rows past the end, ignored rows and rows with a bad target are not valid: their logits are never read.
+// One row and its target. Rows past the end, ignored rows and rows with a bad target are not valid: nothing depends on their logits.
 template <class T, bool Full> struct LogitRow {
   int64_t row;
   int target = 0;

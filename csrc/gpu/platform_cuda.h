@@ -12,7 +12,7 @@
 
 namespace liger::gpu {
 
-// Are kernels compiled that need bulk copies? (Whether code has them: has_bulk_copies.)
+// Are kernels compiled for clusters, and for rows that come by copies? (Whether code has these: has_bulk_copies, has_async_copies.)
 constexpr bool may_have_clusters = true;
 
 template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) {
@@ -29,7 +29,7 @@ LIGER_DEVICE uint32_t floats_to_bf16s(float low, float high) { return bit_cast<u
 LIGER_DEVICE uint32_t floats_to_halves(float low, float high) { return bit_cast<uint32_t>(__floats2half2_rn(low, high)); }
 
 // The larger ones of two pairs, of NaN and a number the number.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(LIGER_HAS_CLUSTERS)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define LIGER_HAS_PAIRS 1
 LIGER_DEVICE uint32_t max_of_bf16s(uint32_t a, uint32_t b) {
   return bit_cast<uint32_t>(__hmax2(bit_cast<__nv_bfloat162>(a), bit_cast<__nv_bfloat162>(b)));
@@ -108,7 +108,7 @@ LIGER_DEVICE void bulk_copy(void* to, const void* from, int bytes, Inbox* inbox)
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }
 #endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(LIGER_HAS_CLUSTERS)
 #define LIGER_HAS_ASYNC_COPIES
 // 16 bytes from global to shared memory, without a register: of this thread's group of copies, which it closes and waits for.
 constexpr bool has_async_copies = true;

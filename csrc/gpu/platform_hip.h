@@ -9,7 +9,7 @@
 
 namespace liger::gpu {
 
-// Are kernels compiled that need bulk copies? (Whether code has them: has_bulk_copies.)
+// Are kernels compiled for clusters, and for rows that come by copies?
 constexpr bool may_have_clusters = false;
 
 template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) {

@@ -119,7 +119,7 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
   }
 };
 
-// In both: take(out) is the next row's vectors, zeros past the last column; nothing of a missing tensor or past the last row. All
+// In all three: take(out) is the next row's vectors, zeros past the last column; nothing of a missing tensor or past the last row. All
 // lanes of a warp call it together.
 template <class Group, class T, int VEC, int K, int N, int Needed> class RingStream {
   WarpRing<Group, T, VEC, N, Needed> ring;

@@ -14,7 +14,7 @@ struct Knobs {
   int threads = 0;   // that share a row: the norms, softmax, rows of logits
   int block = 0;     // threads of a block, where it has several rows, or pieces
   int cluster = 0;   // blocks that share a row, at least
-  int stages = 0;    // rows of a ring of bulk copies
+  int stages = 0;    // rows of a ring of copies
   int resident = 0;  // blocks that a multiprocessor has at a time, where they are persistent
   auto operator<=>(const Knobs&) const = default;
 };

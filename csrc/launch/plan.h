@@ -28,7 +28,7 @@ struct LaunchPlan {
   int grid = 1;             // blocks, a multiple of cluster
   int cluster = 1;          // blocks that share a row
   int smem = 0;             // dynamic shared memory, bytes
-  int stages = 0;           // rows of a ring of bulk copies
+  int stages = 0;           // rows of a ring of copies
   int ring_offset = 0;      // where it begins in shared memory
   bool pdl = false;         // starts while the kernel before it still runs
   int warp = 32;
