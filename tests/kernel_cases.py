@@ -232,6 +232,12 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
             (150, 8, 1051),
             chunks | {"reduction": "none", "lse_square_scale": 1e-4},
         ),
+        (
+            "held in registers, few ignored",
+            False,
+            (40, 8, 1051),
+            {"target": torch.arange(40).masked_fill(torch.arange(40) == 7, -100)},
+        ),
         ("ignored", False, (9, 16, 100), {"target": torch.full((9,), -100)}),
         ("chunks", True, (261, 8, 75, True), chunks),
         ("chunks, all", False, (261, 8, 75, True, True), options | results | chunks),
