@@ -107,12 +107,7 @@ template <class T, int N, int K> struct InPlaceRegisters {
     const Columns<N, K> columns(group.index, group.threads_per_row, wanted ? whole : 0);
     // What is not there adds nothing to a sum and raises no maximum: no instruction asks for it again before the stores.
     Packed<T, N> x[K];
-    const T* const from = opaque(data + columns.first);
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      x[k] = same_value(Packed<T, N>{}, minus_infinity());
-      if (columns.has(k)) load<Hint::stream>(x[k], from + k * columns.step);
-    }
+    columns.template load<Hint::stream>(x, data, 0, same_value(Packed<T, N>{}, minus_infinity()));
     const LogitRow<T, false> row(a, at, first, false);
     const int tail = row.valid && whole + group.index < cols ? whole + group.index : -1;
     Packed<T, 1> last = same_value(Packed<T, 1>{}, minus_infinity());
