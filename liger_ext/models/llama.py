@@ -89,7 +89,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
 
         The loss of labels that are all ignored is 0; transformers gives NaN. A loss of the user's own
-        (`model.loss_function`) is obeyed: it needs logits, and gets them.
+        (`model.loss_function`) is obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
         """
         arguments = {**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
@@ -98,10 +98,11 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
             raise ValueError("skip_logits=True leaves nothing to return without labels or shift_labels")
         if skip_logits is None:
             skip_logits = self.training and has_labels
+        if self.loss_function not in (ForCausalLMLoss, causal_lm_cross_entropy):
+            return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
-        standard_loss = self.loss_function in (ForCausalLMLoss, causal_lm_cross_entropy)
-        if not (standard_loss and has_labels) or not (skip_logits or options or labels is None):
+        if not has_labels or not (skip_logits or options or labels is None):
             return super().forward(**arguments)
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
