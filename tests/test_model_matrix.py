@@ -38,7 +38,7 @@ def factors(device_type):
         attention=ATTENTION[device_type],
         heads=tuple(KEY_VALUE_HEADS),
         checkpoint=("none", "reentrant", "non-reentrant", "whole", "selective"),
-        compiled=(False, True),
+        compiled=("", "compiled"),
         dtype=("fp32", "bf16", "autocast"),
         layout=("full", "left", "right", "packed"),
     )
@@ -48,10 +48,8 @@ def cases():
     choose = list if os.environ.get("LIGER_EXT_MODELS") == "full" else pairwise
     for device_type in ATTENTION:
         for case in choose(product(factors(device_type))):
-            name = "-".join(case[key] if key != "compiled" else "compiled" * case[key] or "eager" for key in case)
-            yield pytest.param(
-                device_type, case, id=f"{device_type}-{name}", marks=[pytest.mark.cuda] * (device_type != "cpu")
-            )
+            name = "-".join(filter(None, (device_type, *case.values())))
+            yield pytest.param(device_type, case, id=name, marks=[pytest.mark.cuda] if device_type == "cuda" else [])
 
 
 @pytest.mark.parametrize("device, case", cases(), indirect=["device"])
@@ -87,7 +85,7 @@ def test_what_else_meets_checkpointing(device, how, checkpoint):
     results = []
     for model, kind in ((patched(stock), checkpoint), (stock, "none"), (exact(stock), "none")):
         calls = count_calls(model)
-        forward = forward_of(model, dict(checkpoint=kind, compiled=False, dtype="fp32"), device, **loss_of)
+        forward = forward_of(model, dict(checkpoint=kind, compiled="", dtype="fp32"), device, **loss_of)
         results.append(step(model, batch, forward))
         assert len(calls) == LAYERS * (1 if kind == "none" else 2)
     assert_as_good(*results)
