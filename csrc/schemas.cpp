@@ -33,6 +33,7 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   m.def("softmax(Tensor x) -> Tensor");
   m.def("softmax_backward(Tensor dy, Tensor y) -> Tensor");
 
+  // lse: [2, rows], the logarithms of the sums of exponentials, and what their rounding took from them.
   m.def(
       "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, int reduction, float label_smoothing,"
       " float lse_square_scale, float? softcap, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens)"

@@ -244,7 +244,7 @@ def partial_columns(launch, call) -> None:
 
 
 def scalar(launch, call) -> None:
-    assert launch.plan.grid == 1
+    assert launch.plan.grid == 1 and launch.plan.block // launch.plan.warp <= min(32, launch.plan.warp)
 
 
 def stream_copy(launch, call) -> None:

@@ -46,6 +46,13 @@ template <class A, bool capped> struct Softcap {
 
 template <class A, class T> LIGER_INLINE A element(const In<T>& x, int64_t j) { return load<A>(x, j, Part{1})[0]; }
 
+// log(sum(exp(x'))): in A's precision, and what is beyond it. Where the logits are large, all of the sum's logarithm may be.
+struct LogSumExp {
+  double high, low;
+  double value() const { return high + low; }
+  double minus(double x) const { return (high - x) + low; }
+};
+
 template <class A> struct RowSums {
   A max = -std::numeric_limits<A>::infinity();  // of x, not of x': the prediction is exact where softcap saturates
   int64_t max_block = 0;                        // the first block that holds max
@@ -53,7 +60,10 @@ template <class A> struct RowSums {
   double exponentials = 0;  // of x' - shift
   double weighted = 0;      // sum of w * x', for label smoothing
 
-  double lse() const { return shift + __builtin_log(exponentials); }
+  LogSumExp lse() const {
+    const double log_sum = __builtin_log(exponentials), high = A(shift + log_sum);
+    return {high, (shift - high) + log_sum};
+  }
 };
 
 // terms: 1, or 2 with label smoothing. NaN may be lost to `max`, but not to the sum of exponentials.
@@ -115,18 +125,20 @@ template <class A> struct Formula {
 
   double hit(int64_t y) const { return (1 - options.label_smoothing) * (weight != nullptr ? double(weight[y]) : 1.0); }
   double weight_sum() const { return counts[CrossEntropyCounts::weight]; }
-  double token_scale(double lse, double x_target) const { return options.token_scaling ? __builtin_exp(x_target - lse) : 1.0; }
+  double token_scale(const LogSumExp& lse, double x_target) const {
+    return options.token_scaling ? __builtin_exp(-lse.minus(x_target)) : 1.0;
+  }
 
-  double ce(int64_t y, double lse, double x_target, double weighted) const {
-    const double spread = smooth != 0 ? smooth * (weight_sum() * lse - weighted) : 0.0;
-    return token_scale(lse, x_target) * (hit(y) * (lse - x_target) + spread);
+  double ce(int64_t y, const LogSumExp& lse, double x_target, double weighted) const {
+    const double spread = smooth != 0 ? smooth * (weight_sum() * lse.value() - weighted) : 0.0;
+    return token_scale(lse, x_target) * (hit(y) * lse.minus(x_target) + spread);
   }
-  double z(double lse, double x_target) const {
-    return options.lse_square_scale != 0 ? token_scale(lse, x_target) * options.lse_square_scale * lse * lse : 0.0;
+  double z(const LogSumExp& lse, double x_target) const {
+    return options.lse_square_scale != 0 ? token_scale(lse, x_target) * options.lse_square_scale * lse.value() * lse.value() : 0.0;
   }
-  Slopes slopes(int64_t y, double lse, double x_target, double ce_factor, double z_factor) const {
+  Slopes slopes(int64_t y, const LogSumExp& lse, double x_target, double ce_factor, double z_factor) const {
     const double scale = token_scale(lse, x_target), ce = ce_factor * scale;
-    const double z = options.lse_square_scale != 0 ? z_factor * scale * 2 * options.lse_square_scale * lse : 0.0;
+    const double z = options.lse_square_scale != 0 ? z_factor * scale * 2 * options.lse_square_scale * lse.value() : 0.0;
     return {ce * (hit(y) + smooth * weight_sum()) + z, ce * smooth, ce * hit(y)};
   }
 
@@ -140,12 +152,12 @@ template <class A, class T> LIGER_INLINE void write_zeros(const Out<T>& out, int
   columns<A>(cols, [&](int64_t j, auto n) { store(out, j, n, vec<A>{}); });
 }
 
-// out may be the logits' own memory. What lse has beyond A's precision goes into the factor of the probabilities.
+// out may be the logits' own memory. What lse has beyond A's precision is in the factor of the probabilities.
 template <class A, class T, class Cap, class W>
-LIGER_INLINE void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap, double lse,
-                                 const Slopes& slopes, const In<W>& weight) {
-  const vec<A> probability = splat<A>(A(slopes.probability * __builtin_exp(A(lse) - lse)));
-  const vec<A> share = splat<A>(A(slopes.weight)), minus_lse = splat<A>(A(-lse));
+LIGER_INLINE void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap,
+                                 const LogSumExp& lse, const Slopes& slopes, const In<W>& weight) {
+  const vec<A> probability = splat<A>(A(slopes.probability * __builtin_exp(-lse.low)));
+  const vec<A> share = splat<A>(A(slopes.weight)), minus_lse = splat<A>(A(-lse.high));
   const auto write = [&](int64_t j, auto n, vec<A> minus) {
     const vec<A> x = softcap(load<A>(row, j, n));
     const vec<A> d = probability * Math<A>::exp(x + minus_lse) - share * load<A>(weight, j, n);
@@ -185,6 +197,7 @@ LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t
         const int64_t y = a.target[i];
         if (y == a.options.ignore_index) {
           for (void* array : {a.ce, a.z, a.lse}) put(array, i, 0);
+          put(a.lse, a.rows + i, 0);
           if (a.accuracy != nullptr) static_cast<float*>(a.accuracy)[i] = 0;
           if (a.predicted != nullptr) a.predicted[i] = -1;
           ignored(i);
@@ -195,10 +208,11 @@ LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t
         RowSums<A> sums;
         if (a.options.label_smoothing != 0) sums = sum_row<A, 2>(x, a.vocab, softcap, weight);
         else sums = sum_row<A, 1>(x, a.vocab, softcap, weight);
-        const double lse = sums.lse();
+        const LogSumExp lse = sums.lse();
         put(a.ce, i, formula.ce(y, lse, x_target, sums.weighted));
         put(a.z, i, formula.z(lse, x_target));
-        put(a.lse, i, lse);
+        put(a.lse, i, lse.high);
+        put(a.lse, a.rows + i, lse.low);
         if (a.accuracy != nullptr || a.predicted != nullptr) put_prediction(i, argmax(x, a.vocab, sums));
         then(i, x, softcap, lse, x_target, weight, formula);
       }
@@ -226,12 +240,14 @@ template <> [[gnu::flatten]] void run(const CrossEntropyInPlace& a, int64_t begi
     using T = decltype(t);
     if constexpr (!std::is_same_v<T, any>) {
       const A* const counts = static_cast<const A*>(a.row.counts);
+      // Relative to the scale of all gradients, which is that of ce unless class weights make it 0.
       const double ce_scale = counts[CrossEntropyCounts::ce_scale], z_scale = counts[CrossEntropyCounts::z_scale];
+      const double ce_factor = ce_scale != 0 ? a.gradient_scale : 0.0;
+      const double z_factor = a.gradient_scale * (ce_scale != 0 ? z_scale / ce_scale : 1.0);
       for_each_row<A, T>(
           a.row, begin, end, [&](int64_t i) { write_zeros<A>(row<T>(a.gradient, i), a.row.vocab); },
-          [&](int64_t i, const In<T>& x, const auto& softcap, double lse, double x_target, const auto& weight, const Formula<A>& formula) {
-            const double factor = (a.row_grad.data != nullptr ? grad_of(a.row_grad, i) : 1.0) * a.gradient_scale;
-            const Slopes slopes = formula.slopes(a.row.target[i], lse, x_target, factor, ce_scale != 0 ? factor * z_scale / ce_scale : 0.0);
+          [&](int64_t i, const In<T>& x, const auto& softcap, const LogSumExp& lse, double x_target, const auto& weight, const Formula<A>& formula) {
+            const Slopes slopes = formula.slopes(a.row.target[i], lse, x_target, ce_factor, z_factor);
             write_gradient<A>(x, row<T>(a.gradient, i), a.row.vocab, a.row.target[i], softcap, lse, slopes, weight);
           });
     }
@@ -255,7 +271,8 @@ template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t beg
               continue;
             }
             const In<T> x = row<T>(a.logits, i);
-            const A lse = static_cast<const A*>(a.lse)[i];
+            const A* const saved = static_cast<const A*>(a.lse);
+            const LogSumExp lse{saved[i], saved[a.rows + i]};
             const double grad = grad_of(a.grad, i), x_target = softcap(element<A>(x, a.target[i]));
             const double ce_factor = grad * formula.counts[CrossEntropyCounts::ce_scale];
             const double z_factor = grad * formula.counts[CrossEntropyCounts::z_scale];

@@ -1,4 +1,5 @@
 // Threads, errors and the small sums of cross entropy and its companions (elementwise.h).
+#include <algorithm>
 #include <cmath>
 
 #include "cpu/dispatch.h"
@@ -40,18 +41,18 @@ template <class F> double blocked_sum(int64_t n, const F& term) {
   return total;
 }
 
-double load_number(const Vector& v) {
-  switch (v.dtype) {
+double load_number(const void* data, Dtype dtype) {
+  switch (dtype) {
     case Dtype::f32:
-      return *static_cast<const float*>(v.data);
+      return *static_cast<const float*>(data);
     case Dtype::f64:
-      return *static_cast<const double*>(v.data);
+      return *static_cast<const double*>(data);
     default:
       break;
   }
   // 16-bit: by the kernels' conversion.
   float number;
-  scale_cast({1, 1, {v.data, 1, v.dtype}, {&number, 1, Dtype::f32}, nullptr, {}}, {});
+  scale_cast({1, 1, {data, 1, dtype}, {&number, 1, Dtype::f32}, nullptr, {}}, {});
   return number;
 }
 
@@ -84,6 +85,7 @@ void cross_entropy_counts(const CrossEntropyCounts& a, Stream) {
     counts[CrossEntropyCounts::weight] = A(weight_sum);
     counts[CrossEntropyCounts::ce_scale] = A(ce_scale);
     counts[CrossEntropyCounts::z_scale] = A(z_scale);
+    counts[CrossEntropyCounts::scale] = A(ce_scale != 0 ? ce_scale : z_scale);
   });
 }
 
@@ -155,9 +157,19 @@ void scalar_product(const ScalarProduct& a, Stream) {
   with_accumulator(a.accumulator, [&](auto acc) {
     using A = decltype(acc);
     double product = a.scale;
-    if (a.a.data != nullptr) product *= load_number(a.a);
+    if (a.a.data != nullptr) product *= load_number(a.a.data, a.a.dtype);
     if (a.b != nullptr) product *= *static_cast<const A*>(a.b);
-    *static_cast<A*>(a.out) = A(product);
+    A* const out = static_cast<A*>(a.out);
+    out[0] = A(product);
+    if (a.factors.data == nullptr) return;
+    double largest = 0;
+    for (int64_t i = 0; i < a.rows; ++i) {
+      const auto* factor = static_cast<const char*>(a.factors.data) + i * a.factors.stride * size_of(a.factors.dtype);
+      largest = std::fmax(largest, std::fabs(load_number(factor, a.factors.dtype)));
+    }
+    const double power = largest > 0 && std::isfinite(largest) ? std::exp2(std::clamp(std::ilogb(largest), -100, 100)) : 1;
+    out[1] = A(product * power);
+    out[2] = A(1 / power);
   });
 }
 

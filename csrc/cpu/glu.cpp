@@ -1,13 +1,15 @@
 // Gated linear units on the CPU: elementwise, bound by memory in 32 bits and by the exponential in 16.
 #include "kernels/glu.h"
 
+#include <type_traits>
+
 #include "cpu/simd.h"
 #include "math/activation.h"
 
 namespace liger::cpu::LIGER_ISA {
 namespace {
 
-template <class T, class A, template <class> class Activation>
+template <class T, class A, template <class, bool> class Activation>
 [[gnu::flatten]] void forward(const GluForward& a, int64_t begin, int64_t end) {
   const bool stream = streams(a.h, a.rows, a.cols);
   const A gate_scale = A(a.gate_multiplier), down_scale = A(a.down_multiplier);
@@ -15,14 +17,14 @@ template <class T, class A, template <class> class Activation>
     const auto gate = row<T>(a.gate, i), up = row<T>(a.up, i);
     const auto h = row<T>(a.h, i, stream);
     columns<A>(a.cols, [&](int64_t j, auto n) {
-      const auto activated = Activation<Math<A>>::value(load<A>(gate, j, n) * gate_scale);
+      const auto activated = Activation<Math<A>, std::is_same_v<T, A>>::value(load<A>(gate, j, n) * gate_scale);
       store(h, j, n, activated * load<A>(up, j, n) * down_scale);
     });
   }
   if (stream) stream_fence();
 }
 
-template <class T, class A, template <class> class Activation>
+template <class T, class A, template <class, bool> class Activation>
 [[gnu::flatten]] void backward(const GluBackward& a, int64_t begin, int64_t end) {
   const bool stream_gate = streams(a.dgate, a.rows, a.cols), stream_up = streams(a.dup, a.rows, a.cols);
   const A gate_scale = A(a.gate_multiplier), down_scale = A(a.down_multiplier);
@@ -31,7 +33,7 @@ template <class T, class A, template <class> class Activation>
     const auto dgate = row<T>(a.dgate, i, stream_gate), dup = row<T>(a.dup, i, stream_up);
     columns<A>(a.cols, [&](int64_t j, auto n) {
       const auto d = load<A>(dh, j, n) * down_scale;
-      const auto activation = Activation<Math<A>>::value_and_slope(load<A>(gate, j, n) * gate_scale);
+      const auto activation = Activation<Math<A>, std::is_same_v<T, A>>::value_and_slope(load<A>(gate, j, n) * gate_scale);
       store(dgate, j, n, d * load<A>(up, j, n) * activation.slope * gate_scale);
       store(dup, j, n, d * activation.value);
     });

@@ -1,5 +1,5 @@
 // Adds partial rows of parameter gradients. A group of columns at a time, so that the running sums stay in L1 and each partial
-// row is read in runs of a kilobyte.
+// row is read in runs of a kilobyte. In batches of partial rows, so that rounding errors grow with the number of batches.
 #include "cpu/partials.h"
 
 #include "cpu/simd.h"
@@ -9,9 +9,15 @@ namespace {
 
 template <class A> [[gnu::flatten]] void sum_group(const SumPartials& a, int64_t first, int64_t count) {
   alignas(vector_bytes) A sums[partial_columns] = {};
-  for (int64_t block = 0; block < a.blocks; ++block) {
+  constexpr int64_t batch = 16;
+  for (int64_t block = 0; block < a.blocks; block += batch) {
     const A* partial = static_cast<const A*>(a.data) + block * a.stride + first;
-    columns<A>(count, [&](int64_t j, auto n) { store<A>(sums + j, n, load<A>(sums + j, n) + load<A>(partial + j, n)); });
+    const int64_t blocks = a.blocks - block < batch ? a.blocks - block : batch;
+    columns<A>(count, [&](int64_t j, auto n) {
+      auto sum = load<A>(partial + j, n);
+      for (int64_t i = 1; i < blocks; ++i) sum += load<A>(partial + i * a.stride + j, n);
+      store<A>(sums + j, n, load<A>(sums + j, n) + sum);
+    });
   }
   const Out<any> out = param<any>(a.out);
   columns<A>(count, [&](int64_t j, auto n) { store(out, first + j, n, load<A>(sums + j, n)); });

@@ -47,7 +47,7 @@ template <class T, int N, bool Full, int Threads> struct Forward {
     wait_for_previous_kernel();  // which made the counts
     if (group.index == 0 && row.live) {
       const float log_sum = statistics.log_sum();
-      write_losses(a, args.out, row, statistics, statistics.base() + log_sum, statistics.base() - row.target_logit(a) + log_sum);
+      write_losses(a, args.out, row, statistics, {statistics.base(), log_sum}, statistics.base() - row.target_logit(a) + log_sum);
     }
   }
 };
@@ -82,8 +82,8 @@ template <class T, int N, bool Full> struct Backward {
     columns.template load<Hint::stream>(raw, logits + head);
     if (has_single) load(one, logits + single);
     const LogitRow<T, Full> row(a, at, tile == 0 && index == 0, a.token_scaling);
-    const float lse = args.lse[at], grad = load_one(args.grad.data, args.grad.dtype, at * args.grad.stride);
-    const RowGradient<T> gradient(a, row, lse, 1, lse, lse - row.target_logit(a), grad * a.counts[CrossEntropyCounts::ce_scale],
+    const float lse = args.lse[at], lse_low = args.lse[a.rows + at], grad = load_one(args.grad.data, args.grad.dtype, at * args.grad.stride);
+    const RowGradient<T> gradient(a, row, lse, exp_as<T>(-lse_low), lse, lse - row.target_logit(a) + lse_low, grad * a.counts[CrossEntropyCounts::ce_scale],
                                   grad * a.counts[CrossEntropyCounts::z_scale]);
     T* const out = opaque(static_cast<T*>(args.dlogits) + at * args.dlogits_stride);
     const auto write = [&](auto& in, int64_t column) {

@@ -18,7 +18,6 @@ namespace {
 struct InPlaceArgs {
   LogitRows rows;
   RowOutputs out;
-  Rows row_grad;
   float gradient_scale;
   void* gradient;  // may be the logits
   int64_t gradient_stride;
@@ -27,16 +26,17 @@ struct InPlaceArgs {
   float at_once_from;  // so many of the batch's targets being classes: rows are fetched before their own targets are known
 };
 
-// The gradients of a row's two losses. To be made before the row is there: it is read from memory.
+// The gradients of a row's two losses, relative to the scale of all gradients, which is that of ce unless class weights make it 0. To be
+// made before the row is there: it is read from memory.
 struct LossGradients {
   float ce, z = 0;
 
-  LIGER_DEVICE LossGradients(const InPlaceArgs& args, int64_t row) : ce(args.gradient_scale) {
+  LIGER_DEVICE explicit LossGradients(const InPlaceArgs& args) : ce(args.gradient_scale) {
     const LogitRows& a = args.rows;
-    if (args.row_grad.data && row < a.rows) ce *= load_one(args.row_grad.data, args.row_grad.dtype, row * args.row_grad.stride);
     if (a.lse_square_scale == 0) return;
     const float ce_scale = a.counts[CrossEntropyCounts::ce_scale];
-    z = ce_scale == 0 ? 0.f : ce * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
+    z = ce_scale == 0 ? ce : ce * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
+    if (ce_scale == 0) ce = 0;
   }
 };
 
@@ -49,7 +49,7 @@ template <class T, int N, bool Full> struct InPlace {
     RowGroup group(a.threads_per_row);
     const LogitRow<T, Full> row(a, group.first_row(), group.index == 0, true);
     const RowWalk<T, N> own(row.valid ? a.vocab : 0, group);
-    const LossGradients grad(args, row.row);
+    const LossGradients grad(args);
     const bool want_best = Full && args.out.want_best();
     Shared<Packed<T, N>> stash = shared<Packed<T, N>>(args.shared_offset) + thread_id();
     const int slots = args.slots, pitch = block_threads();
@@ -71,14 +71,15 @@ template <class T, int N, bool Full> struct InPlace {
     statistics.merge(group);
     warp_barrier();  // every thread of the row has read the target's logit before the first gradient is written
 
-    const float log_sum = statistics.log_sum(), lse = statistics.base() + log_sum;
+    const float log_sum = statistics.log_sum();
+    const LogSumExp lse(statistics.base(), log_sum);
     const float negative_log = statistics.base() - row.target_logit(a) + log_sum;
     if (group.index == 0 && row.live) write_losses(a, args.out, row, statistics, lse, negative_log);
     if (!row.live) return;
     T* const out = opaque(static_cast<T*>(args.gradient) + row.row * args.gradient_stride);
     if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
 
-    const RowGradient<T> gradient(a, row, statistics.base(), 1 / statistics.sum, lse, negative_log, grad.ce, grad.z);
+    const RowGradient<T> gradient(a, row, statistics.base(), 1 / statistics.sum, lse.high, negative_log, grad.ce, grad.z);
     auto write = [&](const auto& raw, int, int column) {
       store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
     };
@@ -117,7 +118,7 @@ template <class T, int N, int K> struct InPlaceRegisters {
     const bool has_target = row.valid && (row.target < whole ? owner == group.index : row.target == tail);
     T raw_target{};
     if (has_target) raw_target = data[row.target];
-    const LossGradients grad(args, row.row);
+    const LossGradients grad(args);
 
     // Relative to this thread's own maximum, so that the row needs only one exchange.
     RowStatistics<T, false> own;
@@ -131,38 +132,43 @@ template <class T, int N, int K> struct InPlaceRegisters {
       for (int j = 0; j < N; ++j) part += exp(x[k][j]);
       own.sum += part;
     }
-    float merged[2] = {own.max, own.sum};
+    float merged[2] = {own.max, own.sum * exp.correction(own.base())};
     group.reduce(merged, [](float (&to)[2], const float (&from)[2]) { join_exponentials<bf16>(to, from); });  // of fp32, too: fast
     own.max = merged[0];
     own.sum = merged[1];
-    const float log_sum = own.log_sum(), lse = own.base() + log_sum, target_logit = to_float(raw_target);
+    const float log_sum = own.log_sum(), target_logit = to_float(raw_target);
+    const LogSumExp lse(own.base(), log_sum);
     const float negative_log = own.base() - target_logit + log_sum;
     if (row.valid ? has_target : first && row.live) write_losses(a, args.out, row, own, lse, negative_log);
     if (!row.live) return;
     T* const out = static_cast<T*>(args.gradient) + row.row * args.gradient_stride;
     if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
 
-    const RowGradient<T> gradient(a, row, own.base(), 1 / own.sum, lse, negative_log, grad.ce, grad.z);
+    const RowGradient<T> gradient(a, row, own.base(), 1 / own.sum, lse.high, negative_log, grad.ce, grad.z);
 #pragma unroll
     for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
     T* const to = opaque(out + columns.first);
-    // Of 16-bit logits; the factor's sign goes into the packed results.
-    const float exponent = sizeof(T) == 2 ? gradient.exp.base + log2f(fabsf(gradient.scale)) : 0;
-    const bool negative = sizeof(T) == 2 && gradient.scale < 0;
-    const auto share = [&](const auto& raw) {
-      auto out = raw;
-      float g[decltype(out)::elements];
+    const auto write = [&](auto share) {
+      const auto of = [&](const auto& raw) {
+        auto out = raw;
+        float g[decltype(out)::elements];
 #pragma unroll
-      for (int j = 0; j < decltype(out)::elements; ++j)
-        g[j] = sizeof(T) == 2 ? fast_exp2(raw[j] * log2_e + exponent) : gradient.scale * gradient.exp(raw[j]);
-      out.set(g);
-      if (negative) out.negate();
-      return out;
+        for (int j = 0; j < decltype(out)::elements; ++j) g[j] = share(raw[j]);
+        out.set(g);
+        return out;
+      };
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (columns.has(k)) store<Hint::stream>(to + k * columns.step, of(x[k]));
+      if (tail >= 0) store(out + tail, of(last));
     };
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns.has(k)) store<Hint::stream>(to + k * columns.step, share(x[k]));
-    if (tail >= 0) store(out + tail, share(last));
+    // The factor as part of the exponent spares a multiplication. An exponent of 10 digits leaves it 14 bits of precision.
+    if (Exp<T>::in_one_step && gradient.scale > 0 && fabsf(gradient.exp.offset) < 1024) {
+      const float exponent = gradient.exp.offset + log2f(gradient.scale);
+      write([&](float logit) { return fast_exp2(logit * log2_e + exponent); });
+    } else {
+      write([&](float logit) { return gradient.scale * gradient.exp(logit); });
+    }
     if (has_target) out[row.target] = from_float<T>(gradient.scale * gradient.exp(target_logit) - gradient.hard);
   }
 };
@@ -175,7 +181,6 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const bool vectors = vectors_fit(row) && aligned(op.gradient, 0), full = costly_options(row.options) || row.accuracy || row.predicted;
   const auto set = [&](InPlaceArgs& args, const launch::LaunchPlan& plan) {
     args.out = row_outputs(row);
-    args.row_grad = op.row_grad;
     args.gradient_scale = float(op.gradient_scale);
     args.gradient = op.gradient.data;
     args.gradient_stride = op.gradient.stride;

@@ -5,17 +5,27 @@
 
 namespace liger::gpu {
 
+// log(sum(exp(x'))), and what rounding took from it.
+struct LogSumExp {
+  float high, low;
+  LIGER_DEVICE LogSumExp(float base, float log_sum) : high(base + log_sum) {
+    const float part = high - base;
+    low = (base - (high - part)) + (log_sum - part);
+  }
+};
+
 // The per-row results of a forward.
 struct RowOutputs {
   float *ce, *z, *lse, *accuracy;
   int64_t* predicted;
+  int64_t rows;
 
   LIGER_DEVICE bool want_best() const { return accuracy != nullptr || predicted != nullptr; }
   template <class T, bool Full>
-  LIGER_DEVICE void write(const LogitRow<T, Full>& row, float ce_value, float z_value, float lse_value, int64_t best) const {
+  LIGER_DEVICE void write(const LogitRow<T, Full>& row, float ce_value, float z_value, float lse_high, float lse_low, int64_t best) const {
     if (ce) ce[row.row] = ce_value;
     if (z) z[row.row] = z_value;
-    if (lse) lse[row.row] = lse_value;
+    if (lse) lse[row.row] = lse_high, lse[rows + row.row] = lse_low;
     if (accuracy) accuracy[row.row] = row.valid && best == row.target ? 1.f : 0.f;
     if (predicted) predicted[row.row] = best;
   }
@@ -24,20 +34,20 @@ struct RowOutputs {
 // One thread of the row calls this. negative_log = lse - x'[target].
 template <class T, bool Full>
 LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full>& row,
-                               const RowStatistics<T, Full>& statistics, float lse, float negative_log) {
+                               const RowStatistics<T, Full>& statistics, const LogSumExp& lse, float negative_log) {
   if (!row.valid) {
     const float value = row.ignored ? 0.f : not_a_number();
-    return out.write(row, value, value, value, -1);
+    return out.write(row, value, value, value, value, -1);
   }
   float ce = a.hard_share * row.target_weight * negative_log;
-  if (a.class_share != 0) ce += a.class_share * (a.counts[CrossEntropyCounts::weight] * lse - statistics.weighted);
-  float z = a.lse_square_scale != 0 ? a.lse_square_scale * lse * lse : 0.f;
+  if (a.class_share != 0) ce += a.class_share * (a.counts[CrossEntropyCounts::weight] * lse.high - statistics.weighted);
+  float z = a.lse_square_scale != 0 ? a.lse_square_scale * lse.high * lse.high : 0.f;
   if (a.token_scaling) {
-    const float token = fast_exp(-negative_log);
+    const float token = exp_as<T>(-negative_log);
     ce *= token;
     z *= token;
   }
-  out.write(row, ce, z, lse, statistics.best_column);
+  out.write(row, ce, z, lse.high, lse.low, statistics.best_column);
 }
 
 template <class Op> LogitRows logit_rows(const Op& op, const launch::LaunchPlan& plan, Stream stream) {
@@ -64,7 +74,7 @@ template <class Op> LogitRows logit_rows(const Op& op, const launch::LaunchPlan&
 
 inline RowOutputs row_outputs(const CrossEntropyRows& op) {
   return {static_cast<float*>(op.ce), static_cast<float*>(op.z), static_cast<float*>(op.lse), static_cast<float*>(op.accuracy),
-          op.predicted};
+          op.predicted, op.rows};
 }
 
 // Calls start(kernel, elements of an access) with the instantiation of K that fits the logits.

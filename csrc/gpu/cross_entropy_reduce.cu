@@ -129,6 +129,7 @@ struct CountTargets {
     const Scales scales{sum[valid], none || ce == 0 ? 0.f : float(1 / ce), none || z == 0 ? 0.f : float(1 / z)};
     a.counts[Counts::ce_scale] = scales.ce;
     a.counts[Counts::z_scale] = scales.z;
+    a.counts[Counts::scale] = scales.ce != 0 ? scales.ce : scales.z;
     return scales;
   }
 };

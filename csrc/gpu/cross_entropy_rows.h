@@ -27,12 +27,20 @@ struct LogitRows {
   LIGER_DEVICE bool is_class(int64_t target) const { return target != ignore_index && target >= 0 && target < vocab; }
 };
 
-// exp(x - base) of many x with one base. For 16-bit logits in one multiply-add and one exponential: the rounding of the product, |base|
-// units in the last place of fp32, is none of theirs.
+// exp(x - base) of many x with one base. Of 16-bit logits it takes one multiply-add and one exponential, exp2(x * log2(e) + offset). The
+// offset, -base * log2(e), is rounded, which multiplies all values of one base by the same factor; correction() takes it out of a sum
+// or a scale again. From a base of 2^20 on the next 16-bit logits are so far away that exponentials are 1 or 0: with a slope of 1
+// nothing is rounded there.
 template <class T> struct Exp {
-  float base;
-  LIGER_DEVICE explicit Exp(float b) : base(sizeof(T) == 2 ? -b * log2_e : b) {}
-  LIGER_DEVICE float operator()(float x) const { return sizeof(T) == 2 ? fast_exp2(x * log2_e + base) : fast_exp(x - base); }
+  static constexpr bool in_one_step = sizeof(T) == 2;
+  float slope, offset;
+  LIGER_DEVICE explicit Exp(float base) : slope(in_one_step && fabsf(base) < 0x1p20f ? log2_e : 1.f), offset(-base * slope) {}
+  LIGER_DEVICE float exponent(float x) const { return fmaf(x, slope, offset); }
+  LIGER_DEVICE float operator()(float x) const {
+    if constexpr (in_one_step) return fast_exp2(exponent(x));
+    else return expf(x + offset);
+  }
+  LIGER_DEVICE float correction(float base) const { return in_one_step ? fast_exp2(-exponent(base)) : 1.f; }
 };
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
 LIGER_DEVICE float minus_infinity() { return bit_cast<float>(0xff800000u); }
@@ -164,10 +172,12 @@ template <class T, int N> struct RowWalk {
 // max and sum of exp(x' - max) in one pass. The maximum is updated lazily: a sum may hold terms up to exp(slack), so that after
 // the first vectors it is hardly ever rescaled. A row's own -inf never meets a maximum of -inf in a difference; NaN and +inf
 // reach the sum as NaN. Full: also sum of w[j] * x'[j], and the first largest logit (of NaN the first, as torch.argmax).
+// Until merge() the sum is one of what Exp gives for the base, whose correction is still to come.
 template <class T, bool Full> struct RowStatistics {
   static constexpr float slack = 16;
   float max = minus_infinity(), sum = 0, weighted = 0, best = minus_infinity();
   int best_column = INT_MAX;
+  Exp<T> exp{0};
 
   LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
   LIGER_DEVICE float log_sum() const { return logf(sum); }
@@ -195,10 +205,11 @@ template <class T, bool Full> struct RowStatistics {
 #pragma unroll
     for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
     if (top > max + slack) {
-      sum *= fast_exp(max - top);
+      sum *= exp.correction(base()) * fast_exp(max - top);
       max = top;
+      exp = Exp<T>(top);
+      sum *= 1 / exp.correction(top);
     }
-    const Exp<T> exp(base());
     float part = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) part += exp(x[j]);
@@ -237,9 +248,9 @@ template <class T, bool Full> struct RowStatistics {
 
  private:
   LIGER_DEVICE void rescale(float row_max, float& scaled) {
-    const float own = max;
+    const float own = max, own_sum = sum * exp.correction(base());
     max = row_max;
-    scaled = sum * fast_exp(own - base());
+    scaled = own_sum * fast_exp(own - base());
   }
 };
 
@@ -248,18 +259,18 @@ template <class T> struct RowGradient {
   Exp<T> exp;  // exp(x' - base)
   float scale, hard, soft;
 
-  // negative_log = lse - x'[target]; ce and z: the gradients of the row's two losses; over_sum: what turns exp(x' - base) into p.
+  // negative_log = lse - x'[target]; ce and z: the gradients of the row's two losses; over_sum: p / exp(x' - base).
   template <bool Full>
   LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float over_sum, float lse, float negative_log,
                            float ce, float z)
       : exp(base) {
-    const float token = a.token_scaling ? fast_exp(-negative_log) : 1.f;
+    const float token = a.token_scaling ? exp_as<T>(-negative_log) : 1.f;
     hard = token * ce * a.hard_share * row.target_weight;
     soft = token * ce * a.class_share;
     scale = hard;
     if (soft != 0) scale += soft * a.counts[CrossEntropyCounts::weight];
     if (a.lse_square_scale != 0) scale += token * z * 2 * a.lse_square_scale * lse;
-    scale *= over_sum;
+    scale *= over_sum * exp.correction(base);
   }
 
   template <bool Full, int N> LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {

@@ -6,7 +6,7 @@
 // are fp32 partial rows that column_sum.h adds up.
 #include "gpu/column_sum.h"
 #include "gpu/device.h"
-#include "gpu/platform.h"
+#include "gpu/rows.h"
 #include "kernels/elementwise.h"
 
 namespace liger::gpu {
@@ -138,21 +138,36 @@ template <class T, int N> struct PartialColumns {
   }
 };
 
+// One block.
 struct Product {
   struct Args {
     Vector a;
     const float* b;
     float scale;
     float* out;
+    Rows factors;
+    int64_t rows;
   };
-  static constexpr int max_threads = launch::scalar_threads;
+  static constexpr int max_threads = launch::row_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
+    float largest = 0;
+    if (args.factors.data)
+      for (int64_t row = thread_id(); row < args.rows; row += block_threads())
+        largest = fmaxf(largest, fabsf(load_one(args.factors.data, args.factors.dtype, row * args.factors.stride)));
+    RowGroup group(block_threads());
+    largest = group.max(largest);
     if (thread_id() != 0) return;
     float product = args.scale;
     if (args.a.data) product *= load_one(args.a.data, args.a.dtype, 0);
     if (args.b) product *= *args.b;
-    *args.out = product;
+    args.out[0] = product;
+    if (!args.factors.data) return;
+    // A power of two is its exponent alone.
+    const int exponent = int(bit_cast<uint32_t>(largest) >> 23), bias = 127;
+    const int power = largest == 0 || exponent == 255 ? 0 : exponent < bias - 100 ? -100 : exponent > bias + 100 ? 100 : exponent - bias;
+    args.out[1] = product * bit_cast<float>(uint32_t(bias + power) << 23);
+    args.out[2] = bit_cast<float>(uint32_t(bias - power) << 23);
   }
 };
 
@@ -215,8 +230,8 @@ void column_sum(const ColumnSum& op, Stream stream) {
 }
 
 void scalar_product(const ScalarProduct& op, Stream stream) {
-  launch<Product>(launch::plan_scalar(device_profile(stream.device)),
-                  {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out)}, stream);
+  launch<Product>(launch::plan_scalar(device_profile(stream.device), op.factors.data ? op.rows : 1),
+                  {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out), op.factors, op.rows}, stream);
 }
 
 }  // namespace liger::gpu

@@ -77,6 +77,12 @@ int type_of(Dtype dtype) {
   throw_unsupported_dtype();
 }
 
+// A matrix of one row may have any stride, but the library wants at least the row's length. It has no word for rows that overlap.
+int64_t leading_dimension(int64_t stride, int64_t rows, int64_t cols) {
+  require(rows <= 1 || stride >= cols, "gemm: rows of ", cols, " elements with a stride of ", stride, " overlap");
+  return std::max({stride, cols, int64_t{1}});
+}
+
 }  // namespace
 
 void gemm(const Gemm& op, Stream) {
@@ -92,9 +98,9 @@ void gemm(const Gemm& op, Stream) {
   const void* alpha = op.alpha ? op.alpha : &host_alpha;
   const void* beta = op.alpha ? static_cast<const void*>(*device_address(device_beta) + (op.accumulate ? 1 : 0)) : &host_beta;
 
-  // A matrix of one row may have any stride; the library wants at least the row's length.
-  const int64_t lda = std::max(op.a.stride, op.a.transposed ? op.m : op.k), ldb = std::max(op.b.stride, op.b.transposed ? op.k : op.n);
-  const int64_t ldc = std::max(op.c_stride, op.n);
+  const int64_t lda = op.a.transposed ? leading_dimension(op.a.stride, op.k, op.m) : leading_dimension(op.a.stride, op.m, op.k);
+  const int64_t ldb = op.b.transposed ? leading_dimension(op.b.stride, op.n, op.k) : leading_dimension(op.b.stride, op.k, op.n);
+  const int64_t ldc = leading_dimension(op.c_stride, op.m, op.n);
   const int transa = op.a.transposed ? blas::transpose : blas::normal, transb = op.b.transposed ? blas::transpose : blas::normal;
   const int type = type_of(op.a.dtype), c_type = type_of(op.c_dtype);
   auto run = [&](auto function, auto index) {

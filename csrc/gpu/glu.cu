@@ -8,15 +8,20 @@
 
 #include "gpu/device.h"
 #include "gpu/rows.h"
+#include "math/activation.h"
 
 namespace liger::gpu {
 namespace {
 
 constexpr int vectors_per_thread = launch::glu_k;
 
-struct Gate {
-  float s, slope;  // s and its derivative
+// The GPU's arithmetic for math/activation.h, where exactness counts.
+struct Arithmetic {
+  using scalar = float;
+  static LIGER_DEVICE float exp(float x) { return expf(x); }
+  static LIGER_DEVICE float normal_cdf(float x) { return 0.5f * erfcf(x * -0.70710678118654752f); }
 };
+using GateValue = math::ValueAndSlope<float>;  // x * s, and its derivative
 // The normal distribution function for 16-bit results, where erff would take longer than the memory: its tail is exp(-x^2 / 2), which the
 // density needs too, times a polynomial of 1 / (1 + 0.29 |x|) (the form of Abramowitz and Stegun 7.1.26). Off by 8e-8, and in the tail
 // by no more than 8e-5 of it, which 1 + erff, whose digits cancel there, is not.
@@ -29,20 +34,23 @@ LIGER_DEVICE float normal_tail(float x, float exponential) {
   return exponential * (p * t);
 }
 // T: the type of what is stored.
-template <class T, Activation A> LIGER_DEVICE Gate gate_of(float x) {
+template <class T, Activation A> LIGER_DEVICE GateValue gate_of(float x) {
+  constexpr bool exact = std::is_same_v<T, float>;
+  const auto from = [x](float s, float slope) { return GateValue{x * s, s + x * slope}; };  // s and its derivative
   if constexpr (A == Activation::gelu) {
-    constexpr float sqrt_half = 0.70710678118654752f, density = 0.39894228040143268f;
-    const float exponential = exp_as<T>(-0.5f * x * x);
-    if constexpr (std::is_same_v<T, float>) return {0.5f * (1 + erff(x * sqrt_half)), density * exponential};
-    const float tail = normal_tail(x, exponential);
-    return {x < 0 ? tail : 1 - tail, density * exponential};
+    if constexpr (exact) return math::Gelu<Arithmetic, exact>::value_and_slope(x);
+    constexpr float density = 0.39894228040143268f;
+    const float exponential = fast_exp(-0.5f * x * x), tail = normal_tail(x, exponential);
+    return from(x < 0 ? tail : 1 - tail, density * exponential);
   } else if constexpr (A == Activation::silu) {
-    const float s = fast_reciprocal(1 + exp_as<T>(-x));
-    return {s, s * (1 - s)};
+    if constexpr (exact) return math::Silu<Arithmetic, exact>::value_and_slope(x);
+    const float s = fast_reciprocal(1 + fast_exp(-x));
+    return from(s, s * (1 - s));
   } else {
+    if constexpr (exact) return math::GeluTanh<Arithmetic, exact>::value_and_slope(x);
     constexpr float a = 1.5957691216057308f, b = 0.044715f;  // a = 2 sqrt(2 / pi)
-    const float s = fast_reciprocal(1 + exp_as<T>(-x * (a + a * b * x * x)));
-    return {s, s * (1 - s) * (a + 3 * a * b * x * x)};
+    const float s = fast_reciprocal(1 + fast_exp(-x * (a + a * b * x * x)));
+    return from(s, s * (1 - s) * (a + 3 * a * b * x * x));
   }
 }
 
@@ -77,7 +85,7 @@ template <class T, int VEC, Activation A> struct GluForwardKernel {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         const float x = gate[k][i] * gate_multiplier;
-        h[i] = down_multiplier * (x * gate_of<T, A>(x).s) * up[k][i];
+        h[i] = down_multiplier * gate_of<T, A>(x).value * up[k][i];
       }
       gate[k].set(h);
     }
@@ -106,9 +114,9 @@ template <class T, int VEC, Activation A> struct GluBackwardKernel {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         const float x = gate[k][i] * gate_multiplier, d = down_multiplier * dh[k][i];
-        const Gate g = gate_of<T, A>(x);
-        dup[i] = d * (x * g.s);
-        dgate[i] = d * up[k][i] * (g.s + x * g.slope) * gate_multiplier;
+        const GateValue g = gate_of<T, A>(x);
+        dup[i] = d * g.value;
+        dgate[i] = d * up[k][i] * g.slope * gate_multiplier;
       }
       gate[k].set(dgate);
       up[k].set(dup);

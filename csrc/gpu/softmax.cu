@@ -52,13 +52,16 @@ struct Exponentials {
 template <class T, int VEC, int K> LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
   return largest(x, [&](int k) { return columns.has(k); });
 }
-// exp(x - max) / sum. Of a 16-bit x in one multiply-add and one exponential, from the logarithm of the sum.
+// exp(x - max) / sum. Of a 16-bit x in one multiply-add and one exponential, from the logarithm of the sum; of an fp32 one as exactly as
+// by a division, from the sum's reciprocal.
 template <class T> struct Share {
-  float max, factor;
-  LIGER_DEVICE explicit Share(const Exponentials& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {}
+  float max, sum, factor;
+  LIGER_DEVICE explicit Share(const Exponentials& row)
+      : max(row.max), sum(row.sum), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {}
   LIGER_DEVICE float operator()(float x) const {
     if constexpr (sizeof(T) == 2) return fast_exp2((x - max) * log2_e + factor);
-    else return exp_as<T>(x - max) * factor;
+    const float e = exp_as<T>(x - max), share = e * factor;
+    return fmaf(fmaf(-share, sum, e), factor, share);
   }
 };
 

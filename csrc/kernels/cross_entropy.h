@@ -27,9 +27,10 @@ struct CrossEntropyOptions {
 // Sums over all rows that the loss needs; made on the device, so that nothing waits for a host: before the first row is read, or, if no
 // row needs them, with the reduction.
 //   counts[valid], counts[target_weight] = sum of w[y] over valid rows, counts[weight] = W,
-//   counts[ce_scale], counts[z_scale]: what reduction (and normalizer) multiply the sums of ce_i and z_i by; 0 when nothing is valid.
+//   counts[ce_scale], counts[z_scale]: what reduction (and normalizer) multiply the sums of ce_i and z_i by; 0 when nothing is valid;
+//   counts[scale]: what the fused loss's unreduced gradients are multiplied by: ce_scale, or z_scale where class weights make that 0.
 struct CrossEntropyCounts {
-  enum Slot { valid, target_weight, weight, ce_scale, z_scale, slots };
+  enum Slot { valid, target_weight, weight, ce_scale, z_scale, scale, slots };
   int64_t rows, vocab;
   const int64_t* target;
   Vector class_weight;     // of A
@@ -49,7 +50,8 @@ struct CrossEntropyRows {
   const void* counts;
   CrossEntropyOptions options;
   const char* op;         // name for error messages
-  void *ce, *z, *lse, *accuracy;  // [rows] of A (accuracy: always float); ce and z are unreduced
+  void *ce, *z, *accuracy;  // [rows] of A (accuracy: always float); ce and z are unreduced
+  void* lse;              // [2, rows] of A: lse, and behind all of them what its rounding took from each
   int64_t* predicted;     // argmax, first on ties
   bool after_counts;      // nothing was put on the stream since cross_entropy_counts: a kernel may start beside it
 };
@@ -63,19 +65,18 @@ struct CrossEntropyBackward {
   const void* counts;
   CrossEntropyOptions options;
   const char* op;
-  const void* lse;
+  const void* lse;        // as CrossEntropyRows::lse
   Rows grad;              // of the loss: one element (stride 0) or one per row (stride 1), any dtype
   MutableRows dlogits;
 };
 
 // The fused loss's kernel: one pass gives the row's losses and overwrites its logits by the UNREDUCED gradient
-//   row_grad[i] * (dce + (z_scale / ce_scale) * dz) * gradient_scale,
+//   (ce_scale * dce + z_scale * dz) / scale * gradient_scale,
 // so that neither the mean's denominator nor the loss scale is in it: they multiply the results of the matmuls, and
-// fp16 gradients do not underflow.
+// fp16 gradients neither underflow nor overflow.
 struct CrossEntropyInPlace {
   CrossEntropyRows row;
   MutableRows gradient;   // may be row.logits' own memory
-  Rows row_grad;          // data == nullptr: ones; else one element per row (reduction "none" with recomputation)
   double gradient_scale;
   int64_t batch_rows;     // of all chunks: what row.counts are of
 };

@@ -32,13 +32,17 @@ struct ColumnSum {
   void* workspace;
 };
 
-// out[0] = scale * (a ? a[0] : 1) * (b ? b[0] : 1); all but `a` of the accumulator type.
+// out[0] = scale * (a ? a[0] : 1) * (b ? b[0] : 1); all but `a` and `factors` of the accumulator type.
+// With factors also out[1] = out[0] * m and out[2] = 1 / m, where m is the largest power of two up to their largest magnitude (1 if
+// that is 0 or not finite). So factor[i] * out[2] is exact and less than 2 in magnitude, and out[1] makes up for it.
 struct ScalarProduct {
   Vector a;
   const void* b;
   double scale;
   Dtype accumulator;
   void* out;
+  Rows factors;         // one a row, or data == nullptr
+  int64_t rows;         // of factors
 };
 
 namespace LIGER_BACKEND {

@@ -143,7 +143,11 @@ LaunchPlan plan_column_shares(const DeviceProfile& device, int64_t rows, int64_t
   // Threads own whole vectors, and one element each behind them.
   return checked(device, plan_norm_tiles(device, rows, (cols / vec + cols % vec) * vec, vec));
 }
-LaunchPlan plan_scalar(const DeviceProfile& device) { return plan_elementwise(device, 1, 1, scalar_threads); }
+LaunchPlan plan_scalar(const DeviceProfile& device, int64_t factors) {
+  LaunchPlan plan = plan_block_sum(device, factors, 0);
+  plan.smem = reduction_bytes(1);
+  return plan;
+}
 LaunchPlan plan_stream_copy(const DeviceProfile& device, int64_t vectors, int per_thread) {
   return checked(device, plan_elementwise(device, vectors, per_thread));
 }
@@ -288,15 +292,21 @@ Launches fused_loss(const DeviceProfile& device, const Call& call) {
 }
 
 Launches fused_loss_backward(const DeviceProfile& device, const Call& call) {
-  Launches out{{"Product", {}, 1, 1, plan_scalar(device), scalar_threads}};
+  const int64_t factors = call.per_row ? call.rows : 1;
+  Launches out{{"Product", {}, factors, 1, plan_scalar(device, factors), row_threads}};
   if (call.rows == 0) return out;
   if (one_chunk(call)) {
-    // Matmuls write the gradients; each row's own factor goes into dx, and into a copy of x.
+    // Matmuls write the gradients; each row's own factor goes into dx and, for dweight, into a copy of x.
     for (int i = 0; call.per_row && i < 2; ++i) pieces(out, device, call, "Scale", call.rows, call.hidden);
     if (call.bias) dbias(out, device, call, call.rows);
   } else {
-    if (recomputed(call)) chunk(out, device, call, "InPlace", true);
-    pieces(out, device, call, "Scale", 1, call.rows * call.hidden);
+    if (recomputed(call)) {
+      pieces(out, device, call, "Scale", equal_chunks(call.rows, call.chunk_rows), call.hidden);
+      chunk(out, device, call, "InPlace", true);
+      pieces(out, device, call, "Scale", call.rows, call.hidden);
+    } else {
+      pieces(out, device, call, "Scale", 1, call.rows * call.hidden);
+    }
     pieces(out, device, call, "Scale", 1, call.cols * call.hidden);
   }
   if (call.bias) pieces(out, device, call, "Scale", 1, call.cols);

@@ -17,7 +17,6 @@ constexpr int piece_threads = 256;      // independent pieces, nothing is exchan
 constexpr int logits_threads = 512;     // of cross entropy's rows
 constexpr int logits_row_threads = 128; // of those with a block each, if there are enough of them
 constexpr int cluster_threads = 512;    // of a cluster's blocks
-constexpr int scalar_threads = 64;      // one number
 
 // Dynamic shared memory of reductions of `values` floats at a time over the threads of a row (RowGroup): two inboxes of 8 bytes, and two
 // buffers of one float for each warp of the block, or of the cluster.
@@ -94,7 +93,7 @@ LaunchPlan plan_cross_entropy_reduce(const DeviceProfile&, int64_t rows, bool ea
 // The passes between the fused loss's matmuls.
 LaunchPlan plan_row_pieces(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 LaunchPlan plan_column_shares(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
-LaunchPlan plan_scalar(const DeviceProfile&);
+LaunchPlan plan_scalar(const DeviceProfile&, int64_t factors);  // one number of as many
 LaunchPlan plan_stream_copy(const DeviceProfile&, int64_t vectors, int per_thread);
 
 // What a call of an op is, as far as its launches depend on it.

@@ -4,6 +4,7 @@
 //   using scalar = float or double;   V exp(V);   V tanh(V);   V normal_cdf(V)   (Phi, the standard normal distribution)
 // so that a GPU can choose its fast instructions, and no function is looked up by accident.
 // Where a usual form subtracts nearly equal numbers for negative x (1 + tanh, 1 + erf), an equal one that does not is used.
+// `exact`: nor for positive x (1 - sigmoid), at the price of a few instructions, whose gain 16-bit results could not show.
 #pragma once
 #include "math/qualifiers.h"
 
@@ -18,11 +19,23 @@ template <class M, class V> LIGER_FN V sigmoid(V x) {
   return S(1) / (S(1) + M::exp(-x));
 }
 
+// x * sigmoid(v) and its derivative, where dv is that of v, times x; from the smaller one of sigmoid(v) and 1 - sigmoid(v).
+template <class M, class V> LIGER_FN ValueAndSlope<V> sigmoid_times(V x, V v, V dv) {
+  using S = typename M::scalar;
+  const V e = M::exp(v < S(0) ? v : -v), smaller = e / (S(1) + e);
+  const V change = smaller > S(0) ? dv * (smaller * (S(1) - smaller)) : V{};  // dv may be infinite
+  return {x * (v < S(0) ? smaller : S(1) - smaller), v < S(0) ? smaller + change : S(1) + (change - smaller)};
+}
+
 // x * sigmoid(x); arXiv:1702.03118.
-template <class M> struct Silu {
-  template <class V> static LIGER_FN V value(V x) { return x * sigmoid<M>(x); }
+template <class M, bool exact> struct Silu {
+  template <class V> static LIGER_FN V value(V x) {
+    if constexpr (exact) return value_and_slope(x).value;
+    else return x * sigmoid<M>(x);
+  }
   template <class V> static LIGER_FN ValueAndSlope<V> value_and_slope(V x) {
     using S = typename M::scalar;
+    if constexpr (exact) return sigmoid_times<M>(x, x, x);
     const V s = sigmoid<M>(x);
     return {x * s, s * (S(1) + x * (S(1) - s))};
   }
@@ -30,20 +43,27 @@ template <class M> struct Silu {
 
 // 0.5 * x * (1 + tanh(u)), u = sqrt(2 / pi) * (x + 0.044715 * x^3); arXiv:1606.08415. Computed as x * sigmoid(2 * u), the same
 // function.
-template <class M> struct GeluTanh {
+template <class M, bool exact> struct GeluTanh {
   using S = typename M::scalar;
   static constexpr S slope0 = S(1.5957691216057308), cubic = S(0.044715);  // 2 * sqrt(2 / pi)
 
-  template <class V> static LIGER_FN V value(V x) { return x * sigmoid<M>(slope0 * x * (S(1) + cubic * (x * x))); }
+  template <class V> static LIGER_FN V value(V x) {
+    if constexpr (exact) return value_and_slope(x).value;
+    else return x * sigmoid<M>(slope0 * x * (S(1) + cubic * (x * x)));
+  }
   template <class V> static LIGER_FN ValueAndSlope<V> value_and_slope(V x) {
     const V square = cubic * (x * x);
+    if constexpr (exact) {
+      const V scaled = slope0 * x;
+      return sigmoid_times<M, V>(x, scaled + scaled * square, scaled + scaled * (S(3) * square));
+    }
     const V s = sigmoid<M>(slope0 * x * (S(1) + square));
     return {x * s, s + x * s * (S(1) - s) * (slope0 * (S(1) + S(3) * square))};
   }
 };
 
 // x * Phi(x); arXiv:1606.08415.
-template <class M> struct Gelu {
+template <class M, bool> struct Gelu {
   template <class V> static LIGER_FN V value(V x) { return x * M::normal_cdf(x); }
   template <class V> static LIGER_FN ValueAndSlope<V> value_and_slope(V x) {
     using S = typename M::scalar;

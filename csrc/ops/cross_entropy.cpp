@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tens
   const bool count_first = options.reduction == Reduction::none || options.label_smoothing != 0;  // a row needs the sum of all weights
   if (count_first) cross_entropy_counts(counts.how, scope);
   LossRows losses(scope, logits, rows.rows, acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
-  Tensor lse = allocate(scope, {rows.rows}, acc, logits);
+  Tensor lse = allocate(scope, {2, rows.rows}, acc, logits);
   CrossEntropyRows args = rows_of(scope, rows, target, weight, counts.values, options);
   losses.point(args, 0);
   args.lse = lse.data_ptr();
@@ -65,7 +65,7 @@ Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, Opt
   weight = checked_class_weight(scope.op(), weight, "weight", rows.cols, acc, logits);
   const bool per_row = options.reduction == Reduction::none;
   require(dloss.numel() == (per_row ? rows.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
-  require(lse.numel() == rows.rows && lse.is_contiguous() && dtype_of(lse, "lse") == acc && counts.numel() == CrossEntropyCounts::slots &&
+  require(lse.numel() == 2 * rows.rows && lse.is_contiguous() && dtype_of(lse, "lse") == acc && counts.numel() == CrossEntropyCounts::slots &&
               dtype_of(counts, "counts") == acc,
           scope.op(), ": lse and counts are not what the forward returned for these logits");
   for (const auto& [t, name] : {std::pair{&dloss, "dloss"}, std::pair{&lse, "lse"}, std::pair{&counts, "counts"}})
@@ -84,8 +84,8 @@ Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, Opt
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("cross_entropy", TORCH_BOX(&cross_entropy_op));
-  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward_op));
+  m.impl("cross_entropy", boxed<cross_entropy_op>);
+  m.impl("cross_entropy_backward", boxed<cross_entropy_backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

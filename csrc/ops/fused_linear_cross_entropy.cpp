@@ -6,8 +6,9 @@
 //   deferred     one chunk and dweight or dbias wanted: the gradient of the logits is saved and the backward runs the matmuls,
 //                with alpha = grad_output * scale. No fp32 copy of dweight exists, and reduction "none" costs nothing extra.
 //   accumulated  several chunks (or only dx wanted): the forward adds up unreduced dx, dweight, dbias; the backward scales.
-//   recomputed   reduction "none", several chunks, dweight or dbias wanted: the backward runs the chunks again with each row's
-//                own grad_output.
+//   recomputed   reduction "none", several chunks, dweight or dbias wanted: the backward runs the chunks again.
+// With reduction "none" each row has its own grad_output. It never multiplies a gradient of logits, which 16 bits might not hold then: it
+// multiplies the rows of dx when they are made, and for dweight those of x, relative to the largest of them.
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"
@@ -44,6 +45,12 @@ Rows row_range(const RowsView& v, int64_t first) {
 Rows readable(const MutableRows& r) { return {r.data, r.stride, r.dtype}; }
 Matrix matrix(const Rows& r, bool transposed = false) { return {r.data, r.stride, r.dtype, transposed}; }
 
+// Rows that a matmul can read: they neither overlap nor are one row over and over.
+RowsView as_matrix(const char* op, const Tensor& t, const char* name) {
+  const RowsView view = as_rows(op, t, name);
+  return view.rows <= 1 || view.view.stride >= view.cols ? view : as_rows(op, contiguous(op, t), name);
+}
+
 // A checked call: operands in the compute dtype.
 class Problem {
  public:
@@ -76,8 +83,8 @@ class Problem {
     require(chunk_rows > 0 || rows == 0, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
     chunk = launch::equal_chunks(rows, chunk_rows);
     mode = gradients_of(this->wanted, rows, chunk_rows, options.reduction);
-    x_ = as_rows(op, x, "x");
-    weight_ = as_rows(op, weight, "weight");
+    x_ = as_matrix(op, x, "x");
+    weight_ = as_matrix(op, weight, "weight");
     gradient_scale = gradient_scale_of(compute);
   }
 
@@ -86,8 +93,7 @@ class Problem {
   const RowsView& weight_rows() const { return in_compute_dtype(weight_, "weight"); }
 
   // One chunk: logits into `buffer`, then its losses (`losses`, or nullptr) and, in place, its unreduced gradient.
-  void run_chunk(int64_t first, int64_t count, const MutableRows& buffer, const Tensor& counts, const LossRows* losses, bool gradient,
-                 const Rows& row_grad) const {
+  void run_chunk(int64_t first, int64_t count, const MutableRows& buffer, const Tensor& counts, const LossRows* losses, bool gradient) const {
     if (bias) fill_rows({count, vocab, buffer, vector_of(bias, "bias")}, scope);
     gemm({count, vocab, hidden, matrix(row_range(x_rows(), first)), matrix(weight_rows(), true), buffer.data, buffer.stride, compute,
           nullptr, bias.has_value()},
@@ -103,7 +109,7 @@ class Problem {
     args.options = options;
     args.op = "fused_linear_cross_entropy";
     if (losses != nullptr) losses->point(args, first);
-    if (gradient) cross_entropy_in_place({args, buffer, row_grad, gradient_scale, rows}, scope);
+    if (gradient) cross_entropy_in_place({args, buffer, gradient_scale, rows}, scope);
     else cross_entropy_forward(args, scope);
   }
 
@@ -126,12 +132,12 @@ class Problem {
     column_sum(args, scope);
   }
 
-  // A chunk's share of the wanted gradients, without scale.
-  void accumulate_gradients(int64_t first, int64_t count, const Rows& gradient, const Tensor& dx, const Tensor& dweight,
-                            const Tensor& dbias) const {
+  // A chunk's share of the wanted gradients, without scale. row_scale: of the rows of dbias, or none.
+  void accumulate_gradients(int64_t first, int64_t count, const Rows& gradient, const Rows& x_chunk, const Rows& row_scale,
+                            const Tensor& dx, const Tensor& dweight, const Tensor& dbias) const {
     if (wanted.dx) input_gradient(first, count, gradient, dx, compute, nullptr);
-    if (wanted.dweight) weight_gradient(count, gradient, row_range(x_rows(), first), dweight, accum, nullptr, first > 0);
-    if (wanted.dbias) bias_gradient(count, gradient, {}, dbias, first > 0);
+    if (wanted.dweight) weight_gradient(count, gradient, x_chunk, dweight, accum, nullptr, first > 0);
+    if (wanted.dbias) bias_gradient(count, gradient, row_scale, dbias, first > 0);
   }
 
   // May a matmul of the compute dtype write this dtype?
@@ -192,8 +198,10 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
     const MutableRows logits = row_range(buffer, 0, launch::padded_vocab(p.vocab), p.compute);
     for (int64_t first = 0; first < p.rows; first += p.chunk) {
       const int64_t count = std::min(p.chunk, p.rows - first);
-      p.run_chunk(first, count, logits, counts, &losses, deferred || accumulated, {});
-      if (accumulated) p.accumulate_gradients(first, count, readable(logits), dx, dweight, dbias);
+      p.run_chunk(first, count, logits, counts, &losses, deferred || accumulated);
+      if (!accumulated) continue;
+      const Rows x_chunk = p.wanted.dweight ? row_range(p.x_rows(), first) : Rows{};
+      p.accumulate_gradients(first, count, readable(logits), x_chunk, {}, dx, dweight, dbias);
     }
   } else {
     for (Tensor* t : {&dweight, &dbias}) torch::stable::zero_(*t);
@@ -216,15 +224,15 @@ class Backward {
 
     dloss_ = contiguous(p.scope.op(), dloss);
     if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, dtype_of(dloss_, "dloss")};
-    // alpha = [grad_output *] ce_scale / gradient_scale: one number in device memory, the scale of every result.
-    alpha_ = allocate(p.scope, {1}, p.acc, x);
+    // alpha = [grad_output *] scale / gradient_scale: one number in device memory, the scale of every result. Per row, two more.
+    scales_ = allocate(p.scope, {per_row_ ? 3 : 1}, p.acc, x);
     const Vector grad = per_row_ ? Vector{} : Vector{dloss_.data_ptr(), dtype_of(dloss_, "dloss")};
-    const void* ce_scale = static_cast<const char*>(counts_.data_ptr()) + CrossEntropyCounts::ce_scale * size_of(p.acc);
-    scalar_product({grad, ce_scale, 1 / p.gradient_scale, p.acc, alpha_.data_ptr()}, p.scope);
+    const void* scale = static_cast<const char*>(counts_.data_ptr()) + CrossEntropyCounts::scale * size_of(p.acc);
+    scalar_product({grad, scale, 1 / p.gradient_scale, p.acc, scales_.data_ptr(), row_grad_, p.rows}, p.scope);
   }
 
   void from_saved_gradient(const Tensor& saved) {
-    const RowsView rows = as_rows(p_.scope.op(), saved, "saved");
+    const RowsView rows = as_matrix(p_.scope.op(), saved, "saved");
     const Rows gradient = rows;
     if (p_.wanted.dx) {
       into(dx, [&](const Tensor& out, Dtype dtype) { p_.input_gradient(0, p_.rows, gradient, out, dtype, alpha()); });
@@ -234,26 +242,21 @@ class Backward {
       }
     }
     if (p_.wanted.dweight) {
-      Rows x = p_.x_rows();
-      Tensor scaled;
-      if (per_row_) {
-        scaled = allocate(p_.scope, {p_.rows, p_.hidden}, p_.compute, counts_);
-        scale_cast({p_.rows, p_.hidden, x, mutable_rows(scaled, "x"), nullptr, row_grad_}, p_.scope);
-        x = readable(mutable_rows(scaled, "x"));
-      }
-      into(dweight, [&](const Tensor& out, Dtype dtype) { p_.weight_gradient(p_.rows, gradient, x, out, dtype, alpha(), false); });
+      const Tensor scaled = scaled_x_buffer(p_.rows);
+      const Rows x = per_row_ ? scaled_x(0, p_.rows, scaled) : p_.x_rows();
+      into(dweight, [&](const Tensor& out, Dtype dtype) { p_.weight_gradient(p_.rows, gradient, x, out, dtype, dweight_alpha(), false); });
     }
     if (p_.wanted.dbias) {
       const Tensor sum = allocate(p_.scope, {p_.vocab}, p_.acc, counts_);
       p_.bias_gradient(p_.rows, gradient, row_grad_, sum, false);
-      scale(sum, dbias, {});
+      scale(sum, dbias, alpha(), {});
     }
   }
 
   void from_accumulated(const Tensor& dx_sum, const Tensor& dweight_sum, const Tensor& dbias_sum) {
-    if (p_.wanted.dx) scale(dx_sum, dx, row_grad_);
-    if (p_.wanted.dweight) scale(dweight_sum, dweight, {});
-    if (p_.wanted.dbias) scale(dbias_sum, dbias, {});
+    if (p_.wanted.dx) scale(dx_sum, dx, alpha(), row_grad_);
+    if (p_.wanted.dweight) scale(dweight_sum, dweight, dweight_alpha(), {});
+    if (p_.wanted.dbias) scale(dbias_sum, dbias, alpha(), {});
   }
 
   void by_recomputing() {
@@ -263,25 +266,43 @@ class Backward {
     if (p_.wanted.dx) dx_sum = allocate(p_.scope, {p_.rows, p_.hidden}, p_.compute, counts_);
     if (p_.wanted.dweight) dweight_sum = allocate(p_.scope, {p_.vocab, p_.hidden}, p_.accum, counts_);
     if (p_.wanted.dbias) dbias_sum = allocate(p_.scope, {p_.vocab}, p_.acc, counts_);
+    const Tensor scaled = scaled_x_buffer(p_.chunk);
     for (int64_t first = 0; first < p_.rows; first += p_.chunk) {
       const int64_t count = std::min(p_.chunk, p_.rows - first);
-      const Rows row_grad{static_cast<const char*>(row_grad_.data) + first * size_of(row_grad_.dtype), 1, row_grad_.dtype};
-      p_.run_chunk(first, count, gradient, counts_, nullptr, true, row_grad);
-      p_.accumulate_gradients(first, count, readable(gradient), dx_sum, dweight_sum, dbias_sum);
+      p_.run_chunk(first, count, gradient, counts_, nullptr, true);
+      const Rows x = p_.wanted.dweight ? scaled_x(first, count, scaled) : Rows{};
+      p_.accumulate_gradients(first, count, readable(gradient), x, row_grad_from(first), dx_sum, dweight_sum, dbias_sum);
     }
-    row_grad_ = {};  // is in the sums already
     from_accumulated(dx_sum, dweight_sum, dbias_sum);
   }
 
   Tensor dx, dweight, dbias;
 
  private:
-  const void* alpha() const { return alpha_.data_ptr(); }
+  // Of every result; of dweight, where x is scaled for it; what x is scaled by.
+  const void* alpha() const { return scales_.data_ptr(); }
+  const void* dweight_alpha() const { return per_row_ ? scale_at(1) : alpha(); }
+  const void* x_scale() const { return scale_at(2); }
+  const void* scale_at(int64_t i) const { return static_cast<const char*>(scales_.data_ptr()) + i * size_of(p_.acc); }
 
-  // out = in * alpha [* each row's grad_output]
-  void scale(const Tensor& in, const Tensor& out, const Rows& row_grad) const {
+  Rows row_grad_from(int64_t first) const {
+    return {static_cast<const char*>(row_grad_.data) + first * size_of(row_grad_.dtype), 1, row_grad_.dtype};
+  }
+  Tensor scaled_x_buffer(int64_t rows) const {
+    return allocate(p_.scope, {per_row_ && p_.wanted.dweight ? rows : 0, p_.hidden}, p_.compute, counts_);
+  }
+  // Rows of x times their grad_output, relative to the largest grad_output of all.
+  Rows scaled_x(int64_t first, int64_t count, const Tensor& buffer) const {
+    const MutableRows out = mutable_rows(buffer, "x");
+    scale_cast({count, p_.hidden, row_range(p_.x_rows(), first), out, x_scale(), row_grad_from(first)}, p_.scope);
+    return readable(out);
+  }
+
+  // out = in * factor [* each row's grad_output]
+  void scale(const Tensor& in, const Tensor& out, const void* factor, const Rows& row_grad) const {
+    if (in.numel() == 0) return;
     const int64_t cols = in.size(in.dim() - 1), rows = in.numel() / cols;
-    scale_cast({rows, cols, readable(mutable_rows(in, "gradient")), mutable_rows(out, "gradient"), alpha(), row_grad}, p_.scope);
+    scale_cast({rows, cols, readable(mutable_rows(in, "gradient")), mutable_rows(out, "gradient"), factor, row_grad}, p_.scope);
   }
 
   // Runs a matmul into `out`, by way of the accumulator dtype where a matmul cannot write out's.
@@ -294,7 +315,7 @@ class Backward {
   }
 
   const Problem& p_;
-  Tensor counts_, dloss_, alpha_;
+  Tensor counts_, dloss_, scales_;
   Rows row_grad_;
   bool per_row_;
 };
@@ -352,8 +373,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("fused_linear_cross_entropy", TORCH_BOX(&forward_op));
-  m.impl("fused_linear_cross_entropy_backward", TORCH_BOX(&backward_op));
+  m.impl("fused_linear_cross_entropy", boxed<forward_op>);
+  m.impl("fused_linear_cross_entropy_backward", boxed<backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -21,18 +21,20 @@ bool dense(const Tensor& t) {
   return true;
 }
 
-// As torch.empty_like: the input's strides where they are dense (Hugging Face's transposed layout stays), else contiguous.
+// Kernels take the columns of a head one after the other.
+bool contiguous_heads(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  return t.size(last) <= 1 || t.stride(last) == 1;
+}
+
+// The input's strides where they are dense and the kernels can write them (Hugging Face's transposed layout stays), else contiguous.
 Tensor output_like(const Scope& scope, const Tensor& t) {
-  if (t.is_contiguous() || !dense(t)) return allocate_like(scope, t);
+  if (t.is_contiguous() || !contiguous_heads(t) || !dense(t)) return allocate_like(scope, t);
   const auto strides = t.strides();
   return allocate(scope, sizes_of(t), {strides.begin(), strides.end()}, dtype_of(t, "q"), t);
 }
 
-// A view's last dimension must be contiguous; else a copy is.
-Tensor readable(const char* op, const Tensor& t) {
-  const int64_t last = t.dim() - 1;
-  return t.size(last) <= 1 || t.stride(last) == 1 ? t : contiguous(op, t);
-}
+Tensor readable(const char* op, const Tensor& t) { return contiguous_heads(t) ? t : contiguous(op, t); }
 
 RopeHeads heads_of(const Tensor& in, const Tensor& out) {
   return {in.data_ptr(), out.data_ptr(), in.size(1), in.stride(0), in.stride(1), in.stride(2), out.stride(0), out.stride(1), out.stride(2)};
@@ -80,8 +82,8 @@ std::tuple<Tensor, Tensor> rope_backward_op(Tensor dq, Tensor dk, Tensor cos, Te
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("rope", TORCH_BOX(&rope_op));
-  m.impl("rope_backward", TORCH_BOX(&rope_backward_op));
+  m.impl("rope", boxed<rope_op>);
+  m.impl("rope_backward", boxed<rope_backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -12,7 +12,7 @@ from liger_ext.ops._register import register
 
 _cross_entropy_backward = torch.ops.liger_ext.cross_entropy_backward.default
 
-COUNTS = 5  # slots of the sums over all targets that forward and backward share
+COUNTS = 6  # slots of the sums over all targets that forward and backward share
 _NONE = REDUCTIONS["none"]
 
 
@@ -173,7 +173,7 @@ def _fake(
     _check("cross_entropy", logits, target, weight, reduction, label_smoothing, softcap)
     dtype = accumulator(logits.dtype)
     losses = fake_results(logits, logits.shape[0], dtype, reduction, z_loss, accuracy, predicted)
-    return *losses, logits.new_empty(logits.shape[0], dtype=dtype), logits.new_empty(COUNTS, dtype=dtype)
+    return *losses, logits.new_empty((2, logits.shape[0]), dtype=dtype), logits.new_empty(COUNTS, dtype=dtype)
 
 
 def _fake_backward(

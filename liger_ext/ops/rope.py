@@ -30,7 +30,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
         unsqueeze_dim: 1, or 2 where q and k are ``(batch, seq, heads, head_dim)``.
 
     Returns:
-        ``(q', k')`` with the shapes and dtypes of q and k, and their strides where these leave no gaps.
+        ``(q', k')`` with the shapes and dtypes of q and k, and their strides where these leave no gaps and head_dim is
+        contiguous; contiguous otherwise.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or another ``unsqueeze_dim``.
@@ -82,7 +83,10 @@ def _fake_of(op: str):
 
 
 def _empty_like(t: Tensor) -> Tensor:
-    return torch.empty_like(t) if _dense(t) else t.new_empty(t.shape)
+    # The kernels write a head's columns one after the other, so the last stride of an output has to be 1.
+    if t.is_contiguous() or (t.shape[3] > 1 and t.stride(3) != 1) or not _dense(t):
+        return t.new_empty(t.shape)
+    return t.new_empty_strided(t.shape, t.stride())
 
 
 def _dense(t: Tensor) -> bool:

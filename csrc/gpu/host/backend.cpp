@@ -149,16 +149,16 @@ namespace {
 
 // What the passes over logits have in common; `gradient` may be empty, and may lie in the logits' memory.
 template <class Op>
-Buffers logit_buffers(const Op& a, const CrossEntropyRows& results, const void* lse, const Rows& row_grad, const MutableRows& gradient) {
+Buffers logit_buffers(const Op& a, const CrossEntropyRows& results, const void* lse, const Rows& grad, const MutableRows& gradient) {
   return {in("logits", a.logits, a.rows, a.vocab),
           in("target", a.target, a.rows * i64),
           in("weight", a.class_weight, a.vocab),
           in("counts", a.counts, CrossEntropyCounts::slots * f32),
-          in("saved lse", lse, a.rows * f32),
-          in("row_grad", row_grad, a.rows, 1),
+          in("saved lse", lse, 2 * a.rows * f32),
+          in("grad", grad, a.rows, 1),
           out("ce", results.ce, a.rows * f32),
           out("z", results.z, a.rows * f32),
-          out("lse", results.lse, a.rows * f32),
+          out("lse", results.lse, 2 * a.rows * f32),
           out("accuracy", results.accuracy, a.rows * f32),
           out("predicted", results.predicted, a.rows * i64),
           out("gradient", gradient, a.rows, a.vocab)};
@@ -178,7 +178,7 @@ void cross_entropy_backward(const CrossEntropyBackward& a, Stream stream) {
   gpu::raise_reported_targets();
 }
 void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream stream) {
-  const Buffers buffers = logit_buffers(a.row, a.row, nullptr, a.row_grad, a.gradient);
+  const Buffers buffers = logit_buffers(a.row, a.row, nullptr, {}, a.gradient);
   gpu::cross_entropy_in_place(a, stream);
   gpu::raise_reported_targets();
 }
@@ -216,7 +216,8 @@ void column_sum(const ColumnSum& a, Stream stream) {
   gpu::column_sum(a, stream);
 }
 void scalar_product(const ScalarProduct& a, Stream stream) {
-  const Buffers buffers{in("a", a.a, 1), in("b", a.b, f32), out("out", a.out, f32)};
+  const Buffers buffers{in("a", a.a, 1), in("b", a.b, f32), in("factors", a.factors, a.rows, 1),
+                        out("out", a.out, (a.factors.data ? 3 : 1) * f32)};
   gpu::scalar_product(a, stream);
 }
 
