@@ -42,8 +42,9 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor counts,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap) -> Tensor");
 
-  // chunk_rows: rows of logits that exist at a time. With one chunk and a gradient wanted, `saved` holds the unreduced
-  // gradient of the logits and the backward runs the matmuls; with several, dx and dweight (accum) hold unreduced gradients.
+  // chunk_rows: rows of logits that exist at a time; negative: as many, and one chunk is treated as several would be. With one chunk and
+  // a gradient wanted, `saved` holds the unreduced gradient of the logits and the backward runs the matmuls; with several, dx and
+  // dweight (accum) hold unreduced gradients.
   m.def(
       "fused_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? normalizer,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling,"

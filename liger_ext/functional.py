@@ -4,6 +4,7 @@ Each computes in float32 (float64 for float64 tensors, which work on the CPU) wi
 float32, bfloat16 and float16 tensors in any mixture of parameter and activation dtypes.
 """
 
+from liger_ext.ops import stream_copy as _stream_copy  # noqa: F401  (registers it)
 from liger_ext.ops.check_errors import check_errors
 from liger_ext.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_ext.ops.fused_linear_cross_entropy import fused_linear_cross_entropy

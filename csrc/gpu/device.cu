@@ -35,6 +35,13 @@ void throw_launch_error(int code, const char* what) {
                                 "); built for: ", runtime::built_for(), ". Rebuild it with ", runtime::rebuild_hint(device)));
 }
 
+std::string device_failure() {
+  const int code = runtime::standing_error();
+  if (code == 0) return {};
+  runtime::clear_last_error();
+  return runtime::error_text(code);
+}
+
 namespace {
 
 // Host and device address of the record; the host's is atomic because any thread may ask while another makes it.

@@ -1,6 +1,7 @@
 // The running device: its profile, and the record of targets that a kernel found out of range.
 #pragma once
 #include <cstdint>
+#include <string>
 
 #include "kernels/types.h"
 #include "launch/profile.h"
@@ -9,6 +10,9 @@ namespace liger::gpu {
 
 // Read once per device; safe from any thread.
 const launch::DeviceProfile& device_profile(int device);
+
+// What keeps every call of this process on the current device from working (a kernel that failed earlier); empty: nothing.
+std::string device_failure();
 
 // One record per process in pinned memory that all devices see; the first bad target wins. A kernel claims it, fills it in and
 // publishes it; the host raises it at the next eager call. Nothing synchronises.

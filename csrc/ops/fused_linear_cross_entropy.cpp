@@ -28,7 +28,7 @@ enum class Gradients { none, deferred, accumulated, recomputed };
 
 Gradients gradients_of(const Wanted& wanted, int64_t rows, int64_t chunk_rows, Reduction reduction) {
   if (!wanted.any()) return Gradients::none;
-  if (chunk_rows >= rows && wanted.parameters()) return Gradients::deferred;
+  if (chunk_rows > 0 && chunk_rows >= rows && wanted.parameters()) return Gradients::deferred;
   if (reduction != Reduction::none || !wanted.parameters()) return Gradients::accumulated;
   return Gradients::recomputed;
 }
@@ -80,8 +80,9 @@ class Problem {
     }
     this->bias = contiguous(op, bias);
     this->wanted.dbias = wanted.dbias && bias.has_value();
-    require(chunk_rows > 0 || rows == 0, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
-    chunk = launch::equal_chunks(rows, chunk_rows);
+    require(chunk_rows != 0 || rows == 0, op, ": chunk_rows is 0, expected at least 1");
+    require(chunk_rows != INT64_MIN, op, ": chunk_rows is ", chunk_rows);
+    chunk = launch::equal_chunks(rows, std::abs(chunk_rows));
     mode = gradients_of(this->wanted, rows, chunk_rows, options.reduction);
     x_ = as_matrix(op, x, "x");
     weight_ = as_matrix(op, weight, "weight");

@@ -6,6 +6,9 @@
 #include "gpu/device.h"
 #endif
 
+// Of torch 2.13 and newer; null where the torch that runs is older.
+extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
+
 namespace liger::LIGER_BACKEND {
 
 const char* dtype_name(ScalarType type) {
@@ -119,9 +122,25 @@ int64_t element_bytes(ScalarType type) {
   return type == ScalarType::Double || type == ScalarType::Long ? 8 : type == ScalarType::Float || type == ScalarType::Int ? 4 : 2;
 }
 
-[[noreturn]] void throw_out_of_memory(const char* op, int64_t bytes) {
-  throw std::runtime_error(
-      text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", "liger_ext::", op, " tried to allocate ", bytes >> 20, " MiB"));
+// What torch said of the error that it has just reported by a code. torch 2.11 and 2.12 keep that to themselves: then what the device says,
+// or nothing.
+std::string cause_of_failure() {
+  if (torch_exception_get_what_without_backtrace) return torch_exception_get_what_without_backtrace();
+#if LIGER_IS_GPU
+  return gpu::device_failure();
+#else
+  return {};
+#endif
+}
+
+// Too little memory is an error of its own, which callers catch to try again with less. After a failed kernel every allocation fails, too.
+[[noreturn]] void throw_failed_allocation(const char* op, double bytes) {
+  const std::string cause = cause_of_failure();
+  const auto says = [&](const char* words) { return cause.find(words) != std::string::npos; };
+  const std::string tried = text("liger_ext::", op, " tried to allocate ", int64_t(bytes / (1 << 20)), " MiB");
+  if (!cause.empty() && !says("out of memory") && !says("not enough memory") && !says("can't allocate memory"))
+    throw std::runtime_error(text(tried, ", which failed: ", cause));
+  throw OutOfMemory(text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", tried, cause.empty() ? "" : "; torch: ", cause));
 }
 
 Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
@@ -133,9 +152,9 @@ Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const
                                              torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device_type,
                                              like.get_device_index(), &handle);
   if (code != 0) {
-    int64_t elements = 1;
-    for (size_t i = 0; i < sizes.size(); ++i) elements += (sizes[i] - 1) * strides[i];
-    throw_out_of_memory(op, elements * element_bytes(type));
+    double elements = 1;  // more than an integer holds, perhaps
+    for (size_t i = 0; i < sizes.size(); ++i) elements += double(sizes[i] - 1) * double(strides[i]);
+    throw_failed_allocation(op, elements * double(element_bytes(type)));
   }
   return Tensor(handle);
 }

@@ -50,7 +50,7 @@ class Scope {
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// A failed allocation becomes "CUDA out of memory. liger_ext::<op> tried to allocate N MiB".
+// Too little memory becomes OutOfMemory, "CUDA out of memory. liger_ext::<op> tried to allocate N MiB"; another failure says its cause.
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like);
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like);
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Dtype dtype,

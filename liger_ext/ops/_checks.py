@@ -25,6 +25,15 @@ def code_of(argument: str, value: object, codes: Mapping[object, int]) -> int:
     return code
 
 
+def holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; False where a graph is made and they are known at run time only."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 def require(ok: bool, *parts: object) -> None:
     if not ok:
         raise ValueError("".join(map(str, parts)))

@@ -7,7 +7,7 @@ For an op ``name`` and its ``name_backward``, both implemented in C++:
   where the op is called otherwise or traced. ``torch.library.register_autograd`` takes two more trips through Python.
   The backward op carries a formula that refuses, since without one a double backward would silently take the first
   derivative for a constant;
-* a refusal under ``torch.func`` transforms, for the same reason: a jvp would silently be zero;
+* a refusal under ``torch.func`` transforms and in forward mode, for the same reason: a jvp would silently be zero;
 * an autocast rule. Row ops fall through: they keep the dtypes of their inputs. An op with matmuls passes ``autocast``;
 * where the GPU library is missing, a CUDA implementation that says why.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 from liger_ext import _load
 
@@ -35,6 +36,9 @@ def register(
     autocast: Callable | None = None,
 ) -> Callable:
     """Registers all of the above for ``name`` and ``name_backward``; returns what calls the op with the least overhead.
+
+    ``backward(ctx, saved, *grads)`` gets the saved tensors, since they are to be unpacked before autograd is left: hooks
+    may run any code then, such as the recomputation of ``torch.utils.checkpoint``, which records a graph of its own.
 
     ``autocast(device_type, *args)`` returns the arguments that the forward runs with under autocast; the op itself, and
     the backward op, then run with autocast off, so that no matmul inside is cast.
@@ -61,28 +65,35 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         argument.default_value if argument.has_default_value() else None for argument in overload._schema.arguments
     )
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *args):
-            with below_autograd():
-                output = op(*args)
-            setup_context(ctx, args, output)
-            return output
+    def run_forward(ctx, *args):
+        with below_autograd():
+            output = op(*args)
+        setup_context(ctx, args, output)
+        return output
 
-        @staticmethod
-        def backward(ctx, *grads):
-            # Grad mode is on only while a double backward is prepared, which autograd has to see to refuse it.
-            if torch.is_grad_enabled():
-                return backward(ctx, *grads)
-            with below_autograd():
-                return backward(ctx, *grads)
+    def run_backward(ctx, *grads):
+        saved = ctx.saved_tensors
+        # Grad mode is on only while a double backward is prepared, which autograd has to see to refuse it.
+        if torch.is_grad_enabled():
+            return backward(ctx, saved, *grads)
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(name, (*saved, *grads))
+        with below_autograd():
+            return backward(ctx, saved, *grads)
 
-    Function.__name__ = Function.__qualname__ = f"liger_ext_{name}"
+    # Made by its metaclass, which takes the name of graph nodes from the class's: LigerRmsNormBackward.
+    Function = type(torch.autograd.Function)(
+        "Liger" + "".join(map(str.capitalize, name.split("_"))),
+        (torch.autograd.Function,),
+        {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)},
+    )
 
     # Function.apply prepares for torch.func transforms, which call() has ruled out, and then calls this.
     apply = super(torch.autograd.Function, Function).apply
 
     def kernel(keyset, *args):
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(name, args)
         if torch.is_grad_enabled() and any_requires_grad(*args):
             return Function.apply(*args, *defaults[len(args) :])  # the dispatcher drops what equals a default
         with below_autograd():
@@ -93,6 +104,8 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
     def call(*args):
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return overload(*args)
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(name, args)
         if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             return overload(*args)
         if torch.is_grad_enabled() and any_requires_grad(*args):
@@ -110,6 +123,11 @@ def _refuse_double_backward(name: str) -> Callable:
         )
 
     return backward
+
+
+def _refuse_forward_mode(name: str, args: tuple) -> None:
+    if any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in args):
+        raise RuntimeError(f"liger_ext::{name} has no forward-mode derivative (jvp). Use backward mode: torch.autograd")
 
 
 def _refuse_transforms(op: str) -> Callable:

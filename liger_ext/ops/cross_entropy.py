@@ -195,8 +195,8 @@ def _setup_context(ctx, inputs, output):
     ctx.options = options[:5]
 
 
-def _backward(ctx, dloss, *_):
-    dlogits = None if dloss is None else _cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
+def _backward(ctx, saved, dloss, *_):
+    dlogits = None if dloss is None else _cross_entropy_backward(dloss, *saved, *ctx.options)
     return dlogits, *(None,) * 10
 
 

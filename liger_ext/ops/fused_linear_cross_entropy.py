@@ -18,6 +18,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from liger_ext.ops._checks import (
     REDUCTIONS,
@@ -26,6 +27,7 @@ from liger_ext.ops._checks import (
     check_dtype,
     check_parameter,
     code_of,
+    holds,
     require,
     shape_text,
 )
@@ -106,6 +108,10 @@ def fused_linear_cross_entropy(
         ce_weight = ce_weight.to(accumulator(dtype))
     grad = torch.is_grad_enabled()
     need_dweight = grad and weight.requires_grad
+    chunk = chunk_rows(weight.shape[0], weight.shape[-1], dtype, memory, x.device, need_dweight)
+    # Where it is not known while a graph is made whether one chunk will do, sums over chunks are right for any number.
+    if not holds(rows.shape[0] <= chunk):
+        chunk = -chunk
     outputs = _call(
         rows,
         weight,
@@ -124,7 +130,7 @@ def fused_linear_cross_entropy(
         return_predicted_tokens,
         accum_dtype,
         compute_dtype,
-        chunk_rows(weight.shape[0], weight.shape[-1], dtype, memory, x.device, need_dweight),
+        chunk,
         grad and x.requires_grad,
         need_dweight,
         grad and bias is not None and bias.requires_grad,
@@ -187,7 +193,9 @@ def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device)
 
 
 def _autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
-    # As torch's own matmuls: float64 is left alone.
+    # As torch's own matmuls: float64 is left alone. Of other devices (meta) torch knows no autocast.
+    if device_type not in ("cpu", "cuda"):
+        return None
     if x.dtype == torch.float64 or weight.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
@@ -223,8 +231,18 @@ def _check(
     check_target(op, target, rows, x, "x")
     check_class_weight(op, ce_weight, "ce_weight", weight.shape[0], acc, x)
     check_parameter(op, bias, "bias", x, weight.shape[0])
-    require(rows == 0 or chunk > 0, op, ": chunk_rows is ", chunk, ", expected at least 1")
+    require(chunk != 0 or rows == 0, op, ": chunk_rows is 0, expected at least 1")
     return compute, acc, accum
+
+
+def _mode(rows, reduction: int, chunk_rows, need_dx: bool, need_dweight: bool, need_dbias: bool) -> str:
+    """How the gradients come about: see the top of this file."""
+    parameters = need_dweight or need_dbias
+    if not (need_dx or parameters):
+        return "none"
+    if parameters and chunk_rows > 0 and chunk_rows >= rows:
+        return "deferred"
+    return "recomputed" if parameters and reduction == REDUCTIONS["none"] else "accumulated"
 
 
 def _fake(
@@ -239,9 +257,8 @@ def _fake(
     rows, hidden = x.shape
     vocab = weight.shape[0]
     need_dbias = need_dbias and bias is not None
-    parameters = need_dweight or need_dbias
-    deferred = parameters and chunk_rows >= rows
-    accumulated = (need_dx or parameters) and not deferred and (reduction != REDUCTIONS["none"] or not parameters)
+    mode = _mode(rows, reduction, chunk_rows, need_dx, need_dweight, need_dbias)
+    deferred, accumulated = mode == "deferred", mode == "accumulated"
     saved = x.new_empty(0, dtype=compute)
     if deferred:
         # Rows start at whole 64 elements, so that those of an odd vocabulary are aligned.
@@ -293,11 +310,11 @@ def _setup_context(ctx, inputs, output):
     ctx.options = options[:6] + options[9:]  # without return_*
 
 
-def _backward(ctx, dloss, *_):
+def _backward(ctx, saved, dloss, *_):
     gradients = [None] * 21
     if dloss is not None:
         # The same flags as in the forward, since what it saved follows from them.
-        dx, dweight, dbias = _backward_op(dloss, *ctx.saved_tensors, *ctx.options)
+        dx, dweight, dbias = _backward_op(dloss, *saved, *ctx.options)
         for index, gradient in ((0, dx), (1, dweight), (3, dbias)):
             if ctx.needs_input_grad[index]:
                 gradients[index] = gradient
@@ -312,3 +329,23 @@ _call = register(
     backward=_backward,
     autocast=_autocast,
 )
+
+
+# What torch.utils.flop_counter counts: the matmuls that run in the forward, and in the backward. Tensors are their shapes.
+def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[0] * matmuls
+
+
+@register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
+def _forward_flops(x_shape, weight_shape, target_shape, bias_shape, *args, **_) -> int:
+    reduction, (*_, chunk_rows, need_dx, need_dweight, need_dbias) = args[3], args
+    mode = _mode(x_shape[0], reduction, chunk_rows, need_dx, need_dweight, need_dbias and bias_shape is not None)
+    return _matmul_flops(x_shape, weight_shape, 1 + (need_dx + need_dweight if mode == "accumulated" else 0))
+
+
+@register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward)
+def _backward_flops(dloss_shape, x_shape, weight_shape, target_shape, bias_shape, *args, **_) -> int:
+    reduction, (*_, chunk_rows, need_dx, need_dweight, need_dbias) = args[7], args
+    mode = _mode(x_shape[0], reduction, chunk_rows, need_dx, need_dweight, need_dbias and bias_shape is not None)
+    gradients = 0 if mode in ("none", "accumulated") else need_dx + need_dweight
+    return _matmul_flops(x_shape, weight_shape, gradients + (mode == "recomputed"))

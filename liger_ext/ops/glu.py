@@ -107,10 +107,10 @@ def _setup_context(ctx, inputs, output):
     ctx.options = options
 
 
-def _backward(ctx, dh):
+def _backward(ctx, saved, dh):
     if dh is None:
         return None, None, None, None, None
-    dgate, dup = _glu_backward(dh, *ctx.saved_tensors, *ctx.options)
+    dgate, dup = _glu_backward(dh, *saved, *ctx.options)
     need_dgate, need_dup = ctx.needs_input_grad[:2]
     return dgate if need_dgate else None, dup if need_dup else None, None, None, None
 
@@ -144,10 +144,10 @@ def _setup_packed_context(ctx, inputs, output):
     ctx.options = options
 
 
-def _packed_backward(ctx, dh):
+def _packed_backward(ctx, saved, dh):
     if dh is None:
         return None, None, None, None
-    return _glu_packed_backward(dh, *ctx.saved_tensors, *ctx.options), None, None, None
+    return _glu_packed_backward(dh, *saved, *ctx.options), None, None, None
 
 
 _glu_packed = register(

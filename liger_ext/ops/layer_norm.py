@@ -63,10 +63,10 @@ def _setup_context(ctx, inputs, output):
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _backward(ctx, dy, *_):
+def _backward(ctx, saved, dy, *_):
     if dy is None:
         return None, None, None, None
-    x, weight, mean, rstd = ctx.saved_tensors
+    x, weight, mean, rstd = saved
     needs = ctx.needs_input_grad[:3]
     grads = _layer_norm_backward(dy, x, weight, mean, rstd, ctx.bias_dtype, *needs)
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None

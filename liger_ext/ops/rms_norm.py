@@ -110,10 +110,10 @@ def _setup_context(ctx, inputs, output):
     ctx.offset = offset
 
 
-def _backward(ctx, dy, _):
+def _backward(ctx, saved, dy, _):
     if dy is None:
         return None, None, None, None, None
-    x, weight, rstd = ctx.saved_tensors
+    x, weight, rstd = saved
     need_dx, need_dweight = ctx.needs_input_grad[:2]
     dx, dweight = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, need_dx, need_dweight)
     return dx if need_dx else None, dweight if need_dweight else None, None, None, None
@@ -155,11 +155,11 @@ def _setup_add_context(ctx, inputs, output):
     ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
 
 
-def _add_backward(ctx, dy, dsum, _):
+def _add_backward(ctx, saved, dy, dsum, _):
     need_x, need_residual, need_dweight = ctx.needs_input_grad[:3]
     dx, dweight = dsum, None  # what holds when only the sum was used: its gradient passes through
     if dy is not None:
-        total, weight, rstd = ctx.saved_tensors
+        total, weight, rstd = saved
         dx, dweight = _add_rms_norm_backward(
             dy, dsum, total, weight, rstd, ctx.offset, need_x or need_residual, need_dweight
         )

@@ -105,8 +105,8 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[2:])
 
 
-def _backward(ctx, dq, dk):
-    dq, dk = _rope_backward(dq, dk, *ctx.saved_tensors)
+def _backward(ctx, saved, dq, dk):
+    dq, dk = _rope_backward(dq, dk, *saved)
     need_dq, need_dk = ctx.needs_input_grad[:2]
     return dq if need_dq else None, dk if need_dk else None, None, None
 

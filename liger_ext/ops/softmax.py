@@ -47,8 +47,8 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(output)
 
 
-def _backward(ctx, dy):
-    return None if dy is None else _softmax_backward(dy, *ctx.saved_tensors)
+def _backward(ctx, saved, dy):
+    return None if dy is None else _softmax_backward(dy, *saved)
 
 
 _softmax = register(

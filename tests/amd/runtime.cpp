@@ -135,6 +135,7 @@ hipError_t hipGetDevice(int* index) {
   return hipSuccess;
 }
 hipError_t hipGetLastError() { return hipSuccess; }
+hipError_t hipFree(void*) { return hipSuccess; }
 const char* hipGetErrorString(hipError_t) { return device.failure.c_str(); }
 hipError_t hipHostMalloc(void** memory, size_t bytes, unsigned) {
   *memory = emulated_allocate(bytes);
