@@ -58,13 +58,13 @@ void backward(const Scope& scope, const Tensor& dh, const Halves& in, MutableRow
 }
 
 Tensor glu_op(Tensor gate, Tensor up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  const Scope scope("glu", gate);
+  const Scope scope("glu", gate, "gate");
   return forward(scope, gate, two_tensors(scope.op(), gate, up), activation, gate_multiplier, down_multiplier);
 }
 
 std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
                                            double down_multiplier) {
-  const Scope scope("glu_backward", gate);
+  const Scope scope("glu_backward", gate, "gate");
   const Halves in = two_tensors(scope.op(), gate, up);
   Tensor dgate = allocate_like(scope, gate), dup = allocate_like(scope, up);
   backward(scope, dh, in, mutable_rows(dgate, "gate"), mutable_rows(dup, "up"), activation, gate_multiplier, down_multiplier);
@@ -72,12 +72,12 @@ std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, in
 }
 
 Tensor glu_packed_op(Tensor gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  const Scope scope("glu_packed", gate_up);
+  const Scope scope("glu_packed", gate_up, "gate_up");
   return forward(scope, gate_up, packed(scope.op(), gate_up), activation, gate_multiplier, down_multiplier);
 }
 
 Tensor glu_packed_backward_op(Tensor dh, Tensor gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  const Scope scope("glu_packed_backward", gate_up);
+  const Scope scope("glu_packed_backward", gate_up, "gate_up");
   const Halves in = packed(scope.op(), gate_up);
   Tensor grad = allocate_like(scope, gate_up);
   const MutableRows dgate = mutable_rows(grad, "gate_up");
