@@ -3,6 +3,7 @@
 #   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl      make bench   the benchmark tables
 #   make host    the GPU's kernels for the CPU, to test them (part of make test)
 #   make test-oldest   the Llama tests with the oldest transformers that is supported
+#   make fuzz    any arguments for every op, a million calls (make fuzz ARGS="--help")
 #   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
@@ -46,7 +47,7 @@ ifndef GPU
 endif
 CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
 
-.PHONY: demo test test-oldest build host wheel bench lint format clean configure
+.PHONY: demo test test-oldest fuzz build host wheel bench lint format clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
@@ -64,6 +65,10 @@ test-oldest: build $(OLDEST)/.installed
 $(OLDEST)/.installed: tests/oldest_transformers.txt $(ENVIRONMENT)
 	$(PY) -m pip install -q --no-deps --upgrade --target $(OLDEST) -r $<
 	@touch $@
+
+# Any arguments for every op, in processes that may crash: tests/fuzz says what is found.
+fuzz: build
+	PYTHONPATH=.:tests $(PY) -m fuzz $(ARGS)
 
 bench: build
 	for suite in $(SUITES); do $(PY) -m benchmarks $$suite $(ARGS) || exit 1; done
