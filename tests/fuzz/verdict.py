@@ -138,7 +138,7 @@ def beyond(ours: Tensor, exact: Tensor, allowed: Tensor, theirs: Tensor, dtype: 
 
 def unlike_cross_entropy(call: Call, gradients: dict[str, Tensor], grads: dict[str, Tensor]) -> str:
     """Gradients of the fused loss that differ from those of cross_entropy of the same logits, both of liger_ext. This
-    is asked where PyTorch's answer is 0 / 0, all targets having a class weight of 0; coarsely, by 5 % of the largest."""
+    is asked where PyTorch's answer is 0 / 0, every target having a class weight of 0; by 5 % of the largest."""
     a = call.arguments
     if (
         call.op != "fused_linear_cross_entropy"
