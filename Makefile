@@ -2,6 +2,7 @@
 #   make demo    fine-tune a real Llama with and without liger_ext and compare       make test    everything that needs no GPU
 #   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl      make bench   the benchmark tables
 #   make host    the GPU's kernels for the CPU, to test them (part of make test)
+#   make test-models   patched Llamas in every combination of settings (part of make test: every pair of settings)
 #   make test-oldest   the Llama tests with the oldest transformers that is supported
 #   make fuzz    any arguments for every op, a million calls (make fuzz ARGS="--help")
 #   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
@@ -47,7 +48,7 @@ ifndef GPU
 endif
 CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
 
-.PHONY: demo test test-oldest fuzz build host wheel bench lint format clean configure
+.PHONY: demo test test-models test-oldest fuzz build host wheel bench lint format clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
@@ -56,11 +57,14 @@ demo: build $(MODEL)
 test: build host $(MODEL)
 	$(PY) -m pytest -m "not cuda" $(ARGS)
 
+test-models: build
+	LIGER_EXT_MODELS=full $(PY) -m pytest $(ARGS) tests/test_model_matrix.py
+
 # The Llama tests with the oldest transformers that is supported in front of the environment's.
 OLDEST := build/transformers-oldest
 test-oldest: build $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -c "import transformers; print('transformers', transformers.__version__)"
-	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -m pytest -m "not cuda" $(ARGS) tests/test_llama*.py tests/test_patch*.py tests/test_training.py
+	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -m pytest -m "not cuda" $(ARGS) tests/test_llama*.py tests/test_patch*.py tests/test_model_matrix.py tests/test_training.py
 
 $(OLDEST)/.installed: tests/oldest_transformers.txt $(ENVIRONMENT)
 	$(PY) -m pip install -q --no-deps --upgrade --target $(OLDEST) -r $<

@@ -243,7 +243,9 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
         ("chunks, all", False, (261, 8, 75, True, True), options | results | chunks),
         ("chunks per token", False, (261, 8, 64, True), chunks | {"reduction": "none"}),
         ("chunks, sum, tokens scaled", False, (150, 8, 64), chunks | {"reduction": "sum", "use_token_scaling": True}),
+        # As much of a row in shared memory as there is room for, the rest of it read again.
         ("large vocabulary", False, (3, 8, 20001, True), {"softcap": 10.0}),
+        ("larger vocabulary", False, (2, 8, 84001), {"softcap": 10.0}),
         ("in the compute dtype", False, (261, 8, 75, True), chunks | {"accum_dtype": dtype}),
         ("odd hidden size", False, (140, 7, 33, True), chunks),
         ("odd hidden size per token", False, (140, 7, 33), {"reduction": "none"}),

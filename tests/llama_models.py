@@ -71,6 +71,17 @@ def patched(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
+def lora(model: nn.Module, **options: Any) -> nn.Module:
+    """The model in a PEFT wrapper with LoRA layers that do something from the start."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 def batch_of(device: Any, rows: int = 3, seq: int = 11) -> dict[str, Tensor]:
     ids = tokens(rows, seq, device=device)
     labels = ids.clone()

@@ -1,6 +1,7 @@
 """The mechanism of patching: what is swapped, what is left alone, and that undoing it leaves no trace."""
 
 import copy
+import functools
 import gc
 import io
 import os
@@ -20,7 +21,7 @@ from transformers.models.llama import modeling_llama
 
 import liger_ext
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.models import patch
+from liger_ext.models import forwards
 
 PATCHED = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
 
@@ -147,16 +148,62 @@ def test_handles_in_any_order():
     second.revert()
     assert global_state() == before
 
-    model = build().train()
-    traces_before = traces(model)
-    first = apply_liger_kernel_to_llama(model=model, rope=False)
-    second = apply_liger_kernel_to_llama(model=model)  # adds what the first one left
+
+LOSS_OF_LOGITS = dict(cross_entropy=True, fused_linear_cross_entropy=False)
+
+
+@pytest.mark.parametrize("first_reverted", [0, 1])
+@pytest.mark.parametrize("options", [
+    ({}, {}), (dict(rope=False), {}), ({}, dict(rope=False)), (LOSS_OF_LOGITS, LOSS_OF_LOGITS), ({}, LOSS_OF_LOGITS)
+])  # fmt: skip
+def test_two_handles_on_one_model(options, first_reverted):
+    """Each of them has what it asked for until it is reverted, in whichever order."""
+
+    def state():
+        return classes(model), model.loss_function
+
+    def alone(options):
+        copied = patched(stock, **options)
+        return classes(copied), copied.loss_function
+
+    stock = build()
+    model = copy.deepcopy(stock)
+    before = traces(model)
+    handles = [apply_liger_kernel_to_llama(model=model, **each) for each in options]
+    both = classes(patched(patched(stock, **options[0]), **options[1]))
+    assert classes(model) == both
+    handles[first_reverted].revert()
+    assert state() == alone(options[1 - first_reverted])
+    handles[first_reverted].revert()  # counts once
+    assert state() == alone(options[1 - first_reverted])
+    handles[1 - first_reverted].revert()
+    assert traces(model) == before
+
+
+def test_handles_on_models_built_patched():
+    """They stay patched, whatever other handles ask for, add and take back."""
+    with apply_liger_kernel_to_llama(rope=False) as first:
+        second = apply_liger_kernel_to_llama(swiglu=False)
+        model = build()
+        assert classes(model) == classes(patched(build()))
+        first.revert()
+        without_swiglu = build()
+        second.revert()
+    assert classes(without_swiglu) == classes(patched(build(), swiglu=False))
+    third = apply_liger_kernel_to_llama(model=without_swiglu)
+    assert classes(without_swiglu) == classes(model)
+    third.revert()
+    assert classes(without_swiglu) == classes(patched(build(), swiglu=False))
+    apply_liger_kernel_to_llama(model=model).revert()
     assert classes(model) == classes(patched(build()))
-    first.revert()
-    assert type(model) is modeling_llama.LlamaForCausalLM
-    assert type(model.model.layers[0].self_attn) is not modeling_llama.LlamaAttention
-    second.revert()
-    assert traces(model) == traces_before
+
+
+def test_a_loss_that_was_set_since_is_kept():
+    model = build()
+    handle = apply_liger_kernel_to_llama(model=model, **LOSS_OF_LOGITS)
+    model.loss_function = len
+    handle.revert()
+    assert model.loss_function is len
 
 
 def test_a_constructor_wrapped_by_others_stays_wrapped(monkeypatch):
@@ -178,13 +225,14 @@ def test_a_constructor_wrapped_by_others_stays_wrapped(monkeypatch):
     modeling_llama.LlamaModel.__init__ = ours.__wrapped__
 
 
-def test_a_handle_keeps_no_model_alive():
+@pytest.mark.parametrize("options", [{}, LOSS_OF_LOGITS], ids=["", "loss of logits"])
+def test_a_handle_keeps_no_model_alive(options):
     model = build()
-    handle = apply_liger_kernel_to_llama(model=model)
-    alive = weakref.ref(model)
+    handle = apply_liger_kernel_to_llama(model=model, **options)
+    alive = [weakref.ref(model), weakref.ref(model.lm_head.weight)]
     del model
     gc.collect()
-    assert alive() is None
+    assert [reference() for reference in alive] == [None, None]
     handle.revert()
 
 
@@ -246,6 +294,10 @@ class OwnForward(LlamaForCausalLM):
         return output
 
 
+class PartialForward(LlamaForCausalLM):
+    forward = functools.partial(lambda **batch: None)
+
+
 class NoForward(LlamaForCausalLM):
     def extra(self):
         return super().num_parameters()
@@ -261,6 +313,8 @@ def test_subclasses():
     assert is_patched(model)  # its layers are
     torch.testing.assert_close(model(**batch_of("cpu")).loss, expected)
     handle.revert()
+    with pytest.warns(UserWarning, match="PartialForward has a forward of its own and is not patched"):
+        apply_liger_kernel_to_llama(model=PartialForward(config()))
     model = NoForward(config()).train()
     before = traces(model)
     handle = apply_liger_kernel_to_llama(model=model)
@@ -314,9 +368,12 @@ def test_with_globals_keeps_decorators():
     def count(items=(1, 2), *, start=1):
         return start + len(items)
 
-    changed = patch.with_globals(count, len=lambda items: 10)
+    changed = forwards.with_globals(count, len=lambda items: 10)
     assert (count(), changed(), changed(start=3)) == (6, 22, 26)
     assert changed.__name__ == "count" and changed.__wrapped__ is not count.__wrapped__
+    with pytest.MonkeyPatch.context() as context:  # all other globals are those of the function, now and later
+        context.setattr(sys.modules[__name__], "PATCHED", ())
+        assert forwards.with_globals(lambda: (len(PATCHED), os), os=3)() == (0, 3)
 
 
 @pytest.mark.parametrize("found, outcome", [("4.51.2", "error"), ("4.51.3", "silence"), ("5.24.0.dev0", "warning")])

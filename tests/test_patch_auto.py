@@ -1,10 +1,12 @@
 """Patching by model type, and the auto class that patches what it builds."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from llama_models import batch_of, build, config, one_thread  # noqa: F401
+from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -79,3 +81,18 @@ def test_unknown_type_is_left_alone():
         handle = apply_liger_kernel_to_instance(model, rope=True)
     assert len(record) == 1
     handle.revert()
+
+
+@pytest.mark.parametrize("config", ["missing", None, {"model_type": "llama"}, SimpleNamespace(hidden_size=4)], ids=repr)
+def test_a_model_without_a_type_is_left_alone(config):
+    model = nn.Linear(4, 4)
+    if config != "missing":
+        model.config = config
+    before = dict(model.__dict__)
+    with pytest.warns(
+        UserWarning, match=r"Linear has no config\.model_type and stays as it is \(known: llama"
+    ) as record:
+        handle = apply_liger_kernel_to_instance(model, rope=True)
+    assert len(record) == 1
+    handle.revert()
+    assert type(model) is nn.Linear and model.__dict__ == before

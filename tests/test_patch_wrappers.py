@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from cases import RecordCalls
-from llama_models import TRANSFORMERS, VOCAB, batch_of, build, compare, one_thread, patched, step, tokens  # noqa: F401
+from llama_models import TRANSFORMERS, VOCAB, batch_of, build, compare, lora, one_thread, patched, step, tokens  # noqa: F401
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -27,15 +27,6 @@ def assert_close(result, expected):
         torch.testing.assert_close(
             result[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-def lora(model, **options):
-    torch.manual_seed(5)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)  # else the adapter does nothing yet
-    return model
 
 
 LORA = {

@@ -34,8 +34,15 @@ def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
 
 
 def apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
-    """Patches `model`, of transformers or a PEFT wrapper, by its `config.model_type`; see `apply_liger_kernel`."""
-    return apply_liger_kernel(model.config.model_type, model=model, **options)
+    """Patches `model`, of transformers or a PEFT wrapper, by its `config.model_type`; see `apply_liger_kernel`.
+
+    A model without one is left alone, with a warning.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None:
+        _warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(_PATCHES)})")
+        return PatchHandle()
+    return apply_liger_kernel(model_type, model=model, **options)
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):

@@ -5,10 +5,10 @@ that name: a patched model pickles, and is saved with the names of the original 
 """
 
 import inspect
-from collections.abc import Iterable
 
 import torch
 from torch import nn
+from transformers import activations
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
@@ -29,11 +29,13 @@ from liger_ext.models.patch import (
     is_plain_tensor,
     on_construction,
     only_forward_runs,
-    swap_class,
-    with_globals,
+    record_change,
+    stands_in,
+    swap_classes,
 )
 
 
+@stands_in(modeling_llama)
 class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not is_plain_tensor(self.weight):
@@ -41,15 +43,15 @@ class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
         return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
+@stands_in(modeling_llama)
 class LlamaMLP(modeling_llama.LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(functional.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
+@stands_in(modeling_llama, apply_rotary_pos_emb=functional.rope)
 class LlamaAttention(modeling_llama.LlamaAttention):
     """transformers' forward, in which the name `apply_rotary_pos_emb` means our function."""
-
-    forward = with_globals(modeling_llama.LlamaAttention.forward, apply_rotary_pos_emb=functional.rope)
 
 
 _LAYER = inspect.signature(modeling_llama.LlamaDecoderLayer.forward).parameters
@@ -57,6 +59,7 @@ _LAYER_DEFAULTS = {name: p.default for name, p in _LAYER.items() if p.default is
 _LAYER_RETURNS_TUPLE = "output_attentions" in _LAYER  # up to 4.53: hidden states[, attention weights]; then no tuple
 
 
+@stands_in(modeling_llama)
 class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     """Adds the attention's output to the residual stream and normalises the sum in one op."""
 
@@ -78,6 +81,7 @@ _FORWARD = inspect.signature(modeling_llama.LlamaForCausalLM.forward)
 _FORWARD_NAMES = tuple(_FORWARD.parameters)[1:]
 
 
+@stands_in(modeling_llama)
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
     @can_return_tuple
     def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> CausalLMOutputWithPast:
@@ -89,7 +93,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
 
         The loss of labels that are all ignored is 0; transformers gives NaN. A loss of the user's own
-        (`model.loss_function`) is obeyed: it needs logits, and gets them.
+        (`model.loss_function`) is obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
         """
         arguments = {**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
@@ -98,10 +102,11 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
             raise ValueError("skip_logits=True leaves nothing to return without labels or shift_labels")
         if skip_logits is None:
             skip_logits = self.training and has_labels
+        if self.loss_function not in (ForCausalLMLoss, causal_lm_cross_entropy):
+            return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
-        standard_loss = self.loss_function in (ForCausalLMLoss, causal_lm_cross_entropy)
-        if not (standard_loss and has_labels) or not (skip_logits or options or labels is None):
+        if not has_labels or not (skip_logits or options or labels is None):
             return super().forward(**arguments)
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
@@ -134,7 +139,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
     )
 
 
-_SILU = ("silu", "swish")
+_SILU = (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))  # the latter is new in transformers 5
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
 
@@ -186,8 +191,10 @@ def apply_liger_kernel_to_llama(
     ]
 
     def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
-        for module in root.modules():
-            _patch_module(module, patches, handle)
+        modules = list(root.modules())
+        for patch in patches:
+            swap_classes(filter(_has_silu, modules) if patch is LlamaMLP else modules, patch, handle)
+        for module in modules:
             if cross_entropy and isinstance(module, modeling_llama.LlamaForCausalLM):
                 _replace_loss(module, handle)
 
@@ -202,20 +209,27 @@ def apply_liger_kernel_to_llama(
         return handle.pop_all()
 
 
-def _patch_module(module: nn.Module, patches: Iterable[type[nn.Module]], handle: PatchHandle | None) -> None:
-    for patch in patches:
-        if patch is LlamaMLP and isinstance(module, LlamaMLP.__base__) and module.config.hidden_act not in _SILU:
-            continue  # another activation stays transformers'
-        if isinstance(module, patch.__base__):
-            swap_class(module, patch, handle)
+def _has_silu(module: nn.Module) -> bool:
+    """Whether the MLP's activation is the one that ours has: by its module, as users put others in its place."""
+    return isinstance(module, modeling_llama.LlamaMLP) and type(module.act_fn) in _SILU
 
 
 def _replace_loss(model: nn.Module, handle: PatchHandle | None) -> None:
     """By transformers' own setter; a loss that the user has set stays."""
-    if "_loss_function" not in model.__dict__ and model.loss_function is ForCausalLMLoss:
+    if _has_our_loss(model):
+        record_change(model, causal_lm_cross_entropy, handle)
+    elif "_loss_function" not in model.__dict__ and model.loss_function is ForCausalLMLoss:
         model.loss_function = causal_lm_cross_entropy
-        if handle is not None:
-            handle.callback(model.__dict__.pop, "_loss_function", None)
+        record_change(model, causal_lm_cross_entropy, handle, _restore_loss)
+
+
+def _restore_loss(model: nn.Module) -> None:
+    if _has_our_loss(model):
+        del model._loss_function
+
+
+def _has_our_loss(model: nn.Module) -> bool:
+    return model.__dict__.get("_loss_function") is causal_lm_cross_entropy
 
 
 def _keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,11 @@ Why classes and not bound methods or module globals:
 Models built later are patched by the same swap, at the end of their constructor (`on_construction`): `Class(config)`,
 `from_config` and `from_pretrained` all come through it, in every version of transformers.
 
+Other code replaces things, too, and what it does is kept or named (`liger_ext.models.forwards` looks at functions):
+
+- A `forward` or a global that it has put in place of transformers' own is not hidden by ours: that patch is not made.
+- A wrapper that it has put on an instance's `forward` follows when the class is swapped, if it can be seen through.
+
 Other libraries swap classes as well: FSDP2's `fully_shard` puts `FSDP<Name>` on top of a module's class. Patching after
 it puts our class on top of theirs; undoing a patch that lies below theirs rebuilds their class without ours.
 """
@@ -20,17 +25,21 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from liger_ext.models.forwards import describe, find_foreign, leads_to, rewrap, with_globals
+
 
 class PatchHandle(contextlib.ExitStack):
     """What a patch did, and how to undo it: call `revert()`, or use the handle as a context manager.
 
-    Reverting twice is harmless, and handles may be reverted in any order. A handle does not keep a model alive.
+    Reverting twice is harmless. Handles may be reverted in any order: what several of them did to a module is undone
+    with the last one. A handle does not keep a model alive.
     """
 
     def revert(self) -> None:
@@ -38,23 +47,58 @@ class PatchHandle(contextlib.ExitStack):
         self.close()
 
 
-def swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle | None = None) -> bool:
-    """Gives `module` the class `patch`, a direct subclass of the class that it replaces; the undo goes on `handle`.
+def stands_in(module: types.ModuleType, **replacements: object) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """A decorator of patches: each is a subclass of a class of `module`, has its name, and stands in for its `forward`.
 
-    Returns False, and leaves the module alone, when it is patched already, or when it has a `forward` of its own: one
-    that a subclass defines, or one that was set on the instance. The latter two draw a warning.
+    With `replacements`, the patch's `forward` is the base's own, in which these names of `module` mean something else.
+    What the patch stands in for is remembered, so that `swap_classes` knows when other code has replaced it.
     """
-    cls, original = type(module), patch.__base__
-    if issubclass(cls, patch):
-        return False
-    if not _inherits_forward(cls, original) or not _release_forward(module):
-        warnings.warn(f"{cls.__name__} has a forward of its own and is not patched", stacklevel=2)
-        return False
-    patched = patch if cls is original else _stack(cls, patch)
-    _set_class(module, patched)
-    if handle is not None:
-        handle.callback(_restore_class, weakref.ref(module), patched, cls)
-    return True
+
+    def remember(patch: type[nn.Module]) -> type[nn.Module]:
+        base = patch.__base__
+        _originals[patch] = [_Original(f"{patch.__name__}.forward", base, "forward", module.__name__, base.forward)]
+        for name in replacements:
+            _originals[patch].append(_Original(name, module, name, module.__name__, getattr(module, name)))
+        if replacements and not any(_find_replacements(patch)):
+            patch.forward = with_globals(base.forward, **replacements)
+        return patch
+
+    return remember
+
+
+def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: PatchHandle | None = None) -> None:
+    """Gives the class `patch` to those of `modules` that are of the class that it replaces; the undo goes on `handle`.
+
+    Left alone, with a warning, is a module with a `forward` of its own, by its class or on the instance. All are left
+    alone when other code has replaced what `patch` stands in for: that code would no longer be called.
+    """
+    modules = [module for module in modules if isinstance(module, patch.__base__)]
+    if any(not isinstance(module, patch) for module in modules):
+        for name, found in _find_replacements(patch):
+            warnings.warn(
+                f"{name} of transformers was replaced by {describe(found)}, and stays: {patch.__name__} is not patched",
+                stacklevel=2,
+            )
+            modules = [module for module in modules if isinstance(module, patch)]
+    for module in modules:
+        _swap_class(module, patch, handle)
+
+
+def record_change(
+    module: nn.Module, change: object, handle: PatchHandle | None, undo: Callable[[nn.Module], object] | None = None
+) -> None:
+    """Notes that `handle` wants `change`; `undo(module)` is called with the last handle that does.
+
+    Without `undo`, the change was found in place. If no handle has made it, it is there to stay.
+    """
+    if handle is None:
+        return
+    changes = _changes.setdefault(module, {})
+    if undo is not None:
+        changes[change] = _Change(undo)
+    if change in changes:
+        changes[change].handles += 1
+        handle.callback(_withdraw, weakref.ref(module), change)
 
 
 def on_construction(cls: type[nn.Module], patch: Callable[[nn.Module], object], handle: PatchHandle) -> None:
@@ -63,21 +107,6 @@ def on_construction(cls: type[nn.Module], patch: Callable[[nn.Module], object], 
         _constructors[cls] = _HookedConstructor(cls)
     _constructors[cls].hooks.append(patch)
     handle.callback(_remove_constructor_hook, cls, patch)
-
-
-def with_globals(function: Callable, **replacements: object) -> Callable:
-    """A copy of `function` that sees `replacements` in place of the globals of those names. Its decorators are kept."""
-    inner = getattr(function, "__wrapped__", None)
-    if inner is None:
-        return _copy_function(function, {**function.__globals__, **replacements}, function.__closure__)
-    copied = with_globals(inner, **replacements)
-    cells = function.__closure__ or ()
-    if not any(cell.cell_contents is inner for cell in cells):
-        raise TypeError(f"{function.__qualname__} does not keep the function that it decorates in its closure")
-    closure = tuple(types.CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
-    wrapper = _copy_function(function, function.__globals__, closure)
-    wrapper.__wrapped__ = copied
-    return wrapper
 
 
 def only_forward_runs(module: nn.Module) -> bool:
@@ -123,41 +152,111 @@ def _remove_constructor_hook(cls: type[nn.Module], patch: Callable[[nn.Module], 
             cls.__init__ = constructor.original
 
 
-def _restore_class(reference: weakref.ref, patched: type[nn.Module], original: type[nn.Module]) -> None:
+class _Original(NamedTuple):
+    """What a patch stands in for: what `owner.attribute` was when the patch was made."""
+
+    name: str
+    owner: object
+    attribute: str
+    module: str
+    value: Callable
+
+
+_originals: dict[type[nn.Module], list[_Original]] = {}
+
+
+def _find_replacements(patch: type[nn.Module]) -> Iterator[tuple[str, Callable]]:
+    """What other code has put in the place of what `patch` stands in for, by name: before it was made, or since."""
+    for original in _originals[patch]:
+        current = getattr(original.owner, original.attribute)
+        found = None if current is original.value else current
+        for value in (current, original.value):
+            found = find_foreign(value, original.module, original.name, trusted=("transformers", "kernels")) or found
+        if found is not None:
+            yield original.name, found
+
+
+class _Change:
+    """What was done to a module, for how many handles that are not reverted yet."""
+
+    def __init__(self, undo: Callable[[nn.Module], object]) -> None:
+        self.undo = undo
+        self.handles = 0
+
+
+_changes: weakref.WeakKeyDictionary[nn.Module, dict[object, _Change]] = weakref.WeakKeyDictionary()
+
+
+def _withdraw(reference: weakref.ref, change: object) -> None:
     module = reference()
-    if module is not None:
-        if not _release_forward(module):
-            name = type(module).__name__
-            warnings.warn(f"the forward of this {name} was wrapped after patching, and keeps the patch", stacklevel=2)
-        _set_class(module, _without(type(module), patched, original))
+    if module is None:
+        return
+    recorded = _changes[module][change]
+    recorded.handles -= 1
+    if recorded.handles == 0:
+        del _changes[module][change]
+        recorded.undo(module)
 
 
-def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Sets the class; accelerate's device hooks keep the bound `forward` that they wrap, which must follow."""
-    wrapped = module.__dict__.get("_old_forward")
-    follows = isinstance(wrapped, types.MethodType) and wrapped.__func__ is type(module).forward
+def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle | None) -> None:
+    cls, original = type(module), patch.__base__
+    if issubclass(cls, patch):
+        record_change(module, patch, handle)
+        return
+    patched = patch if cls is original else _stack(cls, patch)
+    if not _inherits_forward(cls, original) or not _set_class(module, patched):
+        warnings.warn(f"{cls.__name__} has a forward of its own and is not patched", stacklevel=3)
+        return
+    record_change(module, patch, handle, functools.partial(_restore_class, patched=patched, original=cls))
+
+
+def _restore_class(module: nn.Module, patched: type[nn.Module], original: type[nn.Module]) -> None:
+    if not _set_class(module, _without(type(module), patched, original)):
+        name = type(module).__name__
+        warnings.warn(f"the forward of this {name} was wrapped after patching, and keeps the patch", stacklevel=2)
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Sets the class, and has the wrappers of its `forward` that others have put on the instance call the new one's.
+
+    - accelerate's mixed precision (every `Trainer(bf16=True)`) leaves functions around it in `forward`, for good, and
+      what was there in `_original_forward`;
+    - its device hooks leave it in `_old_forward`, which their own `forward` calls.
+
+    Returns False, and changes nothing, if what runs is not known to be the class's `forward`.
+    """
+    old, new = type(module).forward, cls.forward
+    _drop_bound_forward(module)
+    followed = {}
+    for name in ("forward", "_original_forward", "_old_forward"):
+        own = module.__dict__.get(name)
+        if own is not None and leads_to(own, old):
+            with contextlib.suppress(TypeError):
+                followed[name] = rewrap(own, old, new)
+    runs = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    if runs in module.__dict__ and runs not in followed:
+        return False
     module.__class__ = cls
-    if follows:
-        module._old_forward = cls.forward.__get__(module)
+    module.__dict__.update(followed)
+    return True
 
 
-def _release_forward(module: nn.Module) -> bool:
-    """Whether the class's `forward` is what runs.
+def _drop_bound_forward(module: nn.Module) -> None:
+    """Removes an instance's `forward` that is no more than its class's, so that the class counts again.
 
-    transformers 4.54 to 5.0, having recorded hidden states, leaves each layer its own bound `forward` as an instance
-    attribute. That one means nothing and is removed, so that the class counts again.
+    transformers 4.54 to 5.0 leaves it behind when it has recorded hidden states; accelerate's `unwrap_model` when it
+    removes mixed precision, and then without the class's decorators.
     """
     own = module.__dict__.get("forward")
-    if isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
+    if isinstance(own, types.MethodType) and own.__self__ is module and leads_to(type(module).forward, own.__func__):
         del module.__dict__["forward"]
-        own = None
-    return own is None or "_old_forward" in module.__dict__
 
 
 def _inherits_forward(cls: type, base: type) -> bool:
     """Whether `cls.forward` is `base`'s, or that one wrapped again by GradientCheckpointingLayer for a subclass."""
     ours, theirs = cls.forward, base.forward
-    return ours is theirs or (ours.__code__ is theirs.__code__ and inspect.unwrap(ours) is inspect.unwrap(theirs))
+    same_code = getattr(ours, "__code__", ours) is getattr(theirs, "__code__", theirs)
+    return same_code and inspect.unwrap(ours) is inspect.unwrap(theirs)
 
 
 @functools.cache
@@ -177,11 +276,3 @@ def _without(cls: type[nn.Module], patched: type[nn.Module], original: type[nn.M
     if _inherits_forward(cls, patched):
         namespace.pop("forward", None)  # it wraps the patch's forward; making the class wraps the original's
     return type(cls)(cls.__name__, tuple(_without(base, patched, original) for base in cls.__bases__), namespace)
-
-
-def _copy_function(function: types.FunctionType, namespace: dict, closure: tuple | None) -> types.FunctionType:
-    copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(copy, function)
-    del copy.__wrapped__
-    return copy

@@ -1,0 +1,94 @@
+"""Functions of other libraries: whose they are, what wraps them, and copies of them that call something else."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+
+
+def with_globals(function: Callable, **replacements: object) -> Callable:
+    """A copy of `function`, decorators included, in which global names mean `replacements`.
+
+    Every other global keeps its meaning, also when it is replaced later: the copy lives in the same module. What the
+    names mean is kept there under names of its own, and nothing that was in the module changes.
+    """
+    inner = inspect.unwrap(function)
+    own = {name: f"_liger_ext_{name}" for name in replacements}
+    inner.__globals__.update({own[name]: value for name, value in replacements.items()})
+    code = inner.__code__.replace(co_names=tuple(own.get(name, name) for name in inner.__code__.co_names))
+    return rewrap(function, inner, _copy_function(inner, code, inner.__closure__))
+
+
+def leads_to(wrapper: Callable, function: Callable) -> bool:
+    """Whether `wrapper` is `function`, bound or not, or decorators around it that say so by `__wrapped__`."""
+    try:
+        end = inspect.unwrap(wrapper, stop=lambda level: getattr(level, "__func__", level) is function)
+    except ValueError:  # it wraps itself, as pipelines of accelerate do
+        return False
+    return getattr(end, "__func__", end) is function
+
+
+def rewrap(wrapper: Callable, old: Callable, new: Callable) -> Callable:
+    """A copy of `wrapper`, which leads to the function `old`, that leads to `new`. The wrapper itself stays as it is.
+
+    Raises:
+        TypeError: a decorator on the way keeps what it calls neither in its closure nor in an attribute.
+    """
+    if wrapper is old:
+        return new
+    if isinstance(wrapper, types.MethodType):
+        return types.MethodType(rewrap(wrapper.__func__, old, new), wrapper.__self__)
+    inner = wrapper.__wrapped__
+    replaced = rewrap(inner, old, new)
+    if isinstance(wrapper, types.FunctionType):
+        held = wrapper.__closure__ or ()
+        cells = tuple(types.CellType(replaced) if _contents(cell) is inner else cell for cell in held)
+        found = any(ours is not theirs for ours, theirs in zip(cells, held, strict=True))
+        copy = _copy_function(wrapper, wrapper.__code__, cells or None)
+    else:
+        attributes = {k: v for k, v in getattr(wrapper, "__dict__", {}).items() if k != "__wrapped__"}
+        found = any(value is inner for value in attributes.values())
+        # Not by copy.copy, which accelerate's object refuses.
+        copy = object.__new__(type(wrapper)) if found else wrapper
+        vars(copy).update({name: replaced if value is inner else value for name, value in attributes.items()})
+    if not found:
+        raise TypeError(f"{wrapper!r} keeps the function that it wraps neither in its closure nor in an attribute")
+    copy.__wrapped__ = replaced
+    return copy
+
+
+def find_foreign(function: Callable, module: str, qualname: str, trusted: tuple[str, ...]) -> Callable | None:
+    """What makes `function` another than the one that `module` defines as `qualname`: a function put in its place, or a
+    decorator put around it. None if it is that one; decorators of the packages `trusted` may be around it."""
+    while True:
+        defined_in = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+        if defined_in.partition(".")[0] not in trusted:
+            return function
+        if not hasattr(function, "__wrapped__"):
+            break
+        function = function.__wrapped__
+    is_function = isinstance(function, types.FunctionType)  # not where the package kernels makes a module of it
+    return function if is_function and (defined_in, function.__qualname__) != (module, qualname) else None
+
+
+def describe(function: Callable) -> str:
+    """Where a function is defined, for who looks for it: decorators of others take over its name, but not its code."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"a {type(function).__module__}.{type(function).__qualname__}"
+    return f"{code.co_name} ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def _contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty one
+        return None
+
+
+def _copy_function(function: types.FunctionType, code: types.CodeType, closure: tuple | None) -> types.FunctionType:
+    copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    del copy.__wrapped__
+    return copy

@@ -1,0 +1,197 @@
+"""Patched and stock Llamas in every way that settings of training meet: attention, heads, checkpointing, torch.compile,
+precision, batch layout.
+
+Each case compares loss and every gradient of a patched model with those of a stock model of the same weights, by the
+rule of `llama_models`: the patched model may be as far from a float64 model as the stock model is, within a factor.
+The stock model is neither checkpointed nor compiled, which changes no value. The cases are those of an all-pairs
+design; LIGER_EXT_MODELS=full (`make test-models`) runs all combinations.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+
+import pytest
+import torch
+from llama_models import assert_as_good, build, exact, lora, one_thread, patched, step, tokens  # noqa: F401
+from pairs import pairwise, product
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+LAYERS = 2
+# What is tested of torch.compile is the graph: what Dynamo and AOTAutograd make of our ops and of checkpoints around
+# them. Inductor's code for it takes ten times as long and is tests/test_llama_compile.py's subject.
+BACKEND = "aot_eager_decomp_partition"
+
+SDPA = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
+SDPA_OF_GPU = {**SDPA, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+ATTENTION = {
+    "cpu": ("eager", *SDPA),  # flex_attention has no backward on CPUs
+    "cuda": ("eager", *SDPA_OF_GPU, "flex_attention"),
+}
+KEY_VALUE_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}  # for 4 heads of queries
+
+
+def factors(device_type):
+    return dict(
+        attention=ATTENTION[device_type],
+        heads=tuple(KEY_VALUE_HEADS),
+        checkpoint=("none", "reentrant", "non-reentrant", "whole", "selective"),
+        compiled=("", "compiled"),
+        dtype=("fp32", "bf16", "autocast"),
+        layout=("full", "left", "right", "packed"),
+    )
+
+
+def cases():
+    choose = list if os.environ.get("LIGER_EXT_MODELS") == "full" else pairwise
+    for device_type in ATTENTION:
+        for case in choose(product(factors(device_type))):
+            name = "-".join(filter(None, (device_type, *case.values())))
+            yield pytest.param(device_type, case, id=name, marks=[pytest.mark.cuda] if device_type == "cuda" else [])
+
+
+@pytest.mark.parametrize("device, case", cases(), indirect=["device"])
+def test_case(device, case):
+    stock, expected, reference = expected_of(
+        device, *(case[name] for name in ("attention", "heads", "dtype", "layout"))
+    )
+    model = patched(stock)
+    calls = count_calls(model)
+    forward = forward_of(model, case, device)
+    with attention_of(case["attention"]):
+        result = step(model, batch_of(device, case["layout"]), forward)
+    assert_as_good(result, expected, reference)
+    if not case["compiled"]:  # else these are calls of the tracer
+        assert len(calls) == LAYERS * (1 if case["checkpoint"] == "none" else 2), "not computed again in the backward"
+
+
+def output_and_hidden_states(output):
+    """A loss that depends on hidden states also as what the model returns of them."""
+    return output.loss + sum(states.square().mean() for states in output.hidden_states)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "reentrant", "non-reentrant", "whole", "selective"])
+@pytest.mark.parametrize("how", ["lora", "hidden states"])
+def test_what_else_meets_checkpointing(device, how, checkpoint):
+    stock = build(device=device, num_hidden_layers=LAYERS).train()
+    batch, loss_of = batch_of(device, "left"), {}
+    if how == "lora":
+        stock = lora(stock, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]).train()
+    else:
+        batch["output_hidden_states"] = True
+        loss_of = dict(loss_of=output_and_hidden_states)
+    results = []
+    for model, kind in ((patched(stock), checkpoint), (stock, "none"), (exact(stock), "none")):
+        calls = count_calls(model)
+        forward = forward_of(model, dict(checkpoint=kind, compiled="", dtype="fp32"), device, **loss_of)
+        results.append(step(model, batch, forward))
+        assert len(calls) == LAYERS * (1 if kind == "none" else 2)
+    assert_as_good(*results)
+
+
+@pytest.mark.parametrize("device_type", ATTENTION)
+def test_every_pair_of_settings_is_in_a_case(device_type):
+    settings = factors(device_type)
+    chosen = pairwise(product(settings))
+    for first, second in itertools.combinations(settings, 2):
+        found = {(case[first], case[second]) for case in chosen}
+        assert found == set(itertools.product(settings[first], settings[second])), (first, second)
+    assert len(chosen) <= 2 * 5 * len(ATTENTION["cuda"]), "hardly fewer than all of them"
+    assert chosen == pairwise(product(settings))
+
+
+def count_calls(model):
+    """A list that grows with each call of an MLP's last layer."""
+    calls = []
+    for name, module in model.named_modules():
+        if name.endswith("down_proj"):
+            module.register_forward_pre_hook(lambda *_: calls.append(None))
+    return calls
+
+
+@functools.cache
+def expected_of(device, attention, heads, dtype, layout):
+    """A stock model, its results, and those of a float64 model."""
+    stock = build(
+        device=device,
+        dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
+        num_hidden_layers=LAYERS,
+        num_key_value_heads=KEY_VALUE_HEADS[heads],
+        attn_implementation=attention if attention in ("eager", "flex_attention") else "sdpa",
+    ).train()
+    batch = batch_of(device, layout)
+    float64 = exact(stock)
+    float64.config._attn_implementation = "sdpa"  # eager attention has its softmax in fp32; Triton has no float64
+    with attention_of("math"):
+        reference = step(float64, batch)
+    with attention_of(attention), autocast_of(dtype, device):
+        return stock, step(stock, batch), reference
+
+
+def forward_of(model, case, device, loss_of=lambda output: output.loss):
+    """How the model is called: a function of the model and its batch that returns the loss."""
+    if case["checkpoint"] in CHECKPOINTS:
+        options = CHECKPOINTS[case["checkpoint"]]
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if options["use_reentrant"]:
+            model.enable_input_require_grads()
+    callee = model
+    if case["compiled"]:
+        torch._dynamo.reset()
+        callee = torch.compile(model, backend=BACKEND)
+
+    def forward(model, **batch):
+        def loss():
+            return loss_of(callee(**batch))
+
+        with autocast_of(case["dtype"], device):
+            return {"loss": checkpoint(loss, use_reentrant=False) if case["checkpoint"] == "whole" else loss()}
+
+    return forward
+
+
+def keep_products(context, op, *args, **kwargs):
+    """A selective checkpoint: results of matrix products are kept, all else is computed again."""
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS = {
+    "reentrant": dict(use_reentrant=True),
+    "non-reentrant": dict(use_reentrant=False),
+    "selective": dict(
+        use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products)
+    ),
+}
+
+
+def attention_of(attention):
+    """The backend, and math where it cannot do what is asked: GPUs' flash attention has neither masks nor fp32."""
+    backend = SDPA_OF_GPU.get(attention)
+    if backend is None:
+        return contextlib.nullcontext()
+    return sdpa_kernel([backend, SDPBackend.MATH], set_priority=True)
+
+
+def autocast_of(dtype, device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "autocast")
+
+
+def batch_of(device, layout):
+    """Three rows of eleven positions. What comes of padding is not looked at: attention without any key is whatever its
+    implementation makes of it."""
+    ids = tokens(3, 11, device=device)
+    labels = ids.clone()
+    labels[0, 3:5] = -100
+    position = torch.arange(11, device=device)
+    lengths = torch.tensor([[11], [9], [6]], device=device)
+    batch = dict(input_ids=ids, labels=labels, use_cache=False)
+    if layout == "packed":  # each row is two sequences
+        batch["position_ids"] = torch.where(position < lengths - 4, position, position - (lengths - 4))
+    elif layout != "full":
+        mask = position < lengths if layout == "right" else position >= 11 - lengths
+        judged = mask & mask.roll(1, dims=1)  # by its predecessor
+        batch.update(attention_mask=mask.long(), labels=labels.where(judged, -100))
+    return batch

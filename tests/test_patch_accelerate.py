@@ -1,0 +1,182 @@
+"""Patching with accelerate, which every Trainer uses: it puts functions of its own around a model's forward."""
+
+import copy
+
+import pytest
+import torch
+from cases import RecordCalls
+from llama_models import batch_of, build, one_thread, tokens  # noqa: F401
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.models import llama
+
+accelerate = pytest.importorskip("accelerate")
+hooks = pytest.importorskip("accelerate.hooks")
+
+OURS = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}
+
+
+def ops(model, **options):
+    device = next(model.parameters()).device
+    with torch.no_grad(), RecordCalls() as record:
+        model(**batch_of(device), **options)
+    return {call[0].__name__.split(".")[0] for call in record.calls}
+
+
+@pytest.fixture
+def accelerator(device, monkeypatch):
+    """One with mixed precision. Its settings outlive it, so that they are reset."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    reset = accelerate.state.AcceleratorState._reset_state
+    reset(reset_partial_state=True)
+    yield accelerate.Accelerator(mixed_precision="bf16", cpu=device.type == "cpu")
+    reset(reset_partial_state=True)
+
+
+def prepare(accelerator, model):
+    return accelerator.prepare(model)
+
+
+def prepare_and_unwrap(accelerator, model):
+    """Without mixed precision again, but with a `forward` on the instance: the class's, less its decorators."""
+    return accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
+
+
+def hook_and_prepare(accelerator, model):
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(execution_device=accelerator.device))
+    return accelerator.prepare(model)
+
+
+def prepare_and_hook(accelerator, model):
+    prepared = accelerator.prepare(model)
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(execution_device=accelerator.device))
+    return prepared
+
+
+WRAPPERS = (prepare, prepare_and_unwrap, hook_and_prepare, prepare_and_hook)
+
+
+@pytest.mark.parametrize("order", ["patch, wrap", "wrap, patch"])
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_patch_and_revert_under_a_wrapper(accelerator, device, wrap, order):
+    expected_model = wrap(accelerator, build(device=device).train())
+    expected = expected_model(**batch_of(device))
+    model = build(device=device).train()
+    if order == "patch, wrap":
+        handle = apply_liger_kernel_to_llama(model=model)
+        model = wrap(accelerator, model)
+    else:
+        model = wrap(accelerator, model)
+        handle = apply_liger_kernel_to_llama(model=model)
+    for _ in range(2):
+        assert ops(model) == OURS
+        output = model(**batch_of(device))
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-2, atol=0)
+        output = model(**batch_of(device), skip_logits=False)
+        assert output.logits.dtype == torch.float32
+        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0.2)
+        handle.revert()
+        assert type(model) is modeling_llama.LlamaForCausalLM
+        assert not ops(model)
+        output = model(**batch_of(device))  # what the wrapper does is done to transformers' forward
+        assert torch.equal(output.logits, expected.logits) and torch.equal(output.loss, expected.loss)
+        handle = apply_liger_kernel_to_llama(model=model)
+
+
+def test_mixed_precision_is_removed_from_a_patched_model(accelerator, device):
+    """accelerate's own way back, after the patch and after its undoing."""
+    fp32 = build(device=device).train()(**batch_of(device))
+    model = accelerator.prepare(build(device=device).train())
+    handle = apply_liger_kernel_to_llama(model=model)
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    torch.testing.assert_close(model(**batch_of(device)).loss, fp32.loss)
+    assert ops(model) == OURS
+    handle.revert()
+    assert torch.equal(model(**batch_of(device)).logits, fp32.logits)
+    assert not ops(model)
+
+
+def test_a_copy_has_its_own_wrapper(accelerator, device):
+    model = accelerator.prepare(build(device=device).train())
+    copied = copy.deepcopy(model)
+    handle = apply_liger_kernel_to_llama(model=copied)
+    assert ops(copied) == OURS
+    assert not ops(model)
+    assert type(model) is modeling_llama.LlamaForCausalLM
+    handle.revert()
+    assert not ops(copied)
+
+
+def test_training_with_mixed_precision(tmp_path, device, accelerator):
+    from transformers import Trainer, TrainingArguments
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            ids = tokens(9, seed=index)
+            return dict(input_ids=ids, labels=ids)
+
+    def train(model):
+        arguments = TrainingArguments(
+            str(tmp_path),
+            use_cpu=device.type == "cpu",
+            bf16=True,
+            max_steps=1,
+            per_device_train_batch_size=2,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        with RecordCalls() as record:
+            Trainer(model=model, args=arguments, train_dataset=Rows()).train()
+        return {call[0].__name__.split(".")[0] for call in record.calls}
+
+    model = build().train()
+    assert not train(model)
+    handle = apply_liger_kernel_to_llama(model=model)
+    assert train(model) >= OURS
+    handle.revert()
+    assert not train(model)
+
+
+def test_a_wrapper_that_hides_what_it_wraps(device):
+    """It can only be left alone; patched and reverted halves must not be mixed."""
+
+    def hide(module):
+        forward = module.forward
+        module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+    model = build(device=device).train()
+    hide(model)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM has a forward of its own and is not patched"):
+        handle = apply_liger_kernel_to_llama(model=model)
+    assert ops(model) == OURS - {"fused_linear_cross_entropy"}
+    handle.revert()
+
+    model = build(device=device).train()
+    handle = apply_liger_kernel_to_llama(model=model)
+    hide(model)
+    with pytest.warns(UserWarning, match="wrapped after patching, and keeps the patch"):
+        handle.revert()
+    assert type(model) is llama.LlamaForCausalLM
+    assert ops(model) == {"fused_linear_cross_entropy"}
+    assert model.eval()(**batch_of(device)).logits is not None
+
+
+def test_a_wrapper_that_wraps_itself(device):
+    """As a model of accelerate's pipeline does."""
+    model = build(device=device).train()
+
+    def forward(*args, **kwargs):
+        return None
+
+    forward.__wrapped__ = forward.__get__(model)
+    model.forward = forward
+    with pytest.warns(UserWarning, match="LlamaForCausalLM has a forward of its own"):
+        apply_liger_kernel_to_llama(model=model)
+    assert isinstance(model.lm_head, nn.Linear) and type(model) is modeling_llama.LlamaForCausalLM

@@ -1,0 +1,212 @@
+"""What other code has put in place of transformers' own keeps its say in a patched model, or a warning names it."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import RecordCalls
+from llama_models import batch_of, build, one_thread, patched, tokens  # noqa: F401
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.models import llama
+
+FORWARDS = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
+
+
+def classes_of_ours(model):
+    return {type(module).__name__ for module in model.modules() if type(module).__module__ == llama.__name__}
+
+
+def replace_forward(monkeypatch, name, decorate):
+    """Replaces the class's forward as users do, by a function that counts its calls."""
+    cls, calls = getattr(modeling_llama, name), []
+    original = cls.forward
+
+    def theirs(self, *args, **kwargs):
+        calls.append(None)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", functools.wraps(original)(theirs) if decorate else theirs)
+    return calls
+
+
+@pytest.mark.parametrize("decorate", [False, True], ids=["replaced", "decorated"])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_replaced_forward_is_called(monkeypatch, name, decorate):
+    model = build().train()
+    calls = replace_forward(monkeypatch, name, decorate)
+    model(**batch_of("cpu"))
+    expected = len(calls)
+    with pytest.warns(
+        UserWarning, match=rf"{name}\.forward of transformers was replaced by theirs \(.*foreign\.py"
+    ) as w:
+        handle = apply_liger_kernel_to_llama(model=model)
+    assert len(w) == 1
+    assert classes_of_ours(model) == set(FORWARDS) - {name}
+    calls.clear()
+    with RecordCalls() as record:
+        model(**batch_of("cpu")).loss.backward()
+    assert len(calls) == expected > 0
+    assert record.calls  # the other patches are in place
+    handle.revert()
+    assert not classes_of_ours(model)
+
+
+def test_a_replaced_forward_is_called_in_what_is_built_later(monkeypatch):
+    with apply_liger_kernel_to_llama():
+        calls = replace_forward(monkeypatch, "LlamaMLP", decorate=False)
+        with pytest.warns(UserWarning, match=r"LlamaMLP\.forward of transformers was replaced"):
+            model = build()
+    model(tokens(1, 4))
+    assert len(calls) == 2
+    monkeypatch.undo()
+    with apply_liger_kernel_to_llama(model=model):
+        assert type(model.model.layers[0].mlp) is llama.LlamaMLP
+
+
+def test_a_replaced_rope_is_called(monkeypatch):
+    calls = []
+    original = modeling_llama.apply_rotary_pos_emb
+
+    def theirs(*args, **kwargs):
+        calls.append(None)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", theirs)
+    model = build()
+    with pytest.warns(UserWarning, match="apply_rotary_pos_emb of transformers was replaced by theirs"):
+        apply_liger_kernel_to_llama(model=model)
+    model(tokens(1, 4))
+    assert len(calls) == 2
+    assert classes_of_ours(model) == set(FORWARDS) - {"LlamaAttention"}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_replaced_attention_function_is_called(monkeypatch, when):
+    """Other globals of their module than those that a patch stands in for mean what they mean there, at each call."""
+    calls = []
+    original = modeling_llama.eager_attention_forward
+
+    def theirs(module, query, *args, **kwargs):
+        calls.append(query)
+        return original(module, query, *args, **kwargs)
+
+    model = build(attn_implementation="eager")
+    for patch in (lambda: monkeypatch.setattr(modeling_llama, "eager_attention_forward", theirs),
+                  lambda: apply_liger_kernel_to_llama(model=model))[:: 1 if when == "before" else -1]:  # fmt: skip
+        patch()
+    with RecordCalls() as record:
+        model(tokens(1, 4))
+    assert len(calls) == 2
+    assert sum(call[0].__name__.startswith("rope") for call in record.calls) == 2
+
+
+def test_a_replaced_registry_of_attention_functions_is_used(monkeypatch):
+    calls = []
+    registry = modeling_llama.ALL_ATTENTION_FUNCTIONS
+    model = patched(build(attn_implementation="sdpa"))
+
+    class Registry(dict):
+        def get_interface(self, name, default):
+            return self[name]
+
+        def __getitem__(self, name):
+            calls.append(name)
+            return registry[name]
+
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Registry())
+    model(tokens(1, 4))
+    assert calls == ["sdpa", "sdpa"]
+
+
+BEFORE_THE_IMPORT = """
+import functools, sys, warnings, torch
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama as m
+
+what, *names = sys.argv[1:]
+calls, originals = set(), {name: getattr(m, name).forward for name in names}
+
+class BoundLater(functools.partial):
+    def __get__(self, instance, owner=None):
+        return self if instance is None else functools.partial(self, instance)
+
+def replacement(name):
+    def theirs(self, *args, **kwargs):
+        calls.add(name)
+        return originals[name](self, *args, **kwargs)
+    return theirs
+
+for name in names:
+    if what == "class":
+        setattr(m, name, type(name, (getattr(m, name),), {"forward": replacement(name)}))
+    else:
+        getattr(m, name).forward = replacement(name) if what == "function" else BoundLater(replacement(name))
+
+from liger_ext import apply_liger_kernel_to_llama
+sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1)
+model = m.LlamaForCausalLM(LlamaConfig(**sizes)).train()
+ids = torch.arange(6).view(1, 6)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    apply_liger_kernel_to_llama(model=model)
+messages = [str(warning.message) for warning in caught]
+for name in names:
+    assert sum(f"{name}.forward of transformers was replaced" in message for message in messages) == 1, messages
+model(input_ids=ids, labels=ids)
+assert calls == set(names), calls
+if what == "function":  # what was found at the import is not taken for transformers' own when that is back
+    for name in names:
+        getattr(m, name).forward = originals[name]
+    calls.clear()
+    apply_liger_kernel_to_llama(model=model)
+    model(input_ids=ids, labels=ids)
+    assert not calls, calls
+"""
+
+
+SOME = ("LlamaAttention", "LlamaMLP")
+
+
+@pytest.mark.parametrize("what, names", [("function", FORWARDS), ("callable object", SOME), ("class", SOME)])
+def test_replaced_before_the_import(what, names):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", BEFORE_THE_IMPORT, what, *names], check=True, env=environment)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loss_of_the_users_own_gets_what_it_gets_unpatched(device, training):
+    """All arguments of the call, whatever our own losses would do with them."""
+    seen = []
+
+    def loss_function(logits, labels, vocab_size, **kwargs):
+        seen.append(kwargs)
+        return logits.float().square().mean()
+
+    weight = torch.ones(3, device=device)
+    options = dict(label_smoothing=0.3, ce_weight=weight, return_token_accuracy=True, memory=1 << 20, mine="too")
+    stock = build(device=device).train(training)
+    model = patched(stock)
+    for each in (stock, model):
+        each.loss_function = loss_function
+        output = each(**batch_of(device), **options, num_items_in_batch=7)
+        torch.testing.assert_close(output.loss, output.logits.float().square().mean())
+    assert seen[0].keys() >= options.keys()
+    assert seen[1].keys() == seen[0].keys()
+    assert all(seen[1][name] is value for name, value in options.items())
+
+
+def test_another_activation_of_an_instance_is_used():
+    model = build()
+    first, second = (layer.mlp for layer in model.model.layers)
+    first.act_fn = nn.Tanh()
+    x = torch.randn(3, 64)
+    expected = first(x)
+    apply_liger_kernel_to_llama(model=model)
+    assert torch.equal(first(x), expected)
+    assert type(second) is llama.LlamaMLP
