@@ -177,7 +177,7 @@ class Draw:
         rng, dtype, ignore_index = self.rng, self.dtype(), self.rng.choice([-100, 0, 2])
         # More than 128 rows are several chunks where memory=1.
         lead, memory = rng.choice([(rng.choice(LEADING), rng.choice(["auto", 1])), ((rng.choice([129, 261]),), 1)])
-        hidden, classes = rng.choice([1, 3, 4, 8, 16, 33]), rng.choice([1, 2, 7, 16, 33, 64, 75])
+        hidden, classes = rng.choice([0, 1, 3, 4, 8, 16, 33]), rng.choice([1, 2, 7, 16, 33, 64, 75])
         weight_dtype = self.other_dtype(dtype)
         arguments = {
             "x": self.normal(*lead, hidden, dtype=dtype),

@@ -118,8 +118,9 @@ def unwritten_memory(byte: int) -> Iterator[None]:
 
 
 def bits(t: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: equal means equal, NaN and the sign of zero included."""
-    return t.detach().contiguous().flatten().view(torch.uint8)
+    """The bytes of a tensor: equal means equal, NaN and the sign of zero included."""
+    flat = t.detach().contiguous().flatten()  # one element may keep any stride
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
