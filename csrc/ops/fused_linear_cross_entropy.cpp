@@ -220,9 +220,9 @@ class Backward {
     const auto output = [&](bool wanted, const std::vector<int64_t>& sizes, ScalarType type) {
       return allocate(p.scope, wanted ? sizes : std::vector<int64_t>{0}, type, x);
     };
-    dx = output(p.wanted.dx, {p.rows, p.hidden}, x.scalar_type());
-    dweight = output(p.wanted.dweight, {p.vocab, p.hidden}, weight.scalar_type());
-    dbias = output(p.wanted.dbias, {p.vocab}, bias ? bias->scalar_type() : scalar_type(p.acc));
+    dx = output(p.wanted.dx, {p.rows, p.hidden}, type_of(x));
+    dweight = output(p.wanted.dweight, {p.vocab, p.hidden}, type_of(weight));
+    dbias = output(p.wanted.dbias, {p.vocab}, bias ? type_of(*bias) : scalar_type(p.acc));
 
     dloss_ = contiguous(p.scope.op(), dloss);
     if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, dtype_of(dloss_, "dloss")};
@@ -356,7 +356,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
     case Gradients::deferred:
       check_device(scope.op(), saved, "saved", x, "x");
       check_shape(scope.op(), saved, "saved", {p.rows, p.vocab});
-      require(dtype_of(saved, "saved") == p.compute, scope.op(), ": saved has dtype ", dtype_name(saved.scalar_type()), ", expected ",
+      require(dtype_of(saved, "saved") == p.compute, scope.op(), ": saved has dtype ", dtype_name(type_of(saved)), ", expected ",
               dtype_name(scalar_type(p.compute)));
       backward.from_saved_gradient(saved);
       break;

@@ -18,8 +18,8 @@ struct Halves {
 Halves two_tensors(const char* op, const Tensor& gate, const Tensor& up) {
   check_device(op, up, "up", gate, "gate");
   check_same_shape(op, up, "up", gate, "gate");
-  require(gate.scalar_type() == up.scalar_type(), op, ": up has dtype ", dtype_name(up.scalar_type()), ", expected that of gate, ",
-          dtype_name(gate.scalar_type()));
+  require(type_of(gate) == type_of(up), op, ": up has dtype ", dtype_name(type_of(up)), ", expected that of gate, ",
+          dtype_name(type_of(gate)));
   return {as_rows(op, gate, "gate"), as_rows(op, up, "up")};
 }
 
@@ -52,7 +52,7 @@ void backward(const Scope& scope, const Tensor& dh, const Halves& in, MutableRow
   const RowsView dh_rows = as_rows(scope.op(), dh, "dh");
   require(dh_rows.rows == in.gate.rows && dh_rows.cols == in.gate.cols, scope.op(), ": dh has shape ", shape_text(dh), ", expected ",
           in.gate.rows, " rows of ", in.gate.cols);
-  require(dh_rows.view.dtype == in.gate.view.dtype, scope.op(), ": dh has dtype ", dtype_name(dh.scalar_type()), ", expected that of gate");
+  require(dh_rows.view.dtype == in.gate.view.dtype, scope.op(), ": dh has dtype ", dtype_name(type_of(dh)), ", expected that of gate");
   if (dh.numel() > 0)
     glu_backward({in.gate.rows, in.gate.cols, dh_rows, in.gate, in.up, dgate, dup, act, gate_multiplier, down_multiplier}, scope);
 }

@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x
 
   Tensor dx = need_dx ? allocate_like(scope, x) : empty_output(scope, x);
   Tensor dweight = need_dweight ? allocate_like(scope, *weight) : empty_output(scope, weight ? *weight : x);
-  const ScalarType dbias_type = bias_dtype.value_or(x.scalar_type());
+  const ScalarType dbias_type = bias_dtype.value_or(type_of(x));
   Tensor dbias = allocate(scope, {need_dbias ? rows.cols : 0}, dbias_type, x);
   if (!need_dx && !need_dweight && !need_dbias) return {dx, dweight, dbias};
   if (x.numel() == 0) {

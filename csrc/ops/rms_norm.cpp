@@ -70,16 +70,17 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, Op
 
 // Both backwards: z is what was normalised.
 std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy_in, const OptionalTensor& dsum, const Tensor& z,
-                                    OptionalTensor weight, const Tensor& rstd, double offset, bool need_dx, bool need_dweight) {
-  const RowsView z_rows = as_rows(scope.op(), z, "x");
+                                    const char* z_name, OptionalTensor weight, const Tensor& rstd, double offset, bool need_dx,
+                                    bool need_dweight) {
+  const RowsView z_rows = as_rows(scope.op(), z, z_name);
   check_weight(scope.op(), weight, z, z_rows.cols);
   weight = contiguous(scope.op(), weight);
   need_dweight = need_dweight && weight.has_value();
-  check_device(scope.op(), rstd, "rstd", z, "x");
+  check_device(scope.op(), rstd, "rstd", z, z_name);
   require(rstd.numel() == z_rows.rows, scope.op(), ": rstd has ", rstd.numel(), " elements, expected one for each of ", z_rows.rows,
           " rows");
   const Tensor rstd_rows = contiguous(scope.op(), rstd);
-  require(dtype_of(rstd, "rstd") == accumulator(z_rows.view.dtype), scope.op(), ": rstd has dtype ", dtype_name(rstd.scalar_type()),
+  require(dtype_of(rstd, "rstd") == accumulator(z_rows.view.dtype), scope.op(), ": rstd has dtype ", dtype_name(type_of(rstd)),
           ", expected what the forward returned");
 
   // Only the sum was used: its gradient passes through unchanged (as a fresh tensor).
@@ -91,13 +92,13 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
     torch::stable::zero_(dweight);
     return {dz, dweight};
   }
-  check_same_shape(scope.op(), *dy_in, "dy", z, "x");
-  check_device(scope.op(), *dy_in, "dy", z, "x");
+  check_same_shape(scope.op(), *dy_in, "dy", z, z_name);
+  check_device(scope.op(), *dy_in, "dy", z, z_name);
   const RowsView dy = as_rows(scope.op(), *dy_in, "dy");
   RowsView dsum_rows;
   if (dsum) {
-    check_same_shape(scope.op(), *dsum, "dsum", z, "x");
-    check_device(scope.op(), *dsum, "dsum", z, "x");
+    check_same_shape(scope.op(), *dsum, "dsum", z, z_name);
+    check_device(scope.op(), *dsum, "dsum", z, z_name);
     dsum_rows = as_rows(scope.op(), *dsum, "dsum");
   }
 
@@ -120,12 +121,12 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
 
 std::tuple<Tensor, Tensor> rms_norm_backward_op(Tensor dy, Tensor x, OptionalTensor weight, Tensor rstd, double offset, bool need_dx,
                                                 bool need_dweight) {
-  return backward(Scope("rms_norm_backward", x, "x"), dy, std::nullopt, x, weight, rstd, offset, need_dx, need_dweight);
+  return backward(Scope("rms_norm_backward", x, "x"), dy, std::nullopt, x, "x", weight, rstd, offset, need_dx, need_dweight);
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_backward_op(OptionalTensor dy, OptionalTensor dsum, Tensor sum, OptionalTensor weight, Tensor rstd,
                                                     double offset, bool need_dx, bool need_dweight) {
-  return backward(Scope("add_rms_norm_backward", sum, "sum"), dy, dsum, sum, weight, rstd, offset, need_dx, need_dweight);
+  return backward(Scope("add_rms_norm_backward", sum, "sum"), dy, dsum, sum, "sum", weight, rstd, offset, need_dx, need_dweight);
 }
 
 }  // namespace

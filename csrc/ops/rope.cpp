@@ -57,11 +57,11 @@ std::tuple<Tensor, Tensor> run(const char* op, Tensor q, Tensor k, Tensor cos, T
   require(k.dim() == 4 && k.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(3) == q.size(3), op, ": ", k_name, " has shape ",
           shape_text(k), ", expected (", q.size(0), ", heads, ", q.size(2), ", ", q.size(3), ")");
   check_device(op, k, k_name, q, q_name);
-  require(k.scalar_type() == q.scalar_type(), op, ": ", k_name, " has dtype ", dtype_name(k.scalar_type()), ", expected that of ", q_name,
-          ", ", dtype_name(q.scalar_type()));
+  require(type_of(k) == type_of(q), op, ": ", k_name, " has dtype ", dtype_name(type_of(k)), ", expected that of ", q_name, ", ",
+          dtype_name(type_of(q)));
   check_table(op, cos, "cos", q, q_name);
   check_table(op, sin, "sin", q, q_name);
-  require(cos.size(2) == sin.size(2) && cos.scalar_type() == sin.scalar_type(), op, ": cos and sin differ in rotary_dim or dtype");
+  require(cos.size(2) == sin.size(2) && type_of(cos) == type_of(sin), op, ": cos and sin differ in rotary_dim or dtype");
   const Dtype dtype = dtype_of(q, q_name);
 
   cos = readable(op, cos);

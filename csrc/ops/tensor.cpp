@@ -63,7 +63,14 @@ Dtype dtype_of(ScalarType type, const char* name) {
   throw std::invalid_argument(text(name, " has dtype ", dtype_name(type), ", expected float32, bfloat16 or float16",
                                    LIGER_IS_GPU ? " (float64 works on the CPU only)" : ", or float64"));
 }
-Dtype dtype_of(const Tensor& t, const char* name) { return dtype_of(t.scalar_type(), name); }
+ScalarType type_of(const Tensor& t) {
+  try {
+    return t.scalar_type();
+  } catch (const std::exception&) {  // one that the stable ABI has no name for
+    return ScalarType::Undefined;
+  }
+}
+Dtype dtype_of(const Tensor& t, const char* name) { return dtype_of(type_of(t), name); }
 
 ScalarType scalar_type(Dtype dtype) {
   switch (dtype) {
@@ -175,7 +182,7 @@ Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarTyp
 }
 Tensor contiguous(const char* op, const Tensor& t) {
   if (t.is_contiguous()) return t;
-  Tensor copy = allocate_strided(op, sizes_of(t), contiguous_strides(sizes_of(t)), t.scalar_type(), t);
+  Tensor copy = allocate_strided(op, sizes_of(t), contiguous_strides(sizes_of(t)), type_of(t), t);
   torch::stable::copy_(copy, t);
   return copy;
 }
@@ -183,8 +190,8 @@ Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dty
   return allocate(scope, sizes, scalar_type(dtype), like);
 }
 Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype) { return allocate(scope, sizes_of(like), dtype, like); }
-Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, sizes_of(like), like.scalar_type(), like); }
-Tensor empty_output(const Scope& scope, const Tensor& like) { return allocate(scope, {0}, like.scalar_type(), like); }
+Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, sizes_of(like), type_of(like), like); }
+Tensor empty_output(const Scope& scope, const Tensor& like) { return allocate(scope, {0}, type_of(like), like); }
 Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like) {
   return allocate(scope, {(bytes + 3) / 4}, ScalarType::Float, like);
 }

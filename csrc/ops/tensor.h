@@ -27,6 +27,7 @@ struct ShapeText {
 std::ostream& operator<<(std::ostream& out, const ShapeText& shape);
 inline ShapeText shape_text(const Tensor& t) { return {t}; }
 
+ScalarType type_of(const Tensor& t);  // Undefined for a dtype that no kernel takes
 // Throws ValueError (as all checks here), naming the argument, when the dtype is none that kernels take.
 Dtype dtype_of(const Tensor& t, const char* name);
 Dtype dtype_of(ScalarType type, const char* name);

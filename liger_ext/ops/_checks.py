@@ -35,7 +35,7 @@ def holds(condition: bool | torch.SymBool) -> bool:
 
 
 def check_tensors(op: str, **arguments: object) -> None:
-    """Raises TypeError for what is no tensor; torch's dispatcher would do it, but later than a function asks for shapes."""
+    """Raises TypeError for what is no tensor; torch's dispatcher would, but after a function has asked for shapes."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a Tensor, not {type(value).__name__}")

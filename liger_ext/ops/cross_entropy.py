@@ -82,6 +82,7 @@ def cross_entropy(
             :func:`liger_ext.check_errors`.
     """
     check_tensors("cross_entropy", logits=logits, target=target)
+    require(logits.dim() >= 1, "cross_entropy: logits has no dimensions, expected (..., vocab_size)")
     if target.shape != logits.shape[:-1]:
         raise ValueError(
             f"target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} but for the last"

@@ -104,12 +104,19 @@ def fused_linear_cross_entropy(
     """
     op = "fused_linear_cross_entropy"
     check_tensors(op, x=x, weight=weight, target=target)
+    require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
     if target.shape != x.shape[:-1]:
         raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last")
     check_dtype(x.dtype, f"{op}: x", x.device)
     check_dtype(weight.dtype, f"{op}: weight", x.device)
     require(
-        weight.dim() == 2, op, ": weight has shape ", shape_text(weight), ", expected (vocab_size, ", x.shape[-1], ")"
+        weight.dim() == 2 and weight.shape[0] > 0,
+        op,
+        ": weight has shape ",
+        shape_text(weight),
+        ", expected (vocab_size, ",
+        x.shape[-1],
+        ")",
     )
     rows = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
     compute_dtype = _autocast_dtype(x.device.type, x, weight)
@@ -350,7 +357,7 @@ _call = register(
 )
 
 
-# What torch.utils.flop_counter counts: the matmuls that run in the forward, and in the backward. Tensors are their shapes.
+# What torch.utils.flop_counter counts: the matmuls that run in forward and backward. Tensors are their shapes.
 def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
     return 2 * x_shape[0] * x_shape[1] * weight_shape[0] * matmuls
 
