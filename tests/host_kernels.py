@@ -34,6 +34,14 @@ def launches():
     return {name: int(count) for count, name in lines}
 
 
+def launched_since():
+    """[(kernel, bytes of shared memory)] of the launches since the last call of this."""
+    tell = ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")).liger_ext_host_launched
+    tell.restype = ctypes.c_char_p
+    lines = (line.split(" ", 3) for line in tell().decode().splitlines())
+    return [(name, int(shared_bytes)) for _, _, shared_bytes, name in lines]
+
+
 @pytest.fixture(autouse=True)
 def count_cases():
     before = launches()
@@ -146,6 +154,17 @@ def test_fused_loss_unaligned(dtype):
     # What autograd saves may come back without the gaps between its rows.
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
         fused_loss(9, 35, dtype, bias=bias)
+
+
+@pytest.mark.skipif(os.environ.get("LIGER_EXT_HOST_SHARED") != "160", reason="64 KiB of shared memory are the default")
+@dtypes
+@pytest.mark.parametrize("vocab", [40_001, 84_001])
+def test_logits_in_more_than_64_kib(vocab, dtype):
+    """As on MI355X. Of the longer rows, what does not fit is read again."""
+    launched_since()
+    fused_loss(3, vocab, dtype, softcap=10.0)
+    (shared_bytes,) = (smem for name, smem in launched_since() if "::InPlace<" in name)
+    assert shared_bytes > 64 << 10
 
 
 @pytest.mark.parametrize("per_thread", [1, 2, 4, 8])

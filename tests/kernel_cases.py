@@ -58,7 +58,7 @@ def _norms(dtype: torch.dtype) -> Iterator[tuple]:
         (70, 8),
         (200, 1),
     ]
-    for rows, cols in [*rows_and_cols, (2, 70016), (13, 1003), (21, 1024), (7, 2048), (2, 20000)]:
+    for rows, cols in [*rows_and_cols, (2, 70016), (13, 1003), (13, 301), (21, 1024), (7, 2048), (2, 20000)]:
         quick = (rows, cols) in ((37, 512), (3, 33))
         yield "rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c)
         yield "layer_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c, centered=True)
@@ -98,6 +98,8 @@ def _norms(dtype: torch.dtype) -> Iterator[tuple]:
                 False,
                 lambda c=cols: inputs("x", 5, c) | {"residual": normal(5, c, seed=5)},
             )
+        wide = {"residual": normal(5, 1024, seed=5)}
+        yield "add_rms_norm", "fp32 stream frozen", False, lambda: inputs("x", 5, 1024, other) | wide, "weight"
 
 
 def _row_ops(dtype: torch.dtype) -> Iterator[tuple]:
@@ -243,7 +245,9 @@ def _losses(dtype: torch.dtype) -> Iterator[tuple]:
         ("chunks, all", False, (261, 8, 75, True, True), options | results | chunks),
         ("chunks per token", False, (261, 8, 64, True), chunks | {"reduction": "none"}),
         ("chunks, sum, tokens scaled", False, (150, 8, 64), chunks | {"reduction": "sum", "use_token_scaling": True}),
+        # As much of a row in shared memory as there is room for, the rest of it read again.
         ("large vocabulary", False, (3, 8, 20001, True), {"softcap": 10.0}),
+        ("larger vocabulary", False, (2, 8, 84001), {"softcap": 10.0}),
         ("in the compute dtype", False, (261, 8, 75, True), chunks | {"accum_dtype": dtype}),
         ("odd hidden size", False, (140, 7, 33, True), chunks),
         ("odd hidden size per token", False, (140, 7, 33), {"reduction": "none"}),

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import host_target, leaves_of, losses_of, normal, random_targets
+from cases import host_target, leaves_of, losses_of
+from gpu_paths import arguments
 
 from liger_ext import _C, _devices, _load, _tuned
 from liger_ext.testing import OPS, forced_plans, judge
@@ -26,40 +27,12 @@ KNOBS = [
     {"threads": 128, "block": 256, "stages": 1},
     {"threads": 1024, "block": 1024, "resident": 4},
     {"block": 128, "resident": 2},
+    {"block": 512},
     {"cluster": 2, "stages": 3},
     {"cluster": 8, "resident": 3, "stages": 8},
 ]
 knob_sets = pytest.mark.parametrize("knobs", KNOBS, ids=lambda knobs: " ".join(f"{k}={v}" for k, v in knobs.items()))
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-
-
-def arguments(op, rows, cols, dtype, device):
-    """An op's arguments by name; all floating ones want a gradient. RoPE: rows positions, cols the head dimension."""
-
-    def leaf(*shape, seed=0, **options):
-        return normal(*shape, dtype=dtype, device=device, seed=seed, **options).requires_grad_()
-
-    if op == "rope":
-        q, k = leaf(1, 10, rows, cols), leaf(1, 3, rows, cols, seed=1)
-        angle = normal(1, rows, cols, seed=9, scale=3, device=device)
-        return {"q": q, "k": k, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
-    if op in ("swiglu_packed", "geglu_packed"):
-        return {"gate_up": leaf(rows, 2 * cols)}
-    if op in ("swiglu", "geglu"):
-        return {"gate": leaf(rows, cols), "up": leaf(rows, cols, seed=1)}
-    if op == "cross_entropy":
-        return {"logits": leaf(rows, cols, scale=3), "target": random_targets(rows, cols, device=device)}
-    if op == "fused_linear_cross_entropy":
-        x, weight = leaf(rows, 16), leaf(cols, 16, seed=1)
-        return {"x": x, "weight": weight, "target": random_targets(rows, cols, device=device)}
-    made = {"x": leaf(rows, cols)}
-    if op == "add_rms_norm":
-        made["residual"] = leaf(rows, cols, seed=1)
-    if op != "softmax":
-        made["weight"] = leaf(cols, seed=2, mean=1, scale=0.3)
-    if op == "layer_norm":
-        made["bias"] = leaf(cols, seed=3)
-    return made
 
 
 def sizes(op, device):

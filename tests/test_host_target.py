@@ -39,21 +39,27 @@ def run(*command, warp, **env):
 
 
 @functools.cache
-def run_on_host(file, warp):
+def run_on_host(file, warp, *args, **env):
     """Runs a file of tests: the process, and, of host_kernels.py, the cases that each kernel ran in."""
     path = os.pathsep.join([str(Path(liger_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "cases.json"
-        env = {"LIGER_EXT_LIB": str(HOST), "PYTHONPATH": path, "LIGER_EXT_HOST_CASES": str(counts)}
-        done = run(sys.executable, "-m", "pytest", "-q", HERE / file, warp=warp, **env)
+        env |= {"LIGER_EXT_LIB": str(HOST), "PYTHONPATH": path, "LIGER_EXT_HOST_CASES": str(counts)}
+        done = run(sys.executable, "-m", "pytest", "-q", HERE / file, *args, warp=warp, **env)
         return done, json.loads(counts.read_text()) if counts.exists() else {}
 
 
 @warp_widths
-@pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py"])
+@pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py", "test_gpu_paths.py"])
 def test_every_kernel(file, warp):
     done, _ = run_on_host(file, warp)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_rows_of_logits_in_160_kib():
+    """MI355X's shared memory: plans that no device with 64 KiB has."""
+    done, _ = run_on_host("host_kernels.py", 64, "-k", "fused or 64_kib", LIGER_EXT_HOST_SHARED="160")
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout + done.stderr
 
 
 def test_cases_of_every_kernel(capsys):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases import normal, random_targets
 
+from liger_ext import _C, _devices
 from liger_ext import functional as F
 
 FAR = 2**30 + 8  # from one row to the next: the third row starts past 2^31 elements
@@ -116,6 +117,48 @@ def test_rope(free_memory):
     dout = out.detach()
     (dq,) = torch.autograd.grad(out, q, dout)
     assert torch.equal(dq[:, :, tail], torch.autograd.grad(expected, q, dout[:, :, tail])[0][:, :, tail])
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+def test_rope_in_two_launches(free_memory):
+    """A launch has fewer than 2^31 threads; here a position takes two, and there are 2^30 of them and a few more."""
+    batch, seq = 2**15 + 1, 2**15
+    plans = _C.plans("rope", _devices.running_profile(0), batch * seq, 2, q_heads=1, k_heads=1)
+    assert [launch.rows for launch in plans] == [2**30 - 64, batch * seq - 2**30 + 64]
+    one = [normal(1, 1, seq, 2, dtype=torch.bfloat16, device="cuda", seed=s) for s in (0, 1)]
+    angle = torch.rand(1, seq, 2, device="cuda")
+    tables = angle.cos(), angle.sin()
+    for op in (torch.ops.liger_ext.rope, torch.ops.liger_ext.rope_backward):
+        expected = op(*one, *tables)
+        found = op(*(t.expand(batch, -1, -1, -1) for t in one), *tables)
+        for all_of_them, first in zip(found, expected, strict=True):
+            assert all(torch.equal(part, first.expand_as(part)) for part in all_of_them.split(2**12))
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_matrices_with_64_bit_strides(reduction, free_memory):
+    """Rows more than 2^31 elements apart, which the 32-bit interface of cuBLAS does not take: x in the product that
+    makes the logits and in that of dweight, the head in the former and in that of dx."""
+    rows = vocab = 3
+    far = 2**31 + 64
+
+    def apart(seed):
+        t = torch.empty(2 * far + 64, dtype=torch.bfloat16, device="cuda").as_strided((3, 64), (far, 1))
+        return t.copy_(normal(3, 64, dtype=torch.bfloat16, seed=seed)).requires_grad_()
+
+    x, weight, target = apart(0), apart(1), torch.arange(rows, device="cuda") % vocab
+    results = []
+    for inputs in (
+        (x, weight),
+        [t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for t in (x, weight)],
+    ):
+        loss = F.fused_linear_cross_entropy(*inputs, target, reduction=reduction)
+        results.append((loss, *torch.autograd.grad(loss.sum(), inputs)))
+    for strided, contiguous in zip(*results, strict=True):  # another algorithm may be chosen
+        torch.testing.assert_close(strided, contiguous, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.cuda

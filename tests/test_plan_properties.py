@@ -33,6 +33,16 @@ def small_device():
     return device
 
 
+def without_clusters(*counts):
+    """Code for clusters on a device that has few places for them, or whose driver did not say how many."""
+    device = _C.profile("H200")
+    device.resident_clusters = counts
+    return device
+
+
+DEVICES = (*PROFILES, small_device(), without_clusters(0, 0, 0, 0), without_clusters(9, 4, 1, 0))
+
+
 rows = st.integers(0, 10**6) | st.integers(0, 300) | st.sampled_from([1, 2, 131, 132, 133, 8192, 2**20])
 cols = st.integers(1, 262_144) | st.integers(1, 300) | st.sampled_from([2**i for i in range(19)]) | st.sampled_from(
     [127, 1001, 4100, 5120, 11_008, 14_336, 32_000, 50_257, 65_537, 128_256, 151_936, 262_144]
@@ -110,7 +120,7 @@ def test_plans_are_legal_and_cover_everything(op):
     @settings(max_examples=300)
     @given(call=calls(op))
     def every_profile(call):
-        for device in (*PROFILES, small_device()):
+        for device in DEVICES:
             check_call(op, device, call)
 
     every_profile()
@@ -121,7 +131,7 @@ def test_plans_with_any_knobs_are_legal_and_cover_everything(op):
     @settings(max_examples=300)
     @given(call=calls(op), knobs=some_knobs)
     def every_profile(call, knobs):
-        for device in (*PROFILES, small_device()):
+        for device in DEVICES:
             check_call(op, device, call | {"knobs": knobs})
 
     every_profile()

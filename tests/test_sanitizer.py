@@ -1,12 +1,18 @@
 """The compact selection for compute-sanitizer: every kernel, forward and backward, at small odd and at
-vector-aligned shapes, without compilation. ``compute-sanitizer --tool memcheck python -m pytest -m "sanitizer and
-cuda"``, then ``--tool racecheck``."""
+vector-aligned shapes; persistent blocks with rows enough for their rings to wrap around, clusters, and the kernels that
+write in place. Without compilation. ``compute-sanitizer --tool memcheck python -m pytest -m "sanitizer and cuda"``,
+then ``--tool racecheck``."""
+
+import itertools
 
 import pytest
 import torch
-from cases import EXAMPLES, IDS, gradients, normal, random_targets
+from cases import EXAMPLES, IDS, gradients, losses_of, normal, random_targets
+from gpu_paths import HIDDEN, NORMS, WATCHED, profile_of_this_machine, wraps
 
+from liger_ext import _C
 from liger_ext import functional as F
+from liger_ext.testing import OPS
 
 pytestmark = pytest.mark.sanitizer
 
@@ -47,3 +53,63 @@ def test_fused_loss(device, memory):
     x, weight = normal(200, 24, device=device).requires_grad_(), normal(1003, 24, device=device).requires_grad_()
     loss = F.fused_linear_cross_entropy(x, weight, random_targets(200, 1003, device=device), memory=memory)
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss, (x, weight)))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("path", WATCHED, ids=str)
+def test_rings_clusters_and_writes_in_place(path):
+    made = path.arguments(path.rows(profile_of_this_machine()), "cuda")
+    outputs = losses_of(OPS[path.op].run(**made))
+    wanted = [t for t in made.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    found = torch.autograd.grad([t.float().sum() for t in outputs], wanted)
+    assert all(g.isfinite().all() for g in found)
+
+
+def watched_kernels(profile):
+    """{(op, kernel, its integer arguments, is it a cluster's?): does its ring, if it has one, wrap around?} of
+    the persistent kernels and of those with clusters."""
+    found = {}
+    for path in WATCHED:
+        rows = path.rows(profile)
+        for launch in path.launches(profile, rows):
+            if key := watched(path.op, launch):
+                found[key] = found.get(key, True) and (not launch.plan.stages or wraps(launch.plan, rows))
+    return found
+
+
+def watched(op, launch):
+    plan = launch.plan
+    return (op, launch.kernel, tuple(launch.instance), plan.cluster > 1) if plan.stages or plan.cluster > 1 else None
+
+
+def planned_kernels(profile):
+    """The same kernels, of calls of all lengths."""
+    lengths = [*range(8, 4096, 56), *range(4096, 600_000, 9992), *(2**i for i in range(12, 20))]
+    ops = (*NORMS, "softmax", "cross_entropy", "fused_linear_cross_entropy")
+    for op, rows, cols, dtype in itertools.product(ops, (1, 40, 300, 65_536), lengths, ("bfloat16", "float32")):
+        for planned in (op, f"{op}_backward"):
+            for launch in _C.plans(planned, profile, rows, cols, dtype, bias=True, hidden=HIDDEN):
+                if key := watched(op, launch):
+                    yield key
+
+
+@pytest.mark.parametrize("name", ["H100", "H200", "B200"])
+def test_the_selection_has_every_persistent_kernel_and_every_cluster(name):
+    """Each ring with rows enough that its places are filled again and again."""
+    profile = _C.profile(name)
+    found = watched_kernels(profile)
+    assert all(found.values()), [key for key, again in found.items() if not again]
+    assert set(planned_kernels(profile)) <= found.keys()
+    assert {kernel for _, kernel, _, is_cluster in found if is_cluster} == {
+        "NormForwardRegisters",
+        "NormBackwardRegisters",
+        "SoftmaxRegisters",
+        "SoftmaxBackwardRegisters",
+        "InPlaceRegisters",
+    }
+
+
+def test_the_selection_is_compact():
+    """Rows are few where neither rings nor clusters need them."""
+    profile = _C.profile("H200")
+    assert sum(path.rows(profile) * path.cols for path in WATCHED) < 1.2e9

@@ -85,7 +85,7 @@ template <class T, int N, bool Full> struct InPlace {
     };
     own.template walk<1>(0, slots, [&](auto& raw, int slot, int) { raw = stash[slot * pitch]; }, write);
     own.template walk<launch::logits_in_flight(Full)>(
-        slots, own.slots(), [&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); }, write);
+        slots, own.slots(), [&](auto& raw, int, int column) { load<Hint::in_place>(raw, row.data + column); }, write);
     if (own.single >= 0) store(out + own.single, gradient.template of<Full>(a, last, own.single, row.target));
   }
 };
@@ -108,7 +108,7 @@ template <class T, int N, int K> struct InPlaceRegisters {
     const Columns<N, K> columns(group.index, group.threads_per_row, wanted ? whole : 0);
     // What is not there adds nothing to a sum and raises no maximum: no instruction asks for it again before the stores.
     Packed<T, N> x[K];
-    columns.template load<Hint::stream>(x, data, 0, same_value(Packed<T, N>{}, minus_infinity()));
+    columns.template load<Hint::in_place>(x, data, 0, same_value(Packed<T, N>{}, minus_infinity()));
     const LogitRow<T, false> row(a, at, first, false);
     const int tail = row.valid && whole + group.index < cols ? whole + group.index : -1;
     Packed<T, 1> last = same_value(Packed<T, 1>{}, minus_infinity());

@@ -60,7 +60,7 @@ template <class T, int N> struct Scale {
     Packed<T, N> raw[in_flight];
 #pragma unroll
     for (int k = 0; k < in_flight; ++k)
-      if (piece.vector(k) < piece.vectors) load<Hint::stream>(raw[k], in + piece.vector(k) * N);
+      if (piece.vector(k) < piece.vectors) load<Hint::in_place>(raw[k], in + piece.vector(k) * N);
 #pragma unroll
     for (int k = 0; k < in_flight; ++k) {
       if (piece.vector(k) >= piece.vectors) continue;

@@ -4,12 +4,11 @@
 // The library is column-major: C = op(A) op(B) in rows is C' = op(B)' op(A)' in columns, the same memory with A and B swapped.
 // Accumulation is fp32, whatever the operands are. An alpha in device memory (a loss scale that no host knows) needs beta there
 // too: a constant of this file. Nothing synchronises or allocates, so that it can be captured in a graph.
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <limits>
 
 #include "gpu/platform_blas.h"
+#include "gpu/symbols.h"
 #include "kernels/gemm.h"
 
 extern "C" int32_t torch_get_current_cuda_blas_handle(void** handle);
@@ -20,19 +19,27 @@ namespace {
 // Not const: of a constant that no kernel uses, clang leaves nothing in HIP's device code, and the runtime does not find it.
 __device__ float device_beta[2] = {0, 1};
 
-template <class F, int N> F find(const char* const (&names)[N]) {
+template <class F, int N> F find(const void* neighbour, const char* const (&names)[N]) {
   for (const char* name : names)
-    if (void* symbol = dlsym(RTLD_DEFAULT, name)) return reinterpret_cast<F>(symbol);
+    if (void* symbol = find_symbol(neighbour, name)) return reinterpret_cast<F>(symbol);
   return nullptr;
 }
+template <class F> const void* address(F* function) { return reinterpret_cast<const void*>(function); }
 
+// All of one library: the one that torch is linked to; where torch does not show it, the process's first.
 struct Library {
-  blas::GemmEx<int> gemm = find<blas::GemmEx<int>>(blas::gemm_names);
-  blas::GemmEx<int64_t> gemm_64 = find<blas::GemmEx<int64_t>>(blas::gemm_64_names);  // may be missing
-  blas::GetPointerMode get_pointer_mode = find<blas::GetPointerMode>(blas::get_pointer_mode_names);
-  blas::SetPointerMode set_pointer_mode = find<blas::SetPointerMode>(blas::set_pointer_mode_names);
+  blas::GemmEx<int> gemm = find<blas::GemmEx<int>>(address(&torch_get_current_cuda_blas_handle), blas::gemm_names);
+  blas::GemmEx<int64_t> gemm_64 = nullptr;  // may be missing
+  blas::GetPointerMode get_pointer_mode = nullptr;
+  blas::SetPointerMode set_pointer_mode = nullptr;
 
   Library() {
+    if (!gemm) gemm = find<blas::GemmEx<int>>(nullptr, blas::gemm_names);
+    if (gemm) {
+      gemm_64 = find<blas::GemmEx<int64_t>>(address(gemm), blas::gemm_64_names);
+      get_pointer_mode = find<blas::GetPointerMode>(address(gemm), blas::get_pointer_mode_names);
+      set_pointer_mode = find<blas::SetPointerMode>(address(gemm), blas::set_pointer_mode_names);
+    }
     if (!gemm || !get_pointer_mode || !set_pointer_mode)
       throw std::runtime_error(text(
           blas::library, " was not found in this process: liger_ext uses the one that torch loads; is this torch built for this GPU?"));

@@ -124,10 +124,11 @@ template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packe
   return most;
 }
 
-// keep: ordinary caching. stream: read or written once, should not push other data out of the L2. constant: read by all blocks and
-// written by none. A template argument, since as an ordinary one the compiler was seen to drop it. Streaming and constant loads
-// may be moved over stores of the same kernel: they are for memory that the kernel has not written.
-enum class Hint { keep, stream, constant };
+// keep: ordinary caching. stream: read or written once, should not push other data out of the L2. in_place: a load like stream's, of
+// memory that this kernel also writes. constant: read by all blocks and written by none. A template argument, since as an ordinary one the
+// compiler was seen to drop it. Streaming and constant loads are for memory that nobody writes while the kernel runs, not even its
+// own threads behind their loads: a GPU may read it past the caches that see stores.
+enum class Hint { keep, stream, in_place, constant };
 
 // Moves a Vec or Packed. Hints apply to accesses of 4 to 16 bytes; larger vectors move as several of 16.
 template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void load(V& out, const T* from) {
@@ -138,6 +139,7 @@ template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void load(V& out, 
       char* const to = reinterpret_cast<char*>(&out) + at;
       const char* const source = reinterpret_cast<const char*>(from) + at;
       if constexpr (H == Hint::stream) streaming_load<step>(to, source);
+      else if constexpr (H == Hint::in_place) in_place_load<step>(to, source);
       else constant_load<step>(to, source);
     }
   } else {

@@ -88,6 +88,7 @@ template <int Bytes> LIGER_DEVICE void streaming_load(void* to, const void* from
   using W = typename NativeWord<Bytes>::type;
   *static_cast<W*>(to) = __builtin_nontemporal_load(static_cast<const W*>(from));
 }
+template <int Bytes> LIGER_DEVICE void in_place_load(void* to, const void* from) { streaming_load<Bytes>(to, from); }
 template <int Bytes> LIGER_DEVICE void constant_load(void* to, const void* from) {
   using W = typename NativeWord<Bytes>::type;
   *static_cast<W*>(to) = *static_cast<const W*>(from);

@@ -87,6 +87,7 @@ template <int Bytes> LIGER_DEVICE void streaming_load(void* to, const void* from
   using Word [[gnu::vector_size(Bytes)]] = uint32_t;  // one access of this size and alignment
   *static_cast<Word*>(to) = *static_cast<const Word*>(from);
 }
+template <int Bytes> LIGER_DEVICE void in_place_load(void* to, const void* from) { streaming_load<Bytes>(to, from); }
 template <int Bytes> LIGER_DEVICE void constant_load(void* to, const void* from) { streaming_load<Bytes>(to, from); }
 template <int Bytes> LIGER_DEVICE void streaming_store(void* to, const void* from) { streaming_load<Bytes>(to, from); }
 

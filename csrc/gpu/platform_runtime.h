@@ -76,22 +76,44 @@ inline void check(cudaError_t code, const char* what) {
 inline void clear_last_error() { cudaGetLastError(); }
 // Of a call that does nothing.
 inline int standing_error() { return cudaFree(nullptr); }
+inline bool is_missing_code(int code) {
+  return code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion;
+}
 // A kernel whose blocks need a multiprocessor each, for counting.
 struct Idle {
   struct Args {};
   static constexpr int max_threads = 32;
   static LIGER_DEVICE void run(const Args&) {}
 };
-inline void count_clusters(launch::DeviceProfile& profile) {
+// A device as the current one, for as long as this lives.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    check(cudaGetDevice(&before_), "asking for the current device");
+    if (before_ != device) check(cudaSetDevice(device), "reading a device's properties");
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  ~CurrentDevice() { cudaSetDevice(before_); }
+
+ private:
+  int before_ = 0;
+};
+// A kernel's code and its clusters are those of the current device: whoever asks for a profile may have another one.
+inline void count_clusters(launch::DeviceProfile& profile, int device) {
+  const CurrentDevice current(device);
   const void* function = reinterpret_cast<const void*>(&entry<Idle>);
-  // Only of code made for it: a library of PTX for older devices runs here, too.
+  // Only of code made for it: a library of PTX for older devices runs here, too. Another error than that there is no code is this
+  // call's alone: a profile that it decides would be kept.
   cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, function)) return clear_last_error();
+  if (const int code = cudaFuncGetAttributes(&attributes, function)) {
+    if (!is_missing_code(code)) throw_launch_error(code, "asking for the code of a kernel");
+    return clear_last_error();  // the first launch says so
+  }
   profile.bulk_copies = attributes.ptxVersion >= 90;
   profile.async_copies = attributes.ptxVersion >= 80 && !profile.bulk_copies;
   if (!profile.bulk_copies) return;
-  if (cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, profile.shared_per_block_optin))
-    return clear_last_error();
+  check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, profile.shared_per_block_optin),
+        "setting shared memory");
   for (int blocks = 1; blocks <= 3; ++blocks)
     for (int i = 0; i < 4; ++i) {
       const int shared = std::min(profile.shared_per_block_optin, profile.shared_per_multiprocessor / blocks - 1024);
@@ -99,11 +121,13 @@ inline void count_clusters(launch::DeviceProfile& profile) {
       cudaLaunchAttribute cluster = cluster_attribute(1 << i);
       config.attrs = &cluster;
       config.numAttrs = 1;
-      int& count = profile.resident_clusters[blocks - 1][i];
-      if (cudaOccupancyMaxActiveClusters(&count, function, &config)) {
-        count = 0;
-        clear_last_error();
-      }
+      int count = 0;
+      const bool failed = cudaOccupancyMaxActiveClusters(&count, function, &config) != cudaSuccess;
+      if (failed) clear_last_error();
+      // Clusters that cannot be counted are not used, plans without them are slower and right; nor is it believed that there are fewer
+      // of several blocks a multiprocessor than of one.
+      const int least = blocks > 1 ? profile.resident_clusters[blocks - 2][i] : 0;
+      profile.resident_clusters[blocks - 1][i] = failed ? least : std::max(least, count);
     }
 }
 inline launch::DeviceProfile read_profile(int device) {
@@ -123,7 +147,7 @@ inline launch::DeviceProfile read_profile(int device) {
   profile.l2_bytes = properties.l2CacheSize;
   profile.memory_bytes = int64_t(properties.totalGlobalMem);
   launch::derive_features(profile);
-  count_clusters(profile);
+  count_clusters(profile, device);
   return profile;
 }
 inline int current_device() {
@@ -132,9 +156,6 @@ inline int current_device() {
   return device;
 }
 inline const char* error_text(int code) { return cudaGetErrorString(cudaError_t(code)); }
-inline bool is_missing_code(int code) {
-  return code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion;
-}
 inline std::string dotted(int arch) { return text(arch / 10, ".", arch % 10); }
 inline std::string architecture(const launch::DeviceProfile& device) { return "compute capability " + architecture_text(device); }
 inline std::string built_for() {

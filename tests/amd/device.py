@@ -26,6 +26,7 @@ from amd import emulator, objects
 
 HIP_BUILD = objects.HIP_LIBRARY.parents[1]
 LIBRARY = HIP_BUILD / "emulated/libliger_ext_cpu.so"
+SHARED_BYTES = {"gfx950": 160 << 10}  # of a block and of a compute unit; others: 64 KiB
 MULTIPROCESSORS = 3  # a small device: persistent blocks get several rows each, a grid has a remainder
 
 
@@ -77,7 +78,8 @@ class Device:
         variable = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
         self._callbacks = launch(self._launch), variable(self._variable)
         warp = 64 if arch.startswith("gfx9") else 32
-        self._library.emulated_device(arch.encode(), warp, multiprocessors, *self._callbacks)
+        self.shared_bytes = SHARED_BYTES.get(arch, 64 << 10)
+        self._library.emulated_device(arch.encode(), warp, multiprocessors, self.shared_bytes, *self._callbacks)
 
     def _launch(self, name: bytes, grid: int, block: int, shared_bytes: int, arguments: int) -> int:
         kernel = name.decode()

@@ -15,7 +15,6 @@ import torch  # noqa: E402
 from amd.device import Device, Launch, build  # noqa: E402
 
 COMPUTE_UNITS = {"gfx90a": 110, "gfx942": 304, "gfx950": 256, "gfx1100": 84, "gfx1201": 64}  # MI250X … RX 9070 XT
-SHARED_BYTES = 64 << 10
 
 
 def problem(device: Device, launch: Launch) -> str | None:
@@ -25,7 +24,7 @@ def problem(device: Device, launch: Launch) -> str | None:
         return f"{launch.block} threads, compiled for {compiled['.max_flat_workgroup_size']}"
     if launch.block % compiled[".wavefront_size"]:
         return f"{launch.block} threads are not whole waves of {compiled['.wavefront_size']}"
-    if compiled[".group_segment_fixed_size"] + launch.shared_bytes > SHARED_BYTES:
+    if compiled[".group_segment_fixed_size"] + launch.shared_bytes > device.shared_bytes:
         return f"{launch.shared_bytes} bytes of shared memory"
     return None if 0 < launch.grid < 2**31 else f"{launch.grid} blocks"
 

@@ -58,7 +58,7 @@ using Launch = int (*)(const char* kernel, int grid, int block, int shared_bytes
 using Variable = void* (*)(const char* name);
 struct {
   char arch[32] = "";
-  int warp = 0, multiprocessors = 0;
+  int warp = 0, multiprocessors = 0, shared_bytes = 0;
   Launch launch = nullptr;
   Variable variable = nullptr;
   std::string failure;
@@ -70,10 +70,11 @@ struct {
 #pragma GCC visibility push(default)  // exports.map says which of these other libraries see
 extern "C" {
 
-void emulated_device(const char* arch, int warp, int multiprocessors, Launch launch, Variable variable) {
+void emulated_device(const char* arch, int warp, int multiprocessors, int shared_bytes, Launch launch, Variable variable) {
   std::snprintf(device.arch, sizeof(device.arch), "%s", arch);
   device.warp = warp;
   device.multiprocessors = multiprocessors;
+  device.shared_bytes = shared_bytes;
   device.launch = launch;
   device.variable = variable;
 }
@@ -125,7 +126,7 @@ hipError_t hipGetDeviceProperties(hipDeviceProp_t* properties, int) {
   properties->multiProcessorCount = device.multiprocessors;
   properties->maxThreadsPerBlock = 1024;
   properties->regsPerBlock = 65536;
-  properties->sharedMemPerBlock = properties->maxSharedMemoryPerMultiProcessor = 64 << 10;
+  properties->sharedMemPerBlock = properties->maxSharedMemoryPerMultiProcessor = device.shared_bytes;
   properties->l2CacheSize = 4 << 20;
   properties->totalGlobalMem = size_t{1} << 30;
   return hipSuccess;

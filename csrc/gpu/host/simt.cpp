@@ -319,25 +319,32 @@ int atomic_claim(int* flag) {
   return before;
 }
 
+namespace {
+
+// A setting in the environment, one of two numbers; by default the first.
+int setting(const char* name, int first, int second) {
+  const char* const value = std::getenv(name);
+  const std::string wanted = value ? value : std::to_string(first);
+  require(wanted == std::to_string(first) || wanted == std::to_string(second), name, " is ", wanted, ", expected ", first, " or ", second);
+  return std::stoi(wanted);
+}
+
+}  // namespace
+
 int warp_width() {
-  static const int width = [] {
-    const char* const value = std::getenv("LIGER_EXT_HOST_WARP");
-    const std::string wanted = value ? value : "32";
-    require(wanted == "32" || wanted == "64", "LIGER_EXT_HOST_WARP is ", wanted, ", expected 32 or 64");
-    return std::stoi(wanted);
-  }();
+  static const int width = setting("LIGER_EXT_HOST_WARP", 32, 64);
   return width;
 }
 
 // Few multiprocessors and a small L2, so that small tensors take the paths of large ones: several rows to a persistent block,
-// logits that are read again. Shared memory as on the GPUs of that warp width.
+// logits that are read again. Shared memory as on most GPUs of that warp width, or as on MI355X.
 launch::DeviceProfile profile() {
   launch::DeviceProfile device;
   std::strcpy(device.name, "host target");
   device.vendor = launch::Vendor::host;
   device.warp = warp_width();
   device.multiprocessors = 4;
-  device.shared_per_block_optin = 65536;
+  device.shared_per_block_optin = device.shared_per_multiprocessor = setting("LIGER_EXT_HOST_SHARED", 64, 160) << 10;
   device.l2_bytes = 64 << 10;
   device.memory_bytes = int64_t{1} << 30;
   return device;

@@ -24,7 +24,8 @@ struct Place {
 Place place();
 unsigned char* shared_memory();
 
-// Lanes of a warp, and the device that launch plans are made for: LIGER_EXT_HOST_WARP=32 (the default) or 64 in the environment.
+// Lanes of a warp, and the device that launch plans are made for: LIGER_EXT_HOST_WARP=32 (the default) or 64 in the environment, and KiB of
+// shared memory: LIGER_EXT_HOST_SHARED=64 (the default) or 160.
 int warp_width();
 launch::DeviceProfile profile();
 

@@ -1,0 +1,246 @@
+"""What is done to the arguments of a sensible call. Each function changes a Case, and says what may come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from calls import Call
+from torch import Tensor
+
+NAN, INF = float("nan"), float("inf")
+EXTREMES = [NAN, INF, -INF, 0.0, -0.0, 1e-45, 1e-30, 1024.0, 65504.0, 8e37, -8e37, 3.4e38]
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WRONG_DTYPES = [
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+NOT_TENSORS = [None, "x", 3, 1.5, [1.0, 2.0]]
+INTEGERS = [-(2**63), -(2**31), -100, -2, -1, 0, 1, 2, 3, 7, 2**31, 2**40, 2**63 - 1]
+FLOATS = [NAN, INF, -INF, 0.0, -1.0, -1e-300, 1e-300, 0.5, 2.0, 1e38, 1e308]
+NEVER, MAY, MUST = 0, 1, 2
+
+
+@dataclass
+class Case:
+    """A call and what is known about it."""
+
+    call: Call
+    rng: Random
+    faults: dict[str, int] = field(default_factory=dict)  # by argument: may, or must, an exception come?
+    ordinary: bool = True  # values of ordinary size: results are finite
+    judged: bool = True  # the references know what the result should be
+    notes: list[str] = field(default_factory=list)
+
+    def set(self, name: str, value: Any, raises: int, note: str) -> None:
+        self.call = self.call.with_tensors({name: value})
+        self.faults[name] = max(self.faults.get(name, NEVER), raises)
+        self.notes.append(f"{name}: {note}")
+
+    @property
+    def raises(self) -> int:
+        return max(self.faults.values(), default=NEVER)
+
+    def pick(self, floating: bool = False) -> tuple[str, Tensor] | None:
+        """A tensor that can be copied, and that nothing was done to yet."""
+        tensors = [(n, t) for n, t in self.call.tensors().items() if t.numel() < 1 << 20 and n not in self.faults]
+        found = [(n, t) for n, t in tensors if t.is_floating_point() or not floating]
+        return self.rng.choice(found) if found else None
+
+
+def values(case: Case) -> None:
+    """Extreme values: in one element, in some, in all."""
+    name, t = case.pick(floating=True) or ("", None)
+    if t is None or not t.numel() or t.device.type == "meta":
+        return
+    rng, t, value = case.rng, t.clone(memory_format=torch.contiguous_format), case.rng.choice(EXTREMES)
+    value = value if abs(value) <= torch.finfo(t.dtype).max or value in (INF, -INF) or value != value else INF
+    how = rng.choice(["one", "every third", "all", "random signs"])
+    flat = t.view(-1)
+    if how == "one":
+        flat[rng.randrange(t.numel())] = value
+    elif how == "random signs":
+        t.mul_(value)
+    else:
+        flat[:: 3 if how == "every third" else 1] = value
+    case.set(name, t, NEVER, f"{value} in {how}")
+    case.ordinary = False
+    # Class weights of either sign cancel, and sums in 16 bits overflow where PyTorch's do not.
+    case.judged = case.judged and name not in case.call.constants and case.call.arguments.get("accum_dtype") is None
+
+
+def zero_class_weights(case: Case) -> None:
+    name = {"cross_entropy": "weight", "fused_linear_cross_entropy": "ce_weight"}.get(case.call.op)
+    weight = case.call.arguments.get(name or "")
+    target = case.call.arguments.get("target")
+    if all(
+        isinstance(t, Tensor) and t.dtype in dtypes and t.device.type != "meta" and t.numel() < 1 << 20
+        for t, dtypes in ((weight, FLOATING), (target, [torch.int64]))
+    ):
+        how = case.rng.choice(["zero", "negative", "zero where targets are"])
+        changed = weight.clone(memory_format=torch.contiguous_format)
+        if how == "negative":
+            changed = -changed
+        elif how == "zero":
+            changed.zero_()
+        else:
+            changed.view(-1)[target[(target >= 0) & (target < changed.numel())]] = 0
+        case.set(name, changed, NEVER, how)
+        case.ordinary = False
+
+
+def dtype(case: Case) -> None:
+    name, t = case.pick() or ("", None)
+    if t is None:
+        return
+    if t.is_floating_point() and case.rng.randrange(3) == 0:
+        case.set(name, t.to(case.rng.choice([torch.float64, torch.float32, torch.bfloat16])), MAY, "another dtype")
+        return
+    wrong = case.rng.choice(WRONG_DTYPES if t.is_floating_point() else [*WRONG_DTYPES, torch.float32, torch.bfloat16])
+    if wrong == t.dtype:
+        return
+    # Class weights and the normalizer are converted.
+    converted = name in ("ce_weight", "normalizer") or (case.call.op == "cross_entropy" and name == "weight")
+    case.set(name, t.to(wrong), MAY if converted else MUST, str(wrong))
+
+
+def shape(case: Case) -> None:
+    name, t = case.pick() or ("", None)
+    if t is None:
+        return
+    changes: list[Callable[[Tensor], Tensor]] = [
+        lambda t: t.unsqueeze(0),
+        lambda t: t.unsqueeze(-1),
+        lambda t: t.flatten(),
+        lambda t: t[..., :0] if t.dim() else t,
+        lambda t: t[..., :1] if t.dim() else t,
+        lambda t: t[..., :-1] if t.dim() else t,
+        lambda t: t[:-1] if t.dim() else t,
+        lambda t: t[0] if t.dim() and t.shape[0] else t,
+        lambda t: torch.cat([t, t], -1) if t.dim() else t,
+        lambda t: t.transpose(0, -1) if t.dim() else t,
+        lambda t: t.expand(2, *t.shape),
+        lambda t: t.reshape(-1)[:1].reshape(()) if t.numel() else t,
+    ]
+    case.set(name, case.rng.choice(changes)(t), MAY, "another shape")
+
+
+def huge(case: Case) -> None:
+    """Sizes whose product passes 2^31, memory, or 2^63; no memory is behind them."""
+    size = case.rng.choice([2**16, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**33, 2**40, 2**62])
+    names = list(case.call.tensors())
+    if case.rng.randrange(2) and names:
+        names = [case.rng.choice(names)]
+    elif case.call.op == "fused_linear_cross_entropy":
+        size = max(size, 2**31)  # else rows times classes fit memory, and take minutes
+    first = case.rng.randrange(2) == 0
+    for name in names:
+        t = case.call.arguments[name]
+        if t.dim() == 0 or not t.numel():
+            continue
+        at = 0 if first else -1
+        try:
+            case.set(
+                name,
+                t.narrow(at, 0, 1).expand(*(size if d == at % t.dim() else -1 for d in range(t.dim()))),
+                MAY,
+                f"{size} long",
+            )
+        except RuntimeError:  # torch's own: the number of elements does not fit 64 bits
+            continue
+    case.ordinary = case.judged = False
+
+
+def target(case: Case) -> None:
+    target, classes = case.call.arguments.get("target"), case.call.arguments.get("weight")
+    if case.call.op == "cross_entropy":
+        classes = case.call.arguments["logits"]
+    if case.faults or not all(isinstance(t, Tensor) and 0 < t.numel() < 1 << 20 for t in (target, classes)):
+        return
+    count = classes.shape[-1 if case.call.op == "cross_entropy" else 0]
+    bad = case.rng.choice([-1, count, count + 1, -2, -100, -99, 2**31, 2**62, -(2**63)])
+    changed, inside = (
+        target.clone(memory_format=torch.contiguous_format),
+        0 <= bad < count or bad == case.call.arguments.get("ignore_index"),
+    )
+    changed.view(-1)[case.rng.randrange(target.numel())] = bad
+    case.set("target", changed, NEVER if inside else MUST, f"{bad} of {count} classes")
+
+
+OPTIONS: dict[str, list[tuple[Any, int]]] = {
+    "eps": [(v, NEVER) for v in FLOATS] + [("x", MUST), (None, MUST)],
+    "offset": [(v, NEVER) for v in FLOATS] + [("x", MUST)],
+    "casting_mode": [(0, NEVER), (1, NEVER), (-1, NEVER), (2, MUST), ("Llama", MUST), (None, MUST), (2**70, MUST)],
+    "gate_multiplier": [(v, NEVER) for v in FLOATS] + [(None, MUST)],
+    "down_multiplier": [(v, NEVER) for v in FLOATS] + [(None, MUST)],
+    "approximate": [("erf", MUST), (None, MUST), (1, MUST)],
+    "unsqueeze_dim": [(0, MUST), (3, MUST), (-1, MUST), (None, MUST), (2**70, MUST)],
+    "ignore_index": [(v, MAY) for v in INTEGERS] + [(2**63, MUST), (1.5, MUST), (None, MUST)],
+    "reduction": [("avg", MUST), (None, MUST), (1, MUST), ("", MUST)],
+    "label_smoothing": [(-0.1, MUST), (1.1, MUST), (NAN, MUST), (INF, MUST), (1.0, NEVER), ("x", MUST)],
+    "lse_square_scale": [(v, NEVER) for v in FLOATS] + [(None, MUST)],
+    "softcap": [(v, MUST) for v in (0.0, -1.0, NAN, "x")] + [(v, NEVER) for v in (INF, 1e-300, 1e300, 1e-3, 30)],
+    "return_z_loss": [(1, MAY), (None, MAY), ("x", MAY)],
+    "memory": [(v, MUST if v <= 0 else NEVER) for v in INTEGERS]
+    + [(NAN, MUST), (INF, MAY), (0.5, NEVER), ("all", MUST), (True, MUST)],
+    "accum_dtype": [(torch.int32, MUST), (torch.bool, MUST), (torch.float16, MAY), ("x", MUST)],
+    "normalizer": [(v, NEVER if abs(v) < 1e38 else MAY) for v in FLOATS]
+    + [(0, NEVER), (-3, NEVER), ("x", MUST), (2**70, MAY), (torch.ones(2), MUST)],
+    "use_token_scaling": [(1, MAY), (None, MAY), ("x", MAY)],
+}  # fmt: skip
+
+
+def option(case: Case) -> None:
+    names = [name for name in case.call.arguments if name in OPTIONS and name not in case.faults]
+    if not names:
+        return
+    name = case.rng.choice(names)
+    value, raises = case.rng.choice(OPTIONS[name])
+    case.set(name, value, raises, repr(value))
+    case.ordinary = case.judged = False
+
+
+def wrong_type(case: Case) -> None:
+    name, _ = case.pick() or ("", None)
+    if name:
+        optional = name in ("bias", "ce_weight", "normalizer") or (
+            name == "weight" and case.call.op != "fused_linear_cross_entropy"
+        )
+        case.set(name, case.rng.choice(NOT_TENSORS), MAY if optional else MUST, "no tensor")
+        case.judged = False
+
+
+def meta(case: Case) -> None:
+    """All tensors without data, or one."""
+    names = [name for name, t in case.call.tensors().items() if t.numel() < 1 << 20]
+    one = case.rng.randrange(2) and len(names) > 1
+    for name in [case.rng.choice(names)] if one else names:
+        case.set(name, case.call.arguments[name].to("meta"), MAY if one else NEVER, "meta")
+    if case.faults.get("target") == MUST:  # nobody can see a target without data
+        case.faults["target"] = MAY
+    case.ordinary = case.judged = False
+
+
+SPOILS = [
+    values,
+    values,
+    values,
+    zero_class_weights,
+    zero_class_weights,
+    dtype,
+    shape,
+    huge,
+    target,
+    option,
+    option,
+    wrong_type,
+    meta,
+]

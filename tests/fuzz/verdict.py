@@ -1,0 +1,175 @@
+"""What a call may come to. Anything else is a finding.
+
+An exception is acceptable if the call's arguments may be at fault, and it is
+
+* MemoryError, torch.OutOfMemoryError, or a RuntimeError that says "out of memory" or that a size overflows;
+* ValueError, TypeError or IndexError with the name of an argument in it;
+* RuntimeError or NotImplementedError of torch's dispatcher or autograd (``TORCH``), or that names liger_ext.
+
+A result is right if its shapes and dtypes are those that the documentation promises; if it is finite where the values
+were of ordinary size; and, of the calls that are judged, if each element is within the bound of bounds.py of the
+float64 reference, or no further from it than twice what PyTorch's own composition is anywhere in that row (with numbers
+at the end of a dtype's range both may overflow on the way). Where PyTorch is not finite, nothing is asked; nor of norms
+whose sums have terms of 1e36 and more.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from calls import Call
+from torch import Tensor
+
+from liger_ext import functional
+from liger_ext.testing import OPS, _backward, _compute_dtype, _leaves, expected, outputs_of
+
+MEMORY = r"out of memory|not enough memory|[Cc]annot allocate|can't allocate|size calculation overflowed|overflow"
+TORCH = r"liger_ext|Expected a value of type|does not require grad|[Ii]nference tensor|backward through|same device"
+ALIASES = {"accum_dtype": "accum|ScalarType", "memory": "chunk_rows", "bias_dtype": "bias"}
+
+
+def acceptable(error: BaseException, names: list[str]) -> bool:
+    """Is it an error that tells the caller what was wrong?"""
+    text = str(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, (ValueError, TypeError, IndexError)):
+        return bool(re.search(rf"\b({'|'.join([*names, *ALIASES.values()])})\b", text))
+    return isinstance(error, (RuntimeError, NotImplementedError)) and bool(re.search(f"{MEMORY}|{TORCH}", text))
+
+
+def promised(call: Call) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    """Shape and dtype of each output."""
+    a, op = call.arguments, call.op
+    if "cross_entropy" not in op:
+        first = next(iter(call.tensors().values()))
+        if op == "rope":
+            return {f"out{i}": (tuple(a[n].shape), a[n].dtype) for i, n in enumerate(("q", "k"))}
+        if op == "add_rms_norm":
+            dtype = torch.promote_types(a["x"].dtype, a["residual"].dtype)
+            return dict.fromkeys(("out0", "out1"), (tuple(first.shape), dtype))
+        half = op.endswith("_packed")
+        return {"out": ((*first.shape[:-1], first.shape[-1] // 2) if half else tuple(first.shape), first.dtype)}
+    each = tuple(a["target"].shape)
+    loss = each if a["reduction"] == "none" else ()
+    found = {"loss": (loss, None)}
+    for name, shape, dtype in (
+        ("z_loss", loss, None),
+        ("token_accuracy", loss, torch.float32),
+        ("predicted_tokens", each, torch.int64),
+    ):
+        if a[f"return_{name}"]:
+            found[name] = (shape, dtype)
+    return found
+
+
+def misshapen(call: Call, outputs: dict[str, Tensor]) -> str:
+    """What is wrong with shapes and dtypes; "" if nothing is."""
+    told = promised(call)
+    if told.keys() != outputs.keys():
+        return f"results {sorted(outputs)}, promised {sorted(told)}"
+    for name, (shape, dtype) in told.items():
+        found = outputs[name]
+        if tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
+            return f"{name} is {found.dtype} {tuple(found.shape)}, promised {dtype} {shape}"
+    return ""
+
+
+def has_references(call: Call) -> bool:
+    """The references of the losses take rows, and one class at least; those of rope and of the norms no empty row."""
+    tensors = call.tensors()
+    flat = all(tensors[n].dim() == 2 for n in ("logits", "x") if n in tensors) or "cross_entropy" not in call.op
+    small = sum(t.numel() for t in tensors.values()) < 1 << 16
+    return flat and small and all(t.numel() for t in tensors.values())
+
+
+def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], grads: dict[str, Tensor]) -> str:
+    """Results that are further from float64 than they may be, in words; "" if none is."""
+    inputs, op = dict(call.arguments), OPS[call.op]
+    if call.op == "rope" and inputs["cos"].dim() == 2:  # the reference takes tables with a batch dimension alone
+        inputs |= {name: inputs[name].unsqueeze(0) for name in ("cos", "sin")}
+    if isinstance(inputs.get("normalizer"), Tensor):
+        inputs["normalizer"] = inputs["normalizer"].detach().reshape(())  # a constant
+    exact = expected(call.op, inputs, grads, {name: t.dtype for name, t in outputs.items()})
+    compute = _compute_dtype(call.op, inputs)
+    leaves = _leaves(inputs, None if op.native else torch.promote_types(compute, torch.float32))
+    base = outputs_of(op.baseline(**leaves, **({"stored": compute} if op.stores else {})))
+    theirs = base | {f"d{n}": g for n, g in _backward(base, leaves, grads).items()}
+    results = outputs | gradients
+    if call.op == "fused_linear_cross_entropy":  # which of equal logits is the largest, their roundings say
+        results.pop("token_accuracy", None)
+    for name, ours in results.items():
+        judged = exact[name]
+        if judged.allowed is None:
+            # Softcap makes large logits equal, in the reference too; NaN has no order.
+            finite = all(bool(t.isfinite().all()) for t in call.tensors().values() if t.is_floating_point())
+            if finite and call.arguments["softcap"] is None and judged.share(ours) > 1:
+                return f"{name} differs"
+            continue
+        if "norm" in call.op and bool((judged.allowed > 1e30).any()):
+            continue
+        off = beyond(
+            ours.detach().double(), judged.value.detach(), judged.allowed, theirs[name].detach().double(), ours.dtype
+        )
+        if off:
+            return f"{name} {off}"
+    return ""
+
+
+def beyond(ours: Tensor, exact: Tensor, allowed: Tensor, theirs: Tensor, dtype: torch.dtype) -> str:
+    asked = exact.isfinite() & theirs.isfinite() & (allowed >= 0) & (exact.abs() <= torch.finfo(dtype).max)
+    slack = (theirs - exact).abs().masked_fill(~asked, 0)
+    if slack.dim():
+        if not slack.shape[-1]:
+            return ""
+        asked = asked & asked.all(-1, keepdim=True)
+        slack = slack.amax(-1, keepdim=True)
+    error = (ours - exact).abs()
+    bad = asked & ~(error <= allowed + 2 * slack)
+    if not bool(bad.any()):
+        return ""
+    at = int((error / allowed).masked_fill(~bad, -1).nan_to_num(torch.inf).flatten().argmax())
+    found, should, bound = (t.expand_as(exact).flatten()[at].item() for t in (ours, exact, allowed))
+    what = "further from float64 than the bound" if bool(ours[bad].isfinite().all()) else "not finite where PyTorch is"
+    return f"is {what}: element {at} is {found:.6g}, should be {should:.6g}, bound {bound:.3g}"
+
+
+def unlike_cross_entropy(call: Call, gradients: dict[str, Tensor], grads: dict[str, Tensor]) -> str:
+    """Gradients of the fused loss that differ from those of cross_entropy of the same logits, both of liger_ext. This
+    is asked where PyTorch's answer is 0 / 0, every target having a class weight of 0; by 5 % of the largest."""
+    a = call.arguments
+    if (
+        call.op != "fused_linear_cross_entropy"
+        or a["normalizer"] is not None
+        or a["use_token_scaling"]
+        or "loss" not in grads
+    ):
+        return ""
+    target, ce_weight = a["target"].flatten(), a["ce_weight"]
+    if a["reduction"] != "mean" or not isinstance(ce_weight, Tensor) or ce_weight.dtype.is_complex:
+        return ""
+    if bool(ce_weight.detach().flatten()[target[target != a["ignore_index"]]].any()):
+        return ""
+    given = [t for t in (*call.tensors().values(), *grads.values()) if t.is_floating_point() and t.numel()]
+    if not all(bool(t.detach().abs().amax() < 1e4) for t in given):
+        return ""
+    wide = {n: t.detach().cpu().double().requires_grad_() for n, t in call.tensors().items() if t.is_floating_point()}
+    logits = wide["x"] @ wide["weight"].T + wide.get("bias", 0)
+    options = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap")
+    ce_weight = wide["ce_weight"].detach() if "ce_weight" in wide else None
+    loss = functional.cross_entropy(logits, a["target"].cpu(), ce_weight, **{n: a[n] for n in options})
+    for name, ours in gradients.items():
+        (exact,) = torch.autograd.grad(loss, wide[name[1:]], grads["loss"].cpu().double(), retain_graph=True)
+        error, largest = (ours.detach().cpu().double() - exact).abs(), exact.abs().amax() if exact.numel() else 0
+        if exact.isfinite().all() and not bool((error <= 0.05 * largest + 1e-6).all()):
+            return f"{name} is not that of cross_entropy"
+    return ""
+
+
+def normal_form(text: Any) -> str:
+    """A finding's text without its numbers: what findings are grouped by."""
+    first = str(text).strip().splitlines()[0] if str(text).strip() else ""
+    first = re.sub(r"'\w+' object has no attribute '\w+'", "'…' object has no attribute '…'", first)
+    return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "N", first)[:160]

@@ -1,0 +1,180 @@
+"""Calls of every op that between them take every path that launches have on a GPU: what the tests of a GPU run
+(test_gpu_paths), what compute-sanitizer watches (test_sanitizer), and what plan_branches.py counts as run there.
+
+Their numbers of rows follow from the plans of the device, so that they are what they are meant to be on any: persistent
+blocks whose rings of rows wrap around, clusters, few rows and many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cases import normal, random_targets
+
+from liger_ext import _C, _devices
+from liger_ext.ops.fused_linear_cross_entropy import rows_within
+
+NORMS = ("rms_norm", "add_rms_norm", "layer_norm")
+HIDDEN = 16  # of the fused loss
+
+
+def arguments(op: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+    """An op's arguments by name; all floating ones want a gradient. RoPE: rows positions, cols the head dimension."""
+
+    def leaf(*shape, seed=0, **options):
+        return normal(*shape, dtype=dtype, device=device, seed=seed, **options).requires_grad_()
+
+    if op == "rope":
+        q, k = leaf(1, 10, rows, cols), leaf(1, 3, rows, cols, seed=1)
+        angle = normal(1, rows, cols, seed=9, scale=3, device=device)
+        return {"q": q, "k": k, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
+    if op in ("swiglu_packed", "geglu_packed"):
+        return {"gate_up": leaf(rows, 2 * cols)}
+    if op in ("swiglu", "geglu"):
+        return {"gate": leaf(rows, cols), "up": leaf(rows, cols, seed=1)}
+    if op == "cross_entropy":
+        return {"logits": leaf(rows, cols, scale=3), "target": random_targets(rows, cols, device=device)}
+    if op == "fused_linear_cross_entropy":
+        x, weight = leaf(rows, HIDDEN), leaf(cols, HIDDEN, seed=1)
+        return {"x": x, "weight": weight, "target": random_targets(rows, cols, device=device)}
+    made = {"x": leaf(rows, cols)}
+    if op == "add_rms_norm":
+        made["residual"] = leaf(rows, cols, seed=1)
+    if op != "softmax":
+        made["weight"] = leaf(cols, seed=2, mean=1, scale=0.3)
+    if op == "layer_norm":
+        made["bias"] = leaf(cols, seed=3)
+    return made
+
+
+def profile_of_this_machine() -> _C.DeviceProfile:
+    """Of its GPU; an H200's where there is none."""
+    return _devices.running_profile(0) if torch.cuda.is_available() else _C.profile("H200")
+
+
+def rounds(plan: _C.LaunchPlan, rows: int) -> float:
+    """How often a persistent block, or cluster, takes as many rows as it has at a time."""
+    return rows / (plan.grid // plan.cluster * max(1, plan.block // plan.threads_per_row))
+
+
+def wraps(plan: _C.LaunchPlan, rows: int) -> bool:
+    """Each place of its ring is filled three times or more."""
+    return plan.stages > 0 and rounds(plan, rows) >= 3 * plan.stages
+
+
+@dataclass(frozen=True)
+class Path:
+    """``kind``: how many rows; "all" are very many, "wraps" as many as rings need. ``frozen``: parameters want no
+    gradient."""
+
+    op: str
+    cols: int
+    dtype: torch.dtype
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    frozen: bool = False
+
+    def __str__(self) -> str:
+        options = "".join(f" {name}={value}" for name, value in self.options.items())
+        options += " frozen" * self.frozen
+        return f"{self.op} {self.kind}x{self.cols} {str(self.dtype).removeprefix('torch.')}{options}"
+
+    def launches(self, profile: _C.DeviceProfile, rows: int, knobs: dict | None = None) -> list[_C.NamedLaunch]:
+        """Forward and backward, where the last is planned."""
+        of_call: dict[str, Any] = {"bias": self.op == "layer_norm", "frozen": self.frozen}
+        of_call["knobs"] = _C.Knobs(**(knobs or {}))
+        if self.op == "rope":
+            of_call |= {"q_heads": 10, "k_heads": 3}
+        if self.op == "fused_linear_cross_entropy":
+            at_a_time = rows_within(self.cols, HIDDEN, self.dtype, "auto", profile.memory_bytes, True)
+            of_call |= {"hidden": HIDDEN, "chunk_rows": at_a_time}
+        if self.options.get("reduction") == "none":
+            of_call["per_row"] = True
+        name, dtype = self.op, str(self.dtype).removeprefix("torch.")
+        return [
+            launch
+            for planned in (name, f"{name}_backward")
+            for launch in _C.plans(planned, profile, rows, self.cols, dtype, **of_call)
+        ]
+
+    def rows(self, profile: _C.DeviceProfile) -> int:
+        rows = {"few": 3, "many": 2 * profile.multiprocessors, "all": 40_000}.get(self.kind, 40)
+        if self.kind == "wraps":
+            at_most = max(launch.plan.stages for launch in self.launches(profile, 2**18))
+            most = min(2, at_most)  # one row may fill a ring
+            while not all(
+                launch.plan.stages >= most and wraps(launch.plan, rows)
+                for launch in self.launches(profile, rows)
+                if launch.plan.stages
+            ):
+                rows += 1 + rows // 8
+        return rows
+
+    def arguments(self, rows: int, device: torch.device | str) -> dict[str, Any]:
+        made = arguments(self.op, rows, self.cols, self.dtype, device) | self.options
+        for name in ("weight", "bias") if self.frozen else ():
+            made.get(name, torch.empty(0)).requires_grad_(False)
+        return made
+
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+# Of each kernel with clusters or persistent blocks, and of the ones that write in place, a call that compute-sanitizer
+# watches. The rows of clusters are long, of persistent blocks as many as rings need.
+WATCHED = [
+    *(
+        Path(op, cols, dtype, "wraps")
+        for op in NORMS
+        for dtype in DTYPES
+        for cols in (64, 576, 2048, 3072, 4096, 8192, 16_384, 65_536)
+    ),
+    *(Path(op, cols, dtype, "many") for op in (*NORMS, "softmax") for dtype in DTYPES for cols in (32_768, 131_072)),
+    *(Path("softmax", cols, dtype, "many") for dtype in DTYPES for cols in (16_384, 65_536)),
+    *(
+        Path("fused_linear_cross_entropy", cols, dtype, "many", options)
+        for dtype in DTYPES
+        for cols, options in (
+            (1024, {}),
+            (32_000, {}),
+            (65_536, {}),
+            (128_256, {}),
+            (151_936, {}),
+            (128_256, {"softcap": 20.0}),
+            (1003, {"softcap": 20.0}),
+            (1024, {"reduction": "none"}),
+        )
+    ),
+    Path("fused_linear_cross_entropy", 262_144, torch.bfloat16, "many"),
+    Path("fused_linear_cross_entropy", 75_000, torch.float32, "many"),
+]
+
+# Rows that no cluster holds.
+LONG = [
+    *(Path(op, 300_000, dtype, "few") for op in (*NORMS, "softmax", "cross_entropy") for dtype in DTYPES),
+    *(Path("fused_linear_cross_entropy", 600_000, dtype, "few") for dtype in DTYPES),
+]
+
+# What is left: few rows and many of usual lengths, in whole vectors and not.
+USUAL = [
+    *(
+        Path(op, cols, dtype, kind)
+        for op in (*NORMS, "softmax", "cross_entropy", "fused_linear_cross_entropy")
+        for dtype in DTYPES
+        for kind in ("few", "many")
+        for cols in (100, 1001, 5120, 40_001)
+    ),
+    *(
+        Path(op, cols, dtype, kind, frozen=True)
+        for op in NORMS
+        for dtype in DTYPES
+        for kind in ("few", "many")
+        for cols in (576, 4096, 8192, 16_384, 65_536)
+    ),
+    *(Path(op, 1000, dtype, "many") for op in ("swiglu", "geglu") for dtype in DTYPES),
+    *(Path("rope", 64, dtype, "many") for dtype in DTYPES),
+    Path("cross_entropy", 128, torch.bfloat16, "all"),
+]
+
+PATHS = [*WATCHED, *LONG, *USUAL]

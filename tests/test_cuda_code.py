@@ -1,0 +1,86 @@
+"""What nvcc made of the kernels: registers and local memory of every one in the libraries that are built, and kinds of
+load. Needs nvcc or cuobjdump, no GPU."""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from liger_ext import _load
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = {
+    "make build": _load.library_folder() / "libliger_ext_gpu.so",
+    "tests/compile_gpu.sh cuda": ROOT / "build/compile-cuda/lib/libliger_ext_gpu.so",
+}
+TOOLKIT = os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"
+PACKAGES = sysconfig.get_path("purelib") + "/nvidia/cu13/bin"  # of nvidia-cuda-cuobjdump
+PATH = os.pathsep.join([TOOLKIT, os.environ["PATH"], PACKAGES])
+NVCC, CUOBJDUMP = shutil.which("nvcc", path=PATH), shutil.which("cuobjdump", path=PATH)
+
+# Kernels whose output may be their input's memory: the fused loss's gradient in place of the logits, and dx times a
+# row's own factor.
+IN_PLACE = {"cross_entropy_in_place": ("InPlace", "InPlaceRegisters"), "elementwise": ("Scale",)}
+
+
+def demangled(text):
+    """liger::gpu::entry<liger::gpu::(anonymous namespace)::K<liger::gpu::bf16, 8>>(...) is called K<bf16, 8>."""
+    text = subprocess.run(["c++filt"], input=text, capture_output=True, text=True, check=True).stdout
+    return text.replace("(anonymous namespace)::", "").replace("liger::gpu::", "")
+
+
+def loads_of_constants(ptx):
+    """{kernel: its loads by way of the cache for memory that nobody writes}."""
+    found = {}
+    for body in re.split(r"(?m)^(?=[.a-z ]*\.entry )", ptx)[1:]:
+        name = re.search(r"entry<(.*)>\(", demangled(re.search(r"\.entry (\w+)", body)[1]))[1]
+        found[name] = re.findall(r"ld\.global\S*\.nc\S*", body)
+    return found
+
+
+@pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None, reason="needs nvcc and c++filt")
+@pytest.mark.parametrize("source", IN_PLACE)
+def test_kernels_that_write_in_place_load_what_may_be_written(source):
+    """PTX forbids ld.global.nc for memory that is written while the kernel runs, even behind the load."""
+    flags = "-gencode arch=compute_90a,code=compute_90a -std=c++20 -O3 --expt-relaxed-constexpr -diag-suppress=20012"
+    made = [NVCC, *flags.split(), "-DLIGER_BACKEND=gpu", "-Icsrc", "--ptx", f"csrc/gpu/{source}.cu", "-o", "-"]
+    ptx = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = loads_of_constants(ptx)
+    in_place = {kernel for kernel in found if kernel.partition("<")[0] in IN_PLACE[source]}
+    assert {kernel.partition("<")[0] for kernel in in_place} == set(IN_PLACE[source])
+    assert {kernel: found[kernel] for kernel in in_place if found[kernel]} == {}
+    if source == "elementwise":  # and the reader sees such loads where there are some
+        assert all(loads for kernel, loads in found.items() if kernel.startswith("PartialColumns<float"))
+
+
+def resources(library):
+    """{architecture: {kernel: (registers, bytes of local memory)}} of a CUDA library."""
+    text = demangled(subprocess.run([CUOBJDUMP, "-res-usage", library], capture_output=True, text=True).stdout)
+    found = {}
+    for section in re.split(r"(?=^arch = sm_)", text, flags=re.M)[1:]:
+        kernels = re.findall(r"Function void entry<(.*)>\(.*\n\s*REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", section)
+        of_arch = found.setdefault(re.match(r"arch = (\w+)", section)[1], {})
+        of_arch |= {name: (int(registers), int(stack) + int(local)) for name, registers, stack, local in kernels}
+    return found
+
+
+def spilled(registers, memory):
+    """Of blocks of 1,024 threads, each of which has 64 registers, a few values may lie in memory; of others none."""
+    return memory > (128 if registers == 64 else 0)
+
+
+@pytest.mark.skipif(CUOBJDUMP is None or shutil.which("c++filt") is None, reason="needs cuobjdump and c++filt")
+@pytest.mark.parametrize("built_by", LIBRARIES)
+def test_registers_are_enough(built_by):
+    """On any architecture that a library has; of those of CI, 8.0 with its rings of asynchronous copies among them."""
+    if not LIBRARIES[built_by].exists():
+        pytest.skip(f"no library of `{built_by}`")
+    found = resources(LIBRARIES[built_by])
+    if not found:
+        pytest.skip(f"{LIBRARIES[built_by]} has no CUDA machine code")
+    assert all(len(kernels) > 100 for kernels in found.values()), {arch: len(of) for arch, of in found.items()}
+    assert {f"{name} on {arch}": m for arch, of in found.items() for name, (r, m) in of.items() if spilled(r, m)} == {}

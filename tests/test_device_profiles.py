@@ -1,0 +1,78 @@
+"""What csrc/gpu/device.cu reads from a CUDA runtime, on a machine with GPUs of different kinds: tests/fake_cuda.cpp
+stands in for it. Needs nvcc, no GPU."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from liger_ext import _C
+
+ROOT = Path(__file__).parents[1]
+TOOLKIT = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+NVCC = shutil.which("nvcc", path=os.pathsep.join([TOOLKIT + "/bin", os.environ["PATH"]]))
+AMPERE, HOPPER, WITHOUT_COUNTS, IN_TROUBLE, NO_CODE = range(5)  # fake_cuda.cpp's devices
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    flags = "-gencode arch=compute_90a,code=sm_90a -std=c++20 --expt-relaxed-constexpr -diag-suppress=20012 -O1"
+    sources = ["csrc/gpu/device.cu", "tests/fake_cuda.cpp", "csrc/launch/knobs.cpp", "csrc/launch/profiles.cpp"]
+    # -Bsymbolic: another runtime in this process, torch's, is not called.
+    library = ["-shared", "-cudart=none", "-Xcompiler=-fPIC", "-Xlinker=-Bsymbolic"]
+    command = [NVCC, *flags.split(), *library, "-DLIGER_BACKEND=gpu", "-Icsrc"]
+    done = subprocess.run(
+        [*command, *sources, "-o", folder / "fake.so"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "fake.so"
+
+
+@pytest.fixture
+def runtime(built, tmp_path):
+    """A fresh copy, which has kept no profile yet."""
+    return ctypes.CDLL(str(shutil.copy(built, tmp_path)), mode=os.RTLD_LAZY)  # functions that nobody calls are missing
+
+
+def profile(runtime, device):
+    made, read = _C.DeviceProfile(), runtime.liger_ext_gpu_profile
+    read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+    return made if read(device, made.address, made.size) == 0 else None
+
+
+@pytest.mark.parametrize("current", [AMPERE, HOPPER])
+def test_each_device_is_asked_by_itself(runtime, current):
+    """Whichever is the current one, which it stays."""
+    runtime.cudaSetDevice(current)
+    ampere, hopper = profile(runtime, AMPERE), profile(runtime, HOPPER)
+    assert (ampere.bulk_copies, ampere.async_copies, ampere.resident_clusters) == (False, True, [0] * 4)
+    assert (hopper.bulk_copies, hopper.async_copies, hopper.resident_clusters) == (True, False, [120, 60, 30, 15])
+    assert ampere.shared_per_block_optin == 163 << 10 and hopper.shared_per_block_optin == 227 << 10
+    assert runtime.fake_current_device() == current and runtime.fake_last_error() == 0
+
+
+def test_clusters_that_cannot_be_counted_are_not_used(runtime):
+    found = profile(runtime, WITHOUT_COUNTS)
+    assert found.bulk_copies and found.resident_clusters == [0] * 4
+    assert runtime.fake_last_error() == 0
+    for op in ("rms_norm", "rms_norm_backward", "softmax", "fused_linear_cross_entropy"):
+        for launch in _C.plans(op, found, 8192, 65_536):
+            assert launch.plan.cluster == 1 and launch.plan.grid > 0
+
+
+def test_a_passing_error_is_not_kept(runtime):
+    """The call that meets it fails; the next one asks again."""
+    assert profile(runtime, IN_TROUBLE) is None and runtime.fake_last_error() == 0
+    runtime.fake_end_of_trouble()
+    assert profile(runtime, IN_TROUBLE).resident_clusters == [120, 60, 30, 15]
+
+
+def test_without_code_there_is_a_profile(runtime):
+    """Its first launch says what is missing."""
+    assert profile(runtime, NO_CODE).resident_clusters == [0] * 4 and runtime.fake_last_error() == 0

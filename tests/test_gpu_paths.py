@@ -1,0 +1,77 @@
+"""Every path that launches have, judged on it: the calls of gpu_paths.py, rows that nothing holds and so are read
+again, and backwards of which only some gradients are wanted."""
+
+import itertools
+
+import pytest
+import torch
+from cases import host_target
+from gpu_paths import DTYPES, NORMS, PATHS, arguments, profile_of_this_machine
+
+from liger_ext import _C
+from liger_ext.testing import judge
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_path(path):
+    judge(path.op, path.arguments(path.rows(profile_of_this_machine()), "cuda"))
+
+
+# More columns than the registers of a cluster hold, and of the fused loss, which has the most of them in place.
+LONG = {**dict.fromkeys((*NORMS, "softmax", "cross_entropy"), 262_160), "fused_linear_cross_entropy": 524_400}
+
+
+# On the host target the cases of kernel_cases.py are as long as that, by what a block holds.
+@pytest.mark.cuda
+@dtypes
+@pytest.mark.parametrize("op", LONG)
+def test_rows_that_are_read_again(op, dtype):
+    judge(op, arguments(op, 3, LONG[op], dtype, "cuda"))
+    judge(op, arguments(op, 2, LONG[op] + 1, dtype, "cuda"))  # unaligned
+
+
+def test_these_rows_are_read_again():
+    """By what is planned on an H200."""
+    for op, cols in LONG.items():
+        launches = [x for name in (op, f"{op}_backward") for x in _C.plans(name, _C.profile("H200"), 3, cols)]
+        names = [launch.kernel for launch in launches if "Registers" in launch.kernel]
+        assert not names, (op, names)
+
+
+TENSORS = {
+    "rms_norm": ("x", "weight"),
+    "add_rms_norm": ("x", "residual", "weight"),
+    "layer_norm": ("x", "weight", "bias"),
+}
+
+
+def subsets(names):
+    """All but none and all of them."""
+    return [some for n in range(1, len(names)) for some in itertools.combinations(names, n)]
+
+
+def lengths(device):
+    """Rows that share a block, have one or several warps, a cluster on Hopper, and are read again, in vectors and in
+    single elements."""
+    if device.type == "cuda":
+        return (512, 3072, 8192, 16_384, 65_536, 300_000, 1001, 40_001)
+    return (64, 9000) if host_target() else (64, 1001)
+
+
+@dtypes
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "weights of another dtype"])
+@pytest.mark.parametrize(("op", "wanted"), [(op, some) for op, names in TENSORS.items() for some in subsets(names)])
+def test_some_gradients(device, op, wanted, dtype, mixed):
+    """Of x alone, of dweight alone, ...: every path of the backward leaves out what nobody wants."""
+    for cols in lengths(device):
+        made = arguments(op, 40 if device.type == "cuda" else 9, cols, dtype, device)
+        for name in ("weight", "bias"):
+            if mixed and name in made:
+                other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+                made[name] = made[name].detach().to(other)
+        for name, tensor in made.items():
+            tensor.requires_grad_(name in wanted)
+        judge(op, made)

@@ -1,0 +1,166 @@
+"""Any strides, the same bits: every tensor that an op takes, in every layout, and what no op may touch.
+
+The layouts are those of layouts.py, drawn for each tensor of a call alone: inputs, gradients that come back, and, where
+the ops are called directly, also what a forward has saved. For each call
+
+* shapes, dtypes and values equal those of the same call on contiguous copies, bit for bit, or where a backward op asks
+  for a saved tensor as its forward returned it, a ValueError names it;
+* the fake implementation predicts shape, dtype and strides of what is returned, or raises the same error;
+* no input changes, nothing is written beside one, and the outputs of an op are memory of their own.
+
+The same bits are promised for the same kernels. The GPU's kernels (here the host target's) take single elements where
+rows are not aligned to 16 bytes, and sum them in another order than vectors: so each contiguous copy is aligned as the
+rows of its tensor are. Two things remain. Cross entropy's kernels start each row with as many single elements as it is
+unaligned by, so that no contiguous copy has the same order of sums; and the fused loss's matmuls are a library's, whose
+order of sums may depend on strides. Results of these that are not the same bits are judged by the rule; those of ops
+called directly, which it does not know, are as close as ``torch.testing`` asks.
+"""
+
+import pytest
+import torch
+from calls import OPS, described, draw_call
+from cases import RecordCalls, dtypes_of, host_target
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layouts import (
+    Guarded,
+    contiguous,
+    draw_layout,
+    rows_are_aligned,
+    same_bits,
+    shares_memory,
+    significant_strides,
+    unwritten_memory,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from liger_ext.testing import judge, outputs_of
+
+each_op = pytest.mark.parametrize("op", OPS)
+randoms = st.randoms(use_true_random=False)
+settings_here = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+
+
+def place(tensors, layout_of):
+    """The tensors in layouts, and their guards."""
+    guarded = Guarded()
+    return {name: guarded.place(name, t, layout_of(t.shape)) for name, t in tensors.items()}, guarded
+
+
+def copies(tensors):
+    """The same values in contiguous tensors whose rows are aligned where theirs are, else one element further."""
+    guard = Guarded()
+    return {n: guard.place(n, t, contiguous(t.shape, 0 if rows_are_aligned(t) else 1)) for n, t in tensors.items()}
+
+
+def run(call, tensors, gradients_like):
+    """Outputs and gradients of a call whose tensors are these, by name; ``gradients_like`` makes the outputs' gradients
+    of the outputs that have one."""
+    leaves = {n: t.requires_grad_() if n in call.differentiable() else t for n, t in tensors.items()}
+    outputs = outputs_of(call.with_tensors(leaves)())
+    wanted = [n for n in leaves if n in call.differentiable()]
+    used = {n: t for n, t in outputs.items() if t.requires_grad}
+    given = gradients_like(used)
+    found = torch.autograd.grad(list(used.values()), [leaves[n] for n in wanted], [given[n] for n in used])
+    return outputs | {f"d{n}": g for n, g in zip(wanted, found, strict=True)}
+
+
+def random_like(outputs):
+    values = torch.Generator().manual_seed(0)
+    return {n: torch.randn(t.shape, generator=values).to(t.device, t.dtype) for n, t in outputs.items()}
+
+
+def differing(ours, theirs):
+    return [n for n in theirs if not same_bits(ours[n], theirs[n])]
+
+
+def other_sums(op, device):
+    """May the op take its sums in another order where strides differ? See above."""
+    gpu_kernels = device.type == "cuda" or host_target()
+    return op == "fused_linear_cross_entropy" or (op == "cross_entropy" and gpu_kernels)
+
+
+@each_op
+@settings_here
+@given(rng=randoms)
+def test_a_function_and_its_gradients(device, op, rng):
+    """Public functions, forward and backward."""
+    call = draw_call(rng, op, dtypes_of(device), device)
+    tensors, guard = place(call.tensors(), lambda shape: draw_layout(rng, shape))
+    gradients, guards = {}, [guard]
+
+    def laid_out_gradients(outputs):
+        placed, guard_of_gradients = place(random_like(outputs), lambda shape: draw_layout(rng, shape))
+        gradients.update(placed)
+        guards.append(guard_of_gradients)
+        return placed
+
+    with unwritten_memory(0x81):
+        found = run(call, tensors, laid_out_gradients)
+    assert [guard.changed() for guard in guards] == [[], []]
+    with unwritten_memory(0x7E):
+        bad = differing(found, run(call, copies(tensors), lambda _: copies(gradients)))
+    if bad and other_sums(op, device):
+        bad = []
+        judge_call(call, tensors)
+    assert bad == [], f"other bits than contiguous copies: {bad} of {call.with_tensors(tensors)}"
+
+
+def judge_call(call, tensors):
+    """By the rule of liger_ext/rule.py; references take two dimensions."""
+    for name in ("x", "logits"):
+        if name in tensors and (tensors[name].dim() != 2 or not tensors[name].numel()):
+            return
+    judge(call.op, call.with_tensors(tensors).arguments)
+
+
+def recorded(call):
+    """The calls of ops that a function and its backward make of contiguous tensors: (op, arguments)."""
+    with RecordCalls() as mode:
+        run(call, copies(call.tensors()), random_like)
+    return mode.calls
+
+
+def result_of(op, arguments):
+    """What the op returns, as a list, or the error that it raises."""
+    try:
+        with torch.no_grad():
+            made = op(*arguments)
+    except ValueError as error:
+        return error
+    return [made] if isinstance(made, torch.Tensor) else list(made)
+
+
+def with_tensors(arguments, tensors):
+    return [tensors.get(i, a) for i, a in enumerate(arguments)]
+
+
+@each_op
+@settings_here
+@given(rng=randoms)
+def test_an_op_called_directly(device, op, rng):
+    """The ops themselves, forward and backward: every tensor that they take, saved ones and counts included."""
+    for overload, arguments in recorded(draw_call(rng, op, dtypes_of(device), device)):
+        originals = {i: a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)}
+        tensors, guard = place(originals, lambda shape: draw_layout(rng, shape))
+        with unwritten_memory(0x81):
+            found = result_of(overload, with_tensors(arguments, tensors))
+        what = f"{overload}({', '.join(map(described, tensors.values()))})"
+        assert guard.changed() == [], what
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = {i: mode.from_tensor(t) for i, t in tensors.items()}
+            predicted = result_of(overload, with_tensors(arguments, fake))
+        if isinstance(found, ValueError):
+            assert "not what the forward returned" in str(found), what
+            continue
+        assert not isinstance(predicted, ValueError), f"fake: {predicted}; {what}"
+        assert not shares_memory(found, tensors.values()), f"an output is not memory of its own: {what}"
+        for real, expected in zip(found, predicted, strict=True):
+            assert (real.shape, real.dtype) == (expected.shape, expected.dtype), what
+            assert significant_strides(real) == significant_strides(expected), what
+        with unwritten_memory(0x7E):
+            expected = result_of(overload, with_tensors(arguments, copies(tensors)))
+        for real, like in zip(found, expected, strict=True):
+            if not same_bits(real, like):
+                assert other_sums(op, device), f"other bits than contiguous copies: {what}"
+                torch.testing.assert_close(real, like, equal_nan=True)
