@@ -84,8 +84,8 @@ Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, Opt
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("cross_entropy", TORCH_BOX(&cross_entropy_op));
-  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward_op));
+  m.impl("cross_entropy", boxed<cross_entropy_op>);
+  m.impl("cross_entropy_backward", boxed<cross_entropy_backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -352,8 +352,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("fused_linear_cross_entropy", TORCH_BOX(&forward_op));
-  m.impl("fused_linear_cross_entropy_backward", TORCH_BOX(&backward_op));
+  m.impl("fused_linear_cross_entropy", boxed<forward_op>);
+  m.impl("fused_linear_cross_entropy_backward", boxed<backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -90,10 +90,10 @@ Tensor glu_packed_backward_op(Tensor dh, Tensor gate_up, int64_t activation, dou
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("glu", TORCH_BOX(&glu_op));
-  m.impl("glu_backward", TORCH_BOX(&glu_backward_op));
-  m.impl("glu_packed", TORCH_BOX(&glu_packed_op));
-  m.impl("glu_packed_backward", TORCH_BOX(&glu_packed_backward_op));
+  m.impl("glu", boxed<glu_op>);
+  m.impl("glu_backward", boxed<glu_backward_op>);
+  m.impl("glu_packed", boxed<glu_packed_op>);
+  m.impl("glu_packed_backward", boxed<glu_packed_backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

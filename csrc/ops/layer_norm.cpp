@@ -72,8 +72,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("layer_norm", TORCH_BOX(&layer_norm_op));
-  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward_op));
+  m.impl("layer_norm", boxed<layer_norm_op>);
+  m.impl("layer_norm_backward", boxed<layer_norm_backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

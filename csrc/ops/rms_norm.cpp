@@ -126,10 +126,10 @@ std::tuple<Tensor, Tensor> add_rms_norm_backward_op(OptionalTensor dy, OptionalT
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("rms_norm", TORCH_BOX(&rms_norm_op));
-  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward_op));
-  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm_op));
-  m.impl("add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward_op));
+  m.impl("rms_norm", boxed<rms_norm_op>);
+  m.impl("rms_norm_backward", boxed<rms_norm_backward_op>);
+  m.impl("add_rms_norm", boxed<add_rms_norm_op>);
+  m.impl("add_rms_norm_backward", boxed<add_rms_norm_backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

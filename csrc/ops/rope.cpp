@@ -80,8 +80,8 @@ std::tuple<Tensor, Tensor> rope_backward_op(Tensor dq, Tensor dk, Tensor cos, Te
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("rope", TORCH_BOX(&rope_op));
-  m.impl("rope_backward", TORCH_BOX(&rope_backward_op));
+  m.impl("rope", boxed<rope_op>);
+  m.impl("rope_backward", boxed<rope_backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -28,8 +28,8 @@ Tensor softmax_backward_op(Tensor dy, Tensor y) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("softmax", TORCH_BOX(&softmax_op));
-  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_op));
+  m.impl("softmax", boxed<softmax_op>);
+  m.impl("softmax_backward", boxed<softmax_backward_op>);
 }
 
 }  // namespace liger::LIGER_BACKEND

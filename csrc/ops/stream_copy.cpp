@@ -18,6 +18,6 @@ Tensor stream_copy_op(Tensor x, int64_t per_thread) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) { m.impl("stream_copy", TORCH_BOX(&stream_copy_op)); }
+STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) { m.impl("stream_copy", boxed<stream_copy_op>); }
 
 }  // namespace liger::LIGER_BACKEND

@@ -11,6 +11,7 @@
 
 #include "kernels/errors.h"
 #include "kernels/types.h"
+#include "ops/boxed.h"
 
 namespace liger::LIGER_BACKEND {
 
