@@ -53,7 +53,7 @@ void layer_norm_backward(const LayerNormBackward& a, Stream) {
   parallel_items(a, blocks, block_rows * a.cols, {{a.dx, a.rows, a.cols, block_rows}});
   const Dtype acc = accumulator(a.x.dtype);
   sum_partials(a.workspace, blocks, 2 * a.cols, a.cols, acc, a.dweight);
-  sum_partials(static_cast<const char*>(a.workspace) + a.cols * size_of(acc), blocks, 2 * a.cols, a.cols, acc, a.dbias);
+  if (a.dbias.data) sum_partials(static_cast<const char*>(a.workspace) + a.cols * size_of(acc), blocks, 2 * a.cols, a.cols, acc, a.dbias);
 }
 
 void glu_forward(const GluForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.h, a.rows, a.cols}}); }

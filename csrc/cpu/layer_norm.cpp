@@ -89,7 +89,7 @@ template <> void run(const LayerNormBackward& a, int64_t begin, int64_t end) {
     with_param<T>(a.weight, 1, [&](auto weight) {
       for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * block_rows, last = first + block_rows < a.rows ? first + block_rows : a.rows;
-        A* const partials = static_cast<A*>(a.workspace) + block * 2 * a.cols;
+        A* const partials = a.workspace ? static_cast<A*>(a.workspace) + block * 2 * a.cols : nullptr;
         backward<T, A>(a, weight, first, last, a.dweight.data ? partials : nullptr, a.dbias.data ? partials + a.cols : nullptr);
       }
     });

@@ -137,19 +137,19 @@ struct CountTargets {
 // Where it may start while the rows' kernel still runs, it makes the counts meanwhile.
 struct SumLosses {
   struct Args {
-    CountTargets::Args counting;  // its counts, made here if it has targets
+    CountTargets::Args counting;
+    bool counts_here;  // they are made here
     const float *ce, *z, *accuracy;
     float *loss, *z_loss, *token_accuracy;
   };
   static constexpr int max_threads = launch::row_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
-    const bool counts_here = a.counting.target != nullptr;
     CountTargets::Scales scales = {};
-    if (counts_here) scales = CountTargets::count(a.counting);
+    if (a.counts_here) scales = CountTargets::count(a.counting);
     wait_for_previous_kernel();
     const float* const counts = a.counting.counts;
-    if (!counts_here) scales = {counts[Counts::valid], counts[Counts::ce_scale], counts[Counts::z_scale]};
+    if (!a.counts_here) scales = {counts[Counts::valid], counts[Counts::ce_scale], counts[Counts::z_scale]};
     enum { ce, z, accuracy, sums };
     const auto column = [&](const float* values) { return values ? thread_sum(values, a.counting.rows) : 0.0; };
     double sum[sums] = {column(a.ce), column(a.z), column(a.accuracy)};
@@ -209,7 +209,7 @@ void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
   }
   CountTargets::Args counting{.rows = op.rows, .counts = const_cast<float*>(static_cast<const float*>(op.counts))};
   if (op.counting) counting = args_of(*op.counting);
-  launch<SumLosses>(plan, {counting, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
+  launch<SumLosses>(plan, {counting, op.counting != nullptr, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
 }
 
 }  // namespace liger::gpu

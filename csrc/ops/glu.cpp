@@ -23,8 +23,11 @@ Halves two_tensors(const char* op, const Tensor& gate, const Tensor& up) {
   return {as_rows(op, gate, "gate"), as_rows(op, up, "up")};
 }
 
-const void* at(const void* data, int64_t elements, Dtype dtype) { return static_cast<const char*>(data) + elements * size_of(dtype); }
-void* at(void* data, int64_t elements, Dtype dtype) { return static_cast<char*>(data) + elements * size_of(dtype); }
+// Of no data, no data.
+const void* at(const void* data, int64_t elements, Dtype dtype) {
+  return data ? static_cast<const char*>(data) + elements * size_of(dtype) : nullptr;
+}
+void* at(void* data, int64_t elements, Dtype dtype) { return data ? static_cast<char*>(data) + elements * size_of(dtype) : nullptr; }
 
 Halves packed(const char* op, const Tensor& gate_up) {
   RowsView gate = as_rows(op, gate_up, "gate_up");

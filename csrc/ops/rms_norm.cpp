@@ -86,6 +86,9 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
   // Only the sum was used: its gradient passes through unchanged (as a fresh tensor).
   if (!dy_in) {
     require(dsum.has_value(), scope.op(), ": neither dy nor dsum is given");
+    check_device(scope.op(), *dsum, "dsum", z, z_name);
+    check_same_shape(scope.op(), *dsum, "dsum", z, z_name);
+    dtype_of(*dsum, "dsum");
     Tensor dz = need_dx ? allocate_like(scope, z) : empty_output(scope, z);
     if (need_dx) torch::stable::copy_(dz, *dsum);
     Tensor dweight = need_dweight ? allocate_like(scope, *weight) : empty_output(scope, weight ? *weight : z);

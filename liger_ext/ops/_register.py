@@ -44,7 +44,7 @@ def register(
     the backward op, then run with autocast off, so that no matmul inside is cast.
     """
     for op, implementation in ((name, fake), (f"{name}_backward", fake_backward)):
-        torch.library.register_fake(f"liger_ext::{op}", implementation, lib=LIBRARY)
+        torch.library.register_fake(f"liger_ext::{op}", _refusing_none(op, implementation), lib=LIBRARY)
         LIBRARY.impl(op, _refuse_transforms(op), "FuncTorchDynamicLayerFrontMode")
         if not _load.gpu_available():
             LIBRARY.impl(op, _gpu_missing, "CUDA")
@@ -114,6 +114,20 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
             return op(*args)
 
     return call
+
+
+def _refusing_none(op: str, fake: Callable) -> Callable:
+    """torch's dispatcher lets None pass for a tensor; the C++ ops refuse it in the same words."""
+    arguments = getattr(torch.ops.liger_ext, op).default._schema.arguments
+    needed = [(i, a.name) for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
+
+    def checked(*args):
+        for i, name in needed:
+            if args[i] is None:
+                raise ValueError(f"{op}: {name} is None, expected a tensor")
+        return fake(*args)
+
+    return checked
 
 
 def _refuse_double_backward(name: str) -> Callable:

@@ -109,15 +109,10 @@ def fused_linear_cross_entropy(
         raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last")
     check_dtype(x.dtype, f"{op}: x", x.device)
     check_dtype(weight.dtype, f"{op}: weight", x.device)
-    require(
-        weight.dim() == 2 and weight.shape[0] > 0,
-        op,
-        ": weight has shape ",
-        shape_text(weight),
-        ", expected (vocab_size, ",
-        x.shape[-1],
-        ")",
-    )
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ValueError(f"{op}: weight has shape {shape_text(weight)}, expected (vocab_size, {x.shape[-1]})")
+    if bias is not None:
+        check_tensors(op, bias=bias)
     rows = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
     compute_dtype = _autocast_dtype(x.device.type, x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype

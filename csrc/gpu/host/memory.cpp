@@ -231,14 +231,15 @@ int64_t Buffer::extent() const {
   for (const Dimension& d : dimensions) end += (d.count - 1) * d.stride;
   return end;
 }
-// Strides of nested dimensions: the largest first.
+// Rows may overlap, so that an offset may be reached by several indices: all are tried, the largest first.
+static bool reaches(const Dimension* d, const Dimension* end, int64_t offset, int64_t size, int64_t bytes) {
+  if (d == end) return offset + size <= bytes;
+  for (int64_t i = d->stride > 0 ? std::min(offset / d->stride, d->count - 1) : 0; i >= 0; --i)
+    if (reaches(d + 1, end, offset - i * d->stride, size, bytes)) return true;
+  return false;
+}
 bool Buffer::holds(int64_t offset, int64_t size) const {
-  if (offset < 0) return false;
-  Dimension sorted[3] = {dimensions[0], dimensions[1], dimensions[2]};
-  std::sort(std::begin(sorted), std::end(sorted), [](Dimension a, Dimension b) { return a.stride > b.stride; });
-  for (const Dimension& d : sorted)
-    if (d.stride > 0) offset -= std::min(offset / d.stride, d.count - 1) * d.stride;
-  return offset + size <= bytes;
+  return offset >= 0 && reaches(std::begin(dimensions), std::end(dimensions), offset, size, bytes);
 }
 
 Buffers::Buffers(std::initializer_list<Buffer> given) {
