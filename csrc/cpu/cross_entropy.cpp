@@ -246,7 +246,8 @@ template <> [[gnu::flatten]] void run(const CrossEntropyInPlace& a, int64_t begi
       const double z_factor = a.gradient_scale * (ce_scale != 0 ? z_scale / ce_scale : 1.0);
       for_each_row<A, T>(
           a.row, begin, end, [&](int64_t i) { write_zeros<A>(row<T>(a.gradient, i), a.row.vocab); },
-          [&](int64_t i, const In<T>& x, const auto& softcap, const LogSumExp& lse, double x_target, const auto& weight, const Formula<A>& formula) {
+          [&](int64_t i, const In<T>& x, const auto& softcap, const LogSumExp& lse, double x_target, const auto& weight,
+              const Formula<A>& formula) {
             const Slopes slopes = formula.slopes(a.row.target[i], lse, x_target, ce_factor, z_factor);
             write_gradient<A>(x, row<T>(a.gradient, i), a.row.vocab, a.row.target[i], softcap, lse, slopes, weight);
           });

@@ -60,7 +60,10 @@ int32_t torch_dtype(Dtype dtype) {
 }
 
 void check(AOTITorchError error, const char* what) {
-  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(text("gemm: ", what, " failed; torch has printed the reason to stderr"));
+  if (error == AOTI_TORCH_SUCCESS) return;
+  const std::string cause = torch_said();
+  if (says_out_of_memory(cause)) throw OutOfMemory(text("out of memory: liger_ext's matrix product; torch: ", cause));
+  throw std::runtime_error(text("liger_ext's matrix product: ", what, " failed: ", cause.empty() ? "torch has printed the reason" : cause));
 }
 
 // op(X) as a torch tensor over its memory.

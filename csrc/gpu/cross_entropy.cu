@@ -82,9 +82,10 @@ template <class T, int N, bool Full> struct Backward {
     columns.template load<Hint::stream>(raw, logits + head);
     if (has_single) load(one, logits + single);
     const LogitRow<T, Full> row(a, at, tile == 0 && index == 0, a.token_scaling);
-    const float lse = args.lse[at], lse_low = args.lse[a.rows + at], grad = load_one(args.grad.data, args.grad.dtype, at * args.grad.stride);
-    const RowGradient<T> gradient(a, row, lse, exp_as<T>(-lse_low), lse, lse - row.target_logit(a) + lse_low, grad * a.counts[CrossEntropyCounts::ce_scale],
-                                  grad * a.counts[CrossEntropyCounts::z_scale]);
+    const float lse = args.lse[at], lse_low = args.lse[a.rows + at],
+                grad = load_one(args.grad.data, args.grad.dtype, at * args.grad.stride);
+    const RowGradient<T> gradient(a, row, lse, exp_as<T>(-lse_low), lse, lse - row.target_logit(a) + lse_low,
+                                  grad * a.counts[CrossEntropyCounts::ce_scale], grad * a.counts[CrossEntropyCounts::z_scale]);
     T* const out = opaque(static_cast<T*>(args.dlogits) + at * args.dlogits_stride);
     const auto write = [&](auto& in, int64_t column) {
       auto g = gradient.template of<Full>(a, in, int(column), row.target);

@@ -73,8 +73,12 @@ template <class Op> LogitRows logit_rows(const Op& op, const launch::LaunchPlan&
 }
 
 inline RowOutputs row_outputs(const CrossEntropyRows& op) {
-  return {static_cast<float*>(op.ce), static_cast<float*>(op.z), static_cast<float*>(op.lse), static_cast<float*>(op.accuracy),
-          op.predicted, op.rows};
+  return {static_cast<float*>(op.ce),
+          static_cast<float*>(op.z),
+          static_cast<float*>(op.lse),
+          static_cast<float*>(op.accuracy),
+          op.predicted,
+          op.rows};
 }
 
 // Calls start(kernel, elements of an access) with the instantiation of K that fits the logits.

@@ -124,8 +124,10 @@ inline void count_clusters(launch::DeviceProfile& profile, int device) {
       int count = 0;
       const bool failed = cudaOccupancyMaxActiveClusters(&count, function, &config) != cudaSuccess;
       if (failed) clear_last_error();
-      // Clusters that cannot be counted are not used: plans without them are slower, and right.
-      profile.resident_clusters[blocks - 1][i] = failed ? 0 : std::max(0, count);
+      // Clusters that cannot be counted are not used, plans without them are slower and right; nor is it believed that there are fewer
+      // of several blocks a multiprocessor than of one.
+      const int least = blocks > 1 ? profile.resident_clusters[blocks - 2][i] : 0;
+      profile.resident_clusters[blocks - 1][i] = failed ? least : std::max(least, count);
     }
 }
 inline launch::DeviceProfile read_profile(int device) {

@@ -12,6 +12,14 @@ struct OutOfMemory : std::runtime_error {   // of the device; std::bad_alloc is 
   using std::runtime_error::runtime_error;
 };
 
+// What torch said of the error that it has just reported by a code; empty where torch is older than 2.13, which keeps it to itself.
+std::string torch_said();  // ops/boxed.cpp
+inline bool says_out_of_memory(const std::string& cause) {
+  for (const char* words : {"out of memory", "not enough memory", "can't allocate memory"})
+    if (cause.find(words) != std::string::npos) return true;
+  return false;
+}
+
 template <class... Parts> std::string text(const Parts&... parts) {
   std::ostringstream out;
   (out << ... << parts);

@@ -18,10 +18,9 @@ int resident_clusters(const DeviceProfile& device, int64_t cluster, int blocks =
     if (cluster == 1 << i) return device.resident_clusters[blocks - 1][i];
   return 0;
 }
-// Persistent clusters for a grid: at most three of their blocks to a multiprocessor, as far as they are on the device at all.
+// Persistent clusters for a grid: at most three of their blocks to a multiprocessor.
 int64_t persistent_clusters(const DeviceProfile& device, int64_t cluster, int resident) {
-  const int found = resident_clusters(device, cluster, std::clamp(resident, 1, 3));
-  return found > 0 ? found : resident_clusters(device, cluster);
+  return resident_clusters(device, cluster, std::clamp(resident, 1, 3));
 }
 
 // A knob as a power of two within bounds, which are some.

@@ -23,7 +23,8 @@ struct DeviceProfile {
   bool native_bf16 = true;
   bool bulk_copies = false, async_copies = false;  // to shared memory: of any length (Hopper on); of 16 bytes (Ampere, Ada)
   // Clusters of 1, 2, 4 and 8 blocks that are on the device at a time, if a multiprocessor holds 1, 2 or 3 of the blocks; 0: none of
-  // that size. Fewer than multiprocessors / size, since a cluster does not cross the device's groups of multiprocessors.
+  // that size. Fewer than multiprocessors / size, since a cluster does not cross the device's groups of multiprocessors. Never fewer where
+  // a multiprocessor holds more.
   int resident_clusters[3][4] = {};
 };
 

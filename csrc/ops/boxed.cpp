@@ -15,6 +15,9 @@ struct _object;   // PyObject
 [[gnu::weak]] _object* PyObject_GetAttrString(_object* object, const char* name);
 }
 
+// Of torch 2.13 and newer; null where the torch that runs is older.
+extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
+
 // As in torch/csrc/Exceptions.h, which needs Python's headers. Which of std's exceptions the bindings of torch know depends on its
 // version (2.15 takes std::invalid_argument for a RuntimeError), but each of them asks this class for the type in Python.
 namespace torch {
@@ -45,6 +48,11 @@ class PythonError final : public torch::PyTorchError {
 };
 
 }  // namespace
+
+std::string torch_said() {
+  const auto words = torch_exception_get_what_without_backtrace;
+  return words ? words() : "";
+}
 
 void rethrow_for_python() {
   try {

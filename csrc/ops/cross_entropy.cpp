@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tens
                                                                             double lse_square_scale, std::optional<double> softcap,
                                                                             bool return_z_loss, bool return_token_accuracy,
                                                                             bool return_predicted_tokens) {
-  const Scope scope("cross_entropy", logits);
+  const Scope scope("cross_entropy", logits, "logits");
   const CrossEntropyOptions options =
       checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, /*token_scaling=*/false);
   check_logits(scope.op(), logits);
@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tens
 Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, OptionalTensor weight, Tensor lse, Tensor counts,
                                  int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
                                  std::optional<double> softcap) {
-  const Scope scope("cross_entropy_backward", logits);
+  const Scope scope("cross_entropy_backward", logits, "logits");
   const CrossEntropyOptions options =
       checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, false);
   check_logits(scope.op(), logits);
@@ -64,12 +64,12 @@ Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, Opt
   target = checked_target(scope.op(), target, rows.rows, logits, "logits");
   weight = checked_class_weight(scope.op(), weight, "weight", rows.cols, acc, logits);
   const bool per_row = options.reduction == Reduction::none;
-  require(dloss.numel() == (per_row ? rows.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
-  require(lse.numel() == 2 * rows.rows && lse.is_contiguous() && dtype_of(lse, "lse") == acc && counts.numel() == CrossEntropyCounts::slots &&
-              dtype_of(counts, "counts") == acc,
-          scope.op(), ": lse and counts are not what the forward returned for these logits");
   for (const auto& [t, name] : {std::pair{&dloss, "dloss"}, std::pair{&lse, "lse"}, std::pair{&counts, "counts"}})
     check_device(scope.op(), *t, name, logits, "logits");
+  require(dloss.numel() == (per_row ? rows.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
+  require(lse.numel() == 2 * rows.rows && lse.is_contiguous() && dtype_of(lse, "lse") == acc &&
+              counts.numel() == CrossEntropyCounts::slots && counts.is_contiguous() && dtype_of(counts, "counts") == acc,
+          scope.op(), ": lse and counts are not what the forward returned for these logits");
 
   Tensor dlogits = allocate_like(scope, logits);
   if (rows.rows == 0) return dlogits;

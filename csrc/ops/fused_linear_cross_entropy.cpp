@@ -94,7 +94,8 @@ class Problem {
   const RowsView& weight_rows() const { return in_compute_dtype(weight_, "weight"); }
 
   // One chunk: logits into `buffer`, then its losses (`losses`, or nullptr) and, in place, its unreduced gradient.
-  void run_chunk(int64_t first, int64_t count, const MutableRows& buffer, const Tensor& counts, const LossRows* losses, bool gradient) const {
+  void run_chunk(int64_t first, int64_t count, const MutableRows& buffer, const Tensor& counts, const LossRows* losses,
+                 bool gradient) const {
     if (bias) fill_rows({count, vocab, buffer, vector_of(bias, "bias")}, scope);
     gemm({count, vocab, hidden, matrix(row_range(x_rows(), first)), matrix(weight_rows(), true), buffer.data, buffer.stride, compute,
           nullptr, bias.has_value()},
@@ -175,7 +176,7 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
                          std::optional<double> softcap, bool use_token_scaling, bool return_z_loss, bool return_token_accuracy,
                          bool return_predicted_tokens, std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
                          int64_t chunk_rows, bool need_dx, bool need_dweight, bool need_dbias) {
-  const Scope scope("fused_linear_cross_entropy", x);
+  const Scope scope("fused_linear_cross_entropy", x, "x");
   const auto options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
   const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows,
                   {need_dx, need_dweight, need_dbias});
@@ -219,9 +220,9 @@ class Backward {
     const auto output = [&](bool wanted, const std::vector<int64_t>& sizes, ScalarType type) {
       return allocate(p.scope, wanted ? sizes : std::vector<int64_t>{0}, type, x);
     };
-    dx = output(p.wanted.dx, {p.rows, p.hidden}, x.scalar_type());
-    dweight = output(p.wanted.dweight, {p.vocab, p.hidden}, weight.scalar_type());
-    dbias = output(p.wanted.dbias, {p.vocab}, bias ? bias->scalar_type() : scalar_type(p.acc));
+    dx = output(p.wanted.dx, {p.rows, p.hidden}, type_of(x));
+    dweight = output(p.wanted.dweight, {p.vocab, p.hidden}, type_of(weight));
+    dbias = output(p.wanted.dbias, {p.vocab}, bias ? type_of(*bias) : scalar_type(p.acc));
 
     dloss_ = contiguous(p.scope.op(), dloss);
     if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, dtype_of(dloss_, "dloss")};
@@ -327,14 +328,15 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
                                                double lse_square_scale, std::optional<double> softcap, bool use_token_scaling,
                                                std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
                                                int64_t chunk_rows, bool need_dx, bool need_dweight, bool need_dbias) {
-  const Scope scope("fused_linear_cross_entropy_backward", x);
+  const Scope scope("fused_linear_cross_entropy_backward", x, "x");
   const auto options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
   const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows,
                   {need_dx, need_dweight, need_dbias});
   const bool per_row = options.reduction == Reduction::none;
   check_device(scope.op(), dloss, "dloss", x, "x");
   require(dloss.numel() == (per_row ? p.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
-  require(counts.numel() == CrossEntropyCounts::slots && dtype_of(counts, "counts") == p.acc, scope.op(),
+  check_device(scope.op(), counts, "counts", x, "x");
+  require(counts.numel() == CrossEntropyCounts::slots && counts.is_contiguous() && dtype_of(counts, "counts") == p.acc, scope.op(),
           ": counts is not what the forward returned");
 
   Backward backward(p, x, weight, bias, dloss, counts);
@@ -354,7 +356,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
     case Gradients::deferred:
       check_device(scope.op(), saved, "saved", x, "x");
       check_shape(scope.op(), saved, "saved", {p.rows, p.vocab});
-      require(dtype_of(saved, "saved") == p.compute, scope.op(), ": saved has dtype ", dtype_name(saved.scalar_type()), ", expected ",
+      require(dtype_of(saved, "saved") == p.compute, scope.op(), ": saved has dtype ", dtype_name(type_of(saved)), ", expected ",
               dtype_name(scalar_type(p.compute)));
       backward.from_saved_gradient(saved);
       break;

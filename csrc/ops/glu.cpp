@@ -18,8 +18,8 @@ struct Halves {
 Halves two_tensors(const char* op, const Tensor& gate, const Tensor& up) {
   check_device(op, up, "up", gate, "gate");
   check_same_shape(op, up, "up", gate, "gate");
-  require(gate.scalar_type() == up.scalar_type(), op, ": up has dtype ", dtype_name(up.scalar_type()), ", expected that of gate, ",
-          dtype_name(gate.scalar_type()));
+  require(type_of(gate) == type_of(up), op, ": up has dtype ", dtype_name(type_of(up)), ", expected that of gate, ",
+          dtype_name(type_of(gate)));
   return {as_rows(op, gate, "gate"), as_rows(op, up, "up")};
 }
 
@@ -52,19 +52,19 @@ void backward(const Scope& scope, const Tensor& dh, const Halves& in, MutableRow
   const RowsView dh_rows = as_rows(scope.op(), dh, "dh");
   require(dh_rows.rows == in.gate.rows && dh_rows.cols == in.gate.cols, scope.op(), ": dh has shape ", shape_text(dh), ", expected ",
           in.gate.rows, " rows of ", in.gate.cols);
-  require(dh_rows.view.dtype == in.gate.view.dtype, scope.op(), ": dh has dtype ", dtype_name(dh.scalar_type()), ", expected that of gate");
+  require(dh_rows.view.dtype == in.gate.view.dtype, scope.op(), ": dh has dtype ", dtype_name(type_of(dh)), ", expected that of gate");
   if (dh.numel() > 0)
     glu_backward({in.gate.rows, in.gate.cols, dh_rows, in.gate, in.up, dgate, dup, act, gate_multiplier, down_multiplier}, scope);
 }
 
 Tensor glu_op(Tensor gate, Tensor up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  const Scope scope("glu", gate);
+  const Scope scope("glu", gate, "gate");
   return forward(scope, gate, two_tensors(scope.op(), gate, up), activation, gate_multiplier, down_multiplier);
 }
 
 std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
                                            double down_multiplier) {
-  const Scope scope("glu_backward", gate);
+  const Scope scope("glu_backward", gate, "gate");
   const Halves in = two_tensors(scope.op(), gate, up);
   Tensor dgate = allocate_like(scope, gate), dup = allocate_like(scope, up);
   backward(scope, dh, in, mutable_rows(dgate, "gate"), mutable_rows(dup, "up"), activation, gate_multiplier, down_multiplier);
@@ -72,12 +72,12 @@ std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, in
 }
 
 Tensor glu_packed_op(Tensor gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  const Scope scope("glu_packed", gate_up);
+  const Scope scope("glu_packed", gate_up, "gate_up");
   return forward(scope, gate_up, packed(scope.op(), gate_up), activation, gate_multiplier, down_multiplier);
 }
 
 Tensor glu_packed_backward_op(Tensor dh, Tensor gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  const Scope scope("glu_packed_backward", gate_up);
+  const Scope scope("glu_packed_backward", gate_up, "gate_up");
   const Halves in = packed(scope.op(), gate_up);
   Tensor grad = allocate_like(scope, gate_up);
   const MutableRows dgate = mutable_rows(grad, "gate_up");

@@ -9,10 +9,11 @@ void check_parameter(const char* op, const OptionalTensor& parameter, const char
   if (!parameter) return;
   check_device(op, *parameter, name, x, "x");
   check_shape(op, *parameter, name, {cols});
+  dtype_of(*parameter, name);
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight, OptionalTensor bias, double eps) {
-  const Scope scope("layer_norm", x);
+  const Scope scope("layer_norm", x, "x");
   const RowsView rows = as_rows(scope.op(), x, "x");
   check_parameter(scope.op(), weight, "weight", x, rows.cols);
   check_parameter(scope.op(), bias, "bias", x, rows.cols);
@@ -24,7 +25,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight
   leading.pop_back();
   const Dtype stats = accumulator(rows.view.dtype);
   Tensor mean = allocate(scope, leading, stats, x), rstd = allocate(scope, leading, stats, x);
-  if (x.numel() > 0)
+  if (x.numel() == 0)  // rows without columns, perhaps
+    for (Tensor* t : {&mean, &rstd}) torch::stable::zero_(*t);
+  else
     layer_norm_forward({rows.rows, rows.cols, rows, vector_of(weight, "weight"), vector_of(bias, "bias"), mutable_rows(y, "y"),
                         mean.data_ptr(), rstd.data_ptr(), eps},
                        scope);
@@ -34,7 +37,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x, OptionalTensor weight, Tensor mean, Tensor rstd,
                                                           std::optional<ScalarType> bias_dtype, bool need_dx, bool need_dweight,
                                                           bool need_dbias) {
-  const Scope scope("layer_norm_backward", x);
+  const Scope scope("layer_norm_backward", x, "x");
   const RowsView rows = as_rows(scope.op(), x, "x");
   check_same_shape(scope.op(), dy_in, "dy", x, "x");
   check_device(scope.op(), dy_in, "dy", x, "x");
@@ -44,12 +47,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x
   need_dbias = need_dbias && bias_dtype.has_value();
   const Dtype stats = accumulator(rows.view.dtype);
   for (const auto& [t, name] : {std::pair{&mean, "mean"}, std::pair{&rstd, "rstd"}})
-    require(t->numel() == rows.rows && dtype_of(*t, name) == stats && t->is_contiguous(), scope.op(), ": ", name,
+    require(t->defined() && t->numel() == rows.rows && dtype_of(*t, name) == stats && t->is_contiguous(), scope.op(), ": ", name,
             " is not what the forward returned for x of shape ", shape_text(x));
 
   Tensor dx = need_dx ? allocate_like(scope, x) : empty_output(scope, x);
   Tensor dweight = need_dweight ? allocate_like(scope, *weight) : empty_output(scope, weight ? *weight : x);
-  const ScalarType dbias_type = bias_dtype.value_or(x.scalar_type());
+  const ScalarType dbias_type = bias_dtype.value_or(type_of(x));
   Tensor dbias = allocate(scope, {need_dbias ? rows.cols : 0}, dbias_type, x);
   if (!need_dx && !need_dweight && !need_dbias) return {dx, dweight, dbias};
   if (x.numel() == 0) {

@@ -12,7 +12,7 @@ CrossEntropyOptions checked_options(const char* op, int64_t ignore_index, int64_
 
 Tensor checked_target(const char* op, const Tensor& target, int64_t rows, const Tensor& like, const char* like_name) {
   check_device(op, target, "target", like, like_name);
-  require(target.scalar_type() == ScalarType::Long, op, ": target has dtype ", dtype_name(target.scalar_type()), ", expected torch.int64");
+  require(type_of(target) == ScalarType::Long, op, ": target has dtype ", dtype_name(type_of(target)), ", expected torch.int64");
   check_shape(op, target, "target", {rows});
   return contiguous(op, target);
 }
@@ -22,15 +22,15 @@ OptionalTensor checked_class_weight(const char* op, const OptionalTensor& weight
   if (!weight) return weight;
   check_device(op, *weight, name, like, "the logits");
   check_shape(op, *weight, name, {vocab});
-  require(weight->scalar_type() == scalar_type(accumulator), op, ": ", name, " has dtype ", dtype_name(weight->scalar_type()),
-          ", expected ", dtype_name(scalar_type(accumulator)));
+  require(type_of(*weight) == scalar_type(accumulator), op, ": ", name, " has dtype ", dtype_name(type_of(*weight)), ", expected ",
+          dtype_name(scalar_type(accumulator)));
   return contiguous(op, weight);
 }
 
 Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const Tensor* normalizer, int64_t vocab,
                  const CrossEntropyOptions& options, Dtype accumulator) {
   if (normalizer != nullptr) {
-    require(normalizer->numel() == 1 && normalizer->scalar_type() == scalar_type(accumulator), scope.op(),
+    require(normalizer->numel() == 1 && type_of(*normalizer) == scalar_type(accumulator), scope.op(),
             ": normalizer must be one number of dtype ", dtype_name(scalar_type(accumulator)));
     check_device(scope.op(), *normalizer, "normalizer", target, "target");
   }

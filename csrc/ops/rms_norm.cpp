@@ -9,6 +9,7 @@ void check_weight(const char* op, const OptionalTensor& weight, const Tensor& x,
   if (!weight) return;
   check_device(op, *weight, "weight", x, "x");
   check_shape(op, *weight, "weight", {cols});
+  dtype_of(*weight, "weight");
 }
 
 void check_casting_mode(const char* op, int64_t mode) {
@@ -16,7 +17,7 @@ void check_casting_mode(const char* op, int64_t mode) {
 }
 
 std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double eps, double offset, int64_t casting_mode) {
-  const Scope scope("rms_norm", x);
+  const Scope scope("rms_norm", x, "x");
   const RowsView rows = as_rows(scope.op(), x, "x");
   check_weight(scope.op(), weight, x, rows.cols);
   check_casting_mode(scope.op(), casting_mode);
@@ -39,12 +40,13 @@ std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double e
                       offset,
                       casting_mode == 0},
                      scope);
+  else torch::stable::zero_(rstd);  // of rows without columns
   return {y, rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, OptionalTensor weight, double eps, double offset,
                                                    int64_t casting_mode) {
-  const Scope scope("add_rms_norm", x);
+  const Scope scope("add_rms_norm", x, "x");
   check_device(scope.op(), residual, "residual", x, "x");
   check_same_shape(scope.op(), residual, "residual", x, "x");
   const RowsView rows = as_rows(scope.op(), x, "x");
@@ -62,20 +64,23 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, Op
     rms_norm_forward({rows.rows, rows.cols, rows, residual_rows, mutable_rows(sum, "sum"), vector_of(weight, "weight"),
                       mutable_rows(y, "y"), rstd.data_ptr(), eps, offset, casting_mode == 0},
                      scope);
+  else torch::stable::zero_(rstd);
   return {y, sum, rstd};
 }
 
 // Both backwards: z is what was normalised.
 std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy_in, const OptionalTensor& dsum, const Tensor& z,
-                                    OptionalTensor weight, const Tensor& rstd, double offset, bool need_dx, bool need_dweight) {
-  const RowsView z_rows = as_rows(scope.op(), z, "x");
+                                    const char* z_name, OptionalTensor weight, const Tensor& rstd, double offset, bool need_dx,
+                                    bool need_dweight) {
+  const RowsView z_rows = as_rows(scope.op(), z, z_name);
   check_weight(scope.op(), weight, z, z_rows.cols);
   weight = contiguous(scope.op(), weight);
   need_dweight = need_dweight && weight.has_value();
+  check_device(scope.op(), rstd, "rstd", z, z_name);
   require(rstd.numel() == z_rows.rows, scope.op(), ": rstd has ", rstd.numel(), " elements, expected one for each of ", z_rows.rows,
           " rows");
   const Tensor rstd_rows = contiguous(scope.op(), rstd);
-  require(dtype_of(rstd, "rstd") == accumulator(z_rows.view.dtype), scope.op(), ": rstd has dtype ", dtype_name(rstd.scalar_type()),
+  require(dtype_of(rstd, "rstd") == accumulator(z_rows.view.dtype), scope.op(), ": rstd has dtype ", dtype_name(type_of(rstd)),
           ", expected what the forward returned");
 
   // Only the sum was used: its gradient passes through unchanged (as a fresh tensor).
@@ -87,12 +92,13 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
     torch::stable::zero_(dweight);
     return {dz, dweight};
   }
-  check_same_shape(scope.op(), *dy_in, "dy", z, "x");
-  check_device(scope.op(), *dy_in, "dy", z, "x");
+  check_same_shape(scope.op(), *dy_in, "dy", z, z_name);
+  check_device(scope.op(), *dy_in, "dy", z, z_name);
   const RowsView dy = as_rows(scope.op(), *dy_in, "dy");
   RowsView dsum_rows;
   if (dsum) {
-    check_same_shape(scope.op(), *dsum, "dsum", z, "x");
+    check_same_shape(scope.op(), *dsum, "dsum", z, z_name);
+    check_device(scope.op(), *dsum, "dsum", z, z_name);
     dsum_rows = as_rows(scope.op(), *dsum, "dsum");
   }
 
@@ -115,12 +121,12 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
 
 std::tuple<Tensor, Tensor> rms_norm_backward_op(Tensor dy, Tensor x, OptionalTensor weight, Tensor rstd, double offset, bool need_dx,
                                                 bool need_dweight) {
-  return backward(Scope("rms_norm_backward", x), dy, std::nullopt, x, weight, rstd, offset, need_dx, need_dweight);
+  return backward(Scope("rms_norm_backward", x, "x"), dy, std::nullopt, x, "x", weight, rstd, offset, need_dx, need_dweight);
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_backward_op(OptionalTensor dy, OptionalTensor dsum, Tensor sum, OptionalTensor weight, Tensor rstd,
                                                     double offset, bool need_dx, bool need_dweight) {
-  return backward(Scope("add_rms_norm_backward", sum), dy, dsum, sum, weight, rstd, offset, need_dx, need_dweight);
+  return backward(Scope("add_rms_norm_backward", sum, "sum"), dy, dsum, sum, "sum", weight, rstd, offset, need_dx, need_dweight);
 }
 
 }  // namespace

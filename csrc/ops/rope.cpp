@@ -40,26 +40,29 @@ RopeHeads heads_of(const Tensor& in, const Tensor& out) {
   return {in.data_ptr(), out.data_ptr(), in.size(1), in.stride(0), in.stride(1), in.stride(2), out.stride(0), out.stride(1), out.stride(2)};
 }
 
-void check_table(const char* op, const Tensor& table, const char* name, const Tensor& q) {
-  check_device(op, table, name, q, "q");
+void check_table(const char* op, const Tensor& table, const char* name, const Tensor& q, const char* q_name) {
+  check_device(op, table, name, q, q_name);
   require(table.dim() == 3 && (table.size(0) == 1 || table.size(0) == q.size(0)) && table.size(1) == q.size(2), op, ": ", name,
           " has shape ", shape_text(table), ", expected (1 or ", q.size(0), ", ", q.size(2), ", rotary_dim)");
   require(table.size(2) % 2 == 0 && table.size(2) <= q.size(3), op, ": ", name, " has rotary_dim ", table.size(2),
           ", expected an even number of at most head_dim ", q.size(3));
 }
 
+// Forward: q and k; backward: their gradients, by the transposed rotation.
 std::tuple<Tensor, Tensor> run(const char* op, Tensor q, Tensor k, Tensor cos, Tensor sin, bool transpose) {
-  const Scope scope(op, q);
-  require(q.dim() == 4, op, ": q has shape ", shape_text(q), ", expected (batch, heads, seq, head_dim)");
-  require(k.dim() == 4 && k.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(3) == q.size(3), op, ": k has shape ", shape_text(k),
-          ", expected (", q.size(0), ", heads, ", q.size(2), ", ", q.size(3), ")");
-  check_device(op, k, "k", q, "q");
-  require(k.scalar_type() == q.scalar_type(), op, ": k has dtype ", dtype_name(k.scalar_type()), ", expected that of q, ",
-          dtype_name(q.scalar_type()));
-  check_table(op, cos, "cos", q);
-  check_table(op, sin, "sin", q);
-  require(cos.size(2) == sin.size(2) && cos.scalar_type() == sin.scalar_type(), op, ": cos and sin differ in rotary_dim or dtype");
-  const Dtype dtype = dtype_of(q, "q");
+  const char *const q_name = transpose ? "dq" : "q", *const k_name = transpose ? "dk" : "k";
+  const Scope scope(op, q, q_name);
+  check_defined(op, k, k_name);
+  require(q.dim() == 4, op, ": ", q_name, " has shape ", shape_text(q), ", expected (batch, heads, seq, head_dim)");
+  require(k.dim() == 4 && k.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(3) == q.size(3), op, ": ", k_name, " has shape ",
+          shape_text(k), ", expected (", q.size(0), ", heads, ", q.size(2), ", ", q.size(3), ")");
+  check_device(op, k, k_name, q, q_name);
+  require(type_of(k) == type_of(q), op, ": ", k_name, " has dtype ", dtype_name(type_of(k)), ", expected that of ", q_name, ", ",
+          dtype_name(type_of(q)));
+  check_table(op, cos, "cos", q, q_name);
+  check_table(op, sin, "sin", q, q_name);
+  require(cos.size(2) == sin.size(2) && type_of(cos) == type_of(sin), op, ": cos and sin differ in rotary_dim or dtype");
+  const Dtype dtype = dtype_of(q, q_name);
 
   cos = readable(op, cos);
   sin = readable(op, sin);

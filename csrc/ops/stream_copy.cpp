@@ -6,7 +6,7 @@ namespace liger::LIGER_BACKEND {
 namespace {
 
 Tensor stream_copy_op(Tensor x, int64_t per_thread) {
-  const Scope scope("stream_copy", x);
+  const Scope scope("stream_copy", x, "x");
   const int64_t bytes = x.numel() * size_of(dtype_of(x, "x"));
   require(x.is_contiguous() && bytes % 16 == 0, scope.op(), ": x must be contiguous and a multiple of 16 bytes long");
   require(per_thread == 1 || per_thread == 2 || per_thread == 4 || per_thread == 8, scope.op(), ": per_thread is ", per_thread,

@@ -6,9 +6,6 @@
 #include "gpu/device.h"
 #endif
 
-// Of torch 2.13 and newer; null where the torch that runs is older.
-extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
-
 namespace liger::LIGER_BACKEND {
 
 const char* dtype_name(ScalarType type) {
@@ -66,7 +63,14 @@ Dtype dtype_of(ScalarType type, const char* name) {
   throw std::invalid_argument(text(name, " has dtype ", dtype_name(type), ", expected float32, bfloat16 or float16",
                                    LIGER_IS_GPU ? " (float64 works on the CPU only)" : ", or float64"));
 }
-Dtype dtype_of(const Tensor& t, const char* name) { return dtype_of(t.scalar_type(), name); }
+ScalarType type_of(const Tensor& t) {
+  try {
+    return t.scalar_type();
+  } catch (const std::exception&) {  // one that the stable ABI has no name for
+    return ScalarType::Undefined;
+  }
+}
+Dtype dtype_of(const Tensor& t, const char* name) { return dtype_of(type_of(t), name); }
 
 ScalarType scalar_type(Dtype dtype) {
   switch (dtype) {
@@ -81,12 +85,18 @@ ScalarType scalar_type(Dtype dtype) {
   }
 }
 
+void check_defined(const char* op, const Tensor& t, const char* name) {
+  require(t.defined(), op, ": ", name, " is None, expected a tensor");
+}
+
 void check_device(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
+  check_defined(op, t, name);
   require(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && t.get_device_index() == like.get_device_index(), op, ": ", name,
           " is on another device than ", like_name, "; move both to one device");
 }
 
 void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
+  check_defined(op, t, name);
   const auto sizes = t.sizes();
   if (std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) return;
   std::string expected;
@@ -95,12 +105,14 @@ void check_shape(const char* op, const Tensor& t, const char* name, std::initial
 }
 
 void check_same_shape(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
+  check_defined(op, t, name);
   const auto sizes = t.sizes(), expected = like.sizes();
   require(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), op, ": ", name, " has shape ", shape_text(t),
           ", expected that of ", like_name, ", ", shape_text(like));
 }
 
-Scope::Scope(const char* op, const Tensor& t) : op_(op) {
+Scope::Scope(const char* op, const Tensor& t, const char* name) : op_(op) {
+  check_defined(op, t, name);
 #if LIGER_IS_GPU
   stream_.device = t.get_device_index();
   guard_.emplace(stream_.device);
@@ -122,24 +134,14 @@ int64_t element_bytes(ScalarType type) {
   return type == ScalarType::Double || type == ScalarType::Long ? 8 : type == ScalarType::Float || type == ScalarType::Int ? 4 : 2;
 }
 
-// What torch said of the error that it has just reported by a code. torch 2.11 and 2.12 keep that to themselves: then what the device says,
-// or nothing.
-std::string cause_of_failure() {
-  if (torch_exception_get_what_without_backtrace) return torch_exception_get_what_without_backtrace();
-#if LIGER_IS_GPU
-  return gpu::device_failure();
-#else
-  return {};
-#endif
-}
-
 // Too little memory is an error of its own, which callers catch to try again with less. After a failed kernel every allocation fails, too.
 [[noreturn]] void throw_failed_allocation(const char* op, double bytes) {
-  const std::string cause = cause_of_failure();
-  const auto says = [&](const char* words) { return cause.find(words) != std::string::npos; };
+  std::string cause = torch_said();
+#if LIGER_IS_GPU
+  if (cause.empty()) cause = gpu::device_failure();
+#endif
   const std::string tried = text("liger_ext::", op, " tried to allocate ", int64_t(bytes / (1 << 20)), " MiB");
-  if (!cause.empty() && !says("out of memory") && !says("not enough memory") && !says("can't allocate memory"))
-    throw std::runtime_error(text(tried, ", which failed: ", cause));
+  if (!cause.empty() && !says_out_of_memory(cause)) throw std::runtime_error(text(tried, ", which failed: ", cause));
   throw OutOfMemory(text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", tried, cause.empty() ? "" : "; torch: ", cause));
 }
 
@@ -180,7 +182,7 @@ Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarTyp
 }
 Tensor contiguous(const char* op, const Tensor& t) {
   if (t.is_contiguous()) return t;
-  Tensor copy = allocate_strided(op, sizes_of(t), contiguous_strides(sizes_of(t)), t.scalar_type(), t);
+  Tensor copy = allocate_strided(op, sizes_of(t), contiguous_strides(sizes_of(t)), type_of(t), t);
   torch::stable::copy_(copy, t);
   return copy;
 }
@@ -188,13 +190,14 @@ Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dty
   return allocate(scope, sizes, scalar_type(dtype), like);
 }
 Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype) { return allocate(scope, sizes_of(like), dtype, like); }
-Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, sizes_of(like), like.scalar_type(), like); }
-Tensor empty_output(const Scope& scope, const Tensor& like) { return allocate(scope, {0}, like.scalar_type(), like); }
+Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, sizes_of(like), type_of(like), like); }
+Tensor empty_output(const Scope& scope, const Tensor& like) { return allocate(scope, {0}, type_of(like), like); }
 Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like) {
   return allocate(scope, {(bytes + 3) / 4}, ScalarType::Float, like);
 }
 
 RowsView as_rows(const char* op, const Tensor& t, const char* name) {
+  check_defined(op, t, name);
   require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected (..., hidden_size)");
   RowsView out{t, 1, t.size(t.dim() - 1), {}};
   for (int64_t i = 0; i + 1 < t.dim(); ++i) out.rows *= t.size(i);

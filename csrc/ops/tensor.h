@@ -27,11 +27,14 @@ struct ShapeText {
 std::ostream& operator<<(std::ostream& out, const ShapeText& shape);
 inline ShapeText shape_text(const Tensor& t) { return {t}; }
 
+ScalarType type_of(const Tensor& t);  // Undefined for a dtype that no kernel takes
 // Throws ValueError (as all checks here), naming the argument, when the dtype is none that kernels take.
 Dtype dtype_of(const Tensor& t, const char* name);
 Dtype dtype_of(ScalarType type, const char* name);
 ScalarType scalar_type(Dtype dtype);
 
+// torch's dispatcher lets None pass for a tensor.
+void check_defined(const char* op, const Tensor& t, const char* name);
 // Same device as `like`, and on this backend's kind of device.
 void check_device(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name);
 void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<int64_t> shape);
@@ -40,7 +43,7 @@ void check_same_shape(const char* op, const Tensor& t, const char* name, const T
 // A guard for the tensor's device and its current stream, for as long as an op runs.
 class Scope {
  public:
-  Scope(const char* op, const Tensor& t);
+  Scope(const char* op, const Tensor& t, const char* name);
   operator Stream() const { return stream_; }
   const char* op() const { return op_; }
 

@@ -34,6 +34,13 @@ def holds(condition: bool | torch.SymBool) -> bool:
     return guard_or_false(condition)
 
 
+def check_tensors(op: str, **arguments: object) -> None:
+    """Raises TypeError for what is no tensor; torch's dispatcher would, but after a function has asked for shapes."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, not {type(value).__name__}")
+
+
 def require(ok: bool, *parts: object) -> None:
     if not ok:
         raise ValueError("".join(map(str, parts)))

@@ -37,8 +37,8 @@ def register(
 ) -> Callable:
     """Registers all of the above for ``name`` and ``name_backward``; returns what calls the op with the least overhead.
 
-    ``backward(ctx, saved, *grads)`` gets the saved tensors, since they are to be unpacked before autograd is left: hooks
-    may run any code then, such as the recomputation of ``torch.utils.checkpoint``, which records a graph of its own.
+    ``backward(ctx, saved, *grads)`` gets the saved tensors, since they are to be unpacked before autograd is left:
+    hooks may run any code then, such as the recomputation of ``torch.utils.checkpoint``, which records a graph.
 
     ``autocast(device_type, *args)`` returns the arguments that the forward runs with under autocast; the op itself, and
     the backward op, then run with autocast off, so that no matmul inside is cast.

@@ -7,7 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_ext.ops._checks import REDUCTIONS, accumulator, check_device, check_dtype, code_of, require, shape_text
+from liger_ext.ops._checks import (
+    REDUCTIONS,
+    accumulator,
+    check_device,
+    check_dtype,
+    check_tensors,
+    code_of,
+    require,
+    shape_text,
+)
 from liger_ext.ops._register import register
 
 _cross_entropy_backward = torch.ops.liger_ext.cross_entropy_backward.default
@@ -72,14 +81,16 @@ def cross_entropy(
             loss and gradient are NaN, and the error is raised by the next liger_ext call on the device or by
             :func:`liger_ext.check_errors`.
     """
+    check_tensors("cross_entropy", logits=logits, target=target)
+    require(logits.dim() >= 1, "cross_entropy: logits has no dimensions, expected (..., vocab_size)")
     if target.shape != logits.shape[:-1]:
         raise ValueError(
             f"target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} but for the last"
         )
     if weight is not None:
-        weight = weight.to(accumulator(logits.dtype))
+        weight = class_weight("cross_entropy", weight, "weight", logits.dtype)
     outputs = _cross_entropy(
-        logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1]),
+        logits if logits.dim() == 2 else logits.reshape(target.numel(), logits.shape[-1]),
         target if target.dim() == 1 else target.reshape(-1),
         weight,
         ignore_index,
@@ -92,6 +103,13 @@ def cross_entropy(
         return_predicted_tokens,
     )
     return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
+
+
+def class_weight(op: str, weight: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """In the accumulator's dtype, which the op takes."""
+    check_tensors(op, **{name: weight})
+    require(weight.dtype.is_floating_point, op, ": ", name, " has dtype ", weight.dtype, ", expected a floating one")
+    return weight.to(accumulator(dtype))
 
 
 def results(

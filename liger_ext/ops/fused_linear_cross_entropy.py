@@ -15,6 +15,7 @@ Saved tensors are read, never written, so a second backward gives the same gradi
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from liger_ext.ops._checks import (
     check_device,
     check_dtype,
     check_parameter,
+    check_tensors,
     code_of,
     holds,
     require,
@@ -38,6 +40,7 @@ from liger_ext.ops.cross_entropy import (
     check_class_weight,
     check_options,
     check_target,
+    class_weight,
     fake_results,
     results,
 )
@@ -99,13 +102,27 @@ def fused_linear_cross_entropy(
         ValueError: an option outside its range, or shapes, dtypes or devices that do not fit together.
         IndexError: a target out of range, as in :func:`cross_entropy`.
     """
+    op = "fused_linear_cross_entropy"
+    check_tensors(op, x=x, weight=weight, target=target)
+    require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
     if target.shape != x.shape[:-1]:
         raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last")
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    check_dtype(x.dtype, f"{op}: x", x.device)
+    check_dtype(weight.dtype, f"{op}: weight", x.device)
+    require(
+        weight.dim() == 2 and weight.shape[0] > 0,
+        op,
+        ": weight has shape ",
+        shape_text(weight),
+        ", expected (vocab_size, ",
+        x.shape[-1],
+        ")",
+    )
+    rows = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
     compute_dtype = _autocast_dtype(x.device.type, x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
     if ce_weight is not None:
-        ce_weight = ce_weight.to(accumulator(dtype))
+        ce_weight = class_weight(op, ce_weight, "ce_weight", dtype)
     grad = torch.is_grad_enabled()
     need_dweight = grad and weight.requires_grad
     chunk = chunk_rows(weight.shape[0], weight.shape[-1], dtype, memory, x.device, need_dweight)
@@ -172,7 +189,7 @@ def rows_within(
         budget = max(64 * _MIB, 256 * row_bytes) if gpu_bytes is None else max(256 * _MIB, gpu_bytes // 32)
         if need_dweight:
             budget = max(budget, vocab_size * hidden_size * accumulator(dtype).itemsize)
-    elif isinstance(memory, (int, float)) and not isinstance(memory, bool) and memory > 0:
+    elif isinstance(memory, (int, float)) and not isinstance(memory, bool) and 0 < memory < math.inf:
         budget = int(memory)
     else:
         raise ValueError(f"memory is {memory!r}, expected 'auto' or a number of bytes greater than 0")
@@ -188,8 +205,14 @@ def _total_memory(device: torch.device) -> int:
 def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     # Neither way waits for the device.
     if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"normalizer has shape {shape_text(value)}, expected one number")
         return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=True)
-    return torch.full((1,), value, dtype=dtype, device=device)
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"normalizer must be a number or a Tensor, not {type(value).__name__}")
+    if abs(value) > torch.finfo(dtype).max:
+        raise ValueError(f"normalizer is {value}, expected a number that {dtype} can hold")
+    return torch.full((1,), value if abs(value) < 1 << 62 else float(value), dtype=dtype, device=device)
 
 
 def _autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -313,6 +336,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, saved, dloss, *_):
     gradients = [None] * 21
     if dloss is not None:
+        target, (ignore_index, reduction) = saved[2], ctx.options[:2]
+        if reduction == REDUCTIONS["none"]:  # ignored rows count for nothing, not even a NaN
+            dloss = torch.where(target == ignore_index, 0.0, dloss)
         # The same flags as in the forward, since what it saved follows from them.
         dx, dweight, dbias = _backward_op(dloss, *saved, *ctx.options)
         for index, gradient in ((0, dx), (1, dweight), (3, dbias)):
@@ -331,7 +357,7 @@ _call = register(
 )
 
 
-# What torch.utils.flop_counter counts: the matmuls that run in the forward, and in the backward. Tensors are their shapes.
+# What torch.utils.flop_counter counts: the matmuls that run in forward and backward. Tensors are their shapes.
 def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
     return 2 * x_shape[0] * x_shape[1] * weight_shape[0] * matmuls
 

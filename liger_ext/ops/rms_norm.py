@@ -142,7 +142,7 @@ def _fake_add_backward(dy, dsum, total, weight, rstd, offset, need_dx, need_dwei
     require(dy is not None or dsum is not None, op, ": neither dy nor dsum is given")
     for grad, name in ((dy, "dy"), (dsum, "dsum")):
         if grad is not None:
-            check_same_shape(op, grad, name, total, "x")
+            check_same_shape(op, grad, name, total, "sum")
     return _fake_gradients(total, weight, need_dx, need_dweight)
 
 

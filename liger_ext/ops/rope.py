@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_ext.ops._checks import check_device, check_dtype, check_same_dtype, require, shape_text
+from liger_ext.ops._checks import check_device, check_dtype, check_same_dtype, check_tensors, require, shape_text
 from liger_ext.ops._register import register
 
 _rope_backward = torch.ops.liger_ext.rope_backward.default
@@ -37,7 +37,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
         ValueError: shapes, dtypes or devices that do not fit together, or another ``unsqueeze_dim``.
         RuntimeError: cos or sin requires a gradient.
     """
-    if cos.dim() == 2:
+    check_tensors("rope", q=q, k=k, cos=cos, sin=sin)
+    if cos.dim() == 2 and sin.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
     if unsqueeze_dim == 1:
         return _rope(q, k, cos, sin)
@@ -46,12 +47,15 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
             f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for (batch, heads, seq, head_dim) "
             "or 2 for (batch, seq, heads, head_dim)"
         )
+    for name, t in (("q", q), ("k", k)):
+        if t.dim() != 4:
+            raise ValueError(f"rope: {name} has shape {shape_text(t)}, expected (batch, seq, heads, head_dim)")
     q_out, k_out = _rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
 
-def _check_table(op: str, table: Tensor, name: str, q: Tensor) -> None:
-    check_device(op, table, name, q, "q")
+def _check_table(op: str, table: Tensor, name: str, q: Tensor, q_name: str) -> None:
+    check_device(op, table, name, q, q_name)
     batch, _, seq, head_dim = q.shape
     if table.dim() != 3 or (table.shape[0] != 1 and table.shape[0] != batch) or table.shape[1] != seq:
         raise ValueError(f"{op}: {name} has shape {shape_text(table)}, expected (1 or {batch}, {seq}, rotary_dim)")
@@ -63,20 +67,22 @@ def _check_table(op: str, table: Tensor, name: str, q: Tensor) -> None:
     check_dtype(table.dtype, name, q.device)
 
 
-def _fake_of(op: str):
+def _fake_of(op: str, q_name: str, k_name: str):
     def fake(q, k, cos, sin):
-        require(q.dim() == 4, op, ": q has shape ", shape_text(q), ", expected (batch, heads, seq, head_dim)")
+        require(
+            q.dim() == 4, op, ": ", q_name, " has shape ", shape_text(q), ", expected (batch, heads, seq, head_dim)"
+        )
         batch, _, seq, head_dim = q.shape
         if k.dim() != 4 or k.shape[0] != batch or k.shape[2] != seq or k.shape[3] != head_dim:
-            raise ValueError(f"{op}: k has shape {shape_text(k)}, expected ({batch}, heads, {seq}, {head_dim})")
-        check_device(op, k, "k", q, "q")
-        check_same_dtype(op, k, "k", q, "q")
-        _check_table(op, cos, "cos", q)
-        _check_table(op, sin, "sin", q)
+            raise ValueError(f"{op}: {k_name} has shape {shape_text(k)}, expected ({batch}, heads, {seq}, {head_dim})")
+        check_device(op, k, k_name, q, q_name)
+        check_same_dtype(op, k, k_name, q, q_name)
+        _check_table(op, cos, "cos", q, q_name)
+        _check_table(op, sin, "sin", q, q_name)
         require(
             cos.shape[2] == sin.shape[2] and cos.dtype == sin.dtype, op, ": cos and sin differ in rotary_dim or dtype"
         )
-        check_dtype(q.dtype, "q", q.device)
+        check_dtype(q.dtype, q_name, q.device)
         return _empty_like(q), _empty_like(k)
 
     return fake
@@ -113,8 +119,8 @@ def _backward(ctx, saved, dq, dk):
 
 _rope = register(
     "rope",
-    fake=_fake_of("rope"),
-    fake_backward=_fake_of("rope_backward"),
+    fake=_fake_of("rope", "q", "k"),
+    fake_backward=_fake_of("rope_backward", "dq", "dk"),
     setup_context=_setup_context,
     backward=_backward,
 )

@@ -81,7 +81,7 @@ def cross_entropy(
         else:
             count_z = count
         if normalizer is not None:
-            count_z = divisor = torch.as_tensor(normalizer, dtype=logits.dtype, device=logits.device)
+            count_z = divisor = torch.as_tensor(normalizer, dtype=logits.dtype, device=logits.device).reshape(())
         ce_sum, z_sum = ce.sum() / divisor, z.sum() / count_z
         nothing = torch.zeros_like(ce_sum)
         some = count > 0

@@ -227,6 +227,11 @@ void stream_copy(const StreamCopy& a, Stream stream) {
 }
 
 void gemm(const Gemm& g, Stream) {
+  // As a GPU's library does.
+  const auto apart = [](const Matrix& x, int64_t rows, int64_t cols) {
+    return x.transposed ? cols <= 1 || x.stride >= rows : rows <= 1 || x.stride >= cols;
+  };
+  require(apart(g.a, g.m, g.k) && apart(g.b, g.k, g.n) && (g.m <= 1 || g.c_stride >= g.n), "gemm: rows overlap");
   const auto widened = [](const Matrix& x, int64_t rows, int64_t cols) {
     std::vector<float> out(size_t(rows * cols));
     for (int64_t i = 0; i < rows; ++i)
