@@ -88,6 +88,7 @@ def gradients_of(outputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
             g = torch.full_like(t, value) if value is not None else torch.randn_like(t)
             laid_out = kind == "laid out" and t.device.type != "meta"
             made[name] = Guarded().place(name, g, draw_layout(case.rng, g.shape)) if laid_out else g
+    case.judged = case.judged and (case.ordinary or kind != "zero")
     case.ordinary = case.ordinary and kind in ("normal", "zero", "laid out")
     if kind != "normal":
         case.notes.append(f"{kind} gradient")
