@@ -38,7 +38,7 @@ from liger_ext.testing import judge, outputs_of
 
 each_op = pytest.mark.parametrize("op", OPS)
 randoms = st.randoms(use_true_random=False)
-settings_here = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+settings_here = settings(max_examples=20 if host_target() else 60, suppress_health_check=list(HealthCheck))
 
 
 def place(tensors, layout_of):
