@@ -370,6 +370,8 @@ def test_with_globals_keeps_decorators():
 
     changed = forwards.with_globals(count, len=lambda items: 10)
     assert (count(), changed(), changed(start=3)) == (6, 22, 26)
+    assert forwards.with_globals(count, len=lambda items: 20)() == 42
+    assert changed() == 22
     assert changed.__name__ == "count" and changed.__wrapped__ is not count.__wrapped__
     with pytest.MonkeyPatch.context() as context:  # all other globals are those of the function, now and later
         context.setattr(sys.modules[__name__], "PATCHED", ())

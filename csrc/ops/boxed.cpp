@@ -1,5 +1,7 @@
 #include "ops/boxed.h"
 
+#include <dlfcn.h>
+
 #include <exception>
 #include <new>
 #include <stdexcept>
@@ -7,13 +9,7 @@
 
 #include "kernels/errors.h"
 
-// Python's C API, of which two functions are used that are in every version's stable ABI. Weak: the process has them if it runs Python,
-// and the libraries also load where it does not.
-extern "C" {
 struct _object;   // PyObject
-[[gnu::weak]] _object* PyImport_ImportModule(const char* name);
-[[gnu::weak]] _object* PyObject_GetAttrString(_object* object, const char* name);
-}
 
 // Of torch 2.13 and newer; null where the torch that runs is older.
 extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
@@ -32,6 +28,21 @@ struct PyTorchError : std::exception {
 namespace liger {
 namespace {
 
+// Two functions of Python's C API that are in every version's stable ABI; null in a process that runs no Python.
+struct Python {
+  _object* (*import)(const char* module) = nullptr;
+  _object* (*attribute)(_object* object, const char* name) = nullptr;
+
+  Python() {
+    import = reinterpret_cast<decltype(import)>(dlsym(RTLD_DEFAULT, "PyImport_ImportModule"));
+    attribute = reinterpret_cast<decltype(attribute)>(dlsym(RTLD_DEFAULT, "PyObject_GetAttrString"));
+  }
+  static const Python& instance() {
+    static const Python python;
+    return python;
+  }
+};
+
 class PythonError final : public torch::PyTorchError {
  public:
   PythonError(const char* module, const char* type, const std::exception& error)
@@ -39,8 +50,9 @@ class PythonError final : public torch::PyTorchError {
 
   // Called by torch, which holds Python's lock and wants a borrowed reference: module and type are kept for good.
   _object* python_type() override {
-    _object* module = PyImport_ImportModule(module_);
-    return module ? PyObject_GetAttrString(module, type_) : nullptr;
+    const Python& python = Python::instance();
+    _object* module = python.import(module_);
+    return module ? python.attribute(module, type_) : nullptr;
   }
 
  private:
@@ -55,6 +67,7 @@ std::string torch_said() {
 }
 
 void rethrow_for_python() {
+  if (!Python::instance().import || !Python::instance().attribute) throw;
   try {
     throw;
   } catch (const OutOfMemory& error) {

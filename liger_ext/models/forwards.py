@@ -14,7 +14,9 @@ def with_globals(function: Callable, **replacements: object) -> Callable:
     """
     inner = inspect.unwrap(function)
     own = {name: f"_liger_ext_{name}" for name in replacements}
-    inner.__globals__.update({own[name]: value for name, value in replacements.items()})
+    for name, value in replacements.items():
+        while inner.__globals__.setdefault(own[name], value) is not value:
+            own[name] += "_"  # another copy's name
     code = inner.__code__.replace(co_names=tuple(own.get(name, name) for name in inner.__code__.co_names))
     return rewrap(function, inner, _copy_function(inner, code, inner.__closure__))
 
