@@ -100,7 +100,7 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
     base = outputs_of(op.baseline(**leaves, **({"stored": compute} if op.stores else {})))
     theirs = base | {f"d{n}": g for n, g in _backward(base, leaves, grads).items()}
     results = outputs | gradients
-    if call.op == "fused_linear_cross_entropy":  # which of equal logits is the largest, their roundings say
+    if call.op == "fused_linear_cross_entropy" or inputs.get("softcap"):  # which of nearly equal logits is the largest
         results.pop("token_accuracy", None)
     for name, ours in results.items():
         judged = exact[name]
@@ -110,8 +110,14 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
             if finite and call.arguments["softcap"] is None and judged.share(ours) > 1:
                 return f"{name} differs"
             continue
+        # A sum over rows may cancel, of which the largest column, where there are few, knows nothing.
+        room = 16 if name[1:] in op.parameters else 1
         off = beyond(
-            ours.detach().double(), judged.value.detach(), judged.allowed, theirs[name].detach().double(), ours.dtype
+            ours.detach().double(),
+            judged.value.detach(),
+            room * judged.allowed,
+            theirs[name].detach().double(),
+            ours.dtype,
         )
         if off:
             return f"{name} {off}"
@@ -127,6 +133,8 @@ def beyond(ours: Tensor, exact: Tensor, allowed: Tensor, theirs: Tensor, dtype: 
         asked = asked & asked.all(-1, keepdim=True)
         slack = slack.amax(-1, keepdim=True)
     error = (ours - exact).abs()
+    if dtype == torch.float64:  # the reference is rounded as often
+        allowed = 4 * allowed
     bad = asked & ~(error <= allowed + 2 * slack)
     if not bool(bad.any()):
         return ""
