@@ -50,7 +50,7 @@ def run_on_host(file, warp, *args, **env):
 
 
 @warp_widths
-@pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py", "test_gpu_paths.py"])
+@pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py", "test_gpu_paths.py", "test_layouts.py"])
 def test_every_kernel(file, warp):
     done, _ = run_on_host(file, warp)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -163,4 +163,16 @@ def test_an_op_called_directly(device, op, rng):
         for real, like in zip(found, expected, strict=True):
             if not same_bits(real, like):
                 assert other_sums(op, device), f"other bits than contiguous copies: {what}"
-                torch.testing.assert_close(real, like, equal_nan=True)
+                torch.testing.assert_close(real, like, equal_nan=True, msg=what)
+
+
+@pytest.mark.parametrize("reduction", range(3))
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_every_output_of_no_rows_is_written(device, reduction, smoothing):
+    found = []
+    for byte in (0x81, 0x7E):
+        with unwritten_memory(byte):
+            logits, target = torch.ones(0, 5, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+            options = (None, -100, reduction, smoothing, 0.0, None, True, True, True)
+            found.append(torch.ops.liger_ext.cross_entropy(logits, target, *options))
+    assert all(map(same_bits, *found))

@@ -39,9 +39,12 @@ class Report:
     seconds: float = 0.0
     groups: dict[tuple[str, str, str], Group] = field(default_factory=dict)
 
-    def add(self, found: dict[str, Any]) -> None:
+    def add(self, found: dict[str, Any]) -> bool:
+        """Is it the first of its group?"""
         key = found["kind"], found["op"], normal_form(found["text"])
+        first = key not in self.groups
         self.groups.setdefault(key, Group(*key, first=found)).count += 1
+        return first
 
     def __str__(self) -> str:
         found = sum(group.count for group in self.groups.values())
@@ -125,7 +128,9 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
             for key, _ in waiting.select(timeout=1):
                 line = key.fileobj.readline()
                 if line:
-                    report.add(json.loads(line))
+                    found = json.loads(line)
+                    if report.add(found):
+                        show(f"{found['number']}: {found['kind']}, {found['op']}: {found['text'][:200]}")
                     continue
                 waiting.unregister(key.fileobj)
                 again(key.data, report, waiting, hung=False)

@@ -110,6 +110,7 @@ def dtype(case: Case) -> None:
     # Class weights and the normalizer are converted.
     converted = name in ("ce_weight", "normalizer") or (case.call.op == "cross_entropy" and name == "weight")
     case.set(name, t.to(wrong), MAY if converted else MUST, str(wrong))
+    case.judged = False
 
 
 def shape(case: Case) -> None:

@@ -9,8 +9,8 @@ An exception is acceptable if the call's arguments may be at fault, and it is
 A result is right if its shapes and dtypes are those that the documentation promises; if it is finite where the values
 were of ordinary size; and, of the calls that are judged, if each element is within the bound of bounds.py of the
 float64 reference, or no further from it than twice what PyTorch's own composition is anywhere in that row (with numbers
-at the end of a dtype's range both may overflow on the way). Where PyTorch is not finite, nothing is asked; nor of norms
-whose sums have terms of 1e36 and more.
+at the end of a dtype's range both may overflow on the way). Where PyTorch is not finite, nothing is asked; nor of
+norms of numbers whose squares or products overflow, nor of what overflows before a gradient of 0 multiplies it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def has_references(call: Call) -> bool:
     tensors = call.tensors()
     flat = all(tensors[n].dim() == 2 for n in ("logits", "x") if n in tensors) or "cross_entropy" not in call.op
     small = sum(t.numel() for t in tensors.values()) < 1 << 16
-    return flat and small and all(t.numel() for t in tensors.values())
+    # The squares of a norm overflow from 1.8e19 on; a row of equal numbers has a variance of rounding errors alone.
+    moderate = "norm" not in call.op or all(bool(((t.abs() < 1e18) | ~t.isfinite()).all()) for t in tensors.values())
+    return moderate and flat and small and all(t.numel() for t in tensors.values())
 
 
 def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], grads: dict[str, Tensor]) -> str:
@@ -98,7 +100,7 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
     base = outputs_of(op.baseline(**leaves, **({"stored": compute} if op.stores else {})))
     theirs = base | {f"d{n}": g for n, g in _backward(base, leaves, grads).items()}
     results = outputs | gradients
-    if call.op == "fused_linear_cross_entropy":  # which of equal logits is the largest, their roundings say
+    if call.op == "fused_linear_cross_entropy" or inputs.get("softcap"):  # which of nearly equal logits is the largest
         results.pop("token_accuracy", None)
     for name, ours in results.items():
         judged = exact[name]
@@ -108,10 +110,14 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
             if finite and call.arguments["softcap"] is None and judged.share(ours) > 1:
                 return f"{name} differs"
             continue
-        if "norm" in call.op and bool((judged.allowed > 1e30).any()):
-            continue
+        # A sum over rows may cancel, of which the largest column, where there are few, knows nothing.
+        room = 16 if name[1:] in op.parameters else 1
         off = beyond(
-            ours.detach().double(), judged.value.detach(), judged.allowed, theirs[name].detach().double(), ours.dtype
+            ours.detach().double(),
+            judged.value.detach(),
+            room * judged.allowed,
+            theirs[name].detach().double(),
+            ours.dtype,
         )
         if off:
             return f"{name} {off}"
@@ -127,6 +133,8 @@ def beyond(ours: Tensor, exact: Tensor, allowed: Tensor, theirs: Tensor, dtype: 
         asked = asked & asked.all(-1, keepdim=True)
         slack = slack.amax(-1, keepdim=True)
     error = (ours - exact).abs()
+    if dtype == torch.float64:  # the reference is rounded as often
+        allowed = 4 * allowed
     bad = asked & ~(error <= allowed + 2 * slack)
     if not bool(bad.any()):
         return ""
