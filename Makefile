@@ -3,6 +3,7 @@
 #   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl      make bench   the benchmark tables
 #   make host    the GPU's kernels for the CPU, to test them (part of make test)
 #   make test-oldest   the Llama tests with the oldest transformers that is supported
+#   make plan-branches   which branches of the launch planner no test takes; see tests/plan_branches.py
 #   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
@@ -46,7 +47,7 @@ ifndef GPU
 endif
 CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
 
-.PHONY: demo test test-oldest build host wheel bench lint format clean configure
+.PHONY: demo test test-oldest build host plan-branches wheel bench lint format clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
@@ -74,6 +75,10 @@ build: configure
 # The GPU's kernels as a library for this machine's CPU, and broken ones: for tests.
 host: configure
 	@cmake --build $(BUILD) --target liger_ext_host
+
+plan-branches: build
+	@cmake --build $(BUILD) --target liger_counted
+	$(PY) tests/plan_branches.py
 
 # Configured once for each set of settings; ninja itself sees changes of the CMake files. A copied or moved checkout starts anew.
 configure: $(ENVIRONMENT)

@@ -5,11 +5,22 @@ if(NOT pybind11_FOUND)
   execute_process(COMMAND "${Python_EXECUTABLE}" -m pybind11 --cmakedir OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE)
   find_package(pybind11 CONFIG REQUIRED)
 endif()
-pybind11_add_module(_C csrc/python/module.cpp ${launch_sources})
-target_include_directories(_C PRIVATE csrc)
-target_compile_definitions(_C PRIVATE
-  LIGER_EXT_VERSION="${PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
-  LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}"
-  LIGER_GPU_COMPILER="${LIGER_GPU_COMPILER_TEXT}")
-set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/..")
+function(liger_python_module name folder)
+  pybind11_add_module(${name} ${ARGN} csrc/python/module.cpp ${launch_sources})
+  target_include_directories(${name} PRIVATE csrc)
+  target_compile_definitions(${name} PRIVATE
+    LIGER_EXT_VERSION="${PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
+    LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}"
+    LIGER_GPU_COMPILER="${LIGER_GPU_COMPILER_TEXT}")
+  set_target_properties(${name} PROPERTIES OUTPUT_NAME _C LIBRARY_OUTPUT_DIRECTORY "${folder}")
+endfunction()
+liger_python_module(_C "${LIGER_EXT_OUTPUT}/..")
 install(TARGETS _C LIBRARY DESTINATION liger_ext)
+
+# With a planner that counts its branches, for tests/plan_branches.py (which has one for the host target, too).
+liger_python_module(_C_counted "${LIGER_EXT_OUTPUT}/counted" EXCLUDE_FROM_ALL)
+add_custom_target(liger_counted DEPENDS _C_counted liger_host_counted)
+foreach(target _C_counted liger_host_counted)
+  target_compile_options(${target} PRIVATE -O0 --coverage)
+  target_link_options(${target} PRIVATE --coverage)
+endforeach()

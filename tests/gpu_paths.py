@@ -7,7 +7,6 @@ blocks whose rings of rows wrap around, clusters, few rows and many.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,21 +66,25 @@ def wraps(plan: _C.LaunchPlan, rows: int) -> bool:
 
 @dataclass(frozen=True)
 class Path:
-    """``kind``: few, some, or many rows; "wraps": as many as rings need."""
+    """``kind``: how many rows; "all" are very many, "wraps" as many as rings need. ``frozen``: parameters want no
+    gradient."""
 
     op: str
     cols: int
     dtype: torch.dtype
     kind: str
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    frozen: bool = False
 
     def __str__(self) -> str:
         options = "".join(f" {name}={value}" for name, value in self.options.items())
+        options += " frozen" * self.frozen
         return f"{self.op} {self.kind}x{self.cols} {str(self.dtype).removeprefix('torch.')}{options}"
 
     def launches(self, profile: _C.DeviceProfile, rows: int, knobs: dict | None = None) -> list[_C.NamedLaunch]:
         """Forward and backward, where the last is planned."""
-        of_call: dict[str, Any] = {"bias": self.op == "layer_norm", "knobs": _C.Knobs(**(knobs or {}))}
+        of_call: dict[str, Any] = {"bias": self.op == "layer_norm", "frozen": self.frozen}
+        of_call["knobs"] = _C.Knobs(**(knobs or {}))
         if self.op == "rope":
             of_call |= {"q_heads": 10, "k_heads": 3}
         if self.op == "fused_linear_cross_entropy":
@@ -97,11 +100,10 @@ class Path:
         ]
 
     def rows(self, profile: _C.DeviceProfile) -> int:
-        rows = {"few": 3, "some": 40, "many": 2 * profile.multiprocessors}.get(self.kind, 40)
+        rows = {"few": 3, "many": 2 * profile.multiprocessors, "all": 40_000}.get(self.kind, 40)
         if self.kind == "wraps":
-            most = min(
-                2, max(launch.plan.stages for launch in self.launches(profile, 2**18))
-            )  # one row may fill a ring
+            at_most = max(launch.plan.stages for launch in self.launches(profile, 2**18))
+            most = min(2, at_most)  # one row may fill a ring
             while not all(
                 launch.plan.stages >= most and wraps(launch.plan, rows)
                 for launch in self.launches(profile, rows)
@@ -111,7 +113,10 @@ class Path:
         return rows
 
     def arguments(self, rows: int, device: torch.device | str) -> dict[str, Any]:
-        return arguments(self.op, rows, self.cols, self.dtype, device) | self.options
+        made = arguments(self.op, rows, self.cols, self.dtype, device) | self.options
+        for name in ("weight", "bias") if self.frozen else ():
+            made.get(name, torch.empty(0)).requires_grad_(False)
+        return made
 
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -160,15 +165,16 @@ USUAL = [
         for kind in ("few", "many")
         for cols in (100, 1001, 5120, 40_001)
     ),
+    *(
+        Path(op, cols, dtype, kind, frozen=True)
+        for op in NORMS
+        for dtype in DTYPES
+        for kind in ("few", "many")
+        for cols in (576, 4096, 8192, 16_384, 65_536)
+    ),
     *(Path(op, 1000, dtype, "many") for op in ("swiglu", "geglu") for dtype in DTYPES),
     *(Path("rope", 64, dtype, "many") for dtype in DTYPES),
+    Path("cross_entropy", 128, torch.bfloat16, "all"),
 ]
 
 PATHS = [*WATCHED, *LONG, *USUAL]
-
-
-@functools.cache
-def reached_on(name: str) -> list[tuple[Path, int, list[_C.NamedLaunch]]]:
-    """The paths on a reference GPU: their rows and launches."""
-    profile = _C.profile(name)
-    return [(path, rows := path.rows(profile), path.launches(profile, rows)) for path in PATHS]

@@ -58,7 +58,7 @@ def _norms(dtype: torch.dtype) -> Iterator[tuple]:
         (70, 8),
         (200, 1),
     ]
-    for rows, cols in [*rows_and_cols, (2, 70016), (13, 1003), (21, 1024), (7, 2048), (2, 20000)]:
+    for rows, cols in [*rows_and_cols, (2, 70016), (13, 1003), (13, 301), (21, 1024), (7, 2048), (2, 20000)]:
         quick = (rows, cols) in ((37, 512), (3, 33))
         yield "rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c)
         yield "layer_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c, centered=True)

@@ -27,6 +27,7 @@ KNOBS = [
     {"threads": 128, "block": 256, "stages": 1},
     {"threads": 1024, "block": 1024, "resident": 4},
     {"block": 128, "resident": 2},
+    {"block": 512},
     {"cluster": 2, "stages": 3},
     {"cluster": 8, "resident": 3, "stages": 8},
 ]
