@@ -68,8 +68,11 @@ def resources(library):
     return found
 
 
-def spilled(registers, memory):
-    """Of blocks of 1,024 threads, each of which has 64 registers, a few values may lie in memory; of others none."""
+def spilled(arch, registers, memory):
+    """Of blocks of 1,024 threads, each of which has 64 registers, a few values may lie in memory; of others none. That
+    holds where kernels have been made for the registers there are; elsewhere the compiler keeps up to 256 bytes."""
+    if arch not in ("sm_80", "sm_90a"):
+        return memory > 256
     return memory > (128 if registers == 64 else 0)
 
 
@@ -83,4 +86,6 @@ def test_registers_are_enough(built_by):
     if not found:
         pytest.skip(f"{LIBRARIES[built_by]} has no CUDA machine code")
     assert all(len(kernels) > 100 for kernels in found.values()), {arch: len(of) for arch, of in found.items()}
-    assert {f"{name} on {arch}": m for arch, of in found.items() for name, (r, m) in of.items() if spilled(r, m)} == {}
+    assert {
+        f"{name} on {arch}": m for arch, of in found.items() for name, (r, m) in of.items() if spilled(arch, r, m)
+    } == {}
