@@ -79,7 +79,7 @@ class Worker:
         command += ["--crash-at", str(self.args.crash_at)]
         command += ["--device", self.args.device, "--judge-every", str(self.args.judge_every), "--ops", *self.args.ops]
         paths = [str(Path(__file__).parents[1]), *(p or os.getcwd() for p in sys.path)]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, env=env)
 
     def number(self) -> int:
