@@ -5,12 +5,12 @@
 
 namespace liger::gpu {
 
-// log(sum(exp(x'))), and what rounding took from it.
+// log(sum(exp(x'))) = base + log(sum), and what rounding took from it, in the logarithm and in the addition.
 struct LogSumExp {
   float high, low;
-  LIGER_DEVICE LogSumExp(float base, float log_sum) : high(base + log_sum) {
-    const float part = high - base;
-    low = (base - (high - part)) + (log_sum - part);
+  LIGER_DEVICE LogSumExp(float base, float sum, float log_sum) : high(base + log_sum) {
+    const float part = high - base, rounded = (base - (high - part)) + (log_sum - part);
+    low = rounded + fmaf(sum, expf(-log_sum), -1.f);
   }
 };
 
@@ -52,7 +52,8 @@ LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const 
 
 template <class Op> LogitRows logit_rows(const Op& op, const launch::LaunchPlan& plan, Stream stream) {
   const CrossEntropyOptions& o = op.options;
-  require(op.vocab <= int64_t{1} << 30, op.op, ": a vocabulary of ", op.vocab, " is more than the GPU kernels address (2^30)");
+  require(op.vocab <= int64_t{1} << 30, op.op, ": vocab_size is ", op.vocab,
+          ", the columns of logits or the rows of weight: more than the GPU kernels address (2^30)");
   return {op.rows,
           op.vocab,
           op.first_row,
