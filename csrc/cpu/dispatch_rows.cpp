@@ -21,10 +21,10 @@ void sum_partials(const void* partials, int64_t blocks, int64_t stride, int64_t 
 }  // namespace
 
 // About 128 blocks: enough for the threads of a large machine, while partial rows stay few against the rows they sum. Small problems are
-// one block. No more than 64 rows: rounding errors grow with the rows that are added one after the other.
+// one block. No more than 32 rows: rounding errors grow with the rows that are added one after the other.
 int64_t rows_per_block(int64_t rows, int64_t cols) {
   const int64_t enough = std::max({int64_t{4}, ceil_div(rows, 128), ceil_div(elements_per_task, std::max<int64_t>(1, cols))});
-  return std::min<int64_t>(enough, 64);
+  return std::min<int64_t>(enough, 32);
 }
 
 void rms_norm_forward(const RmsNormForward& a, Stream) {

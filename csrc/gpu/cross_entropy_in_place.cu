@@ -72,7 +72,7 @@ template <class T, int N, bool Full> struct InPlace {
     warp_barrier();  // every thread of the row has read the target's logit before the first gradient is written
 
     const float log_sum = statistics.log_sum();
-    const LogSumExp lse(statistics.base(), statistics.sum, log_sum);
+    const LogSumExp lse{statistics.base() + log_sum, 0};
     const float negative_log = statistics.base() - row.target_logit(a) + log_sum;
     if (group.index == 0 && row.live) write_losses(a, args.out, row, statistics, lse, negative_log);
     if (!row.live) return;
@@ -137,7 +137,7 @@ template <class T, int N, int K> struct InPlaceRegisters {
     own.max = merged[0];
     own.sum = merged[1];
     const float log_sum = own.log_sum(), target_logit = to_float(raw_target);
-    const LogSumExp lse(own.base(), own.sum, log_sum);
+    const LogSumExp lse{own.base() + log_sum, 0};
     const float negative_log = own.base() - target_logit + log_sum;
     if (row.valid ? has_target : first && row.live) write_losses(a, args.out, row, own, lse, negative_log);
     if (!row.live) return;

@@ -5,12 +5,15 @@
 
 namespace liger::gpu {
 
-// log(sum(exp(x'))) = base + log(sum), and what rounding took from it, in the logarithm and in the addition.
+// log(sum(exp(x'))) = base + log(sum), and what rounding took from it: in the addition, and of fp32 logits in the logarithm, where that is
+// large enough to lose more than an exponential does.
 struct LogSumExp {
   float high, low;
-  LIGER_DEVICE LogSumExp(float base, float sum, float log_sum) : high(base + log_sum) {
-    const float part = high - base, rounded = (base - (high - part)) + (log_sum - part);
-    low = rounded + fmaf(sum, expf(-log_sum), -1.f);
+  template <class T> LIGER_DEVICE static LogSumExp of(float base, float sum, float log_sum) {
+    const float high = base + log_sum, part = high - base;
+    float low = (base - (high - part)) + (log_sum - part);
+    if (sizeof(T) == 4 && log_sum > 2) low += fmaf(sum, expf(-log_sum), -1.f);
+    return {high, low};
   }
 };
 

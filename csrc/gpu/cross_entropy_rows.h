@@ -177,7 +177,6 @@ template <class T, bool Full> struct RowStatistics {
   static constexpr float slack = 16;
   float max = minus_infinity(), sum = 0, weighted = 0, best = minus_infinity();
   int best_column = INT_MAX;
-  Exp<T> exp{0};
 
   LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
   LIGER_DEVICE float log_sum() const { return logf(sum); }
@@ -205,11 +204,11 @@ template <class T, bool Full> struct RowStatistics {
 #pragma unroll
     for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
     if (top > max + slack) {
-      sum *= exp.correction(base()) * fast_exp(max - top);
+      sum *= Exp<T>(base()).correction(base()) * fast_exp(max - top);
       max = top;
-      exp = Exp<T>(top);
-      sum *= 1 / exp.correction(top);
+      sum *= 1 / Exp<T>(top).correction(top);
     }
+    const Exp<T> exp(base());
     float part = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) part += exp(x[j]);
@@ -248,7 +247,7 @@ template <class T, bool Full> struct RowStatistics {
 
  private:
   LIGER_DEVICE void rescale(float row_max, float& scaled) {
-    const float own = max, own_sum = sum * exp.correction(base());
+    const float own = max, own_sum = sum * Exp<T>(base()).correction(base());
     max = row_max;
     scaled = own_sum * fast_exp(own - base());
   }

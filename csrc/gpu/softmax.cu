@@ -52,16 +52,13 @@ struct Exponentials {
 template <class T, int VEC, int K> LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
   return largest(x, [&](int k) { return columns.has(k); });
 }
-// exp(x - max) / sum. Of a 16-bit x in one multiply-add and one exponential, from the logarithm of the sum; of an fp32 one as exactly as
-// by a division, from the sum's reciprocal.
+// exp(x - max) / sum. Of a 16-bit x in one multiply-add and one exponential, from the logarithm of the sum.
 template <class T> struct Share {
-  float max, sum, factor;
-  LIGER_DEVICE explicit Share(const Exponentials& row)
-      : max(row.max), sum(row.sum), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {}
+  float max, factor;
+  LIGER_DEVICE explicit Share(const Exponentials& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {}
   LIGER_DEVICE float operator()(float x) const {
     if constexpr (sizeof(T) == 2) return fast_exp2((x - max) * log2_e + factor);
-    const float e = exp_as<T>(x - max), share = e * factor;
-    return fmaf(fmaf(-share, sum, e), factor, share);
+    else return exp_as<T>(x - max) * factor;
   }
 };
 
@@ -84,17 +81,7 @@ template <class T, int VEC, int K> struct SoftmaxRegisters {
     // Relative to this thread's own maximum, so that the row needs only one exchange.
     Exponentials own{max_of(columns, x)};
     const float base = own.base();
-    if constexpr (sizeof(T) == 4) {  // vector by vector: fewer roundings one after the other
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        float part = 0;
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) part += columns.has(k) ? exp_as<T>(x[k][i] - base) : 0.f;
-        own.sum += part;
-      }
-    } else {
-      for_each<T>(columns, [&](int k, int i) { own.sum += exp_as<T>(x[k][i] - base); });
-    }
+    for_each<T>(columns, [&](int k, int i) { own.sum += exp_as<T>(x[k][i] - base); });
     const Share<T> share(merged<T>(group, own));
 #pragma unroll
     for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);

@@ -30,6 +30,8 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_ext.models.forwards import describe, find_foreign, leads_to, rewrap, with_globals
@@ -119,8 +121,11 @@ def only_forward_runs(module: nn.Module) -> bool:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is neither a DTensor nor another subclass with a meaning of its own (quantised weights, ...)."""
-    return type(tensor) in (torch.Tensor, nn.Parameter)
+    """Whether `tensor` is neither a DTensor nor another subclass with a meaning of its own (quantised weights, ...).
+
+    Those that stand in for plain ones while a graph is made count as plain, so that the graph has the same ops.
+    """
+    return type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 class _HookedConstructor:

@@ -3,6 +3,7 @@ driver knows it if this was the last, and findings as JSON lines to stdout."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import json
@@ -153,10 +154,8 @@ def out_of_memory(result: Any) -> bool:
 
 def forget_reported_targets() -> None:
     """A GPU's report of a bad target comes with the next call, which would be another one's finding."""
-    try:
+    with contextlib.suppress(IndexError):
         check_errors()
-    except IndexError:
-        pass
 
 
 def public_call(case: Case, device: str, judge: bool) -> None:

@@ -1,0 +1,70 @@
+"""fp32 results are as near to float64 as PyTorch's own: at most 1.5 times its error, largest and root mean square.
+
+The rule of liger_ext.rule adds a rounding and a floor; here is neither. Sizes are large enough for the largest error of
+many to say something. On the CPU: GPUs' exponentials and orders of summation are their own.
+"""
+
+import pytest
+import torch
+from cases import normal, random_targets
+
+from liger_ext.testing import OPS, _leaves, outputs_of
+
+FACTOR = 1.5
+
+
+def rows(seed: int, *shape: int, scale: float = 1.0, mean: float = 0.0) -> torch.Tensor:
+    return normal(*shape, seed=seed, scale=scale, mean=mean).requires_grad_()
+
+
+def _cases():
+    for tokens, hidden in ((256, 512), (4096, 1024), (8192, 256)):
+        weight, bias = rows(2, hidden, scale=0.3, mean=1), rows(3, hidden)
+        x, residual = rows(0, tokens, hidden), rows(1, tokens, hidden)
+        size = f"{tokens}x{hidden}"
+        yield f"rms_norm {size}", "rms_norm", {"x": x, "weight": weight}
+        yield f"add_rms_norm {size}", "add_rms_norm", {"x": x, "residual": residual, "weight": weight}
+        yield f"layer_norm {size}", "layer_norm", {"x": x, "weight": weight, "bias": bias}
+    gate, up = rows(0, 2048, 512, scale=2), rows(1, 2048, 512)
+    yield "swiglu", "swiglu", {"gate": gate, "up": up}
+    yield "geglu", "geglu", {"gate": gate, "up": up}
+    yield "geglu, exact", "geglu", {"gate": gate, "up": up, "approximate": "none"}
+    angle = normal(1, 256, 64, seed=4, scale=6)
+    tables = {"cos": angle.cos(), "sin": angle.sin()}
+    yield "rope", "rope", {"q": rows(0, 2, 8, 256, 64), "k": rows(1, 2, 2, 256, 64), **tables}
+    for vocab in (1000, 16_000):
+        logits, target = rows(0, 512, vocab, scale=3), random_targets(512, vocab, ignored=0)
+        yield f"softmax {vocab}", "softmax", {"x": logits}
+        yield f"cross_entropy {vocab}", "cross_entropy", {"logits": logits, "target": target}
+        smooth = {"label_smoothing": 0.1}
+        yield f"cross_entropy {vocab}, smoothed", "cross_entropy", {"logits": logits, "target": target, **smooth}
+    head = {"x": rows(0, 512, 128), "weight": rows(1, 4000, 128, scale=0.2), "target": random_targets(512, 4000)}
+    for reduction in ("mean", "none"):
+        yield f"fused loss, {reduction}", "fused_linear_cross_entropy", {**head, "reduction": reduction}
+
+
+def results(function, inputs, dtype=None):
+    """Outputs and gradients by name, but for the single number of a loss, whose error is one draw."""
+    leaves = _leaves(inputs, dtype)
+    outputs = dict(outputs_of(function(**leaves), "loss" if "target" in inputs else "out"))
+    wanted = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor) and v.requires_grad}
+    grads = [
+        normal(*t.shape, seed=7 + i).to(t.dtype) if t.dim() else torch.ones_like(t)
+        for i, t in enumerate(outputs.values())
+    ]
+    found = torch.autograd.grad(list(outputs.values()), list(wanted.values()), grads)
+    made = outputs | {f"d{name}": g for name, g in zip(wanted, found, strict=True)}
+    return {name: t.detach().double() for name, t in made.items() if t.dim()}
+
+
+CASES = list(_cases())
+
+
+@pytest.mark.parametrize("op, inputs", [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_fp32(op, inputs):
+    exact = results(OPS[op].reference, inputs, torch.float64)
+    ours, theirs = results(OPS[op].run, inputs), results(OPS[op].baseline, inputs)
+    for name, value in exact.items():
+        error, limit = (ours[name] - value).abs(), (theirs[name] - value).abs()
+        assert error.max() <= FACTOR * limit.max(), name
+        assert error.square().mean().sqrt() <= FACTOR * limit.square().mean().sqrt(), name
