@@ -204,7 +204,7 @@ template <class T, bool Full> struct RowStatistics {
 #pragma unroll
     for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
     if (top > max + slack) {
-      sum *= Exp<T>(base()).correction(base()) * fast_exp(max - top);
+      sum *= Exp<T>(base()).correction(base()) * exp_as<T>(max - top);
       max = top;
       sum *= 1 / Exp<T>(top).correction(top);
     }
@@ -249,7 +249,7 @@ template <class T, bool Full> struct RowStatistics {
   LIGER_DEVICE void rescale(float row_max, float& scaled) {
     const float own = max, own_sum = sum * Exp<T>(base()).correction(base());
     max = row_max;
-    scaled = own_sum * fast_exp(own - base());
+    scaled = own_sum * exp_as<T>(own - base());
   }
 };
 
