@@ -56,7 +56,7 @@ def test_every_launch_fits_the_device(arch):
 )
 def test_a_launch_that_does_not_fit_is_found(change, found):
     compiled = {".max_flat_workgroup_size": 512, ".wavefront_size": 64, ".group_segment_fixed_size": 0}
-    device = SimpleNamespace(kernels={"k": compiled})
+    device = SimpleNamespace(kernels={"k": compiled}, shared_bytes=64 << 10)
     launch = Launch(**{"kernel": "k", "grid": 7, "block": 512, "shared_bytes": 64 << 10, "arguments": b""} | change)
     assert launches.problem(device, launch) == found
 

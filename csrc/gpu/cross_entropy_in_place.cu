@@ -120,17 +120,37 @@ template <class T, int N, int K> struct InPlaceRegisters {
     if (has_target) raw_target = data[row.target];
     const LossGradients grad(args);
 
+    // What a row hardly ever needs takes its vectors from memory again, where nobody else writes them: few instructions, no registers.
+    const auto read_again = [&](auto use) {
+#pragma unroll 1
+      for (int k = 0; k < K; ++k) {
+        if (!columns.has(k)) continue;
+        Packed<T, N> raw;
+        load<Hint::in_place>(raw, data + (columns.first + k * columns.step));
+        use(raw, k);
+      }
+    };
+
     // Relative to this thread's own maximum, so that the row needs only one exchange.
     RowStatistics<T, false> own;
     own.max = fmaxf(largest(x, [](int) { return true; }), last[0]);
     const Exp<T> exp(own.base());
     own.sum = exp(last[0]);
+    if constexpr (!has_pairs && sizeof(T) == 2)
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      float part = 0;
+      for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
+    if (!exp.far()) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) part += exp(x[k][j]);
-      own.sum += part;
+      for (int k = 0; k < K; ++k) {
+        float part = 0;
+#pragma unroll
+        for (int j = 0; j < N; ++j) part += exp.near(x[k][j]);
+        own.sum += part;
+      }
+    } else {
+      read_again([&](const Packed<T, N>& raw, int) {
+        for (int j = 0; j < N; ++j) own.sum += exp(raw[j]);
+      });
     }
     float merged[2] = {own.max, own.sum * exp.correction(own.base())};
     group.reduce(merged, [](float (&to)[2], const float (&from)[2]) { join_exponentials<bf16>(to, from); });  // of fp32, too: fast
@@ -148,26 +168,30 @@ template <class T, int N, int K> struct InPlaceRegisters {
 #pragma unroll
     for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
     T* const to = opaque(out + columns.first);
-    const auto write = [&](auto share) {
-      const auto of = [&](const auto& raw) {
-        auto out = raw;
-        float g[decltype(out)::elements];
+    const auto share_of = [](const auto& raw, auto share) {
+      auto out = raw;
+      float g[decltype(out)::elements];
 #pragma unroll
-        for (int j = 0; j < decltype(out)::elements; ++j) g[j] = share(raw[j]);
-        out.set(g);
-        return out;
-      };
+      for (int j = 0; j < decltype(out)::elements; ++j) g[j] = share(raw[j]);
+      out.set(g);
+      return out;
+    };
+    const auto write = [&](auto share) {
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (columns.has(k)) store<Hint::stream>(to + k * columns.step, of(x[k]));
-      if (tail >= 0) store(out + tail, of(last));
+        if (columns.has(k)) store<Hint::stream>(to + k * columns.step, share_of(x[k], share));
+      if (tail >= 0) store(out + tail, share_of(last, share));
     };
-    // The factor as part of the exponent spares a multiplication. An exponent of 10 digits leaves it 14 bits of precision.
-    if (Exp<T>::in_one_step && gradient.scale > 0 && fabsf(gradient.exp.offset) < 1024) {
+    const auto product = [&](float logit) { return gradient.scale * gradient.exp(logit); };
+    if constexpr (!Exp<T>::in_one_step) {
+      write(product);
+    } else if (gradient.scale > 0 && fabsf(gradient.exp.offset) < 1024) {
+      // The factor as part of the exponent spares a multiplication. An exponent of 10 digits leaves it 14 bits of precision.
       const float exponent = gradient.exp.offset + log2f(gradient.scale);
       write([&](float logit) { return fast_exp2(logit * log2_e + exponent); });
     } else {
-      write([&](float logit) { return gradient.scale * gradient.exp(logit); });
+      read_again([&](const Packed<T, N>& raw, int k) { store(to + k * columns.step, share_of(raw, product)); });
+      if (tail >= 0) store(out + tail, share_of(last, product));
     }
     if (has_target) out[row.target] = from_float<T>(gradient.scale * gradient.exp(target_logit) - gradient.hard);
   }

@@ -40,6 +40,12 @@ template <class T> struct Exp {
     if constexpr (in_one_step) return fast_exp2(exponent(x));
     else return expf(x + offset);
   }
+  LIGER_DEVICE bool far() const { return in_one_step && slope == 1; }
+  // Unless it is far: where the slope is known, a kernel that holds a row in registers needs fewer of them.
+  LIGER_DEVICE float near(float x) const {
+    if constexpr (in_one_step) return fast_exp2(fmaf(x, log2_e, offset));
+    else return expf(x + offset);
+  }
   LIGER_DEVICE float correction(float base) const { return in_one_step ? fast_exp2(-exponent(base)) : 1.f; }
 };
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }

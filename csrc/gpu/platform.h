@@ -99,6 +99,14 @@ template <class T, int N> struct Packed {
   }
 };
 
+// Of 16-bit values two are compared at once. Where that is not so, a maximum widens them all, and a compiler that keeps what it has widened
+// runs out of registers.
+#if defined(LIGER_HAS_PAIRS)
+constexpr bool has_pairs = true;
+#else
+constexpr bool has_pairs = false;
+#endif
+
 // The largest element; of NaN and numbers a number, if there is one.
 template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packed<T, N> (&x)[K], F has) {
   constexpr float nothing = -__builtin_inff();
