@@ -1,7 +1,7 @@
 """fp32 results are as near to float64 as PyTorch's own: at most 1.5 times its error, largest and root mean square.
 
 The rule of liger_ext.rule adds a rounding and a floor; here is neither. Sizes are large enough for the largest error of
-many to say something. On the CPU: GPUs' exponentials and orders of summation are their own.
+many to say something. tests/test_host_target.py has GPUs' sums of exponentials, of the host's own exponentials.
 """
 
 import pytest
@@ -49,7 +49,7 @@ def results(function, inputs, dtype=None):
     outputs = dict(outputs_of(function(**leaves), "loss" if "target" in inputs else "out"))
     wanted = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor) and v.requires_grad}
     grads = [
-        normal(*t.shape, seed=7 + i).to(t.dtype) if t.dim() else torch.ones_like(t)
+        normal(*t.shape, seed=7 + i).to(t) if t.dim() else torch.ones_like(t)
         for i, t in enumerate(outputs.values())
     ]
     found = torch.autograd.grad(list(outputs.values()), list(wanted.values()), grads)
@@ -57,11 +57,17 @@ def results(function, inputs, dtype=None):
     return {name: t.detach().double() for name, t in made.items() if t.dim()}
 
 
+def placed(value, device):
+    tensor = isinstance(value, torch.Tensor)
+    return value.detach().to(device).requires_grad_(value.requires_grad) if tensor else value
+
+
 CASES = list(_cases())
 
 
 @pytest.mark.parametrize("op, inputs", [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_fp32(op, inputs):
+def test_fp32(op, inputs, device):
+    inputs = {name: placed(value, device) for name, value in inputs.items()}
     exact = results(OPS[op].reference, inputs, torch.float64)
     ours, theirs = results(OPS[op].run, inputs), results(OPS[op].baseline, inputs)
     for name, value in exact.items():

@@ -49,6 +49,7 @@ CASES = [
     ("rotary_wide", "rope", {"q": Q, "k": K, "cos": x(1, 5, 10), "sin": x(1, 5, 10)}, ["cos", "10", "8"]),
     ("cos_sin", "rope", {"q": Q, "k": K, "cos": x(1, 5, 8), "sin": x(1, 5, 6)}, ["cos", "sin"]),
     ("table_dtype", "rope", {"q": Q, "k": K, "cos": Q[:1, 0].int(), "sin": Q[:1, 0].int()}, ["cos", "torch.int32"]),
+    ("table_of_no_heads", "rope", {"q": Q[:, :0], "k": K[:, :0], "cos": Q[:1, 0].int(), "sin": Q[:1, 0].int()}, ["cos"]),
     ("unsqueeze", "rope", {"q": Q, "k": K, **TABLE, "unsqueeze_dim": 3}, ["unsqueeze_dim", "3"]),
     ("integers", "softmax", {"x": x(3, 8).to(INT)}, ["x", "torch.int32"]),
     ("scalar", "softmax", {"x": x()}, ["x", "dimensions"]),

@@ -56,6 +56,12 @@ def test_every_kernel(file, warp):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@warp_widths
+def test_sums_of_exponentials_are_as_exact_as_torch(warp):
+    done, _ = run_on_host("test_as_exact_as_torch.py", warp, "-m", "not cuda", "-k", "1000")
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+
+
 def test_rows_of_logits_in_160_kib():
     """MI355X's shared memory: plans that no device with 64 KiB has."""
     done, _ = run_on_host("host_kernels.py", 64, "-k", "fused or 64_kib", LIGER_EXT_HOST_SHARED="160")

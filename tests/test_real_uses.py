@@ -38,18 +38,22 @@ def test_rows_of_a_matmul_that_are_one_row(device):
     torch.testing.assert_close(found.double(), torch_loss(x, weight, target))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype, huge", [(torch.bfloat16, 8e37), (torch.float16, 6e4), (torch.float32, 3e38)])
-def test_huge_logits(device, dtype, huge):
-    """One largest logit, two of them, and rows of one value; 1,000 columns are held in registers, 20,000 are walked."""
+def test_huge_logits(device, dtype, huge, smoothing):
+    """One largest logit, two of them, and rows of one value; 1,000 columns are held in registers, 20,000 are walked. With
+    label smoothing other logits than one value would be as much as the loss can hold."""
     for vocab in (1000, 20_000):
         logits = normal(4, vocab, device=device).to(dtype)
         logits[:, 7] = huge
         logits[1, 9] = huge
         logits[2] = -huge
+        logits = logits[2:3].expand(4, vocab).contiguous() if smoothing else logits
         target = torch.tensor([7, 7, 7, 3], device=device)
         exact, ours = logits.double().requires_grad_(), logits.clone().requires_grad_()
-        expected = torch.nn.functional.cross_entropy(exact, target, reduction="none")
-        found = F.cross_entropy(ours, target, reduction="none")
+        options = {"reduction": "none", "label_smoothing": smoothing}
+        expected = torch.nn.functional.cross_entropy(exact, target, **options)
+        found = F.cross_entropy(ours, target, **options)
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
         (expected_grad,) = torch.autograd.grad(expected.sum(), exact)
         (found_grad,) = torch.autograd.grad(found.sum(), ours)

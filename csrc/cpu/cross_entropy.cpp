@@ -58,7 +58,7 @@ template <class A> struct RowSums {
   int64_t max_block = 0;                        // the first block that holds max
   A shift = std::numeric_limits<A>::lowest();
   double exponentials = 0;  // of x' - shift
-  double weighted = 0;      // sum of w * x', for label smoothing
+  double weighted = 0;      // sum of w * (x' - anchor), for label smoothing
 
   LogSumExp lse() const {
     const double log_sum = __builtin_log(exponentials), high = A(shift + log_sum);
@@ -66,9 +66,10 @@ template <class A> struct RowSums {
   }
 };
 
-// terms: 1, or 2 with label smoothing. NaN may be lost to `max`, but not to the sum of exponentials.
+// terms: 1, or 2 with label smoothing, whose sum of logits alone may overflow: differences to one of them, the anchor, are summed. NaN
+// may be lost to `max`, but not to the sum of exponentials.
 template <class A, int terms, class T, class Cap, class W>
-LIGER_INLINE RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight) {
+LIGER_INLINE RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, A anchor) {
   constexpr A least = -std::numeric_limits<A>::infinity();
   RowSums<A> r;
   const A guess = max_columns<A>(std::min(vocab, first_guess_columns), [&](int64_t j, auto n) { return load<A>(row, j, n); });
@@ -82,7 +83,7 @@ LIGER_INLINE RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& soft
         const vec<A> x = load<A>(row, first + j, n), x_capped = softcap(x);
         top = Max{}(top, only<A>(n, x, least));
         term[0] = Math<A>::exp(x_capped - shift);
-        if constexpr (terms == 2) term[1] = x_capped * load<A>(weight, first + j, n);
+        if constexpr (terms == 2) term[1] = (x_capped - anchor) * load<A>(weight, first + j, n);
       });
       const A block_max = fold<A, lanes<A>>(top, Max{}), rise_to = softcap(block_max);
       if (rise_to > r.shift + A(slack)) {
@@ -129,8 +130,10 @@ template <class A> struct Formula {
     return options.token_scaling ? __builtin_exp(-lse.minus(x_target)) : 1.0;
   }
 
+  // What label smoothing sums logits relative to: the target's, if that is a number.
+  static double anchor(double x_target) { return __builtin_isfinite(x_target) ? x_target : 0.0; }
   double ce(int64_t y, const LogSumExp& lse, double x_target, double weighted) const {
-    const double spread = smooth != 0 ? smooth * (weight_sum() * lse.value() - weighted) : 0.0;
+    const double spread = smooth != 0 ? smooth * (weight_sum() * lse.minus(anchor(x_target)) - weighted) : 0.0;
     return token_scale(lse, x_target) * (hit(y) * lse.minus(x_target) + spread);
   }
   double z(const LogSumExp& lse, double x_target) const {
@@ -206,8 +209,9 @@ LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t
         const In<T> x = row<T>(a.logits, i);
         const double x_target = softcap(element<A>(x, y));
         RowSums<A> sums;
-        if (a.options.label_smoothing != 0) sums = sum_row<A, 2>(x, a.vocab, softcap, weight);
-        else sums = sum_row<A, 1>(x, a.vocab, softcap, weight);
+        const A anchor = A(formula.anchor(x_target));
+        if (a.options.label_smoothing != 0) sums = sum_row<A, 2>(x, a.vocab, softcap, weight, anchor);
+        else sums = sum_row<A, 1>(x, a.vocab, softcap, weight, anchor);
         const LogSumExp lse = sums.lse();
         put(a.ce, i, formula.ce(y, lse, x_target, sums.weighted));
         put(a.z, i, formula.z(lse, x_target));

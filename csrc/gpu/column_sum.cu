@@ -33,7 +33,10 @@ struct SumColumns {
 #pragma unroll
         for (int k = 0; k < in_flight; ++k) v[k] = row + k * groups < a.partial.rows ? at[k * step] : 0;
 #pragma unroll
-        for (int k = 0; k < in_flight; ++k) sum += v[k];
+        for (int half = in_flight / 2; half > 0; half /= 2)  // by pairs: a few roundings in place of eight
+#pragma unroll
+          for (int k = 0; k < half; ++k) v[k] += v[k + half];
+        sum += v[0];
       }
     }
     // Within a warp by shuffles, then by shared memory.

@@ -32,7 +32,7 @@ template <class T, int N, bool Full, int Threads> struct Forward {
     const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, Full || !row.valid ? 0 : unaligned_head(row.data, a.vocab));
     const bool want_best = Full && args.out.want_best();
 
-    RowStatistics<T, Full> statistics;
+    RowStatistics<T, Full> statistics(row.anchor(a));
     own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
                                                       [&](const auto& raw, int, int column) {
                                                         float x[N];
@@ -85,7 +85,7 @@ template <class T, int N, bool Full> struct Backward {
     const LogitRow<T, Full> row(a, at, tile == 0 && index == 0, a.token_scaling);
     const float lse = args.lse[at], lse_low = args.lse[a.rows + at],
                 grad = load_one(args.grad.data, args.grad.dtype, at * args.grad.stride);
-    const RowGradient<T> gradient(a, row, lse, exp_as<T>(-lse_low), lse, lse - row.target_logit(a) + lse_low,
+    const RowGradient<T> gradient(a, row, lse, lse_low, 1.f, lse, lse - row.target_logit(a) + lse_low,
                                   grad * a.counts[CrossEntropyCounts::ce_scale], grad * a.counts[CrossEntropyCounts::z_scale]);
     T* const out = opaque(static_cast<T*>(args.dlogits) + at * args.dlogits_stride);
     const auto write = [&](auto& in, int64_t column) {

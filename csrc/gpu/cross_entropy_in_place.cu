@@ -54,7 +54,7 @@ template <class T, int N, bool Full> struct InPlace {
     Shared<Packed<T, N>> stash = shared<Packed<T, N>>(args.shared_offset) + thread_id();
     const int slots = args.slots, pitch = block_threads();
 
-    RowStatistics<T, Full> statistics;
+    RowStatistics<T, Full> statistics(row.anchor(a));
     own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load(raw, row.data + column); },
                                                       [&](const auto& raw, int slot, int column) {
                                                         if (slot < slots) stash[slot * pitch] = raw;
@@ -79,7 +79,7 @@ template <class T, int N, bool Full> struct InPlace {
     T* const out = opaque(static_cast<T*>(args.gradient) + row.row * args.gradient_stride);
     if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
 
-    const RowGradient<T> gradient(a, row, statistics.base(), 1 / statistics.sum, lse.high, negative_log, grad.ce, grad.z);
+    const RowGradient<T> gradient(a, row, statistics.base(), 0.f, 1 / statistics.sum, lse.high, negative_log, grad.ce, grad.z);
     auto write = [&](const auto& raw, int, int column) {
       store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
     };
@@ -164,7 +164,7 @@ template <class T, int N, int K> struct InPlaceRegisters {
     T* const out = static_cast<T*>(args.gradient) + row.row * args.gradient_stride;
     if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
 
-    const RowGradient<T> gradient(a, row, own.base(), 1 / own.sum, lse.high, negative_log, grad.ce, grad.z);
+    const RowGradient<T> gradient(a, row, own.base(), 0.f, 1 / own.sum, lse.high, negative_log, grad.ce, grad.z);
 #pragma unroll
     for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
     T* const to = opaque(out + columns.first);

@@ -43,7 +43,7 @@ LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const 
     return out.write(row, value, value, value, value, -1);
   }
   float ce = a.hard_share * row.target_weight * negative_log;
-  if (a.class_share != 0) ce += a.class_share * (a.counts[CrossEntropyCounts::weight] * lse.high - statistics.weighted);
+  if (a.class_share != 0) ce += a.class_share * (a.counts[CrossEntropyCounts::weight] * negative_log - statistics.weighted);
   float z = a.lse_square_scale != 0 ? a.lse_square_scale * lse.high * lse.high : 0.f;
   if (a.token_scaling) {
     const float token = exp_as<T>(-negative_log);

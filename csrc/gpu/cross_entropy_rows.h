@@ -31,22 +31,24 @@ struct LogitRows {
 // offset, -base * log2(e), is rounded, which multiplies all values of one base by the same factor; correction() takes it out of a sum
 // or a scale again. From a base of 2^20 on the next 16-bit logits are so far away that exponentials are 1 or 0: with a slope of 1
 // nothing is rounded there.
+// low: what rounding took from the base. Of fp32 logits it belongs into each exponent: as a factor, it would be rounded twice again.
 template <class T> struct Exp {
   static constexpr bool in_one_step = sizeof(T) == 2;
-  float slope, offset;
-  LIGER_DEVICE explicit Exp(float base) : slope(in_one_step && fabsf(base) < 0x1p20f ? log2_e : 1.f), offset(-base * slope) {}
+  float slope, offset, low;
+  LIGER_DEVICE explicit Exp(float base, float low = 0)
+      : slope(in_one_step && fabsf(base) < 0x1p20f ? log2_e : 1.f), offset(-base * slope), low(low) {}
   LIGER_DEVICE float exponent(float x) const { return fmaf(x, slope, offset); }
   LIGER_DEVICE float operator()(float x) const {
     if constexpr (in_one_step) return fast_exp2(exponent(x));
-    else return expf(x + offset);
+    else return expf(x + offset - low);
   }
   LIGER_DEVICE bool far() const { return in_one_step && slope == 1; }
   // Unless it is far: where the slope is known, a kernel that holds a row in registers needs fewer of them.
   LIGER_DEVICE float near(float x) const {
     if constexpr (in_one_step) return fast_exp2(fmaf(x, log2_e, offset));
-    else return expf(x + offset);
+    else return (*this)(x);
   }
-  LIGER_DEVICE float correction(float base) const { return in_one_step ? fast_exp2(-exponent(base)) : 1.f; }
+  LIGER_DEVICE float correction(float base) const { return in_one_step ? fast_exp2(-exponent(base)) * exp_as<T>(-low) : 1.f; }
 };
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
 LIGER_DEVICE float minus_infinity() { return bit_cast<float>(0xff800000u); }
@@ -118,6 +120,12 @@ template <class T, bool Full> struct LogitRow {
     const float logit = to_float(raw_logit);
     return Full && a.softcap != 0 ? capped(a, logit) : logit;
   }
+  // What label smoothing sums logits relative to: the target's, if that is a number.
+  LIGER_DEVICE float anchor(const LogitRows& a) const {
+    if (!Full || a.class_share == 0) return 0;
+    const float logit = target_logit(a);
+    return fabsf(logit) < __builtin_inff() ? logit : 0;
+  }
 
  private:
   // As it was loaded: a thread waits for it only where it is widened, and that is behind the row.
@@ -176,13 +184,16 @@ template <class T, int N> struct RowWalk {
 };
 
 // max and sum of exp(x' - max) in one pass. The maximum is updated lazily: a sum may hold terms up to exp(slack), so that after
-// the first vectors it is hardly ever rescaled. A row's own -inf never meets a maximum of -inf in a difference; NaN and +inf
-// reach the sum as NaN. Full: also sum of w[j] * x'[j], and the first largest logit (of NaN the first, as torch.argmax).
+// the first vectors it is hardly ever rescaled. The difference of fp32 logits and a maximum far below them would be rounded, too. A row's own -inf never meets a maximum of -inf in a difference; NaN and +inf
+// reach the sum as NaN. Full: also sum of w[j] * (x'[j] - anchor), relative to a logit lest large ones overflow, and the first largest logit (of NaN the first, as torch.argmax).
 // Until merge() the sum is one of what Exp gives for the base, whose correction is still to come.
 template <class T, bool Full> struct RowStatistics {
-  static constexpr float slack = 16;
+  static constexpr float slack = sizeof(T) == 2 ? 16 : 2;
   float max = minus_infinity(), sum = 0, weighted = 0, best = minus_infinity();
   int best_column = INT_MAX;
+  const float anchor;
+
+  LIGER_DEVICE explicit RowStatistics(float anchor = 0) : anchor(anchor) {}
 
   LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
   LIGER_DEVICE float log_sum() const { return logf(sum); }
@@ -203,7 +214,7 @@ template <class T, bool Full> struct RowStatistics {
         float w[N];
         class_weights(a, w, column);
 #pragma unroll
-        for (int j = 0; j < N; ++j) weighted += w[j] * x[j];
+        for (int j = 0; j < N; ++j) weighted += w[j] * (x[j] - anchor);
       }
     }
     float top = x[0];
@@ -264,11 +275,12 @@ template <class T> struct RowGradient {
   Exp<T> exp;  // exp(x' - base)
   float scale, hard, soft;
 
-  // negative_log = lse - x'[target]; ce and z: the gradients of the row's two losses; over_sum: p / exp(x' - base).
+  // negative_log = lse - x'[target]; ce and z: the gradients of the row's two losses; over_sum: p / exp(x' - base), of a base from
+  // which rounding took `low`.
   template <bool Full>
-  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float over_sum, float lse, float negative_log,
-                           float ce, float z)
-      : exp(base) {
+  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float low, float over_sum, float lse,
+                           float negative_log, float ce, float z)
+      : exp(base, low) {
     const float token = a.token_scaling ? exp_as<T>(-negative_log) : 1.f;
     hard = token * ce * a.hard_share * row.target_weight;
     soft = token * ce * a.class_share;

@@ -62,8 +62,13 @@ template <class T> struct Share {
   }
 };
 
-// The whole row's, from each of its threads'.
+// The whole row's, from each of its threads'. Pairs take one exchange, but a sum that meets a larger maximum at each step is rounded at
+// each step: fp32 rows, which have twice the time, find their maximum first.
 template <class T, class Group> LIGER_DEVICE Exponentials merged(Group& group, const Exponentials& own) {
+  if constexpr (sizeof(T) == 4) {
+    const Exponentials row{group.max(own.max)};
+    return {row.max, group.sum(own.sum * exp_as<T>(own.max - row.base()))};
+  }
   float pair[2] = {own.max, own.sum};
   group.reduce(pair, [](float (&a)[2], const float (&b)[2]) { join_exponentials<T>(a, b); });
   return {pair[0], pair[1]};

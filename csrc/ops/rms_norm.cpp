@@ -5,9 +5,9 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-void check_weight(const char* op, const OptionalTensor& weight, const Tensor& x, int64_t cols) {
+void check_weight(const char* op, const OptionalTensor& weight, const Tensor& x, const char* x_name, int64_t cols) {
   if (!weight) return;
-  check_device(op, *weight, "weight", x, "x");
+  check_device(op, *weight, "weight", x, x_name);
   check_shape(op, *weight, "weight", {cols});
   dtype_of(*weight, "weight");
 }
@@ -19,7 +19,7 @@ void check_casting_mode(const char* op, int64_t mode) {
 std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double eps, double offset, int64_t casting_mode) {
   const Scope scope("rms_norm", x, "x");
   const RowsView rows = as_rows(scope.op(), x, "x");
-  check_weight(scope.op(), weight, x, rows.cols);
+  check_weight(scope.op(), weight, x, "x", rows.cols);
   check_casting_mode(scope.op(), casting_mode);
   weight = contiguous(scope.op(), weight);
 
@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, Op
   check_same_shape(scope.op(), residual, "residual", x, "x");
   const RowsView rows = as_rows(scope.op(), x, "x");
   const RowsView residual_rows = as_rows(scope.op(), residual, "residual");
-  check_weight(scope.op(), weight, x, rows.cols);
+  check_weight(scope.op(), weight, x, "x", rows.cols);
   check_casting_mode(scope.op(), casting_mode);
   weight = contiguous(scope.op(), weight);
 
@@ -73,7 +73,7 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
                                     const char* z_name, OptionalTensor weight, const Tensor& rstd, double offset, bool need_dx,
                                     bool need_dweight) {
   const RowsView z_rows = as_rows(scope.op(), z, z_name);
-  check_weight(scope.op(), weight, z, z_rows.cols);
+  check_weight(scope.op(), weight, z, z_name, z_rows.cols);
   weight = contiguous(scope.op(), weight);
   need_dweight = need_dweight && weight.has_value();
   check_device(scope.op(), rstd, "rstd", z, z_name);

@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> run(const char* op, Tensor q, Tensor k, Tensor cos, T
   check_table(op, cos, "cos", q, q_name);
   check_table(op, sin, "sin", q, q_name);
   require(cos.size(2) == sin.size(2) && type_of(cos) == type_of(sin), op, ": cos and sin differ in rotary_dim or dtype");
-  const Dtype dtype = dtype_of(q, q_name);
+  const Dtype dtype = dtype_of(q, q_name), table_dtype = dtype_of(cos, "cos");
 
   cos = readable(op, cos);
   sin = readable(op, sin);
@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor> run(const char* op, Tensor q, Tensor k, Tensor cos, T
   k = readable(op, k);
   const auto batch_stride = [](const Tensor& t) { return t.size(0) == 1 ? 0 : t.stride(0); };
   rope({q.size(0), q.size(2), q.size(3), cos.size(2), dtype, heads_of(q, q_out), heads_of(k, k_out), cos.data_ptr(), sin.data_ptr(),
-        dtype_of(cos, "cos"), batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), transpose},
+        table_dtype, batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), transpose},
        scope);
   return {q_out, k_out};
 }

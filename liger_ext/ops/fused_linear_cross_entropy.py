@@ -202,6 +202,8 @@ def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device)
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"normalizer has shape {shape_text(value)}, expected one number")
+        if value.is_meta and device.type != "meta":
+            raise ValueError(f"normalizer is on meta and has no value, expected it on {device}, as x is")
         return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=True)
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"normalizer must be a number or a Tensor, not {type(value).__name__}")

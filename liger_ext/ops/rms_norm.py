@@ -73,9 +73,9 @@ def add_rms_norm(
     return _add_rms_norm(x, residual, weight, eps, offset, code_of("casting_mode", casting_mode, CASTING_MODES))[:2]
 
 
-def _check(op: str, x: Tensor, weight: Tensor | None) -> None:
-    check_rows(op, x, "x")
-    check_parameter(op, weight, "weight", x, x.shape[-1])
+def _check(op: str, x: Tensor, weight: Tensor | None, name: str = "x") -> None:
+    check_rows(op, x, name)
+    check_parameter(op, weight, "weight", x, x.shape[-1], name)
 
 
 def _check_casting_mode(op: str, mode: int) -> None:
@@ -138,7 +138,7 @@ def _fake_add(x, residual, weight, eps, offset, casting_mode):
 
 def _fake_add_backward(dy, dsum, total, weight, rstd, offset, need_dx, need_dweight):
     op = "add_rms_norm_backward"
-    _check(op, total, weight)
+    _check(op, total, weight, "sum")
     require(dy is not None or dsum is not None, op, ": neither dy nor dsum is given")
     for grad, name in ((dy, "dy"), (dsum, "dsum")):
         if grad is not None:

@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 from fuzz.verdict import normal_form
+from fuzz.worker import SETTINGS
 
 PATIENCE = 60  # seconds that one call may take
 
@@ -79,7 +80,7 @@ class Worker:
         command += ["--crash-at", str(self.args.crash_at)]
         command += ["--device", self.args.device, "--judge-every", str(self.args.judge_every), "--ops", *self.args.ops]
         paths = [str(Path(__file__).parents[1]), *(p or os.getcwd() for p in sys.path)]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **SETTINGS}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, env=env)
 
     def number(self) -> int:
@@ -99,6 +100,7 @@ class Worker:
         code = self.process.wait()
         self.errors.seek(0)
         tail = self.errors.read().decode(errors="replace").strip().splitlines()
+        last_words = [line for line in tail if "terminate called" in line or "what()" in line or "malloc" in line]
         stack = [line for line in tail if 'File "' in line and "torch" not in line][:4]
         name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         said = [line for line in tail if line.startswith("Fatal")] or tail[-1:]
@@ -108,7 +110,7 @@ class Worker:
             "kind": "hang" if hung else "crash",
             "op": op_of(self.args, self.number()),
             "text": text,
-            "notes": stack,
+            "notes": last_words + stack,
         }
 
 
@@ -152,12 +154,12 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
 
 
 def again(worker: Worker, report: Report, waiting: selectors.BaseSelector, hung: bool) -> None:
-    """Behind the end of a worker: nothing if it was done, else a finding and another worker behind it."""
+    """Behind the end of a worker: another one, and a finding if it was no ordinary end."""
     worker.process.wait()
-    if worker.process.returncode == 0 and not hung:
-        return
-    report.add(worker.death(hung))
-    behind = worker.number() + worker.step
+    behind = worker.number()
+    if worker.process.returncode != 0 or hung:
+        report.add(worker.death(hung))
+        behind += worker.step
     if behind < worker.args.calls:
         worker.begin(behind)
         waiting.register(worker.process.stdout, selectors.EVENT_READ, worker)
