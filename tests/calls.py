@@ -191,7 +191,10 @@ class Draw:
             "accum_dtype": rng.choice([None, None, torch.promote_types(dtype, weight_dtype)]),
             "normalizer": rng.choice([None, None, 17.0, self.normal(dtype=torch.float32).abs() + 1]),
         }
-        return Call("fused_linear_cross_entropy", arguments | self.loss_options(), ("ce_weight", "normalizer"))
+        arguments |= self.loss_options()
+        if arguments["reduction"] == "none":
+            arguments["normalizer"] = None
+        return Call("fused_linear_cross_entropy", arguments, ("ce_weight", "normalizer"))
 
 
 OPS = (

@@ -73,6 +73,11 @@ CASES = [
     ("memory_zero", FLCE, {**FUSED, "memory": 0}, ["memory", "0"]),
     ("accum", FLCE, {**FUSED, "accum_dtype": torch.float16}, ["accum_dtype", "torch.float16"]),
     ("softcap", FLCE, {**FUSED, "softcap": -1.0}, ["softcap", "-1"]),
+    ("infinite_softcap", FLCE, {**FUSED, "softcap": float("inf")}, ["softcap", "inf"]),
+    ("tiny_softcap", "cross_entropy", {**LOSS, "softcap": 1e-300}, ["softcap", "1e-300"]),
+    ("normalizer_of_none", FLCE, {**FUSED, "normalizer": 3, "reduction": "none"}, ["normalizer", "3", "none"]),
+    ("normalizer_learned", FLCE, {**FUSED, "normalizer": x(1).requires_grad_()}, ["normalizer", "gradient", "detach"]),
+    ("normalizer_on_meta", FLCE, {**FUSED, "normalizer": torch.ones(1, device="meta")}, ["normalizer", "meta"]),
     ("reduction", FLCE, {**FUSED, "reduction": "max"}, ["reduction", "max"]),
 ]  # fmt: skip
 each_case = pytest.mark.parametrize(

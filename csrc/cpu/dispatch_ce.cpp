@@ -133,6 +133,7 @@ void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
 }
 
 void scale_cast(const ScaleCast& a, Stream) {
+  if (a.cols == 0) return;
   // Without gaps and row factors the rows are one: threads share it evenly, however it is shaped.
   if (a.row_scale.data == nullptr && a.in.stride == a.cols && a.out.stride == a.cols && a.rows > 1) {
     constexpr int64_t cols = 4096;

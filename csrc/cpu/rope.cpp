@@ -16,6 +16,7 @@ template <class A> struct Table {
 // The transpose swaps sin between the halves and negates it: with that done here, both directions are one formula.
 template <class A>
 [[gnu::flatten]] void fill(Table<A>& table, const Rope& a, int64_t batch, int64_t position, int64_t first, int64_t count) {
+  if (count == 0) return;  // a table without columns has no address
   const auto cos = row<any>(Rows{a.cos, a.cos_seq, a.table_dtype}, position);
   const auto sin = row<any>(Rows{a.sin, a.sin_seq, a.table_dtype}, position);
   const int64_t cos_at = batch * a.cos_batch + first, sin_at = batch * a.sin_batch + first, half = a.rotary_dim / 2;

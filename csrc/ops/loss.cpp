@@ -6,7 +6,8 @@ CrossEntropyOptions checked_options(const char* op, int64_t ignore_index, int64_
                                     double lse_square_scale, std::optional<double> softcap, bool token_scaling) {
   require(reduction >= 0 && reduction <= 2, op, ": reduction is ", reduction, ", expected 0 (none), 1 (mean) or 2 (sum)");
   require(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing is ", label_smoothing, ", expected a number in [0, 1]");
-  require(!softcap || *softcap > 0, op, ": softcap is ", softcap.value_or(0), ", expected None or a number greater than 0");
+  require(!softcap || (*softcap >= 1e-18 && *softcap <= 1e18), op, ": softcap is ", softcap.value_or(0),
+          ", expected None or a number from 1e-18 to 1e18");
   return {ignore_index, label_smoothing, lse_square_scale, softcap.value_or(0), token_scaling, static_cast<Reduction>(reduction)};
 }
 

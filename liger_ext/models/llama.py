@@ -5,6 +5,7 @@ that name: a patched model pickles, and is saved with the names of the original 
 """
 
 import inspect
+import warnings
 
 import torch
 from torch import nn
@@ -46,6 +47,8 @@ class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
 @stands_in(modeling_llama)
 class LlamaMLP(modeling_llama.LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (_has_silu(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
+            return super().forward(x)
         return self.down_proj(functional.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
@@ -178,21 +181,23 @@ def apply_liger_kernel_to_llama(
     """
     if cross_entropy and fused_linear_cross_entropy:
         raise ValueError("cross_entropy and fused_linear_cross_entropy exclude each other: set one of them to False")
-    patches = [
-        patch
-        for patch, wanted in (
-            (LlamaAttention, rope),
-            (LlamaForCausalLM, fused_linear_cross_entropy),
-            (LlamaRMSNorm, rms_norm),
-            (LlamaMLP, swiglu),
-            (LlamaDecoderLayer, rms_norm and fused_add_rms_norm),
-        )
-        if wanted
-    ]
+    wanted = {
+        LlamaAttention: rope,
+        LlamaForCausalLM: fused_linear_cross_entropy,
+        LlamaRMSNorm: rms_norm,
+        LlamaMLP: swiglu,
+        LlamaDecoderLayer: rms_norm and fused_add_rms_norm,
+    }
 
     def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
         modules = list(root.modules())
-        for patch in patches:
+        found = [p.__name__ for p, ask in wanted.items() if not ask and any(isinstance(m, p) for m in modules)]
+        if found:
+            warnings.warn(
+                f"an earlier call has patched {', '.join(found)}, and this one does not undo it: revert its handle first",
+                stacklevel=3,
+            )
+        for patch in (patch for patch, ask in wanted.items() if ask):
             swap_classes(filter(_has_silu, modules) if patch is LlamaMLP else modules, patch, handle)
         for module in modules:
             if cross_entropy and isinstance(module, modeling_llama.LlamaForCausalLM):

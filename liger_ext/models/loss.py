@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_ext import functional
@@ -90,6 +91,11 @@ def causal_lm_loss(
     """
     if use_token_scaling:
         raise ValueError("use_token_scaling needs the loss fused with lm_head: a plain nn.Linear, and no logits wanted")
+    if not is_plain_tensor(logits):  # sharded by tensor parallelism, which has a loss of its own (loss_parallel)
+        if ce_weight is not None or any(options.values()):
+            raise ValueError(f"the loss of logits of type {type(logits).__name__} takes no options of liger_ext")
+        targets = _targets(labels, shift_labels, ignore_index, logits)
+        return _output(fixed_cross_entropy(logits.float().flatten(0, -2), targets, num_items_in_batch, ignore_index))
     output = _output(
         functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]),

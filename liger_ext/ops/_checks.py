@@ -27,6 +27,8 @@ def code_of(argument: str, value: object, codes: Mapping[object, int]) -> int:
 
 def holds(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds; False where a graph is made and they are known at run time only."""
+    if isinstance(condition, Tensor):  # torch.jit.trace makes tensors of sizes
+        return bool(condition)
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false

@@ -67,7 +67,7 @@ def cross_entropy(
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` (the losses in the shape of target).
         label_smoothing: in [0, 1] (Szegedy et al., 2015, arXiv:1512.00567).
         lse_square_scale: factor of the z-loss, which is added to the loss.
-        softcap: bound of the logits (Gemma 2, arXiv:2408.00118), greater than 0, or None.
+        softcap: bound of the logits (Gemma 2, arXiv:2408.00118), greater than 0 (1e-18 to 1e18), or None.
         return_z_loss: also return the part of the loss that is z-loss.
         return_token_accuracy: also return the share of targets that are the largest logit (per token with ``"none"``).
         return_predicted_tokens: also return the index of the largest logit in the shape of target, -1 where ignored.
@@ -133,8 +133,8 @@ def check_options(op: str, reduction: int, label_smoothing: float, softcap: floa
     require(0 <= reduction <= 2, op, ": reduction is ", reduction, ", expected 0 (none), 1 (mean) or 2 (sum)")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{op}: label_smoothing is {label_smoothing:g}, expected a number in [0, 1]")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: softcap is {softcap:g}, expected None or a number greater than 0")
+    if softcap is not None and not 1e-18 <= softcap <= 1e18:
+        raise ValueError(f"{op}: softcap is {softcap:g}, expected None or a number from 1e-18 to 1e18")
 
 
 def check_target(op: str, target: Tensor, rows, like: Tensor, like_name: str) -> None:

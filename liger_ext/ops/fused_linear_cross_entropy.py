@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -89,10 +90,11 @@ def fused_linear_cross_entropy(
         accum_dtype: in which the weight's gradient is summed over chunks: float32 if None (float64 for float64), or the
             dtype of the matmuls, which takes half the memory and rounds after each chunk.
         use_token_scaling: multiply each token's loss by the probability of its target, as a constant.
-        memory: how large the buffer of logits may be: a number of bytes, or ``"auto"``, see :func:`chunk_rows`. It
-            changes memory and speed, and results by rounding only.
+        memory: how large the buffer of logits may be: a number of bytes, or ``"auto"``, which bounds it by the
+            memory that the op needs anyway. It changes memory and speed, and results by rounding only.
         normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
-            all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element.
+            all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
+            which is taken as a constant. Not with ``"none"``.
 
     Returns:
         The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set.
@@ -107,6 +109,8 @@ def fused_linear_cross_entropy(
     require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
     if target.shape != x.shape[:-1]:
         raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last")
+    if normalizer is not None and reduction == "none":
+        raise ValueError(f"{op}: normalizer is {normalizer}, expected None: reduction 'none' has no denominator")
     check_dtype(x.dtype, f"{op}: x", x.device)
     check_dtype(weight.dtype, f"{op}: weight", x.device)
     if weight.dim() != 2 or weight.shape[0] == 0:
@@ -204,8 +208,10 @@ def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device)
             raise ValueError(f"normalizer has shape {shape_text(value)}, expected one number")
         if value.is_meta and device.type != "meta":
             raise ValueError(f"normalizer is on meta and has no value, expected it on {device}, as x is")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError("normalizer requires a gradient, but the loss takes it as a constant: detach() it")
         return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=True)
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"normalizer must be a number or a Tensor, not {type(value).__name__}")
     if abs(value) > torch.finfo(dtype).max:
         raise ValueError(f"normalizer is {value}, expected a number that {dtype} can hold")

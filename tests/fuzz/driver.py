@@ -122,6 +122,11 @@ def op_of(args: Any, number: int) -> str:
 def drive(args: Any, show: Callable[[str], None]) -> Report:
     """Runs ``args.calls`` calls, or as many as ``args.seconds`` allow, in ``args.jobs`` processes."""
     report, begin, shown = Report(args.seed), time.monotonic(), time.monotonic()
+
+    def note(found: dict[str, Any]) -> None:
+        if report.add(found):
+            show(f"{found['number']}: {found['kind']}, {found['op']}: {found['text'][:200]}")
+
     with tempfile.TemporaryDirectory() as name, selectors.DefaultSelector() as waiting:
         workers = [Worker(args, first, args.jobs, Path(name)) for first in range(args.jobs)]
         for worker in workers:
@@ -131,16 +136,15 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
                 line = key.fileobj.readline()
                 if line:
                     found = json.loads(line)
-                    if report.add(found):
-                        show(f"{found['number']}: {found['kind']}, {found['op']}: {found['text'][:200]}")
+                    note(found)
                     continue
                 waiting.unregister(key.fileobj)
-                again(key.data, report, waiting, hung=False)
+                again(key.data, note, waiting, hung=False)
             for worker in workers:
                 if worker.process.poll() is None and worker.hangs():
                     waiting.unregister(worker.process.stdout)
                     worker.process.kill()
-                    again(worker, report, waiting, hung=True)
+                    again(worker, note, waiting, hung=True)
             report.calls, report.seconds = sum(w.made() for w in workers), time.monotonic() - begin
             if time.monotonic() - shown > args.progress:
                 shown = time.monotonic()
@@ -153,12 +157,14 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
     return report
 
 
-def again(worker: Worker, report: Report, waiting: selectors.BaseSelector, hung: bool) -> None:
+def again(
+    worker: Worker, note: Callable[[dict[str, Any]], None], waiting: selectors.BaseSelector, hung: bool
+) -> None:
     """Behind the end of a worker: another one, and a finding if it was no ordinary end."""
     worker.process.wait()
     behind = worker.number()
     if worker.process.returncode != 0 or hung:
-        report.add(worker.death(hung))
+        note(worker.death(hung))
         behind += worker.step
     if behind < worker.args.calls:
         worker.begin(behind)

@@ -188,7 +188,8 @@ OPTIONS: dict[str, list[tuple[Any, int]]] = {
     "reduction": [("avg", MUST), (None, MUST), (1, MUST), ("", MUST)],
     "label_smoothing": [(-0.1, MUST), (1.1, MUST), (NAN, MUST), (INF, MUST), (1.0, NEVER), ("x", MUST)],
     "lse_square_scale": [(v, NEVER) for v in FLOATS] + [(None, MUST)],
-    "softcap": [(v, MUST) for v in (0.0, -1.0, NAN, "x")] + [(v, NEVER) for v in (INF, 1e-300, 1e300, 1e-3, 30)],
+    "softcap": [(v, MUST) for v in (0.0, -1.0, NAN, INF, 1e-300, 1e300, "x")]
+    + [(v, NEVER) for v in (1e-18, 1e-3, 30, 1e18)],
     "return_z_loss": [(1, MAY), (None, MAY), ("x", MAY)],
     "memory": [(v, MUST if v <= 0 else NEVER) for v in INTEGERS]
     + [(NAN, MUST), (INF, MAY), (0.5, NEVER), ("all", MUST), (True, MUST)],
@@ -205,6 +206,8 @@ def option(case: Case) -> None:
         return
     name = case.rng.choice(names)
     value, raises = case.rng.choice(OPTIONS[name])
+    if name == "normalizer" and case.call.arguments["reduction"] == "none":
+        raises = MUST
     case.set(name, value, raises, repr(value))
     case.ordinary = case.judged = False
 
