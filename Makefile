@@ -8,6 +8,7 @@
 #   make plan-branches   which branches of the launch planner no test takes; see tests/plan_branches.py
 #   make test-newest   the tests that depend on torch with the newest one, and the libraries as they are (installs it: 6 GB)
 #   make test-asan     the tests of the CPU's ops under AddressSanitizer and UndefinedBehaviorSanitizer (clang-19)
+#   make test-tsan     the same under ThreadSanitizer: do the threads of an op, or several calls at once, disturb each other?
 #   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
@@ -51,7 +52,7 @@ ifndef GPU
 endif
 CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
 
-.PHONY: demo test test-models test-oldest test-newest test-asan fuzz build host plan-branches wheel bench lint format clean configure
+.PHONY: demo test test-models test-oldest test-newest test-asan test-tsan fuzz build host plan-branches wheel bench lint format clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
@@ -91,6 +92,9 @@ $(NEWEST)/.installed: tests/newest_torch.txt $(ENVIRONMENT)
 
 test-asan: $(ENVIRONMENT)
 	tests/sanitize.sh address,undefined $(ARGS)
+
+test-tsan: $(ENVIRONMENT)
+	tests/sanitize.sh thread $(ARGS)
 
 bench: build
 	for suite in $(SUITES); do $(PY) -m benchmarks $$suite $(ARGS) || exit 1; done
