@@ -8,6 +8,7 @@
 #   make plan-branches   which branches of the launch planner no test takes; see tests/plan_branches.py
 #   make test-newest   the tests that depend on torch with the newest one, and the libraries as they are (installs it: 6 GB)
 #   make test-asan     the tests of the CPU's ops under AddressSanitizer and UndefinedBehaviorSanitizer (clang-19)
+#   make test-tsan     the same under ThreadSanitizer: do the threads of an op, or several calls at once, disturb each other?
 #   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
@@ -51,7 +52,7 @@ ifndef GPU
 endif
 CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
 
-.PHONY: demo test test-models test-oldest test-newest test-asan fuzz build host plan-branches wheel bench lint format clean configure
+.PHONY: demo test test-models test-oldest test-newest test-asan test-tsan fuzz build host plan-branches wheel bench lint format clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
@@ -80,7 +81,7 @@ fuzz: build
 # The libraries, built against constraints.txt's torch, with the newest torch in front of the environment's.
 NEWEST := build/torch-newest
 NEWEST_TESTS := autocast bad_input compile cross_entropy doctor errors fused_linear_cross_entropy glu gradients layer_norm library llama_causal_lm \
-  llama_compile llama_heads modules opcheck patch patch_auto patch_wrappers rms_norm rope sanitizer softmax training
+  llama_compile llama_heads modules opcheck patch patch_auto patch_wrappers rms_norm rope sanitizer softmax threads training
 test-newest: build $(NEWEST)/.installed
 	PYTHONPATH=$(abspath $(NEWEST)) $(PY) -c "import torch; print('torch', torch.__version__)"
 	PYTHONPATH=$(abspath $(NEWEST)) $(PY) -m pytest -m "not cuda" $(ARGS) $(NEWEST_TESTS:%=tests/test_%.py)
@@ -91,6 +92,9 @@ $(NEWEST)/.installed: tests/newest_torch.txt $(ENVIRONMENT)
 
 test-asan: $(ENVIRONMENT)
 	tests/sanitize.sh address,undefined $(ARGS)
+
+test-tsan: $(ENVIRONMENT)
+	tests/sanitize.sh thread $(ARGS)
 
 bench: build
 	for suite in $(SUITES); do $(PY) -m benchmarks $$suite $(ARGS) || exit 1; done

@@ -21,7 +21,12 @@ if(LIGER_EXT_SANITIZE)
 endif()
 set(isas baseline)
 set(flags_baseline "")
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+if(LIGER_EXT_SANITIZE MATCHES "thread")
+  # The baseline alone: ThreadSanitizer watches accesses of up to 16 bytes, none of wider vectors. The library calls the parallel_for of
+  # thread_sanitizer.cpp instead of torch's, whatever was loaded before it.
+  target_sources(liger_ext_cpu PRIVATE tests/thread_sanitizer.cpp)
+  target_link_options(liger_ext_cpu PRIVATE -Wl,-Bsymbolic-functions)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   list(APPEND isas avx2 avx512)
   set(flags_avx2 -mavx2 -mfma -mf16c)
   set(flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -mprefer-vector-width=512)

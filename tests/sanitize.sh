@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests of ops on the CPU and of launch plans with the CPU library and _C built with clang-19's sanitizers:
-#   tests/sanitize.sh address,undefined    memory errors, and what C++ leaves undefined
+# Runs the tests of ops on the CPU with the CPU library and _C built with clang-19's sanitizers:
+#   tests/sanitize.sh address,undefined    memory errors, and what C++ leaves undefined; also in launch plans
+#   tests/sanitize.sh thread               data races: between the threads of an op, and between calls at once
 # A finding ends the run and is shown. Further arguments go to pytest. The build, beside links to the package's Python files, is in
 # build/sanitize-<first sanitizer>/liger_ext.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-sanitizers=${1:?address,undefined}
+sanitizers=${1:?address,undefined or thread}
 shift
 [ -d .venv ] && PATH=$PWD/.venv/bin:$PATH
 build=$PWD/build/sanitize-${sanitizers%%,*}
@@ -15,15 +16,36 @@ cmake -G Ninja -S . -B "$build" -DPython_EXECUTABLE="$(python3 -c 'import sys; p
 cmake --build "$build"
 ln -sfn "$PWD"/liger_ext/*.py "$PWD"/liger_ext/{models,ops,references} "$build/liger_ext/"
 
-# Of address,undefined AddressSanitizer's library serves both. Python is not built with it, so it is loaded first; reports go to files,
-# since pytest keeps what is printed.
+files=()
+for name in sanitizer threads bad_input rms_norm layer_norm glu rope softmax cross_entropy fused_linear_cross_entropy gradients; do
+  files+=("$PWD/tests/test_$name.py")
+done
+case $sanitizers in
+  address*)   # its library serves UndefinedBehaviorSanitizer, too
+    runtime=asan
+    files+=("$PWD/tests/test_plans.py" "$PWD/tests/test_library.py::test_every_instruction_set")
+    ;;
+  thread) runtime=tsan ;;   # a plan has one thread, and this build one instruction set
+  *) echo "no such sanitizers: $sanitizers"; exit 1 ;;
+esac
+
+# Python is not built with the sanitizer, so its library is loaded first; reports go to files, since pytest keeps what is printed.
+# setarch -R: with addresses that are not random, since some kernels' random ones are outside what the sanitizers can map.
 rm -f "$build"/report.*
 report=log_path=$build/report
 export ASAN_OPTIONS=detect_leaks=0:malloc_context_size=3:quarantine_size_mb=32:$report UBSAN_OPTIONS=print_stacktrace=1:$report
-files=()
-for name in sanitizer library bad_input plans rms_norm layer_norm glu rope softmax cross_entropy fused_linear_cross_entropy gradients; do
-  files+=("$PWD/tests/test_$name.py")
-done
+export TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1:$report
+export OMP_WAIT_POLICY=passive   # torch's threads sleep while they wait: spinning, they slow some tests to a fifth of their speed
+watched_python() {
+  LD_PRELOAD="$(clang++-19 -print-file-name="libclang_rt.$runtime-$(uname -m).so") $(clang++-19 -print-file-name=libstdc++.so.6)" \
+    setarch -R python3 "$@"
+}
 cd "$build"   # Python finds liger_ext here before the one of the sources
-LD_PRELOAD="$(clang++-19 -print-file-name="libclang_rt.asan-$(uname -m).so") $(clang++-19 -print-file-name=libstdc++.so.6)" \
-  setarch -R python3 -m pytest -k "not compile and not opcheck and not wide" "$@" "${files[@]}" || { cat "$build"/report.* 2>/dev/null; exit 1; }
+if [ $runtime = tsan ]; then   # a planted race (thread_sanitizer.cpp) must end the run with a report; else the tests below show nothing
+  if watched_python -c "import ctypes, torch; ctypes.CDLL('liger_ext/lib/libliger_ext_cpu.so').liger_ext_planted_race()" ||
+    ! grep -qs "data race" report.*; then
+    echo "ThreadSanitizer has not found the planted race" && exit 1
+  fi
+  rm report.*
+fi
+watched_python -m pytest -k "not compile and not opcheck and not wide" "$@" "${files[@]}" || { cat report.* 2>/dev/null; exit 1; }

@@ -1,0 +1,35 @@
+"""Threads of Python that call ops at once. ``make test-tsan`` runs this under ThreadSanitizer, which finds whatever two
+calls share and do not guard."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cases import EXAMPLES, IDS, gradients, host_target
+
+from liger_ext.testing import outputs_of
+
+pytestmark = pytest.mark.skipif(host_target(), reason="the host target watches one call at a time")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_at_once(device, example, dtype):
+    """Of one op, forward and backward, on the same tensors: each thread has the bits that a call by itself has."""
+    arguments = example.arguments(device, dtype)
+    threads = 4
+    start = threading.Barrier(threads)
+
+    def call():
+        return [*outputs_of(example(arguments)).values(), *gradients(example, arguments)]
+
+    def call_often(_):
+        start.wait()
+        return [call() for _ in range(5)]
+
+    with ThreadPoolExecutor(threads) as pool:
+        found = [tensors for often in pool.map(call_often, range(threads)) for tensors in often]
+    alone = call()
+    for tensors in found:
+        assert all(torch.equal(a, b) for a, b in zip(alone, tensors, strict=True))
