@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from cases import LOW, dtypes_of, laid_out, normal, random_targets, seeds
+from cases import LOW, RecordCalls, dtypes_of, laid_out, normal, random_targets, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cross_entropy import draw_target, draw_weight, loss_options
@@ -316,3 +316,16 @@ def test_memory_is_what_was_asked_for(needs, most):
     expected += 2 * made["x"].nbytes if needs[0] else 0
     expected += 3 * made["weight"].nbytes if needs[1] else 0  # the float32 sum and the result
     assert torch.cuda.max_memory_allocated() - before <= most * expected
+
+
+@pytest.mark.parametrize("name", ["dx", "dweight", "dbias"])
+def test_sums_of_another_shape_are_refused(device, name):
+    """As many numbers in other rows would be written past the end of the gradient."""
+    x, weight, bias = (normal(*shape, device=device).requires_grad_() for shape in ((300, 33), (7, 33), (7,)))
+    with RecordCalls() as record:
+        F.fused_linear_cross_entropy(x, weight, random_targets(300, 7, device=device), bias, memory=1).backward()
+    op, arguments = record.calls[-1]
+    names = [argument.name for argument in op._schema.arguments]
+    changed = [a.unsqueeze(-1) if n == name else a for n, a in zip(names, arguments, strict=False)]
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        op(*changed)

@@ -372,23 +372,6 @@ def test_frozen_head_and_frozen_backbone(device):
     compare(model, batch_of(device))
 
 
-def test_autocast(device):
-    stock = build(device=device).train()
-
-    def forward(model, **batch):
-        if next(model.parameters()).dtype == torch.float64:
-            return model(**batch)
-        with torch.autocast(device.type, torch.bfloat16):
-            return model(**batch)
-
-    model = compare(stock, batch_of(device), forward)
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    compare(stock.eval(), batch_of(device), forward)  # the logits' dtype too
-    with torch.autocast(device.type, torch.bfloat16):
-        assert model.eval()(tokens(1, 4, device=device)).logits.dtype == torch.bfloat16
-        assert model.train()(**batch_of(device)).loss.dtype == torch.float32
-
-
 def test_rope_scaling(device):
     scaling = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
     scaling["original_max_position_embeddings"] = 32

@@ -30,6 +30,13 @@ ATTENTION = {
     "cpu": ("eager", *SDPA),  # flex_attention has no backward on CPUs
     "cuda": ("eager", *SDPA_OF_GPU, "flex_attention"),
 }
+DTYPES = {  # the model's, and the parts that are in fp32 even so; autocast computes in bf16
+    "fp32": (torch.float32, ()),
+    "bf16": (torch.bfloat16, ()),
+    "autocast": (torch.float32, ()),
+    "fp32 head": (torch.bfloat16, ("model.norm", "lm_head")),
+    "fp32 norms, autocast": (torch.bfloat16, ("norm",)),
+}
 KEY_VALUE_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}  # for 4 heads of queries
 
 
@@ -39,7 +46,7 @@ def factors(device_type):
         heads=tuple(KEY_VALUE_HEADS),
         checkpoint=("none", "reentrant", "non-reentrant", "whole", "selective"),
         compiled=("", "compiled"),
-        dtype=("fp32", "bf16", "autocast"),
+        dtype=tuple(DTYPES),
         layout=("full", "left", "right", "packed"),
     )
 
@@ -114,13 +121,17 @@ def count_calls(model):
 @functools.cache
 def expected_of(device, attention, heads, dtype, layout):
     """A stock model, its results, and those of a float64 model."""
+    of_all, in_fp32 = DTYPES[dtype]
     stock = build(
         device=device,
-        dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
+        dtype=of_all,
         num_hidden_layers=LAYERS,
         num_key_value_heads=KEY_VALUE_HEADS[heads],
         attn_implementation=attention if attention in ("eager", "flex_attention") else "sdpa",
     ).train()
+    for name, module in stock.named_modules():
+        if name.endswith(in_fp32):
+            module.float()
     batch = batch_of(device, layout)
     float64 = exact(stock)
     float64.config._attn_implementation = "sdpa"  # eager attention has its softmax in fp32; Triton has no float64
@@ -176,7 +187,7 @@ def attention_of(attention):
 
 
 def autocast_of(dtype, device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "autocast")
+    return torch.autocast(device.type, torch.bfloat16, enabled="autocast" in dtype)
 
 
 def batch_of(device, layout):

@@ -210,3 +210,41 @@ def test_another_activation_of_an_instance_is_used():
     apply_liger_kernel_to_llama(model=model)
     assert torch.equal(first(x), expected)
     assert type(second) is llama.LlamaMLP
+
+
+@pytest.mark.parametrize("change", ["another", "a hook", "a forward"])
+def test_an_activation_changed_after_patching_is_used(change):
+    stock = build()
+    compared = patched(stock)
+    for model in (stock, compared):
+        mlp = model.model.layers[0].mlp
+        if change == "another":
+            mlp.act_fn = nn.Tanh()
+        elif change == "a hook":
+            mlp.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
+        else:
+            mlp.act_fn.forward = torch.tanh
+    x = torch.randn(3, 64)
+    assert torch.equal(compared.model.layers[0].mlp(x), stock.model.layers[0].mlp(x))
+
+
+def test_projections_of_two_dtypes():
+    stock = build(dtype=torch.bfloat16)
+    stock.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: output.float())
+    stock.model.layers[0].mlp.down_proj.float()
+    compared, x = patched(stock), torch.randn(3, 64, dtype=torch.bfloat16)
+    assert torch.equal(compared.model.layers[0].mlp(x), stock.model.layers[0].mlp(x))
+
+
+def test_a_learned_scale_of_rope():
+    """cos and sin that require a gradient get it."""
+
+    def gradient(model):
+        scale = torch.ones((), requires_grad=True)
+        model.model.rotary_emb.register_forward_hook(lambda module, args, output: [scale * table for table in output])
+        model(**batch_of("cpu")).loss.backward()
+        return scale.grad
+
+    stock = build()
+    compared = patched(stock)
+    torch.testing.assert_close(gradient(compared), gradient(stock))

@@ -229,6 +229,22 @@ def test_a_distributed_weight_is_not_plain(mesh):
     torch.testing.assert_close(result.full_tensor(), expected)
 
 
+def test_loss_of_sharded_logits(mesh):
+    """Tensor parallelism keeps the logits as shards, and torch takes the loss from them (loss_parallel)."""
+    parallel = torch.distributed.tensor.parallel
+    stock = build(tie_word_embeddings=False).train()
+    compared = patched(stock)
+    for model in (stock, compared):
+        parallel.parallelize_module(model, mesh, {"lm_head": parallel.ColwiseParallel(use_local_output=False)})
+    with parallel.loss_parallel():
+        results = [step(model, batch_of("cpu")) for model in (compared, stock)]
+    for name in results[0]:
+        found, expected = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (r[name] for r in results))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="DTensor takes no options"), parallel.loss_parallel():
+        compared(**batch_of("cpu"), label_smoothing=0.1)
+
+
 def test_parametrized_head_is_called(device):
     class Doubled(nn.Module):
         def forward(self, weight):

@@ -41,8 +41,8 @@ def test_rows_of_a_matmul_that_are_one_row(device):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype, huge", [(torch.bfloat16, 8e37), (torch.float16, 6e4), (torch.float32, 3e38)])
 def test_huge_logits(device, dtype, huge, smoothing):
-    """One largest logit, two of them, and rows of one value; 1,000 columns are held in registers, 20,000 are walked. With
-    label smoothing other logits than one value would be as much as the loss can hold."""
+    """One largest logit, two of them, and rows of one value; 1,000 columns are held in registers, 20,000 are walked.
+    With label smoothing other logits than one value would be as much as the loss can hold."""
     for vocab in (1000, 20_000):
         logits = normal(4, vocab, device=device).to(dtype)
         logits[:, 7] = huge
@@ -227,3 +227,11 @@ def test_a_patched_llama_without_data():
             model(input_ids=tokens, labels=tokens)
     called = {op._schema.name.split("::")[1] for op, _ in record.calls}
     assert {"rms_norm", "add_rms_norm", "rope", "glu", "fused_linear_cross_entropy"} <= called
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_trace_of_the_fused_loss(device):
+    x, weight = normal(9, 16, device=device), normal(40, 16, device=device, seed=1)
+    target = random_targets(9, 40, device=device)
+    traced = torch.jit.trace(F.fused_linear_cross_entropy, (x, weight, target))
+    assert torch.equal(traced(x + 1, weight, target), F.fused_linear_cross_entropy(x + 1, weight, target))

@@ -32,6 +32,7 @@ template <class A>
 template <class T, class A>
 [[gnu::flatten]] void rotate(const Table<A>& table, const Rope& a, const RopeHeads& heads, int64_t batch, int64_t position, int64_t first,
                              int64_t count, bool stream) {
+  if (heads.heads == 0) return;  // no memory either
   const int64_t half = a.rotary_dim / 2;
   const T* in = static_cast<const T*>(heads.in) + batch * heads.in_batch + position * heads.in_seq;
   T* out = static_cast<T*>(heads.out) + batch * heads.out_batch + position * heads.out_seq;

@@ -40,6 +40,7 @@ MutableRows row_range(const Tensor& t, int64_t first, int64_t stride, Dtype dtyp
   return {static_cast<char*>(t.data_ptr()) + first * stride * size_of(dtype), stride, dtype};
 }
 Rows row_range(const RowsView& v, int64_t first) {
+  if (v.view.data == nullptr) return v.view;  // rows without columns
   return {static_cast<const char*>(v.view.data) + first * v.view.stride * size_of(v.view.dtype), v.view.stride, v.view.dtype};
 }
 Rows readable(const MutableRows& r) { return {r.data, r.stride, r.dtype}; }
@@ -302,8 +303,8 @@ class Backward {
 
   // out = in * factor [* each row's grad_output]
   void scale(const Tensor& in, const Tensor& out, const void* factor, const Rows& row_grad) const {
-    if (in.numel() == 0) return;
-    const int64_t cols = in.size(in.dim() - 1), rows = in.numel() / cols;
+    if (out.numel() == 0) return;
+    const int64_t cols = out.size(out.dim() - 1), rows = out.numel() / cols;
     scale_cast({rows, cols, readable(mutable_rows(in, "gradient")), mutable_rows(out, "gradient"), factor, row_grad}, p_.scope);
   }
 
@@ -344,10 +345,11 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
     for (Tensor* t : {&backward.dweight, &backward.dbias}) torch::stable::zero_(*t);
     return {backward.dx, backward.dweight, backward.dbias};
   }
-  const auto expect = [&](const Tensor& t, const char* name, bool wanted, int64_t numel, Dtype dtype) {
+  const auto expect = [&](const Tensor& t, const char* name, bool wanted, std::initializer_list<int64_t> sizes, Dtype dtype) {
     if (!wanted) return;
     check_device(scope.op(), t, name, x, "x");
-    require(t.numel() == numel && t.is_contiguous() && dtype_of(t, name) == dtype, scope.op(), ": ", name,
+    check_shape(scope.op(), t, name, sizes);
+    require(t.is_contiguous() && dtype_of(t, name) == dtype, scope.op(), ": ", name,
             " is not what the forward returned for these arguments");
   };
   switch (p.mode) {
@@ -361,9 +363,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
       backward.from_saved_gradient(saved);
       break;
     case Gradients::accumulated:
-      expect(dx, "dx", p.wanted.dx, p.rows * p.hidden, p.compute);
-      expect(dweight, "dweight", p.wanted.dweight, p.vocab * p.hidden, p.accum);
-      expect(dbias, "dbias", p.wanted.dbias, p.vocab, p.acc);
+      expect(dx, "dx", p.wanted.dx, {p.rows, p.hidden}, p.compute);
+      expect(dweight, "dweight", p.wanted.dweight, {p.vocab, p.hidden}, p.accum);
+      expect(dbias, "dbias", p.wanted.dbias, {p.vocab}, p.acc);
       backward.from_accumulated(dx, dweight, dbias);
       break;
     case Gradients::recomputed:

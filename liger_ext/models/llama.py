@@ -4,6 +4,7 @@ Each class here replaces the class of the same name in transformers, by a swap o
 that name: a patched model pickles, and is saved with the names of the original classes.
 """
 
+import functools
 import inspect
 import warnings
 
@@ -41,6 +42,8 @@ class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not is_plain_tensor(self.weight):
             return super().forward(hidden_states)
+        if _raises_dtype(self.weight, hidden_states):
+            return self.weight * functional.rms_norm(hidden_states, None, self.variance_epsilon)
         return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
@@ -49,12 +52,28 @@ class LlamaMLP(modeling_llama.LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (_has_silu(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
             return super().forward(x)
-        return self.down_proj(functional.swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        alike = gate.dtype == up.dtype and gate.shape == up.shape  # adapters of some projections may change either
+        return self.down_proj(functional.swiglu(gate, up) if alike else self.act_fn(gate) * up)
 
 
-@stands_in(modeling_llama, apply_rotary_pos_emb=functional.rope)
+def _rope(q, k, cos, sin, *args, **kwargs):
+    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    return (_stock_rope if learned else functional.rope)(q, k, cos, sin, *args, **kwargs)
+
+
+_stock_rope = modeling_llama.apply_rotary_pos_emb
+
+
+@stands_in(modeling_llama, apply_rotary_pos_emb=_rope)
 class LlamaAttention(modeling_llama.LlamaAttention):
     """transformers' forward, in which the name `apply_rotary_pos_emb` means our function."""
+
+
+def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
+    """Whether transformers' norm returns a wider dtype than its input's: of 16-bit hidden states and an fp32 weight."""
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in summands])
+    return torch.promote_types(dtype, weight.dtype) != dtype
 
 
 _LAYER = inspect.signature(modeling_llama.LlamaDecoderLayer.forward).parameters
@@ -73,7 +92,11 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         # The arguments differ between versions of transformers, but in each all of them go to the attention, by name.
         arguments = {**_LAYER_DEFAULTS, **dict(zip(_LAYER_DEFAULTS, args, strict=False)), **kwargs}
         attention, weights = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **arguments)
-        normed, residual = functional.add_rms_norm(attention, hidden_states, norm.weight, norm.variance_epsilon)
+        if _raises_dtype(norm.weight, attention, hidden_states):
+            residual = hidden_states + attention
+            normed = norm(residual)
+        else:
+            normed, residual = functional.add_rms_norm(attention, hidden_states, norm.weight, norm.variance_epsilon)
         hidden_states = residual + self.mlp(normed)
         if _LAYER_RETURNS_TUPLE:
             return (hidden_states, weights) if arguments["output_attentions"] else (hidden_states,)
@@ -177,6 +200,7 @@ def apply_liger_kernel_to_llama(
 
     Raises:
         ValueError: both cross entropies are asked for, or `model` holds no Llama.
+        TypeError: `model` is no module.
         ImportError: transformers is older than 4.51.3.
     """
     if cross_entropy and fused_linear_cross_entropy:
@@ -191,18 +215,18 @@ def apply_liger_kernel_to_llama(
 
     def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
         modules = list(root.modules())
-        found = [p.__name__ for p, ask in wanted.items() if not ask and any(isinstance(m, p) for m in modules)]
-        if found:
-            warnings.warn(
-                f"an earlier call has patched {', '.join(found)}, and this one does not undo it: revert its handle first",
-                stacklevel=3,
-            )
+        kept = [p.__name__ for p, ask in wanted.items() if not ask and any(isinstance(m, p) for m in modules)]
+        if kept:
+            names = ", ".join(kept)
+            warnings.warn(f"{names}: patched by an earlier call, and stays so: revert its handle first", stacklevel=3)
         for patch in (patch for patch, ask in wanted.items() if ask):
             swap_classes(filter(_has_silu, modules) if patch is LlamaMLP else modules, patch, handle)
         for module in modules:
             if cross_entropy and isinstance(module, modeling_llama.LlamaForCausalLM):
                 _replace_loss(module, handle)
 
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r:.80}, expected a model or None")
     with PatchHandle() as handle:  # a failure on the way undoes what was done
         if model is None:
             on_construction(modeling_llama.LlamaModel, patch_modules, handle)

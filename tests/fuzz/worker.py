@@ -30,8 +30,8 @@ from liger_ext.functional import check_errors
 from liger_ext.testing import outputs_of
 
 ROOM = 1 << 30  # bytes of address space that calls may take, beyond what the process has before the first
-# What torch keeps must not fill that room, or calls come to nothing but "out of memory": so a process ends after so many calls, and
-# oneDNN keeps few of the matrix products that it compiles.
+# What torch keeps must not fill that room, or calls come to nothing but "out of memory": a process ends after so many
+# calls, and oneDNN keeps few of the matrix products that it compiles.
 CALLS = 20_000
 SETTINGS = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
@@ -254,7 +254,7 @@ def one_call(seed: int, number: int, ops: tuple[str, ...], device: str, judge_ev
 
 
 def limit_memory() -> None:
-    if "asan" in os.environ.get("LD_PRELOAD", ""):  # AddressSanitizer takes terabytes of addresses, and has its own limit
+    if "asan" in os.environ.get("LD_PRELOAD", ""):  # it takes terabytes of addresses, and has a limit of its own
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + ROOM

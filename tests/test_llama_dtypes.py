@@ -1,0 +1,72 @@
+"""Patched Llamas of more than one dtype: autocast, and parts that are kept in fp32."""
+
+import pytest
+import torch
+from llama_models import VOCAB, batch_of, build, compare, config, one_thread, patched, step, tokens  # noqa: F401
+from transformers import LlamaForSequenceClassification
+
+
+def test_autocast(device):
+    stock = build(device=device).train()
+
+    def forward(model, **batch):
+        if next(model.parameters()).dtype == torch.float64:
+            return model(**batch)
+        with torch.autocast(device.type, torch.bfloat16):
+            return model(**batch)
+
+    model = compare(stock, batch_of(device), forward)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    compare(stock.eval(), batch_of(device), forward)  # the logits' dtype too
+    with torch.autocast(device.type, torch.bfloat16):
+        assert model.eval()(tokens(1, 4, device=device)).logits.dtype == torch.bfloat16
+        assert model.train()(**batch_of(device)).loss.dtype == torch.float32
+
+
+def norms_of(model):
+    return [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"]
+
+
+def in_parts(model, parts):
+    """bf16, but some parts in fp32."""
+    model.to(torch.bfloat16)
+    for part in parts:
+        part.float()
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_head_in_fp32(device, training):
+    """The last norm and the head in fp32: the norm returns its weight's dtype, which the head needs."""
+    stock = build(device=device, tie_word_embeddings=False).train(training)
+    in_parts(stock, [stock.model.norm, stock.lm_head])
+    model = compare(stock, batch_of(device))
+    assert model.eval()(tokens(1, 4, device=device)).logits.dtype == torch.float32
+    generated = model.generate(tokens(1, 4, device=device), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 6)
+
+
+def test_norms_in_fp32_under_autocast(device):
+    """As peft.prepare_model_for_kbit_training leaves them: hidden states have the dtypes that stock's have."""
+    stock = build(device=device).train()
+    in_parts(stock, norms_of(stock))
+    model = patched(stock)
+    with torch.autocast(device.type, torch.bfloat16):
+        ours, theirs = (m(**batch_of(device), output_hidden_states=True) for m in (model, stock))
+    assert [h.dtype for h in ours.hidden_states] == [h.dtype for h in theirs.hidden_states]
+
+    def forward(model, **batch):
+        if next(model.parameters()).dtype == torch.float64:
+            return model(**batch)
+        with torch.autocast(device.type, torch.bfloat16):
+            return model(**batch)
+
+    compare(stock, batch_of(device), forward)
+
+
+def test_a_classifier_in_fp32(device):
+    torch.manual_seed(0)
+    stock = LlamaForSequenceClassification(config(num_labels=3, pad_token_id=0)).to(device).train()
+    in_parts(stock, [stock.model.norm, stock.score])
+    batch = dict(input_ids=tokens(3, 11, device=device), labels=torch.tensor([0, 1, 2], device=device))
+    compare(stock, batch)
