@@ -124,7 +124,8 @@ def bound(
     both = 2 if dtype == torch.float64 else 1
     eps = torch.finfo(acc if dtype == torch.float64 else torch.float32).eps
     steps = both * (counted.steps + counted.sums * math.sqrt(max(1.0, length / 16))) * max(1.0, math.sqrt(terms) / 2)
-    arithmetic = torch.as_tensor(scale, dtype=torch.float64, device=exact.device) * (steps * eps / 2)
+    size = torch.as_tensor(scale, dtype=torch.float64, device=exact.device).abs()  # class weights may be negative
+    arithmetic = size * (steps * eps / 2)
     allowed = half_ulp(exact, dtype) + arithmetic + torch.finfo(torch.float32).tiny
     if stored is not None and torch.finfo(stored).bits == 16:
         allowed = allowed + exact.abs() * (torch.finfo(stored).eps / 2)

@@ -4,6 +4,7 @@ whichever torch it is and however the op is called."""
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,32 @@ def test_a_compiled_graph_raises_as_its_op_does(requires_grad):
     with pytest.raises(IndexError) as error:
         compiled(x, OUTSIDE)
     assert error.type is IndexError and str(error.value) == str(eager.value)
+
+
+AFTER_A_FAULT = """
+import torch
+import liger_ext.functional as F
+x = torch.randn(4096, 4096, device="cuda")
+F.softmax(x)
+try:
+    torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")]
+    torch.cuda.synchronize()
+except Exception as error:
+    print(type(error).__name__)
+try:
+    F.softmax(x.expand(8, 4096, 4096))
+except Exception as error:
+    print(type(error).__name__, str(error).replace("\\n", " "))
+"""
+
+
+@pytest.mark.cuda
+def test_an_allocation_after_a_fault_of_a_kernel_names_the_fault():
+    """The device refuses everything then, memory too: that is no lack of memory, and a smaller batch would not help."""
+    path = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", AFTER_A_FAULT]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    said = done.stdout.strip().splitlines()
+    assert len(said) == 2, done.stdout + done.stderr
+    assert not said[1].startswith("OutOfMemoryError") and "out of memory" not in said[1], said[1]
+    assert "device-side assert" in said[1], said[1]

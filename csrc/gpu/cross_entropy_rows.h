@@ -184,12 +184,14 @@ template <class T, int N> struct RowWalk {
 };
 
 // max and sum of exp(x' - max) in one pass. The maximum is updated lazily: a sum may hold terms up to exp(slack), so that after
-// the first vectors it is hardly ever rescaled. The difference of fp32 logits and a maximum far below them would be rounded, too. A row's own -inf never meets a maximum of -inf in a difference; NaN and +inf
-// reach the sum as NaN. Full: also sum of w[j] * (x'[j] - anchor), relative to a logit lest large ones overflow, and the first largest logit (of NaN the first, as torch.argmax).
-// Until merge() the sum is one of what Exp gives for the base, whose correction is still to come.
+// the first vectors it is hardly ever rescaled. (The difference of an fp32 logit and a maximum far below it would be rounded, too.) A
+// row's own -inf never meets a maximum of -inf in a difference; NaN and +inf reach the sum as NaN. What each addition rounds off an fp32
+// row's sum is added at the end. Full: also sum of w[j] * (x'[j] - anchor), relative to a logit lest large ones overflow, and the first
+// largest logit (of NaN the first, as torch.argmax). Until merge() the sum is one of what Exp gives for the base, whose correction is
+// still to come.
 template <class T, bool Full> struct RowStatistics {
   static constexpr float slack = sizeof(T) == 2 ? 16 : 2;
-  float max = minus_infinity(), sum = 0, weighted = 0, best = minus_infinity();
+  float max = minus_infinity(), sum = 0, rounded_off = 0, weighted = 0, best = minus_infinity();
   int best_column = INT_MAX;
   const float anchor;
 
@@ -221,6 +223,8 @@ template <class T, bool Full> struct RowStatistics {
 #pragma unroll
     for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
     if (top > max + slack) {
+      sum += rounded_off;
+      rounded_off = 0;
       sum *= Exp<T>(base()).correction(base()) * exp_as<T>(max - top);
       max = top;
       sum *= 1 / Exp<T>(top).correction(top);
@@ -229,7 +233,9 @@ template <class T, bool Full> struct RowStatistics {
     float part = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) part += exp(x[j]);
-    sum += part;
+    const float total = sum + part;
+    if constexpr (sizeof(T) == 4) rounded_off += part - (total - sum);
+    sum = total;
   }
 
   template <int N> LIGER_DEVICE static void class_weights(const LogitRows& a, float (&w)[N], int column) {
@@ -264,7 +270,7 @@ template <class T, bool Full> struct RowStatistics {
 
  private:
   LIGER_DEVICE void rescale(float row_max, float& scaled) {
-    const float own = max, own_sum = sum * Exp<T>(base()).correction(base());
+    const float own = max, own_sum = (sum + rounded_off) * Exp<T>(base()).correction(base());
     max = row_max;
     scaled = own_sum * exp_as<T>(own - base());
   }

@@ -32,6 +32,7 @@ LIGER_DEVICE void expect_bytes(Inbox*, int) {}
 LIGER_DEVICE void wait_for_round(Inbox*, int) {}
 LIGER_DEVICE void send(float*, Inbox*, int, float) {}
 LIGER_DEVICE void bulk_copy(void*, const void*, int, Inbox*) {}
+LIGER_DEVICE void finish_reads_before_copies() {}
 #endif
 
 #if !defined(LIGER_HAS_ASYNC_COPIES)

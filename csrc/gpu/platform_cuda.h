@@ -104,6 +104,9 @@ LIGER_DEVICE void bulk_copy(void* to, const void* from, int bytes, Inbox* inbox)
                "l"(from), "r"(bytes), "r"(shared_address(inbox))
                : "memory");
 }
+// What this thread has read of shared memory stays what it was, whatever bulk copies put in its place from here on: they overtake reads
+// that were begun before them.
+LIGER_DEVICE void finish_reads_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }

@@ -105,7 +105,8 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
   LIGER_DEVICE void wait() const { wait_for_round(inboxes + stage, parity); }
   LIGER_DEVICE void vector(Packed<T, VEC>& out, int n, int k) const { load(out, reinterpret_cast<const T*>(place(stage, n, k))); }
   LIGER_DEVICE void release() {
-    warp_barrier();  // all lanes have read it
+    finish_reads_before_copies();
+    warp_barrier();  // of all lanes
     ask(stage);
     if (++stage == stages) stage = 0, parity ^= 1;
   }

@@ -22,12 +22,19 @@ struct SoftmaxArgs {
 // Past the last column: nothing to add to a sum, nothing to raise a maximum.
 constexpr float nothing = -__builtin_inff();
 
-template <class T, int VEC, int K, class F> LIGER_DEVICE void for_each(const Columns<VEC, K>& columns, F f) {
+// Of exp(x - base), a vector's by themselves: fewer roundings of a large sum.
+template <class T, int VEC, int K>
+LIGER_DEVICE float sum_of_exponentials(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], float base) {
+  float sum = 0;
 #pragma unroll
-  for (int k = 0; k < K; ++k)
-    if (columns.has(k))
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+    float part = 0;
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) f(k, i);
+    for (int i = 0; i < VEC; ++i) part += exp_as<T>(x[k][i] - base);
+    sum += part;
+  }
+  return sum;
 }
 // out[k] = f(k, i) for the columns that are there.
 template <class T, int VEC, int K, class F>
@@ -62,13 +69,8 @@ template <class T> struct Share {
   }
 };
 
-// The whole row's, from each of its threads'. Pairs take one exchange, but a sum that meets a larger maximum at each step is rounded at
-// each step: fp32 rows, which have twice the time, find their maximum first.
+// The whole row's, from each of its threads'.
 template <class T, class Group> LIGER_DEVICE Exponentials merged(Group& group, const Exponentials& own) {
-  if constexpr (sizeof(T) == 4) {
-    const Exponentials row{group.max(own.max)};
-    return {row.max, group.sum(own.sum * exp_as<T>(own.max - row.base()))};
-  }
   float pair[2] = {own.max, own.sum};
   group.reduce(pair, [](float (&a)[2], const float (&b)[2]) { join_exponentials<T>(a, b); });
   return {pair[0], pair[1]};
@@ -85,8 +87,7 @@ template <class T, int VEC, int K> struct SoftmaxRegisters {
     columns.template load<Hint::stream>(x, a.first.data, row * a.first.stride);
     // Relative to this thread's own maximum, so that the row needs only one exchange.
     Exponentials own{max_of(columns, x)};
-    const float base = own.base();
-    for_each<T>(columns, [&](int k, int i) { own.sum += exp_as<T>(x[k][i] - base); });
+    own.sum = sum_of_exponentials(columns, x, own.base());
     const Share<T> share(merged<T>(group, own));
 #pragma unroll
     for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
@@ -109,7 +110,7 @@ template <class T, int VEC> struct SoftmaxReread {
       const float before = own.max;
       own.max = fmaxf(own.max, max_of(columns, x));
       if (before != nothing) own.sum *= exp_as<T>(before - own.max);
-      for_each<T>(columns, [&](int k, int i) { own.sum += exp_as<T>(x[k][i] - own.base()); });
+      own.sum += sum_of_exponentials(columns, x, own.base());
     }
     const Share<T> share(merged<T>(group, own));
     for (int64_t begin = 0; begin < a.cols; begin += batch) {

@@ -157,9 +157,7 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
     return report
 
 
-def again(
-    worker: Worker, note: Callable[[dict[str, Any]], None], waiting: selectors.BaseSelector, hung: bool
-) -> None:
+def again(worker: Worker, note: Callable[[dict[str, Any]], None], waiting: selectors.BaseSelector, hung: bool) -> None:
     """Behind the end of a worker: another one, and a finding if it was no ordinary end."""
     worker.process.wait()
     behind = worker.number()

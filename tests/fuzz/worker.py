@@ -48,6 +48,8 @@ def draw_case(seed: int, number: int, ops: tuple[str, ...], device: str) -> Case
     case = Case(draw_call(rng, rng.choice(ops), dtypes, device), rng)
     for _ in range(rng.choice([0, 0, 1, 1, 1, 2])):
         rng.choice(SPOILS)(case)
+    if len(case.notes) > 1 and "target" in case.faults:  # what came after it may have taken the bad value out again
+        case.faults["target"] = min(MAY, case.faults["target"])
     return case
 
 
