@@ -2,22 +2,22 @@
 
 import pytest
 import torch
-from llama_models import VOCAB, batch_of, build, compare, config, one_thread, patched, step, tokens  # noqa: F401
+from llama_models import batch_of, build, compare, config, one_thread, patched, tokens  # noqa: F401
 from transformers import LlamaForSequenceClassification
+
+
+def under_autocast(model, **batch):
+    """A forward for `compare`, whose float64 model has no autocast."""
+    parameter = next(model.parameters())
+    with torch.autocast(parameter.device.type, torch.bfloat16, enabled=parameter.dtype != torch.float64):
+        return model(**batch)
 
 
 def test_autocast(device):
     stock = build(device=device).train()
-
-    def forward(model, **batch):
-        if next(model.parameters()).dtype == torch.float64:
-            return model(**batch)
-        with torch.autocast(device.type, torch.bfloat16):
-            return model(**batch)
-
-    model = compare(stock, batch_of(device), forward)
+    model = compare(stock, batch_of(device), under_autocast)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    compare(stock.eval(), batch_of(device), forward)  # the logits' dtype too
+    compare(stock.eval(), batch_of(device), under_autocast)  # the logits' dtype too
     with torch.autocast(device.type, torch.bfloat16):
         assert model.eval()(tokens(1, 4, device=device)).logits.dtype == torch.bfloat16
         assert model.train()(**batch_of(device)).loss.dtype == torch.float32
@@ -32,7 +32,6 @@ def in_parts(model, parts):
     model.to(torch.bfloat16)
     for part in parts:
         part.float()
-    return model
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -55,13 +54,7 @@ def test_norms_in_fp32_under_autocast(device):
         ours, theirs = (m(**batch_of(device), output_hidden_states=True) for m in (model, stock))
     assert [h.dtype for h in ours.hidden_states] == [h.dtype for h in theirs.hidden_states]
 
-    def forward(model, **batch):
-        if next(model.parameters()).dtype == torch.float64:
-            return model(**batch)
-        with torch.autocast(device.type, torch.bfloat16):
-            return model(**batch)
-
-    compare(stock, batch_of(device), forward)
+    compare(stock, batch_of(device), under_autocast)
 
 
 def test_a_classifier_in_fp32(device):
