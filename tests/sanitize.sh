@@ -2,7 +2,8 @@
 # Runs the tests of ops on the CPU with the CPU library and _C built with clang-19's sanitizers:
 #   tests/sanitize.sh address,undefined    memory errors, and what C++ leaves undefined; also in launch plans
 #   tests/sanitize.sh thread               data races: between the threads of an op, and between calls at once
-# A finding ends the run and is shown. Further arguments go to pytest. The build, beside links to the package's Python files, is in
+# A finding ends the run and is shown. Further arguments go to pytest. With the first of them "fuzz", tests/fuzz runs in place of the
+# tests, with the other arguments: tests/sanitize.sh address,undefined fuzz --calls 200000. The build, beside links to the package's Python files, is in
 # build/sanitize-<first sanitizer>/liger_ext.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -33,7 +34,9 @@ esac
 # setarch -R: with addresses that are not random, since some kernels' random ones are outside what the sanitizers can map.
 rm -f "$build"/report.*
 report=log_path=$build/report
-export ASAN_OPTIONS=detect_leaks=0:malloc_context_size=3:quarantine_size_mb=32:$report UBSAN_OPTIONS=print_stacktrace=1:$report
+# A size that no machine has is an error that the library must tell, not one of the program.
+limits=allocator_may_return_null=1:max_allocation_size_mb=4000
+export ASAN_OPTIONS=detect_leaks=0:malloc_context_size=3:quarantine_size_mb=32:$limits:$report UBSAN_OPTIONS=print_stacktrace=1:$report
 export TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1:$report
 export OMP_WAIT_POLICY=passive   # torch's threads sleep while they wait: spinning, they slow some tests to a fifth of their speed
 watched_python() {
@@ -47,5 +50,9 @@ if [ $runtime = tsan ]; then   # a planted race (thread_sanitizer.cpp) must end 
     echo "ThreadSanitizer has not found the planted race" && exit 1
   fi
   rm report.*
+fi
+if [ "${1:-}" = fuzz ]; then
+  PYTHONPATH=$build:$OLDPWD/tests watched_python -m "$@" || { cat report.* 2>/dev/null; exit 1; }
+  exit
 fi
 watched_python -m pytest -k "not compile and not opcheck and not wide" "$@" "${files[@]}" || { cat report.* 2>/dev/null; exit 1; }

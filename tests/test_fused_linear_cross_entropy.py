@@ -167,6 +167,21 @@ def test_normalizer_replaces_the_count(device, memory, normalizer, reduction):
 
 
 @pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
+@pytest.mark.parametrize("largest", [1.9, 1.0, 0.7])
+def test_rows_of_their_own_gradient_at_the_end_of_fp16(device, memory, largest):
+    """dweight sums x[i] * gradient[i] in fp16: the gradients are scaled to at most 1, lest the products overflow."""
+    made = head(dtype=torch.float16, device=device)
+    made["x"].data[:, 0], made["weight"].data[:, 0] = 6e4, 0
+    loss = F.fused_linear_cross_entropy(**made, memory=memory, reduction="none")
+    logits = made["x"].double() @ made["weight"].double().T
+    exact = torch.nn.functional.cross_entropy(logits, made["target"], reduction="none")
+    grad = normal(ROWS, device=device, seed=3)
+    grad *= largest / 1024 / grad.abs().max()  # so that the sums fit fp16
+    (found,), (wanted,) = (torch.autograd.grad(of, made["weight"], grad.to(of)) for of in (loss, exact))
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=5e-3, atol=5e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
 def test_fp16_gradients_survive_any_loss_scale(device, memory):
     """With 1/N and the loss scale taken off before fp16, neither a long batch nor a scaler loses or overflows
     gradients."""

@@ -168,7 +168,9 @@ void scalar_product(const ScalarProduct& a, Stream) {
       const auto* factor = static_cast<const char*>(a.factors.data) + i * a.factors.stride * size_of(a.factors.dtype);
       largest = std::fmax(largest, std::fabs(load_number(factor, a.factors.dtype)));
     }
-    const double power = largest > 0 && std::isfinite(largest) ? std::exp2(std::clamp(std::ilogb(largest), -100, 100)) : 1;
+    int above = 0;
+    if (std::isfinite(largest) && std::frexp(largest, &above) == 0.5) above -= 1;  // itself a power of two
+    const double power = std::exp2(std::clamp(above, -100, 100));
     out[1] = A(product * power);
     out[2] = A(1 / power);
   });

@@ -163,9 +163,10 @@ struct Product {
     if (args.b) product *= *args.b;
     args.out[0] = product;
     if (!args.factors.data) return;
-    // A power of two is its exponent alone.
-    const int exponent = int(bit_cast<uint32_t>(largest) >> 23), bias = 127;
-    const int power = largest == 0 || exponent == 255 ? 0 : exponent < bias - 100 ? -100 : exponent > bias + 100 ? 100 : exponent - bias;
+    // A power of two is its exponent alone; every other number is below the next one.
+    const uint32_t bits = bit_cast<uint32_t>(largest);
+    const int exponent = int(bits >> 23), bias = 127, above = exponent + ((bits & 0x7fffffu) != 0) - bias;
+    const int power = largest == 0 || exponent == 255 ? 0 : above < -100 ? -100 : above > 100 ? 100 : above;
     args.out[1] = product * bit_cast<float>(uint32_t(bias + power) << 23);
     args.out[2] = bit_cast<float>(uint32_t(bias - power) << 23);
   }

@@ -59,13 +59,17 @@ struct Exponentials {
 template <class T, int VEC, int K> LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
   return largest(x, [&](int k) { return columns.has(k); });
 }
-// exp(x - max) / sum. Of a 16-bit x in one multiply-add and one exponential, from the logarithm of the sum.
+// exp(x - max) / sum. Of a 16-bit x in one multiply-add and one exponential, from the logarithm of the sum. Of an fp32 x by the sum's
+// reciprocal and what rounding took from it: as exact as a division for every element.
 template <class T> struct Share {
-  float max, factor;
-  LIGER_DEVICE explicit Share(const Exponentials& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {}
+  float max, factor, rounded_off = 0;
+  LIGER_DEVICE explicit Share(const Exponentials& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {
+    if constexpr (sizeof(T) == 4) rounded_off = fmaf(-row.sum, factor, 1.f) * factor;
+  }
   LIGER_DEVICE float operator()(float x) const {
     if constexpr (sizeof(T) == 2) return fast_exp2((x - max) * log2_e + factor);
-    else return exp_as<T>(x - max) * factor;
+    const float exponential = exp_as<T>(x - max);
+    return fmaf(exponential, factor, exponential * rounded_off);
   }
 };
 
@@ -121,13 +125,23 @@ template <class T, int VEC> struct SoftmaxReread {
   }
 };
 
+// fp32 is summed by the vector, as the exponentials are.
 template <class T, int VEC, int K> LIGER_DEVICE float dot(const Packed<T, VEC> (&dy)[K], const Packed<T, VEC> (&y)[K]) {
   float sum = 0;
 #pragma unroll
-  for (int k = 0; k < K; ++k)
+  for (int k = 0; k < K; ++k) {
+    float part = sizeof(T) == 4 ? 0 : sum;
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) sum += dy[k][i] * y[k][i];
+    for (int i = 0; i < VEC; ++i) part += dy[k][i] * y[k][i];
+    sum = sizeof(T) == 4 ? sum + part : part;
+  }
   return sum;
+}
+// y * (dy - sum). Of fp32 with what rounding takes from the product: one rounding in all.
+template <class T> LIGER_DEVICE float gradient(float dy, float y, float sum) {
+  if constexpr (sizeof(T) == 2) return y * (dy - sum);
+  const float product = dy * y;
+  return fmaf(-y, sum, product) + fmaf(dy, y, -product);
 }
 
 template <class T, int VEC, int K> struct SoftmaxBackwardRegisters {
@@ -141,7 +155,7 @@ template <class T, int VEC, int K> struct SoftmaxBackwardRegisters {
     columns.template load<Hint::stream>(dy, a.first.data, row * a.first.stride);
     columns.template load<Hint::stream>(y, a.second.data, row * a.second.stride);
     const float sum = group.sum(dot(dy, y));
-    write<T>(columns, a.out, row, [&](int k, int i) { return y[k][i] * (dy[k][i] - sum); });
+    write<T>(columns, a.out, row, [&](int k, int i) { return gradient<T>(dy[k][i], y[k][i], sum); });
   }
 };
 
@@ -164,7 +178,7 @@ template <class T, int VEC> struct SoftmaxBackwardReread {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
       columns.load(dy, a.first.data, row * a.first.stride);
       columns.load(y, a.second.data, row * a.second.stride);
-      write<T>(columns, a.out, row, [&](int k, int i) { return y[k][i] * (dy[k][i] - sum); });
+      write<T>(columns, a.out, row, [&](int k, int i) { return gradient<T>(dy[k][i], y[k][i], sum); });
     }
   }
 };

@@ -33,8 +33,8 @@ struct ColumnSum {
 };
 
 // out[0] = scale * (a ? a[0] : 1) * (b ? b[0] : 1); all but `a` and `factors` of the accumulator type.
-// With factors also out[1] = out[0] * m and out[2] = 1 / m, where m is the largest power of two up to their largest magnitude (1 if
-// that is 0 or not finite). So factor[i] * out[2] is exact and less than 2 in magnitude, and out[1] makes up for it.
+// With factors also out[1] = out[0] * m and out[2] = 1 / m, where m is the smallest power of two that is not below their largest magnitude
+// (1 if that is 0 or not finite). So factor[i] * out[2] is exact and at most 1 in magnitude, and out[1] makes up for it.
 struct ScalarProduct {
   Vector a;
   const void* b;
