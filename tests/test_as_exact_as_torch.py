@@ -11,8 +11,6 @@ from cases import normal, random_targets
 from liger_ext.testing import OPS, _leaves, outputs_of
 
 FACTOR = 1.5
-# On an H200 one gradient in 8 million has 2.5 times PyTorch's largest error, which is that of 1.1 roundings.
-KNOWN = {("cuda", "softmax", 16_000): 3.0}
 
 
 def rows(seed: int, *shape: int, scale: float = 1.0, mean: float = 0.0) -> torch.Tensor:
@@ -71,8 +69,7 @@ def test_fp32(op, inputs, device):
     inputs = {name: placed(value, device) for name, value in inputs.items()}
     exact = results(OPS[op].reference, inputs, torch.float64)
     ours, theirs = results(OPS[op].run, inputs), results(OPS[op].baseline, inputs)
-    columns = next(iter(inputs.values())).shape[-1]
     for name, value in exact.items():
         error, limit = (ours[name] - value).abs(), (theirs[name] - value).abs()
-        assert error.max() <= KNOWN.get((device.type, op, columns), FACTOR) * limit.max(), name
+        assert error.max() <= FACTOR * limit.max(), name
         assert error.square().mean().sqrt() <= FACTOR * limit.square().mean().sqrt(), name

@@ -125,18 +125,35 @@ template <class T, int VEC> struct SoftmaxReread {
   }
 };
 
-// fp32 is summed by the vector, as the exponentials are.
-template <class T, int VEC, int K> LIGER_DEVICE float dot(const Packed<T, VEC> (&dy)[K], const Packed<T, VEC> (&y)[K]) {
-  float sum = 0;
+// sum(dy * y). Of fp32 with what each product and each addition rounds off (Ogita, Rump and Oishi: Accurate Sum and Dot Product, 2005),
+// since dy - sum cancels where one y is nearly 1.
+template <class T> struct Dot {
+  float sum[sizeof(T) == 4 ? 2 : 1] = {};
+
+  template <int VEC, int K> LIGER_DEVICE void add(const Packed<T, VEC> (&dy)[K], const Packed<T, VEC> (&y)[K]) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    float part = sizeof(T) == 4 ? 0 : sum;
+    for (int k = 0; k < K; ++k)
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) part += dy[k][i] * y[k][i];
-    sum = sizeof(T) == 4 ? sum + part : part;
+      for (int i = 0; i < VEC; ++i) {
+        const float product = dy[k][i] * y[k][i];
+        if constexpr (sizeof(T) == 2) sum[0] += product;
+        else join(sum, {product, fmaf(dy[k][i], y[k][i], -product)});
+      }
   }
-  return sum;
-}
+  // Of the whole row. Where the sum is infinite, what was rounded off is not a number.
+  template <class Group> LIGER_DEVICE float total(Group& group) {
+    if constexpr (sizeof(T) == 2) return group.sum(sum[0]);
+    else group.reduce(sum, join);
+    return sum[1] == sum[1] ? sum[0] + sum[1] : sum[0];
+  }
+
+ private:
+  static LIGER_DEVICE void join(float (&a)[2], const float (&b)[2]) {
+    const float total = a[0] + b[0], of_b = total - a[0];
+    a[1] += b[1] + (a[0] - (total - of_b)) + (b[0] - of_b);
+    a[0] = total;
+  }
+};
 // y * (dy - sum). Of fp32 with what rounding takes from the product: one rounding in all.
 template <class T> LIGER_DEVICE float gradient(float dy, float y, float sum) {
   if constexpr (sizeof(T) == 2) return y * (dy - sum);
@@ -154,7 +171,9 @@ template <class T, int VEC, int K> struct SoftmaxBackwardRegisters {
     Packed<T, VEC> dy[K], y[K];
     columns.template load<Hint::stream>(dy, a.first.data, row * a.first.stride);
     columns.template load<Hint::stream>(y, a.second.data, row * a.second.stride);
-    const float sum = group.sum(dot(dy, y));
+    Dot<T> dot;
+    dot.add(dy, y);
+    const float sum = dot.total(group);
     write<T>(columns, a.out, row, [&](int k, int i) { return gradient<T>(dy[k][i], y[k][i], sum); });
   }
 };
@@ -166,14 +185,14 @@ template <class T, int VEC> struct SoftmaxBackwardReread {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
     Packed<T, VEC> dy[K], y[K];
-    float sum = 0;
+    Dot<T> dot;
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
       columns.load(dy, a.first.data, row * a.first.stride);
       columns.load(y, a.second.data, row * a.second.stride);
-      sum += dot(dy, y);
+      dot.add(dy, y);
     }
-    sum = group.sum(sum);
+    const float sum = dot.total(group);
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, a.cols);
       columns.load(dy, a.first.data, row * a.first.stride);
