@@ -45,11 +45,11 @@ struct SumColumns {
     sums[thread_id()] = sum;
     block_barrier();
     if (group == 0 && live) {
-      sum = 0;
+      ExactSum all;
 #pragma unroll 8
-      for (int at = lane; at<block_threads(); at += width> warp_width() ? width : warp_width()) sum += sums[at];
-      if (total.accumulate) sum += load_one(total.out.data, total.out.dtype, col);
-      store_one(total.out.data, total.out.dtype, col, sum);
+      for (int at = lane; at<block_threads(); at += width> warp_width() ? width : warp_width()) all.add(sums[at]);
+      if (total.accumulate) all.add(load_one(total.out.data, total.out.dtype, col));
+      store_one(total.out.data, total.out.dtype, col, all.total());
     }
   }
 };

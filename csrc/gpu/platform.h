@@ -197,6 +197,18 @@ LIGER_DEVICE void store_one(void* data, Dtype dtype, int64_t at, float value) {
 constexpr float log2_e = 1.4426950408889634f;
 // exp(v) with an error of |v| units in the last place; results below the normal range become 0.
 LIGER_DEVICE float fast_exp(float v) { return fast_exp2(v * log2_e); }
+// A sum that is rounded once: what each addition rounds off is kept (Knuth's two-sum).
+struct ExactSum {
+  float v[2] = {};  // the sum and what was rounded off
+  LIGER_DEVICE void add(float value) { join(v, {value, 0}); }
+  // Where the sum is infinite, what was rounded off is not a number.
+  LIGER_DEVICE float total() const { return v[1] == v[1] ? v[0] + v[1] : v[0]; }
+  static LIGER_DEVICE void join(float (&a)[2], const float (&b)[2]) {
+    const float sum = a[0] + b[0], of_b = sum - a[0];
+    a[1] += b[1] + (a[0] - (sum - of_b)) + (b[0] - of_b);
+    a[0] = sum;
+  }
+};
 // exp(v) as exactly as T can tell: where T has 16 bits, an error of |v| units in the last place of fp32 does not matter. Results
 // below fp32's normal range may become 0.
 template <class T> LIGER_DEVICE float exp_as(float v) {

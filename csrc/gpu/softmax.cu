@@ -128,7 +128,7 @@ template <class T, int VEC> struct SoftmaxReread {
 // sum(dy * y). Of fp32 with what each product and each addition rounds off (Ogita, Rump and Oishi: Accurate Sum and Dot Product, 2005),
 // since dy - sum cancels where one y is nearly 1.
 template <class T> struct Dot {
-  float sum[sizeof(T) == 4 ? 2 : 1] = {};
+  std::conditional_t<sizeof(T) == 4, ExactSum, float> sum = {};
 
   template <int VEC, int K> LIGER_DEVICE void add(const Packed<T, VEC> (&dy)[K], const Packed<T, VEC> (&y)[K]) {
 #pragma unroll
@@ -136,22 +136,17 @@ template <class T> struct Dot {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         const float product = dy[k][i] * y[k][i];
-        if constexpr (sizeof(T) == 2) sum[0] += product;
-        else join(sum, {product, fmaf(dy[k][i], y[k][i], -product)});
+        if constexpr (sizeof(T) == 4) ExactSum::join(sum.v, {product, fmaf(dy[k][i], y[k][i], -product)});
+        else sum += product;
       }
   }
-  // Of the whole row. Where the sum is infinite, what was rounded off is not a number.
   template <class Group> LIGER_DEVICE float total(Group& group) {
-    if constexpr (sizeof(T) == 2) return group.sum(sum[0]);
-    else group.reduce(sum, join);
-    return sum[1] == sum[1] ? sum[0] + sum[1] : sum[0];
-  }
-
- private:
-  static LIGER_DEVICE void join(float (&a)[2], const float (&b)[2]) {
-    const float total = a[0] + b[0], of_b = total - a[0];
-    a[1] += b[1] + (a[0] - (total - of_b)) + (b[0] - of_b);
-    a[0] = total;
+    if constexpr (sizeof(T) == 4) {
+      group.reduce(sum.v, ExactSum::join);
+      return sum.total();
+    } else {
+      return group.sum(sum);
+    }
   }
 };
 // y * (dy - sum). Of fp32 with what rounding takes from the product: one rounding in all.
