@@ -39,6 +39,10 @@ def geglu(g, u, approximate="tanh"):
     return F.gelu(g, approximate=approximate) * u
 
 
+def swiglu_packed(gate_up):
+    return swiglu(*gate_up.chunk(2, -1))
+
+
 def softmax(x):
     return x.softmax(-1)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-import liger_ext.functional as LF
-from liger_ext import _shapes
+from liger_ext import functional
 from liger_ext._timing import Timing, backward_call, failure, forward_call, on_a_stream_of_its_own
+from liger_ext.records import RECORDS, Make, Record, Size, Timed
 
 from . import eager, peers, suite
 from .timing import copy_calls, time_calls
@@ -42,149 +42,31 @@ class Row:
     times: dict[str, Timing | str]
 
 
-def _with_compile(functions: dict[str, Callable], plain: Callable) -> dict[str, Callable]:
-    return functions | {"torch": plain, "torch.compile": torch.compile(plain, dynamic=False)}
-
-
 def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    size = dtype.itemsize
-    small = device == "cpu"
+    """Of every op's record: each of its ``timed`` at each size."""
+    for record in RECORDS.values():
+        for timed in record.timed:
+            for size in timed.small if device == "cpu" else timed.sizes:
+                label = f"{record.name}, {timed.label}" if timed.label else record.name
+                moved = record.moved(size, dtype.itemsize)
+                make = partial(_inputs, record, timed, size, dtype, device)
+                yield Case(label, str(size), make, _functions(record, timed), *moved)
 
-    def param(*shape):
-        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
 
-    norms = [(2048, 576), (2048, 4096)] if small else _shapes.NORMS
-    only_rms = [] if small else _shapes.RMS_NORMS
-    for rows, cols in norms + only_rms:
-        matrix, stat = rows * cols * size, rows * 4
-        inputs = lambda r=rows, c=cols: (param(r, c), param(c))  # noqa: E731
-        yield Case(
-            "rms_norm",
-            f"{rows}x{cols}",
-            inputs,
-            _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), eager.rms_norm),
-            2 * matrix + stat,
-            3 * matrix + stat,
-        )
-        if (rows, cols) in only_rms:
-            continue
-        yield Case(
-            "add_rms_norm",
-            f"{rows}x{cols}",
-            lambda r=rows, c=cols: (param(r, c), param(r, c), param(c)),
-            _with_compile({"liger_ext": LF.add_rms_norm} | peers.add_rms_norm(), eager.add_rms_norm),
-            4 * matrix + stat,
-            4 * matrix + stat,
-        )
-        yield Case(
-            "layer_norm",
-            f"{rows}x{cols}",
-            lambda r=rows, c=cols: (param(r, c), param(c), param(c)),
-            _with_compile(
-                {"liger_ext": LF.layer_norm} | peers.layer_norm(),
-                eager.layer_norm,
-            ),
-            2 * matrix + 2 * stat,
-            3 * matrix + 2 * stat,
-        )
+def _functions(record: Record, timed: Timed) -> dict[str, Callable]:
+    ours, plain = (partial(getattr(of, record.name), **timed.options or {}) for of in (functional, eager))
+    others = getattr(peers, record.name, dict)() if timed.peers else {}
+    return {"liger_ext": ours, **others, "torch": plain, "torch.compile": torch.compile(plain, dynamic=False)}
 
-    rows, cols = norms[-1] if small else (8192, 4096)
-    frozen = torch.ones(cols, device=device, dtype=dtype)
-    other = torch.ones(cols, device=device, dtype=torch.bfloat16 if size == 4 else torch.float32, requires_grad=True)
-    for name, weight in (("frozen weight", frozen), ("weight of another dtype", other)):
-        yield Case(
-            f"rms_norm, {name}",
-            f"{rows}x{cols}",
-            lambda weight=weight: (param(rows, cols), weight),
-            _with_compile({"liger_ext": LF.rms_norm} | peers.rms_norm(), eager.rms_norm),
-            2 * rows * cols * size + 4 * rows,
-            3 * rows * cols * size + 4 * rows,
-        )
 
-    glus = [(2048, 1536), (1024, 11008)] if small else _shapes.GLUS
-    only_two_tensors = [] if small else glus[1:]
-    for rows, cols in glus:
-        matrix = rows * cols * size
-        inputs = lambda r=rows, c=cols: (param(r, c), param(r, c))  # noqa: E731
-        yield Case(
-            "swiglu",
-            f"{rows}x{cols}",
-            inputs,
-            _with_compile({"liger_ext": LF.swiglu} | peers.swiglu(), eager.swiglu),
-            3 * matrix,
-            5 * matrix,
-        )
-        yield Case(
-            "geglu",
-            f"{rows}x{cols}",
-            inputs,
-            _with_compile({"liger_ext": LF.geglu} | peers.geglu(), eager.geglu),
-            3 * matrix,
-            5 * matrix,
-        )
-        if (rows, cols) in only_two_tensors:
-            continue
-        yield Case(
-            "geglu, exact",
-            f"{rows}x{cols}",
-            inputs,
-            _with_compile(
-                {"liger_ext": partial(LF.geglu, approximate="none")}, partial(eager.geglu, approximate="none")
-            ),
-            3 * matrix,
-            5 * matrix,
-        )
-        yield Case(
-            "swiglu, packed",
-            f"{rows}x{cols}",
-            lambda r=rows, c=cols: (param(r, 2 * c),),
-            _with_compile({"liger_ext": LF.swiglu_packed}, lambda packed: eager.swiglu(*packed.chunk(2, -1))),
-            3 * matrix,
-            5 * matrix,
-        )
-
-    # Batch, sequence, heads, head_dim, and how much of it is rotated.
-    ropes = [(1, 2048, 9, 3, 64, 64), (1, 2048, 32, 8, 128, 128)] if small else _shapes.ROPES
-    for batch, seq, q_heads, k_heads, dim, rotary in ropes:
-
-        def inputs(b=batch, s=seq, hq=q_heads, hk=k_heads, d=dim, r=rotary):
-            q, k = (
-                torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for h in (hq, hk)
-            )
-            angle = torch.rand(1, s, r // 2, device=device).repeat(1, 1, 2) * 6.28
-            return q, k, angle.cos().to(dtype), angle.sin().to(dtype)
-
-        moved = 2 * batch * seq * (q_heads + k_heads) * dim * size
-        yield Case(
-            "rope" if rotary == dim else "rope, partial",
-            f"B{batch} S{seq} {q_heads}+{k_heads} D{dim}" + (f" of which {rotary}" if rotary < dim else ""),
-            inputs,
-            _with_compile({"liger_ext": LF.rope} | (peers.rope() if rotary == dim else {}), eager.rope),
-            moved,
-            moved,
-        )
-
-    for rows, cols in [(2048, 32768)] if small else _shapes.SOFTMAXES:
-        matrix = rows * cols * size
-        yield Case(
-            "softmax",
-            f"{rows}x{cols}",
-            lambda r=rows, c=cols: (param(r, c),),
-            _with_compile({"liger_ext": LF.softmax} | peers.softmax(), eager.softmax),
-            2 * matrix,
-            3 * matrix,
-        )
-
-    for rows, vocab in [(1024, 49152)] if small else _shapes.LOSSES:
-        matrix = rows * vocab * size
-        yield Case(
-            "cross_entropy",
-            f"{rows}x{vocab}",
-            lambda r=rows, v=vocab: (param(r, v), torch.randint(v, (r,), device=device)),
-            _with_compile({"liger_ext": LF.cross_entropy} | peers.cross_entropy(), eager.cross_entropy),
-            matrix,
-            2 * matrix,
-        )
+def _inputs(record: Record, timed: Timed, size: Size, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    made = record.inputs(Make(dtype, device, torch.Generator(device).manual_seed(0)), size)
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    for name in timed.other_dtype:
+        made[name] = made[name].detach().to(other).requires_grad_()
+    for name in timed.frozen:
+        made[name].requires_grad_(False)
+    return tuple(made.values())
 
 
 def run(settings: suite.Settings) -> Iterator[Row]:

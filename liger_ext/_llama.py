@@ -10,6 +10,7 @@ import torch
 from . import _C
 from .ops._checks import accumulator
 from .ops.fused_linear_cross_entropy import rows_within
+from .records import RECORDS
 
 TOKENS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 8192, 4096, 14_336, 32, 8, 128, 128_256
 DTYPE = torch.bfloat16
@@ -23,24 +24,10 @@ LEVELS: dict[str, str | int] = {"auto": "auto", "1 GiB": 1 << 30, "256 MiB": 1 <
 
 def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]]]:
     """Ops and the launches that each makes."""
-    sizes = {
-        "rms_norm": {"cols": HIDDEN},
-        "add_rms_norm": {"cols": HIDDEN},
-        "layer_norm": {"cols": HIDDEN, "bias": True},
-        "swiglu": {"cols": MLP},
-        "geglu": {"cols": MLP},
-        "rope": {"cols": HEAD_DIM, "q_heads": HEADS, "k_heads": KV_HEADS},
-        "softmax": {"cols": TOKENS},
-        "cross_entropy": {"cols": VOCAB},
-        "fused_linear_cross_entropy": {
-            "cols": VOCAB,
-            "hidden": HIDDEN,
-            "chunk_rows": rows_within(VOCAB, HIDDEN, DTYPE, "auto", profile.memory_bytes, True),
-        },
-    }
-    for op, options in sizes.items():
-        for name in (op, f"{op}_backward"):
-            yield name, _C.plans(name, profile, TOKENS, dtype="bfloat16", **options)
+    for record in RECORDS.values():
+        if record.kernels == record.name:
+            for name in (record.name, f"{record.name}_backward"):
+                yield name, record.plans(profile, record.llama, DTYPE, name)
 
 
 def fused_loss_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, chunk_rows: int) -> int:

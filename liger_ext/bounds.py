@@ -10,11 +10,11 @@ of a result may be off by
   + the smallest normal float32         what approximate exponentials and reciprocals of GPUs flush to zero
 
 with ``eps`` of the accumulator's dtype and ``scale`` the size of the values that the element is computed from (the
-references give it). ``steps`` counts the roundings between inputs and result (``ROUNDINGS``): one for each operation; 4
-for an exponential, reciprocal square root or error function, which no platform has worse than 2 ulp; 2 for a
-reciprocal. A row of ``length`` elements is summed in at least 16 parts on every platform, and n roundings of a sum add
-up to sqrt(n) of them (Higham and Mary, 2019), ``sums`` times in the result; ``terms`` are the rows that a parameter's
-gradient is summed over.
+op's record gives it). ``steps`` counts the roundings between inputs and result (``Record.roundings``): one for each
+operation; 4 for an exponential, reciprocal square root or error function, which no platform has worse than 2 ulp; 2 for
+a reciprocal. A row of ``length`` elements is summed in at least 16 parts on every platform, and n roundings of a sum
+add up to sqrt(n) of them (Higham and Mary, 2019), ``sums`` times in the result; ``terms`` are the rows that a
+parameter's gradient is summed over.
 
 No platform has a term of its own: bf16 is stored only, so hardware without bf16 arithmetic computes as the other does,
 and the flush to zero, which only GPUs do, is allowed to all because it is smaller than anything a result is for.
@@ -23,58 +23,18 @@ and the flush to zero, which only GPUs do, is allowed to all because it is small
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from liger_ext.ops._checks import accumulator
+from liger_ext.records import RECORDS, Roundings
 
-__all__ = ["ROUNDINGS", "Roundings", "bound", "half_ulp", "roundings_of"]
-
-
-@dataclass(frozen=True)
-class Roundings:
-    """``steps``: roundings in a row, in half ulps of the values' size; ``sums``: how often a row's sum enters."""
-
-    steps: float
-    sums: float = 0.0
+__all__ = ["ROUNDINGS", "bound", "half_ulp", "roundings_of"]
 
 
-# Squares and mean 3, reciprocal square root 4 (half of what comes before it: 1.5 and half a sum), times x and weight 3.
-_NORM = Roundings(9, 0.5)
-# g and n with a norm's roundings, their product's mean, the difference, times the norm's factor.
-_NORM_DX = Roundings(24, 2)
-# Sums over rows: a thread's, its block's, the partial rows', the store's; before it n, and its product with dy.
-_NORM_SUM = {"dweight": Roundings(16, 1), "dbias": Roundings(4)}
-# Sigmoid: exponential 4, sum 1, reciprocal 2; the products and the two multipliers; the derivative has it twice.
-_SWIGLU = {"out": Roundings(12), "dgate": Roundings(24), "dup": Roundings(12), "dgate_up": Roundings(24)}
-# Four more for the inner polynomial, eight where its derivative enters too.
-_GEGLU = {"out": Roundings(16), "dgate": Roundings(32), "dup": Roundings(16), "dgate_up": Roundings(32)}
-# Exponential 4, logarithm 4, sum; differences and the scale that a reduction brings.
-_LOSS = {
-    "loss": Roundings(12, 1),
-    "z_loss": Roundings(16, 1),
-    "token_accuracy": Roundings(2),
-    "dlogits": Roundings(16, 1),
-}
-
-ROUNDINGS: dict[str, dict[str, Roundings]] = {
-    "rms_norm": {"out": _NORM, "dx": _NORM_DX, **_NORM_SUM},
-    "add_rms_norm": {"out0": _NORM, "out1": Roundings(1), "dx": _NORM_DX, "dresidual": _NORM_DX, **_NORM_SUM},
-    "layer_norm": {"out": Roundings(10, 1), "dx": _NORM_DX, **_NORM_SUM},
-    "swiglu": _SWIGLU,
-    "swiglu_packed": _SWIGLU,
-    "geglu": _GEGLU,
-    "geglu_packed": _GEGLU,
-    # Two products and their sum, of which one is as large as the scale.
-    "rope": dict.fromkeys(("out0", "out1", "dq", "dk"), Roundings(2)),
-    # Two exponentials (a thread's, and its change to the row's), the sum, reciprocal and products.
-    "softmax": {"out": Roundings(12, 1), "dx": Roundings(6, 1)},
-    "cross_entropy": _LOSS,
-    # The scales have the roundings of stored logits and gradients in them, where matmuls are of 16 bits.
-    "fused_linear_cross_entropy": {**_LOSS, **dict.fromkeys(("dx", "dweight", "dbias"), Roundings(12, 1))},
-}
+ROUNDINGS: dict[str, Mapping[str, Roundings]] = {name: record.roundings for name, record in RECORDS.items()}
 """For each op and result, a gradient of input x being "dx"."""
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from liger_ext import _load
+from liger_ext.records import RECORDS
 
 if TYPE_CHECKING:
     from liger_ext.rule import Measurement
@@ -52,8 +53,8 @@ gfx columns are AMD's code objects in an instruction emulator (`tests/amd/run.py
 
 
 def line_of(lines: dict[tuple[str, str], dict[str, Any]], platform: str, op: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The line of an op in a dtype, made if there is none. A packed GLU is the GLU with its inputs in one tensor."""
-    key = op.removesuffix("_packed"), str(dtype).removeprefix("torch.")
+    """The line of an op's kernels in a dtype, made if there is none."""
+    key = RECORDS[op].kernels, str(dtype).removeprefix("torch.")
     empty = {"platform": platform, "op": key[0], "dtype": key[1], "what": "", "share": 0.0, "results": 0}
     return lines.setdefault(key, empty)
 

@@ -8,11 +8,9 @@ PyTorch's composition; ``expected`` runs neither, for results that came from els
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 from liger_ext._tuned import forced as forced_plans
 from liger_ext.bounds import bound, half_ulp
 from liger_ext.ops._checks import accumulator
-from liger_ext.references import losses, rows
+from liger_ext.records import RECORDS, Make
 from liger_ext.rule import FACTOR, STEPS, Measurement, check, measure
 
 __all__ = [
@@ -30,7 +28,6 @@ __all__ = [
     "STEPS",
     "Expected",
     "Measurement",
-    "Op",
     "bound",
     "check",
     "compare",
@@ -44,18 +41,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Op:
-    """One op under the rule: how it runs, what it should give, what PyTorch gives, and the sizes of its
-    intermediates by the results' names; one called "dx bound" stands in for that of dx where ``bound`` is asked."""
-
-    run: Callable[..., Any]
-    reference: Callable[..., Any]
-    baseline: Callable[..., Any]
-    scales: Callable[..., Mapping[str, Tensor | float]] = lambda inputs, outputs, grads: {}
-    parameters: tuple[str, ...] = ()  # inputs whose gradient is a sum over rows
-    stores: bool = False  # rounds a value on the way: its functions take ``stored``
-    native: bool = False  # PyTorch runs in the inputs' dtypes, and rounding errors need not average out
+OPS = RECORDS
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def outputs_of(result: Any, bare: str = "out") -> dict[str, Tensor]:
@@ -136,7 +123,8 @@ def expected(
     outputs' gradients by the outputs' names. ``dtypes``: those of the outputs. ``compute_dtype``: that of the op's
     matmuls, by default the inputs'.
     """
-    op, compute = OPS[name], compute_dtype or _compute_dtype(name, inputs)
+    op = OPS[name]
+    compute = compute_dtype or op.compute_dtype(inputs)
     stored = {"stored": compute} if op.stores else {}
     leaves = _leaves(inputs, torch.float64)
     outputs = outputs_of(op.reference(**leaves, **stored))
@@ -145,9 +133,7 @@ def expected(
         wide = {key: gradient.double() for key, gradient in grads.items()}
         scales = op.scales({**leaves, "compute_dtype": compute, **stored}, outputs, wide)
     floating = [v for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    length = inputs["weight"].shape[0] if name == "fused_linear_cross_entropy" else floating[0].shape[-1]
-    rounds = op.stores and inputs.get("casting_mode", "llama") == "llama"
-    rows_apart = name == "fused_linear_cross_entropy" and inputs.get("reduction") == "none"
+    length, rounded = op.length(inputs), op.rounded(inputs)
 
     def judged(what: str, value: Tensor, dtype: torch.dtype, terms: int = 1) -> Expected:
         if not dtype.is_floating_point:
@@ -156,7 +142,7 @@ def expected(
         if size is None:  # the largest of the row
             size = value.detach().abs().nan_to_num(0, 0, 0)
             size = size.amax(-1, keepdim=True) if size.dim() and size.numel() else size
-        stored_as = compute if rounds and what in ("out", "out0") else dtype if rows_apart and what == "dx" else None
+        stored_as = compute if what in rounded else None
         rule = {"compute": compute, "length": length, "terms": terms, "stored": stored_as}
         return Expected(value, bound(name, what, value.detach(), dtype, size, **rule), scales.get(what), terms)
 
@@ -170,12 +156,6 @@ def expected(
         terms = work // max(1, gradient.numel()) if key in op.parameters else 1
         made["d" + key] = judged("d" + key, gradient, inputs[key].dtype, terms)
     return made
-
-
-def _compute_dtype(name: str, inputs: Mapping[str, Any]) -> torch.dtype:
-    names = {"fused_linear_cross_entropy": ("x", "weight"), "add_rms_norm": ("x", "residual")}.get(name, ())
-    floating = [v.dtype for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    return functools.reduce(torch.promote_types, [inputs[k].dtype for k in names] or floating[:1])
 
 
 def compare(
@@ -194,9 +174,10 @@ def compare(
     compiled form, say). ``compute_dtype``: that of the op's matmuls, where autocast chooses another than the
     inputs'; ``base_autocast``: PyTorch's composition runs under autocast to it too.
     """
-    op, compute = OPS[name], compute_dtype or _compute_dtype(name, inputs)
+    op = OPS[name]
+    compute = compute_dtype or op.compute_dtype(inputs)
     leaves, base_leaves = _leaves(inputs), _leaves(inputs, None if op.native else accumulator(compute))
-    outputs = outputs_of((run or op.run)(**leaves), "loss" if name.endswith("cross_entropy") else "out")
+    outputs = outputs_of((run or op.run)(**leaves), op.outputs[0])
     device = next(t.device for t in outputs.values())
     with torch.autocast(device.type, compute, enabled=base_autocast):
         base = outputs_of(op.baseline(**base_leaves, **({"stored": compute} if op.stores else {})))
@@ -237,75 +218,21 @@ def judge(name: str, inputs: Mapping[str, Any], **kwargs: Any) -> list[Measureme
     return results
 
 
-def _functional(name: str) -> Callable[..., Any]:
-    def run(**kwargs: Any) -> Any:
-        from liger_ext import functional
-
-        return getattr(functional, name)(**kwargs)
-
-    return run
-
-
-def _op(module: ModuleType, name: str, **kwargs: Any) -> Op:
-    scales = getattr(module, f"{name}_scales", Op.scales)
-    return Op(_functional(name), getattr(module, name), getattr(module, f"torch_{name}"), scales, **kwargs)
-
-
-OPS: dict[str, Op] = {
-    "rms_norm": _op(rows, "rms_norm", parameters=("weight",), stores=True),
-    "add_rms_norm": _op(rows, "add_rms_norm", parameters=("weight",), stores=True),
-    "layer_norm": _op(rows, "layer_norm", parameters=("weight", "bias")),
-    "swiglu": _op(rows, "swiglu"),
-    "geglu": _op(rows, "geglu"),
-    "swiglu_packed": _op(rows, "swiglu_packed"),
-    "geglu_packed": _op(rows, "geglu_packed"),
-    "rope": _op(rows, "rope"),
-    "softmax": _op(rows, "softmax", native=True),
-    "cross_entropy": _op(losses, "cross_entropy"),
-    "fused_linear_cross_entropy": _op(losses, "fused_linear_cross_entropy", native=True),
-}
-
-
 def examples(
     device: torch.device | str = "cpu",
-    dtypes: tuple[torch.dtype, ...] | None = None,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
     tokens: int = 48,
     hidden: int = 320,
     vocab: int = 1003,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every op at a small Llama-like shape (an even number of tokens), in each dtype: its name, and leaves as its
     arguments."""
-    if dtypes is None:
-        dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, mean: float = 0.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale + mean).to(device, dtype).requires_grad_()
-
-    target = torch.randint(0, vocab, (tokens,), generator=generator)
-    target[::7] = -100
-    target = target.to(device)
-    angle = torch.rand(1, tokens // 2, 64, generator=generator).to(device) * 6
     for dtype in dtypes:
-        x, residual = random(tokens, hidden, dtype=dtype), random(tokens, hidden, dtype=dtype)
-        weight, bias = random(hidden, dtype=dtype, mean=1, scale=0.3), random(hidden, dtype=dtype)
-        logits = random(tokens, vocab, dtype=dtype, scale=3)
-        head = random(vocab, hidden, dtype=dtype, scale=0.1)
-        q, k = random(2, 8, tokens // 2, 64, dtype=dtype), random(2, 2, tokens // 2, 64, dtype=dtype)
-        yield "rms_norm", {"x": x, "weight": weight}
-        yield "add_rms_norm", {"x": x, "residual": residual, "weight": weight}
-        yield "layer_norm", {"x": x, "weight": weight, "bias": bias}
-        yield "swiglu", {"gate": x, "up": residual}
-        yield "geglu", {"gate": x, "up": residual}
-        yield "rope", {"q": q, "k": k, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
-        yield "softmax", {"x": logits}
-        yield "cross_entropy", {"logits": logits, "target": target}
-        yield "fused_linear_cross_entropy", {"x": x, "weight": head, "target": target}
+        for name, record in RECORDS.items():
+            yield name, record.inputs(Make(dtype, device), record.example(tokens, hidden, vocab))
 
 
-def self_test(
-    device: torch.device | str = "cpu", dtypes: tuple[torch.dtype, ...] | None = None
-) -> Iterator[Measurement]:
+def self_test(device: torch.device | str = "cpu", dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Measurement]:
     """Every op, forward and backward, at a small Llama-like shape: yields one measurement for each output and
     gradient."""
     for name, inputs in examples(device, dtypes):

@@ -15,20 +15,17 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from . import _C, _devices, _llama, _load, _shapes, _tuned, functional
+from . import _C, _devices, _llama, _load, _tuned
 from ._timing import Timing, backward_call, captured, failure, forward_call, on_a_stream_of_its_own, time_graphs
-from .ops.fused_linear_cross_entropy import rows_within
+from .records import RECORDS, Make, Record, Size
 
-OPS = (
-    "rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "rope", "softmax", "cross_entropy",
-    "fused_linear_cross_entropy",
-)  # fmt: skip
+OPS = tuple(name for name, record in RECORDS.items() if record.kernels == name)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MOST_CANDIDATES = 12
 
@@ -48,35 +45,25 @@ SHOWN = {"threads": "threads_per_row", "block": "block", "cluster": "cluster", "
 
 @dataclass(frozen=True)
 class Case:
-    """A call of an op. ``rows``, ``cols``: of x, gate or logits; RoPE's positions and head dimension. ``heads``: RoPE's
-    of q and of k, and the rotary dimension."""
+    """A call of an op, with ``options`` of its function."""
 
     op: str
-    rows: int
-    cols: int
-    heads: tuple[int, int, int] = (0, 0, 0)
+    size: Size
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
-    def shape(self) -> str:
-        q, k, rotary = self.heads
-        partial = f" of which {rotary}" if rotary < self.cols else ""
-        return f"{self.rows} positions, {q}+{k} heads of {self.cols}{partial}" if q else f"{self.rows}x{self.cols}"
-
-    def plans(self, name: str, profile: _C.DeviceProfile, dtype: str, knobs: _C.Knobs) -> list[_C.NamedLaunch]:
-        """The launches of the op, or of its backward, called ``name``."""
-        options: dict[str, Any] = {"bias": self.op == "layer_norm"}
-        if any(self.heads):
-            options |= dict(zip(("q_heads", "k_heads", "rotary_dim"), self.heads, strict=True))
-        return _C.plans(name, profile, self.rows, self.cols, dtype, **options, knobs=knobs)
+    def record(self) -> Record:
+        return RECORDS[self.op]
 
     def tunable(
-        self, name: str, profile: _C.DeviceProfile, dtype: str, knobs: _C.Knobs | None = None
+        self, name: str, profile: _C.DeviceProfile, dtype: torch.dtype, knobs: _C.Knobs | None = None
     ) -> tuple[_tuned.Call, _C.NamedLaunch] | None:
-        """The launch that has knobs, if there is one, and the calls that share them."""
-        for launch in self.plans(name, profile, dtype, knobs or _C.Knobs()):
+        """The launch of the op, or of its backward, called ``name`` that has knobs, if there is one, and the calls that
+        share them."""
+        for launch in self.record.plans(profile, self.size, dtype, name, knobs, chunk_rows=0):
             if launch.tunable != _C.Tunable.none:
-                call = _tuned.Call(launch.tunable.name, launch.instance[0], self.rows, self.cols, self.heads)
-                return call.row_class(), launch
+                rows, cols, heads = self.size.batch * self.size.rows, self.size.cols, self.size.heads
+                return _tuned.Call(launch.tunable.name, launch.instance[0], rows, cols, heads).row_class(), launch
         return None
 
 
@@ -85,7 +72,9 @@ def _facts(launch: _C.NamedLaunch) -> dict[str, int]:
     return {name: getattr(launch.plan, name) for name in names}
 
 
-def candidates(case: Case, name: str, profile: _C.DeviceProfile, dtype: str) -> list[tuple[dict[str, int], Any]]:
+def candidates(
+    case: Case, name: str, profile: _C.DeviceProfile, dtype: torch.dtype
+) -> list[tuple[dict[str, int], Any]]:
     """Knobs, and the launch that they make: each another plan than the built-in one, the nearest to it first, and no
     more than MOST_CANDIDATES."""
     _, own = case.tunable(name, profile, dtype)
@@ -118,31 +107,15 @@ def candidates(case: Case, name: str, profile: _C.DeviceProfile, dtype: str) -> 
 # What is tuned --------------------------------------------------------------------------------------------------------
 
 
-def llama_cases(profile: _C.DeviceProfile) -> list[Case]:
-    """One layer and the head of an 8B Llama."""
-    tokens, vocab = _llama.TOKENS, _llama.VOCAB
-    at_a_time = rows_within(vocab, _llama.HIDDEN, _llama.DTYPE, "auto", profile.memory_bytes, True)
-    norms = [Case(op, tokens, _llama.HIDDEN) for op in ("rms_norm", "add_rms_norm", "layer_norm")]
-    return [
-        *norms,
-        *(Case(op, tokens, _llama.MLP) for op in ("swiglu", "geglu")),
-        Case("rope", tokens, _llama.HEAD_DIM, (_llama.HEADS, _llama.KV_HEADS, _llama.HEAD_DIM)),
-        Case("softmax", tokens, tokens),
-        Case("cross_entropy", tokens, vocab),
-        Case("fused_linear_cross_entropy", _C.equal_chunks(tokens, at_a_time), vocab),
-    ]
+def case_of(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) -> Case:
+    """The call of a training step of an 8B Llama; or the same with other rows and columns."""
+    size, options = RECORDS[op].as_tuned(RECORDS[op].llama, _llama.DTYPE, profile.memory_bytes)
+    return Case(op, size.at(rows, cols) if rows else size, options)
 
 
 def benchmark_cases() -> list[Case]:
     """The shapes of `python -m benchmarks rows`."""
-    return [
-        *(Case(op, *s) for s in _shapes.NORMS for op in ("rms_norm", "add_rms_norm", "layer_norm")),
-        *(Case("rms_norm", *s) for s in _shapes.RMS_NORMS),
-        *(Case(op, *s) for s in _shapes.GLUS for op in ("swiglu", "geglu")),
-        *(Case("rope", b * s, dim, (q, k, rotary)) for b, s, q, k, dim, rotary in _shapes.ROPES),
-        *(Case("softmax", *s) for s in _shapes.SOFTMAXES),
-        *(Case("cross_entropy", *s) for s in _shapes.LOSSES),
-    ]
+    return [Case(op, size) for op in OPS for timed in RECORDS[op].timed if timed.tuned for size in timed.sizes]
 
 
 def _shapes_of(text: str) -> list[tuple[int, int]]:
@@ -157,10 +130,9 @@ def _shapes_of(text: str) -> list[tuple[int, int]]:
 
 def chosen_cases(arguments: argparse.Namespace, profile: _C.DeviceProfile) -> list[Case]:
     if arguments.shapes:
-        heads = _llama.HEADS, _llama.KV_HEADS
-        made = [Case(op, r, c, (*heads, c) if op == "rope" else (0, 0, 0)) for op in OPS for r, c in arguments.shapes]
+        made = [case_of(op, profile, *shape) for op in OPS for shape in arguments.shapes]
     else:
-        made = benchmark_cases() if arguments.benchmark else llama_cases(profile)
+        made = benchmark_cases() if arguments.benchmark else [case_of(op, profile) for op in OPS]
     return [case for case in made if not arguments.ops or case.op in arguments.ops]
 
 
@@ -171,7 +143,7 @@ def jobs(
     seen = set()
     for case, dtype, suffix in itertools.product(cases, dtypes, ("", "_backward")):
         name = case.op + suffix
-        found = case.tunable(name, profile, str(DTYPES[dtype]).removeprefix("torch."))
+        found = case.tunable(name, profile, DTYPES[dtype])
         if found and found[0] not in seen:
             seen.add(found[0])
             yield case, name, dtype, found[0]
@@ -202,32 +174,10 @@ class Result:
         return self.built_in.median / self.best.median if self.best else 1.0
 
 
-def _inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Callable, tuple[torch.Tensor, ...]]:
-    """The op, and what it is called with."""
-
-    def param(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
-
-    function, matrix = getattr(functional, case.op), (case.rows, case.cols)
-    if case.op == "rope":
-        q_heads, k_heads, rotary = case.heads
-        q, k = (
-            torch.randn(1, case.rows, heads, case.cols, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
-            for heads in (q_heads, k_heads)
-        )
-        angle = torch.rand(1, case.rows, rotary // 2, device=device).repeat(1, 1, 2) * 6.28
-        return function, (q, k, angle.cos().to(dtype), angle.sin().to(dtype))
-    if case.op in ("swiglu", "geglu"):
-        return function, (param(*matrix), param(*matrix))
-    if case.op.endswith("cross_entropy"):
-        target = torch.randint(case.cols, (case.rows,), device=device)
-        if case.op == "cross_entropy":
-            return function, (param(*matrix), target)
-        # So small a hidden size that the matmuls are not what is timed; all rows in one chunk.
-        one_chunk = lambda x, weight, target: function(x, weight, target, memory=1 << 50)  # noqa: E731
-        return one_chunk, (param(case.rows, 64), param(case.cols, 64), target)
-    extra = {"softmax": [], "rms_norm": ["w"], "add_rms_norm": ["x", "w"], "layer_norm": ["w", "w"]}[case.op]
-    return function, (param(*matrix), *(param(*matrix) if e == "x" else param(case.cols) for e in extra))
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Callable, tuple[Any, ...]]:
+    """The op as a function of its inputs' values, and these."""
+    made = case.record.inputs(Make(dtype, device, torch.Generator(device).manual_seed(0)), case.size)
+    return lambda *values: case.record.run(**dict(zip(made, values, strict=True)), **case.options), tuple(made.values())
 
 
 def measure(
@@ -235,8 +185,8 @@ def measure(
 ) -> Result:
     """Times the built-in plan and all candidates of one op, or of its backward."""
     of = DTYPES[dtype]
-    tried = [{}, *(knobs for knobs, _ in candidates(case, name, profile, str(of).removeprefix("torch.")))]
-    result = Result(name, case.shape, dtype, call, len(tried) - 1)
+    tried = [{}, *(knobs for knobs, _ in candidates(case, name, profile, of))]
+    result = Result(name, str(case.size), dtype, call, len(tried) - 1)
     graphs: dict[int, torch.cuda.CUDAGraph] = {}
     try:
         function, inputs = _inputs(case, of, device)
@@ -317,9 +267,9 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 def list_candidates(todo: Sequence[tuple], profile: _C.DeviceProfile) -> None:
     for case, name, dtype, _ in todo:
-        of = str(DTYPES[dtype]).removeprefix("torch.")
+        of = DTYPES[dtype]
         _, own = case.tunable(name, profile, of)
-        print(f"{name} {case.shape} {dtype}")
+        print(f"{name} {case.size} {dtype}")
         for knobs, launch in [({}, own), *candidates(case, name, profile, of)]:
             chosen = " ".join(f"{knob}={value}" for knob, value in knobs.items()) or "built-in"
             print(f"  {chosen:28}{launch.kernel}: {', '.join(f'{n} {v}' for n, v in _facts(launch).items() if v)}")
@@ -375,7 +325,7 @@ def _measure_all(todo: Sequence[tuple], profile: _C.DeviceProfile, arguments: ar
     results, driver = [], _devices.driver()
     with torch.cuda.device(arguments.device), on_a_stream_of_its_own("cuda"), _progress(len(todo)) as step:
         for case, name, dtype, call in todo:
-            step(f"{name} {case.shape} {dtype}")
+            step(f"{name} {case.size} {dtype}")
             results.append(measure(case, name, dtype, call, profile))
     keep(results, profile.name, driver)
     kept = f"Kept in {_tuned.path()} for {profile.name}, driver {driver}; used from the next start of Python on."

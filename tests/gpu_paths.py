@@ -7,46 +7,27 @@ blocks whose rings of rows wrap around, clusters, few rows and many.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from cases import normal, random_targets
 
 from liger_ext import _C, _devices
-from liger_ext.ops.fused_linear_cross_entropy import rows_within
+from liger_ext.records import RECORDS, Make, Size
 
 NORMS = ("rms_norm", "add_rms_norm", "layer_norm")
 HIDDEN = 16  # of the fused loss
 
 
+def size_of(op: str, rows: int, cols: int) -> Size:
+    """RoPE: rows positions, cols the head dimension, of so few heads; the fused loss: a small hidden size."""
+    size = RECORDS[op].llama.at(rows, cols)
+    return replace(size, heads=(10, 3, cols) if any(size.heads) else size.heads, hidden=HIDDEN if size.hidden else 0)
+
+
 def arguments(op: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    """An op's arguments by name; all floating ones want a gradient. RoPE: rows positions, cols the head dimension."""
-
-    def leaf(*shape, seed=0, **options):
-        return normal(*shape, dtype=dtype, device=device, seed=seed, **options).requires_grad_()
-
-    if op == "rope":
-        q, k = leaf(1, 10, rows, cols), leaf(1, 3, rows, cols, seed=1)
-        angle = normal(1, rows, cols, seed=9, scale=3, device=device)
-        return {"q": q, "k": k, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
-    if op in ("swiglu_packed", "geglu_packed"):
-        return {"gate_up": leaf(rows, 2 * cols)}
-    if op in ("swiglu", "geglu"):
-        return {"gate": leaf(rows, cols), "up": leaf(rows, cols, seed=1)}
-    if op == "cross_entropy":
-        return {"logits": leaf(rows, cols, scale=3), "target": random_targets(rows, cols, device=device)}
-    if op == "fused_linear_cross_entropy":
-        x, weight = leaf(rows, HIDDEN), leaf(cols, HIDDEN, seed=1)
-        return {"x": x, "weight": weight, "target": random_targets(rows, cols, device=device)}
-    made = {"x": leaf(rows, cols)}
-    if op == "add_rms_norm":
-        made["residual"] = leaf(rows, cols, seed=1)
-    if op != "softmax":
-        made["weight"] = leaf(cols, seed=2, mean=1, scale=0.3)
-    if op == "layer_norm":
-        made["bias"] = leaf(cols, seed=3)
-    return made
+    """An op's arguments by name; all floating ones want a gradient."""
+    return RECORDS[op].inputs(Make(dtype, device), size_of(op, rows, cols))
 
 
 def profile_of_this_machine() -> _C.DeviceProfile:
@@ -83,21 +64,9 @@ class Path:
 
     def launches(self, profile: _C.DeviceProfile, rows: int, knobs: dict | None = None) -> list[_C.NamedLaunch]:
         """Forward and backward, where the last is planned."""
-        of_call: dict[str, Any] = {"bias": self.op == "layer_norm", "frozen": self.frozen}
-        of_call["knobs"] = _C.Knobs(**(knobs or {}))
-        if self.op == "rope":
-            of_call |= {"q_heads": 10, "k_heads": 3}
-        if self.op == "fused_linear_cross_entropy":
-            at_a_time = rows_within(self.cols, HIDDEN, self.dtype, "auto", profile.memory_bytes, True)
-            of_call |= {"hidden": HIDDEN, "chunk_rows": at_a_time}
-        if self.options.get("reduction") == "none":
-            of_call["per_row"] = True
-        name, dtype = self.op, str(self.dtype).removeprefix("torch.")
-        return [
-            launch
-            for planned in (name, f"{name}_backward")
-            for launch in _C.plans(planned, profile, rows, self.cols, dtype, **of_call)
-        ]
+        record, size = RECORDS[self.op], size_of(self.op, rows, self.cols)
+        call = {"frozen": self.frozen, "per_row": self.options.get("reduction") == "none"}
+        return record.plans(profile, size, self.dtype, knobs=_C.Knobs(**(knobs or {})), **call)
 
     def rows(self, profile: _C.DeviceProfile) -> int:
         rows = {"few": 3, "many": 2 * profile.multiprocessors, "all": 40_000}.get(self.kind, 40)
@@ -114,8 +83,8 @@ class Path:
 
     def arguments(self, rows: int, device: torch.device | str) -> dict[str, Any]:
         made = arguments(self.op, rows, self.cols, self.dtype, device) | self.options
-        for name in ("weight", "bias") if self.frozen else ():
-            made.get(name, torch.empty(0)).requires_grad_(False)
+        for name in RECORDS[self.op].parameters if self.frozen else ():
+            made[name].requires_grad_(False)
         return made
 
 

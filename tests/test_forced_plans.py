@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import host_target, leaves_of, losses_of
-from gpu_paths import arguments
+from gpu_paths import arguments, size_of
 
 from liger_ext import _C, _devices, _load, _tuned
+from liger_ext.records import RECORDS, Make
 from liger_ext.testing import OPS, forced_plans, judge
 from liger_ext.tune import Case
 
@@ -61,7 +62,9 @@ def test_results_with_other_plans(op, device, dtype, knobs):
 
 OTHER = {"threads": 64, "block": 256}
 CASES = {
-    op: Case(op, 9, 64, heads=(10, 3, 64)) if op == "rope" else Case(op, 9, 512) for op in OPS if "packed" not in op
+    op: Case(op, size_of(op, 9, 64 if any(record.llama.heads) else 512))
+    for op, record in RECORDS.items()
+    if record.kernels == op
 }
 host_only = pytest.mark.skipif(not host_target(), reason="the host target tells what it has launched")
 
@@ -75,7 +78,7 @@ def launched():
 
 
 def run(op):
-    made = arguments(op, CASES[op].rows, CASES[op].cols, torch.bfloat16, torch.device("cpu"))
+    made = RECORDS[op].inputs(Make(torch.bfloat16), CASES[op].size)
     launched()
     outputs = losses_of(OPS[op].run(**made))
     torch.autograd.grad([t.float().sum() for t in outputs], leaves_of(made))
@@ -83,8 +86,8 @@ def run(op):
 
 
 def planned(op, knobs):
-    device, knobs = _devices.running_profile(0), _C.Knobs(**knobs)
-    made = [launch for name in (op, f"{op}_backward") for launch in CASES[op].plans(name, device, "bfloat16", knobs)]
+    device = _devices.running_profile(0)
+    made = RECORDS[op].plans(device, CASES[op].size, torch.bfloat16, knobs=_C.Knobs(**knobs), chunk_rows=0)
     return [(launch.kernel, launch.plan.grid, launch.plan.block, launch.plan.smem) for launch in made]
 
 
@@ -103,8 +106,8 @@ def test_what_is_planned_is_launched(op):
 def test_an_entry_is_found_by_its_calls_alone(op):
     """By the key under which tuning keeps it."""
     device = _devices.running_profile(0)
-    names = [name for name in (op, f"{op}_backward") if CASES[op].tunable(name, device, "bfloat16")]
-    keys = {CASES[op].tunable(name, device, "bfloat16")[0] for name in names}
+    names = [name for name in (op, f"{op}_backward") if CASES[op].tunable(name, device, torch.bfloat16)]
+    keys = {CASES[op].tunable(name, device, torch.bfloat16)[0] for name in names}
 
     def table(**changed):
         name = changed.pop("device", device.name)

@@ -8,7 +8,8 @@ import torch
 from cases import LOW, normal, random_targets, rows_of_all_sizes
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.references import losses
+from liger_ext.records import RECORDS
+from liger_ext.records import cross_entropy as losses
 from liger_ext.testing import OPS, check, compare, half_ulp, outputs_of
 
 BF16 = torch.bfloat16
@@ -148,7 +149,7 @@ def test_a_wrong_fused_loss_fails(dtype):
         "weight": normal(70, 32, dtype=dtype, seed=1, scale=0.4).requires_grad_(),
     }
     inputs["target"] = random_targets(64, 70)
-    right = losses.torch_fused_linear_cross_entropy
+    right = RECORDS["fused_linear_cross_entropy"].baseline
     assert worst("fused_linear_cross_entropy", inputs, right) <= 1
 
     def chunk_forgotten(x, weight, target):  # dweight of the last 8 rows

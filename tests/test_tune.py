@@ -12,6 +12,7 @@ import torch
 
 from liger_ext import _C, _devices, _load, _tuned, doctor, tune
 from liger_ext._timing import Timing
+from liger_ext.records import Size
 
 H200 = _C.profile("H200")
 CALL = _tuned.Call("rms_norm", 8, 8192, 4096)
@@ -208,9 +209,9 @@ def test_the_doctor_says_what_is_in_use(file, monkeypatch):
 @pytest.mark.parametrize("profile", _C.profiles(), ids=lambda device: device.name)
 def test_candidates_are_few_and_each_is_another_plan(profile):
     """That they are legal is asked of any knobs in test_plan_properties.py."""
-    counts = []
-    for case, name, dtype, _ in tune.jobs([*tune.llama_cases(profile), *tune.benchmark_cases()], profile, ["bf16"]):
-        of = str(tune.DTYPES[dtype]).removeprefix("torch.")
+    counts, llama = [], [tune.case_of(op, profile) for op in tune.OPS]
+    for case, name, dtype, _ in tune.jobs([*llama, *tune.benchmark_cases()], profile, ["bf16"]):
+        of = tune.DTYPES[dtype]
         made = tune.candidates(case, name, profile, of)
         own = case.tunable(name, profile, of)[1]
         plans = [(launch.kernel, *tune._facts(launch).values()) for launch in (own, *(launch for _, launch in made))]
@@ -224,9 +225,9 @@ def test_candidates_are_few_and_each_is_another_plan(profile):
 
 def test_each_class_of_calls_is_measured_once():
     cases = [
-        tune.Case("rms_norm", 8192, 4096),
-        tune.Case("rms_norm", 8000, 4096),
-        tune.Case("rope", 64, 64, (4, 2, 64)),
+        tune.Case("rms_norm", Size(8192, 4096)),
+        tune.Case("rms_norm", Size(8000, 4096)),
+        tune.Case("rope", Size(64, 64, (4, 2, 64))),
     ]
     made = [(name, dtype) for _, name, dtype, _ in tune.jobs(cases, H200, ["bf16", "fp16", "fp32"])]
     # fp16's plans are bf16's; rope's backward is its forward's kernel.
@@ -308,9 +309,9 @@ class Clock:
 
 @pytest.mark.parametrize("op", tune.OPS)
 def test_the_fastest_plan_wins(op, monkeypatch):
-    case = tune.Case(op, 24, 64, (4, 2, 64)) if op == "rope" else tune.Case(op, 24, 64)
+    case = tune.case_of(op, H200, 24, 64)
     for _, name, dtype, call in tune.jobs([case], H200, ["bf16"]):
-        tried = [knobs for knobs, _ in tune.candidates(case, name, H200, "bfloat16")]
+        tried = [knobs for knobs, _ in tune.candidates(case, name, H200, torch.bfloat16)]
         fastest = _C.Knobs(**tried[-1])
         clock = Clock(
             monkeypatch, lambda knobs, best=fastest: Timing(9, 8, 9.5) if knobs == best else Timing(10, 9.6, 11)
@@ -324,14 +325,14 @@ def test_the_fastest_plan_wins(op, monkeypatch):
     ("best", "wins"), [(Timing(9.9, 9.7, 10.1), False), (Timing(9, 8, 9.7), False), (Timing(9, 8, 9.5), True)]
 )
 def test_a_winner_is_faster_by_more_than_the_spread(best, wins, monkeypatch):
-    case = tune.Case("swiglu", 24, 64)
+    case = tune.Case("swiglu", Size(24, 64))
     _, name, dtype, call = next(tune.jobs([case], H200, ["bf16"]))
     Clock(monkeypatch, lambda knobs: Timing(10, 9.6, 11) if knobs == _C.Knobs() else best)
     assert tune.measure(case, name, dtype, call, H200, device="cpu").wins == wins
 
 
 def test_what_does_not_fit_is_said_and_the_others_are_measured(monkeypatch):
-    case = tune.Case("softmax", 24, 64)
+    case = tune.Case("softmax", Size(24, 64))
     _, name, dtype, call = next(tune.jobs([case], H200, ["bf16"]))
     Clock(monkeypatch, lambda knobs: (_ for _ in ()).throw(torch.OutOfMemoryError("no room")))
     assert tune.measure(case, name, dtype, call, H200, device="cpu").failed == "OutOfMemoryError: no room"
@@ -388,7 +389,7 @@ def test_tuning_on_this_gpu(file, capsys):
 @pytest.mark.cuda
 def test_a_candidate_is_measured_with_its_own_plan(monkeypatch):
     """The graph of each is captured while its knobs are forced."""
-    case = tune.Case("swiglu", 8192, 4096)
+    case = tune.Case("swiglu", Size(8192, 4096))
     profile = _devices.running_profile(0)
     _, name, dtype, call = next(iter(tune.jobs([case], profile, ["bf16"])))
     monkeypatch.setattr(tune, "candidates", lambda *_: [({"block": 64}, None)])

@@ -1,8 +1,8 @@
-"""Cross entropy, of logits and fused with the head's matmul."""
+"""Cross entropy of logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.references._sizes import Tensors, stored_steps
+from liger_ext.records._record import Make, Record, Roundings, Size, Timed, sizes
+from liger_ext.records._sizes import Tensors
 
 
 def cross_entropy_rows(
@@ -155,76 +156,29 @@ def cross_entropy_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Ten
     return scales
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+# Exponential 4, logarithm 4, sum; differences and the scale that a reduction brings.
+LOSS_ROUNDINGS = {"loss": Roundings(12, 1), "z_loss": Roundings(16, 1), "token_accuracy": Roundings(2)}
 
 
-def _loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the options that change how the fused loss computes, not what."""
-    return {k: v for k, v in options.items() if k not in ("accum_dtype", "memory", "compute_dtype", "stored")}
+def _inputs(make: Make, size: Size) -> dict[str, Any]:
+    return {"logits": make.leaf(size.rows, size.cols, scale=3), "target": make.targets(size.rows, size.cols)}
 
 
-def _with_head(loss: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    def fused(
-        x: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ce_weight: Tensor | None = None,
-        **options: Any,
-    ) -> dict[str, Tensor]:
-        return loss(_logits(x, weight, bias), target, ce_weight, **_loss_options(options))
-
-    return fused
+def _moved(size: Size, width: int) -> tuple[int, int]:
+    return size.rows * size.cols * width, 2 * size.rows * size.cols * width
 
 
-fused_linear_cross_entropy = _with_head(cross_entropy)
-torch_fused_linear_cross_entropy = _with_head(torch_cross_entropy)
-
-
-def fused_linear_cross_entropy_scales(
-    inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors
-) -> dict[str, Tensor | float]:
-    """As cross entropy's. Logits and their gradient G may be stored in the matmuls' dtype: independent roundings of
-    every element, so a loss carries eps * |logits| / sqrt(rows), dx carries eps * sqrt(G^2 @ W^2), and dweight and
-    dbias likewise."""
-    x, weight, bias, target = (inputs.get(name) for name in ("x", "weight", "bias", "target"))
-    if not x.numel():
-        return {}
-    options = _loss_options(
-        {k: v for k, v in inputs.items() if k not in ("x", "weight", "bias", "target", "ce_weight")}
-    )
-    options["weight"] = inputs.get("ce_weight")
-    with torch.enable_grad():
-        logits = _logits(x, weight, bias).detach().requires_grad_()
-        loss = cross_entropy(logits, target, **options)["loss"]
-        g = torch.autograd.grad(loss, logits, grads["loss"])[0] if "loss" in grads else torch.zeros_like(logits)
-    scales = cross_entropy_scales({**options, "logits": logits, "target": target}, outputs, grads)
-    stored = stored_steps(inputs["compute_dtype"])
-    rows, vocab = logits.shape
-    # A logit is off by its own rounding, and by those of the products that it sums.
-    off = logits.detach().abs().amax(1) * stored + (x.abs() @ weight.abs().T).amax(1)
-    # Classes whose logits may be the largest, roundings being what they are.
-    largest = logits.detach().amax(1, keepdim=True)
-    step = 2 * torch.finfo(accumulator(inputs["compute_dtype"])).eps  # four roundings, as stored_steps counts them
-    scales["predicted_tokens"] = logits.detach() >= largest - 2 * step * off[:, None]
-    if options.get("reduction", "mean") == "none":
-        scales["loss"] = scales["loss"] + off
-    else:
-        share = scales["loss"] / (logits.detach().abs().amax(1).sum() + rows).clamp(min=1)
-        scales["loss"] = scales["loss"] + share * off.square().sum().sqrt()
-    square = (g * stored).square() + scales.get("dlogits", g).square()
-    scales["dx"] = 2 * (square @ weight.square()).sqrt() * max(1.0, vocab**0.5 / stored)
-    scales["dweight"] = 2 * (square.T @ x.square()).sqrt() * max(1.0, rows**0.5 / stored)
-    scales["dbias"] = 2 * square.sum(0).sqrt() * max(1.0, rows**0.5 / stored)
-    if stored > 1:
-        # A logit's own rounding, relative to 1, is a relative error of its exponential, and so of the gradient; and
-        # squared it is the z-loss's.
-        reach = 1 + logits.detach().abs().amax()
-        scales |= {f"{name} bound": reach * scales[name] for name in ("dx", "dweight", "dbias")}
-        # The largest logits' roundings move a whole row of the gradient at once, by way of lse: these do not cancel.
-        scales["dx bound"] = scales["dx bound"] + reach * stored * (g.abs() @ weight.abs())
-        by_rows = off if options.get("reduction", "mean") == "none" else scales["loss"] / reach
-        scales["z_loss bound"] = scales["z_loss"] + 2 * (options.get("lse_square_scale") or 0.0) * reach * by_rows
-    return scales
+CROSS_ENTROPY = Record(
+    name="cross_entropy",
+    reference=cross_entropy,
+    baseline=torch_cross_entropy,
+    scales=cross_entropy_scales,
+    roundings={**LOSS_ROUNDINGS, "dlogits": Roundings(16, 1)},
+    inputs=_inputs,
+    example=lambda tokens, hidden, vocab: Size(tokens, vocab),
+    llama=Size(8192, 128_256),
+    moved=_moved,
+    timed=(Timed(sizes((4096, 128256), (8192, 32000), (8192, 152064), (8192, 32001)), sizes((1024, 49152))),),
+    outputs=("loss",),
+    constants=("weight",),
+)

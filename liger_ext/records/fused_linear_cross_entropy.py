@@ -1,0 +1,138 @@
+"""The head's matmul and its cross entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ext import _C
+from liger_ext.ops._checks import accumulator
+from liger_ext.ops.fused_linear_cross_entropy import rows_within
+from liger_ext.records._record import Make, Record, Roundings, Size
+from liger_ext.records._sizes import Tensors, stored_steps
+from liger_ext.records.cross_entropy import LOSS_ROUNDINGS, cross_entropy, cross_entropy_scales, torch_cross_entropy
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the options that change how the fused loss computes, not what."""
+    return {k: v for k, v in options.items() if k not in ("accum_dtype", "memory", "compute_dtype", "stored")}
+
+
+def _with_head(loss: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    def fused(
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        return loss(_logits(x, weight, bias), target, ce_weight, **_loss_options(options))
+
+    return fused
+
+
+fused_linear_cross_entropy = _with_head(cross_entropy)
+torch_fused_linear_cross_entropy = _with_head(torch_cross_entropy)
+
+
+def fused_linear_cross_entropy_scales(
+    inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors
+) -> dict[str, Tensor | float]:
+    """As cross entropy's. Logits and their gradient G may be stored in the matmuls' dtype: independent roundings of
+    every element, so a loss carries eps * |logits| / sqrt(rows), dx carries eps * sqrt(G^2 @ W^2), and dweight and
+    dbias likewise."""
+    x, weight, bias, target = (inputs.get(name) for name in ("x", "weight", "bias", "target"))
+    if not x.numel():
+        return {}
+    options = _loss_options(
+        {k: v for k, v in inputs.items() if k not in ("x", "weight", "bias", "target", "ce_weight")}
+    )
+    options["weight"] = inputs.get("ce_weight")
+    with torch.enable_grad():
+        logits = _logits(x, weight, bias).detach().requires_grad_()
+        loss = cross_entropy(logits, target, **options)["loss"]
+        g = torch.autograd.grad(loss, logits, grads["loss"])[0] if "loss" in grads else torch.zeros_like(logits)
+    scales = cross_entropy_scales({**options, "logits": logits, "target": target}, outputs, grads)
+    stored = stored_steps(inputs["compute_dtype"])
+    rows, vocab = logits.shape
+    # A logit is off by its own rounding, and by those of the products that it sums.
+    off = logits.detach().abs().amax(1) * stored + (x.abs() @ weight.abs().T).amax(1)
+    # Classes whose logits may be the largest, roundings being what they are.
+    largest = logits.detach().amax(1, keepdim=True)
+    step = 2 * torch.finfo(accumulator(inputs["compute_dtype"])).eps  # four roundings, as stored_steps counts them
+    scales["predicted_tokens"] = logits.detach() >= largest - 2 * step * off[:, None]
+    if options.get("reduction", "mean") == "none":
+        scales["loss"] = scales["loss"] + off
+    else:
+        share = scales["loss"] / (logits.detach().abs().amax(1).sum() + rows).clamp(min=1)
+        scales["loss"] = scales["loss"] + share * off.square().sum().sqrt()
+    square = (g * stored).square() + scales.get("dlogits", g).square()
+    scales["dx"] = 2 * (square @ weight.square()).sqrt() * max(1.0, vocab**0.5 / stored)
+    scales["dweight"] = 2 * (square.T @ x.square()).sqrt() * max(1.0, rows**0.5 / stored)
+    scales["dbias"] = 2 * square.sum(0).sqrt() * max(1.0, rows**0.5 / stored)
+    if stored > 1:
+        # A logit's own rounding, relative to 1, is a relative error of its exponential, and so of the gradient; and
+        # squared it is the z-loss's.
+        reach = 1 + logits.detach().abs().amax()
+        scales |= {f"{name} bound": reach * scales[name] for name in ("dx", "dweight", "dbias")}
+        # The largest logits' roundings move a whole row of the gradient at once, by way of lse: these do not cancel.
+        scales["dx bound"] = scales["dx bound"] + reach * stored * (g.abs() @ weight.abs())
+        by_rows = off if options.get("reduction", "mean") == "none" else scales["loss"] / reach
+        scales["z_loss bound"] = scales["z_loss"] + 2 * (options.get("lse_square_scale") or 0.0) * reach * by_rows
+    return scales
+
+
+def _inputs(make: Make, size: Size) -> dict[str, Any]:
+    made = {"x": make.leaf(size.rows, size.hidden), "weight": make.leaf(size.cols, size.hidden, scale=0.1)}
+    return made | {"target": make.targets(size.rows, size.cols)}
+
+
+def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int) -> dict[str, int]:
+    at_a_time = rows_within(size.cols, size.hidden, dtype, "auto", memory_bytes, True)
+    return {"hidden": size.hidden, "chunk_rows": at_a_time}
+
+
+def _as_tuned(size: Size, dtype: torch.dtype, memory_bytes: int) -> tuple[Size, dict[str, int]]:
+    """One chunk, with so small a hidden size that the matmuls are not what is timed."""
+    at_a_time = rows_within(size.cols, size.hidden, dtype, "auto", memory_bytes, True)
+    return replace(size, rows=_C.equal_chunks(size.rows, at_a_time), hidden=64), {"memory": 1 << 50}
+
+
+def _moved(size: Size, width: int) -> tuple[int, int]:
+    """x and the head are read; their gradients written. The matmuls are what bounds it."""
+    operands = (size.rows + size.cols) * size.hidden * width
+    return operands, operands
+
+
+FUSED_LINEAR_CROSS_ENTROPY = Record(
+    name="fused_linear_cross_entropy",
+    reference=fused_linear_cross_entropy,
+    baseline=torch_fused_linear_cross_entropy,
+    scales=fused_linear_cross_entropy_scales,
+    # The scales have the roundings of stored logits and gradients in them, where matmuls are of 16 bits.
+    roundings={**LOSS_ROUNDINGS, **dict.fromkeys(("dx", "dweight", "dbias"), Roundings(12, 1))},
+    inputs=_inputs,
+    example=lambda tokens, hidden, vocab: Size(tokens, vocab, hidden=hidden),
+    llama=Size(8192, 128_256, hidden=4096),
+    moved=_moved,
+    timed=(),  # benchmarks/flce.py
+    outputs=("loss",),
+    constants=("ce_weight",),
+    computes_in=("x", "weight"),
+    launch_options=_launch_options,
+    as_tuned=_as_tuned,
+    row_length=lambda inputs: inputs["weight"].shape[0],
+    rounded=lambda inputs: ("dx",) if inputs.get("reduction") == "none" else (),
+    native=True,
+)

@@ -1,0 +1,153 @@
+"""RMSNorm, and add + RMSNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ext.records._norms import NORM, NORM_DX, NORM_SUMS, NORM_TIMED, gradient_scale, norm_example
+from liger_ext.records._record import Make, Record, Roundings, Size, Timed, sizes
+from liger_ext.records._sizes import Tensors, peak
+
+
+def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """t as it is when stored in ``dtype``; gradients pass through unrounded."""
+    return t if dtype is None else t + (t.detach().to(dtype).to(t.dtype) - t.detach())
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    stored: torch.dtype | None = None,
+) -> Tensor:
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * (weight + offset)
+
+
+def torch_rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    stored: torch.dtype | None = None,
+) -> Tensor:
+    n = F.rms_norm(x, x.shape[-1:], None, eps)
+    factor = 1 if weight is None else weight + offset
+    y = n * factor
+    if casting_mode != "llama" or stored is None:
+        return y
+    return y + (n.to(stored).to(n.dtype) * factor - y).detach()
+
+
+def rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
+    if "out" not in grads:
+        return {}
+    x = inputs["x"]
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + inputs.get("eps", 1e-6))
+    weight, offset = inputs.get("weight"), inputs.get("offset", 0.0)
+    return {"dx": gradient_scale(x * rstd, rstd, grads["out"], weight, offset)}
+
+
+def _of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The norm sees the sum as it is stored."""
+
+    def add_norm(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        stored: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(_rounded(total, stored), weight, eps, offset, casting_mode, stored), total
+
+    return add_norm
+
+
+add_rms_norm = _of_sum(rms_norm)
+torch_add_rms_norm = _of_sum(torch_rms_norm)
+
+
+def add_rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
+    total = _rounded(inputs["x"] + inputs["residual"], inputs["stored"])
+    scales = {"out1": peak(inputs["x"]) + peak(inputs["residual"])}
+    dx = torch.zeros_like(peak(total))
+    if "out0" in grads:
+        options = {k: v for k, v in inputs.items() if k in ("weight", "eps", "offset")}
+        dx = dx + rms_norm_scales({"x": total, **options}, outputs, {"out": grads["out0"]})["dx"]
+    if "out1" in grads:
+        dx = dx + peak(grads["out1"])
+    return scales | {"dx": dx, "dresidual": dx}
+
+
+def _stored(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("out", "out0") if inputs.get("casting_mode", "llama") == "llama" else ()
+
+
+def _inputs(*rows: str) -> Callable[[Make, Size], dict[str, Any]]:
+    def inputs(make: Make, size: Size) -> dict[str, Any]:
+        made = {name: make.leaf(size.rows, size.cols) for name in rows}
+        return made | {"weight": make.leaf(size.cols, mean=1, scale=0.3)}
+
+    return inputs
+
+
+_ALONE = sizes((16384, 576), (8192, 3072), (2048, 4096), (8192, 5120), (64, 4096), (1, 4096))
+_FROZEN = {"sizes": sizes((8192, 4096)), "small": sizes((2048, 4096)), "tuned": False}
+
+RMS_NORM = Record(
+    name="rms_norm",
+    reference=rms_norm,
+    baseline=torch_rms_norm,
+    scales=rms_norm_scales,
+    roundings={"out": NORM, "dx": NORM_DX, "dweight": NORM_SUMS["dweight"]},
+    inputs=_inputs("x"),
+    example=norm_example,
+    llama=Size(8192, 4096),
+    moved=lambda size, width: (
+        2 * size.rows * size.cols * width + 4 * size.rows,
+        3 * size.rows * size.cols * width + 4 * size.rows,
+    ),
+    timed=(
+        Timed((*NORM_TIMED.sizes, *_ALONE), NORM_TIMED.small),
+        Timed(**_FROZEN, label="frozen weight", frozen=("weight",)),
+        Timed(**_FROZEN, label="weight of another dtype", other_dtype=("weight",)),
+    ),
+    parameters=("weight",),
+    rounded=_stored,
+    stores=True,
+)
+
+ADD_RMS_NORM = Record(
+    name="add_rms_norm",
+    reference=add_rms_norm,
+    baseline=torch_add_rms_norm,
+    scales=add_rms_norm_scales,
+    roundings={
+        "out0": NORM,
+        "out1": Roundings(1),
+        "dx": NORM_DX,
+        "dresidual": NORM_DX,
+        "dweight": NORM_SUMS["dweight"],
+    },
+    inputs=_inputs("x", "residual"),
+    example=norm_example,
+    llama=Size(8192, 4096),
+    moved=lambda size, width: (4 * size.rows * size.cols * width + 4 * size.rows,) * 2,
+    timed=(NORM_TIMED,),
+    outputs=("out0", "out1"),
+    parameters=("weight",),
+    computes_in=("x", "residual"),
+    rounded=_stored,
+    stores=True,
+)

@@ -1,0 +1,79 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ext.records._record import Make, Record, Roundings, Size, Timed
+from liger_ext.records._sizes import Tensors, peak
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    r = cos.shape[-1]
+    first, second = x[..., : r // 2], x[..., r // 2 : r]
+    rotated = x[..., :r] * cos + torch.cat((-second, first), -1) * sin
+    return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:].to(rotated.dtype)), -1)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    if cos.dim() == 2:
+        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+torch_rope = rope
+
+
+def rope_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
+    table = max((t.abs().amax().item() for t in (inputs["cos"], inputs["sin"]) if t.numel()), default=1.0)
+    named = {"out0": inputs["q"], "out1": inputs["k"], "dq": grads.get("out0"), "dk": grads.get("out1")}
+    return {name: 2 * max(1.0, table) * peak(t) for name, t in named.items() if t is not None}
+
+
+def _inputs(make: Make, size: Size) -> dict[str, Any]:
+    """q and k as a projection gives them: [batch, positions, heads, head_dim], transposed."""
+    q_heads, k_heads, rotary = size.heads
+    q, k = (
+        make.leaf(size.batch, size.rows, heads, size.cols).detach().transpose(1, 2).requires_grad_()
+        for heads in (q_heads, k_heads)
+    )
+    return {"q": q, "k": k, **make.rope_tables(size.rows, rotary)}
+
+
+def _size(batch: int, seq: int, q: int, k: int, dim: int, rotary: int) -> Size:
+    return Size(seq, dim, (q, k, rotary), batch=batch)
+
+
+def _moved(size: Size, width: int) -> tuple[int, int]:
+    return (2 * size.batch * size.rows * (size.heads[0] + size.heads[1]) * size.cols * width,) * 2
+
+
+ROPE = Record(
+    name="rope",
+    reference=rope,
+    baseline=torch_rope,
+    scales=rope_scales,
+    # Two products and their sum, of which one is as large as the scale.
+    roundings=dict.fromkeys(("out0", "out1", "dq", "dk"), Roundings(2)),
+    inputs=_inputs,
+    example=lambda tokens, hidden, vocab: Size(tokens // 2, 64, (8, 2, 64), batch=2),
+    llama=Size(8192, 128, (32, 8, 128)),
+    moved=_moved,
+    timed=(
+        Timed(
+            (_size(4, 2048, 32, 8, 128, 128), _size(4, 2048, 32, 8, 64, 64), _size(4, 2048, 32, 8, 96, 96)),
+            (_size(1, 2048, 9, 3, 64, 64), _size(1, 2048, 32, 8, 128, 128)),
+        ),
+        Timed((_size(4, 2048, 32, 8, 128, 64),), (), label="partial", peers=False),
+    ),
+    outputs=("out0", "out1"),
+    constants=("cos", "sin"),
+    launch_options=lambda size, dtype, memory_bytes: dict(
+        zip(("q_heads", "k_heads", "rotary_dim"), size.heads, strict=True)
+    ),
+)

@@ -1,0 +1,50 @@
+"""Softmax over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ext.records._record import Record, Roundings, Size, Timed, sizes
+from liger_ext.records._sizes import Tensors, peak, stored_steps
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+torch_softmax = softmax
+
+
+def softmax_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
+    """The backward reads y as it is stored: dx carries a rounding of y in each factor of y * (dy - sum(dy * y))."""
+    if "out" not in grads:
+        return {}
+    compute, y, dy = inputs["compute_dtype"], outputs["out"], grads["out"]
+    if torch.finfo(compute).bits == 16:  # below its normal range a dtype rounds to steps of one size
+        y = y.clamp(min=torch.finfo(compute).smallest_normal)
+    rounding_of_y = y * (dy.abs() + (dy * y).abs().sum(-1, keepdim=True))
+    return {"dx": stored_steps(compute) * rounding_of_y + peak(rounding_of_y)}
+
+
+def _moved(size: Size, width: int) -> tuple[int, int]:
+    return 2 * size.rows * size.cols * width, 3 * size.rows * size.cols * width
+
+
+SOFTMAX = Record(
+    name="softmax",
+    reference=softmax,
+    baseline=torch_softmax,
+    scales=softmax_scales,
+    # Two exponentials (a thread's, and its change to the row's), the sum, reciprocal and products.
+    roundings={"out": Roundings(12, 1), "dx": Roundings(6, 1)},
+    inputs=lambda make, size: {"x": make.leaf(size.rows, size.cols, scale=3)},
+    example=lambda tokens, hidden, vocab: Size(tokens, vocab),
+    llama=Size(8192, 8192),
+    moved=_moved,
+    timed=(Timed(sizes((4096, 32768), (32768, 1024), (8192, 128256)), sizes((2048, 32768))),),
+    native=True,
+)
