@@ -105,12 +105,7 @@ class Example:
         return getattr(liger_ext.functional, self.op)(**arguments)
 
 
-def _tables(device: Any, dtype: torch.dtype, batch: int = 1, seq: int = 5, rotary: int = 8) -> dict[str, Tensor]:
-    angle = normal(batch, seq, rotary, device=device, seed=9, scale=3)
-    return {"cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
-
-
-def _example(op: str, name: str = "", /, *, constants: Callable = lambda device, dtype: {}, **tensors: Any) -> Example:
+def example(op: str, name: str = "", /, *, constants: Callable = lambda device, dtype: {}, **tensors: Any) -> Example:
     """Tensors by shape (a leaf that requires a gradient), anything else as it is."""
 
     def arguments(device: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -124,14 +119,6 @@ def _example(op: str, name: str = "", /, *, constants: Callable = lambda device,
     return Example(op, arguments, f"{op}_{name}" if name else op)
 
 
-def _targets(rows: int, vocab: int, **options: Any) -> Callable:
-    def constants(device: Any, dtype: torch.dtype) -> dict[str, Any]:
-        made = {"target": random_targets(rows, vocab, device=device, seed=4)}
-        return made | {k: (v(device, dtype) if callable(v) else v) for k, v in options.items()}
-
-    return constants
-
-
 def class_weights(vocab: int) -> Callable:
     """In the accumulator's dtype, as the ops take them."""
 
@@ -141,64 +128,6 @@ def class_weights(vocab: int) -> Callable:
         )
 
     return make
-
-
-_ALL_RESULTS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
-_ALL_OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 5.0, "reduction": "sum"}
-
-EXAMPLES = [
-    _example("rms_norm", x=(3, 5, 33), weight=(33,)),
-    _example("rms_norm", "gemma", x=(4, 40), weight=(40,), offset=1.0, casting_mode="gemma"),
-    _example("rms_norm", "no_weight", x=(4, 17), weight=None, casting_mode="none"),
-    _example("add_rms_norm", x=(3, 5, 33), residual=(3, 5, 33), weight=(33,)),
-    _example("layer_norm", x=(3, 5, 33), weight=(33,), bias=(33,)),
-    _example("layer_norm", "plain", x=(6, 24), weight=None, bias=None),
-    _example("swiglu", gate=(3, 5, 33), up=(3, 5, 33)),
-    _example("swiglu", "multipliers", gate=(4, 40), up=(4, 40), gate_multiplier=0.7, down_multiplier=1.3),
-    _example("geglu", gate=(3, 5, 33), up=(3, 5, 33)),
-    _example("geglu", "exact", gate=(4, 40), up=(4, 40), approximate="none"),
-    _example("swiglu_packed", gate_up=(3, 5, 34)),
-    _example("geglu_packed", gate_up=(3, 34)),
-    _example("rope", q=(2, 3, 5, 8), k=(2, 1, 5, 8), constants=_tables),
-    _example("rope", "partial", q=(2, 3, 5, 12), k=(2, 2, 5, 12), constants=lambda d, t: _tables(d, t, batch=2)),
-    _example("softmax", x=(3, 5, 33)),
-    _example("cross_entropy", logits=(7, 33), constants=_targets(7, 33)),
-    _example(
-        "cross_entropy",
-        "options",
-        logits=(7, 33),
-        constants=_targets(7, 33, weight=class_weights(33), **_ALL_OPTIONS, **_ALL_RESULTS),
-    ),
-    _example("cross_entropy", "none", logits=(7, 33), constants=_targets(7, 33, reduction="none")),
-    # memory=1: the smallest chunks, of 128 rows.
-    _example("fused_linear_cross_entropy", x=(9, 16), weight=(33, 16), constants=_targets(9, 33)),
-    _example(
-        "fused_linear_cross_entropy",
-        "chunks",
-        x=(261, 4),
-        weight=(11, 4),
-        bias=(11,),
-        constants=_targets(261, 11, memory=1),
-    ),
-    _example(
-        "fused_linear_cross_entropy",
-        "none",
-        x=(261, 4),
-        weight=(11, 4),
-        constants=_targets(261, 11, reduction="none", memory=1),
-    ),
-    _example(
-        "fused_linear_cross_entropy",
-        "options",
-        x=(9, 16),
-        weight=(33, 16),
-        bias=(33,),
-        constants=_targets(9, 33, ce_weight=class_weights(33), **_ALL_OPTIONS, **_ALL_RESULTS),
-    ),
-]
-BY_NAME = {example.name: example for example in EXAMPLES}
-IDS = [example.name for example in EXAMPLES]
-ONE_OF_EACH = [example for example in EXAMPLES if example.name == example.op]
 
 
 def leaves_of(arguments: dict[str, Any]) -> list[Tensor]:

@@ -15,9 +15,11 @@ from pathlib import Path
 import kernel_cases
 import pytest
 import torch
-from cases import BY_NAME, EXAMPLES, IDS, LOW, laid_out, normal, random_targets
+from cases import LOW, laid_out, normal, random_targets
+from ops import BY_NAME, EXAMPLES, IDS
 
 from liger_ext._load import library_folder
+from liger_ext.records import RECORDS, Make, Size
 from liger_ext.testing import judge
 
 torch.set_num_threads(1)  # kernels run on one, and the references are small
@@ -49,19 +51,21 @@ def count_cases():
     cases_of.update(name for name, count in launches().items() if count > before[name])
 
 
-ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "softmax")
+ROWS = [
+    name
+    for name, record in RECORDS.items()
+    if record.kernels == name and record.outputs != ("loss",) and not any(record.llama.heads)
+]
 
 
 def row_op(op, rows, cols, dtype, *, layout="contiguous", weight_dtype=None, other_dtype=None, **options):
     """Judges a row op; all of its tensors want gradients."""
-    tensors = {"swiglu": ("gate", "up"), "geglu": ("gate", "up"), "add_rms_norm": ("x", "residual")}.get(op, ("x",))
-    made = {}
-    for seed, name in enumerate(tensors):
-        of = other_dtype if seed and other_dtype else dtype
-        made[name] = laid_out(normal(rows, cols, dtype=of, seed=seed), layout).requires_grad_()
-    for seed, name in enumerate({"layer_norm": ("weight", "bias"), "softmax": ()}.get(op, ("weight",)), start=2):
-        if "norm" in op:
-            made[name] = normal(cols, dtype=weight_dtype or dtype, seed=seed, mean=1, scale=0.3).requires_grad_()
+    made = RECORDS[op].inputs(Make(dtype), Size(rows, cols))
+    for i, (name, t) in enumerate(made.items()):
+        if t.dim() == 2:
+            made[name] = laid_out(t.detach().to(other_dtype if i and other_dtype else dtype), layout).requires_grad_()
+        elif weight_dtype:
+            made[name] = t.detach().to(weight_dtype).requires_grad_()
     judge(op, made | options)
 
 
@@ -99,11 +103,11 @@ def test_odd_sizes(op, rows, cols, dtype):
 @pytest.mark.parametrize(
     "rows, vectors", [(9, 16), (1, 40), (3, 400), (1, 1000), (2, 1500), (1, 2500), (1, 4104), (1, 8200)]
 )
-@pytest.mark.parametrize("op", [op for op in ROWS if "glu" not in op])
+@pytest.mark.parametrize("op", ROWS)
 def test_long_rows(op, rows, vectors, dtype):
     cols = vectors * 16 // dtype.itemsize
     row_op(op, rows, cols, dtype)
-    if "norm" in op:  # parameters of another dtype have kernels of their own
+    if RECORDS[op].parameters:  # parameters of another dtype have kernels of their own
         row_op(op, rows, cols, dtype, weight_dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
 
 

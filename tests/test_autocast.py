@@ -3,7 +3,8 @@ gives fp32 weights fp32 gradients."""
 
 import pytest
 import torch
-from cases import ONE_OF_EACH, RecordCalls, gradients, losses_of, normal, random_targets
+from cases import RecordCalls, gradients, losses_of, normal, random_targets
+from ops import ONE_OF_EACH
 
 from liger_ext import functional as F
 from liger_ext.testing import judge, outputs_of

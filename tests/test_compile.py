@@ -3,7 +3,8 @@ many shapes."""
 
 import pytest
 import torch
-from cases import BY_NAME, ONE_OF_EACH, leaves_of, losses_of, normal
+from cases import leaves_of, losses_of, normal
+from ops import BY_NAME, ONE_OF_EACH
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_ext import functional as F

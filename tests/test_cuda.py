@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import EXAMPLES, IDS, LOW, ONE_OF_EACH, leaves_of, losses_of, normal, random_targets
+from cases import LOW, leaves_of, losses_of, normal, random_targets
+from ops import EXAMPLES, IDS, ONE_OF_EACH
 
 from liger_ext import functional as F
 

@@ -3,9 +3,9 @@ purpose, and a process that dies."""
 
 import pytest
 import torch
-from calls import OPS
 from fuzz import driver, worker
 from fuzz.__main__ import arguments
+from ops import OPS
 
 from liger_ext import functional
 

@@ -5,7 +5,8 @@ import copy
 
 import pytest
 import torch
-from cases import EXAMPLES, IDS, ONE_OF_EACH, gradients, leaves_of, losses_of, normal
+from cases import gradients, leaves_of, losses_of, normal
+from ops import EXAMPLES, IDS, ONE_OF_EACH
 
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
 each_op = pytest.mark.parametrize("example", ONE_OF_EACH, ids=[e.op for e in ONE_OF_EACH])

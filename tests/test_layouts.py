@@ -18,7 +18,7 @@ called directly, which it does not know, are as close as ``torch.testing`` asks.
 
 import pytest
 import torch
-from calls import OPS, described, draw_call
+from calls import described
 from cases import RecordCalls, dtypes_of, host_target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,6 +32,7 @@ from layouts import (
     significant_strides,
     unwritten_memory,
 )
+from ops import OPS, draw_call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_ext.testing import judge, outputs_of

@@ -3,7 +3,8 @@ AOT dispatch."""
 
 import pytest
 import torch
-from cases import EXAMPLES, IDS, RecordCalls, gradients, normal
+from cases import RecordCalls, gradients, normal
+from ops import EXAMPLES, IDS
 
 
 def recorded(example, device, dtype):

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import EXAMPLES, IDS, ONE_OF_EACH, gradients, host_target, leaves_of, losses_of, normal, random_targets
+from cases import gradients, host_target, leaves_of, losses_of, normal, random_targets
+from ops import EXAMPLES, IDS, ONE_OF_EACH
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode

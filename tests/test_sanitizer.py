@@ -7,8 +7,9 @@ import itertools
 
 import pytest
 import torch
-from cases import EXAMPLES, IDS, gradients, losses_of, normal, random_targets
+from cases import gradients, losses_of, normal, random_targets
 from gpu_paths import HIDDEN, NORMS, WATCHED, profile_of_this_machine, wraps
+from ops import EXAMPLES, IDS
 
 from liger_ext import _C
 from liger_ext import functional as F

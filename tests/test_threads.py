@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import EXAMPLES, IDS, gradients, host_target
+from cases import gradients, host_target
+from ops import EXAMPLES, IDS
 
 from liger_ext.testing import outputs_of
 

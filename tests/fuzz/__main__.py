@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from calls import OPS
+from ops import OPS
 
 from fuzz import driver, worker
 

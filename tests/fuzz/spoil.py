@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 from calls import Call
 from torch import Tensor
+
+from liger_ext import functional
+from liger_ext.records import RECORDS
 
 NAN, INF = float("nan"), float("inf")
 EXTREMES = [NAN, INF, -INF, 0.0, -0.0, 1e-45, 1e-30, 1024.0, 65504.0, 8e37, -8e37, 3.4e38]
@@ -78,8 +82,8 @@ def values(case: Case) -> None:
 
 
 def zero_class_weights(case: Case) -> None:
-    name = {"cross_entropy": "weight", "fused_linear_cross_entropy": "ce_weight"}.get(case.call.op)
-    weight = case.call.arguments.get(name or "")
+    name = next(iter(case.call.constants), "")
+    weight = case.call.arguments.get(name)
     target = case.call.arguments.get("target")
     if all(
         isinstance(t, Tensor) and t.dtype in dtypes and t.device.type != "meta" and t.numel() < 1 << 20
@@ -108,7 +112,7 @@ def dtype(case: Case) -> None:
     if wrong == t.dtype:
         return
     # Class weights and the normalizer are converted.
-    converted = name in ("ce_weight", "normalizer") or (case.call.op == "cross_entropy" and name == "weight")
+    converted = name in case.call.constants and "target" in case.call.arguments
     case.set(name, t.to(wrong), MAY if converted else MUST, str(wrong))
     case.judged = False
 
@@ -140,7 +144,7 @@ def huge(case: Case) -> None:
     names = list(case.call.tensors())
     if case.rng.randrange(2) and names:
         names = [case.rng.choice(names)]
-    elif case.call.op == "fused_linear_cross_entropy":
+    elif RECORDS[case.call.op].llama.hidden:
         size = max(size, 2**31)  # else rows times classes fit memory, and take minutes
     first = case.rng.randrange(2) == 0
     for name in names:
@@ -161,12 +165,11 @@ def huge(case: Case) -> None:
 
 
 def target(case: Case) -> None:
-    target, classes = case.call.arguments.get("target"), case.call.arguments.get("weight")
-    if case.call.op == "cross_entropy":
-        classes = case.call.arguments["logits"]
+    target, logits = case.call.arguments.get("target"), case.call.arguments.get("logits")
+    classes = case.call.arguments.get("weight") if logits is None else logits
     if case.faults or not all(isinstance(t, Tensor) and 0 < t.numel() < 1 << 20 for t in (target, classes)):
         return
-    count = classes.shape[-1 if case.call.op == "cross_entropy" else 0]
+    count = classes.shape[0 if logits is None else -1]
     bad = case.rng.choice([-1, count, count + 1, -2, -100, -99, 2**31, 2**62, -(2**63)])
     changed, inside = (
         target.clone(memory_format=torch.contiguous_format),
@@ -215,9 +218,8 @@ def option(case: Case) -> None:
 def wrong_type(case: Case) -> None:
     name, _ = case.pick() or ("", None)
     if name:
-        optional = name in ("bias", "ce_weight", "normalizer") or (
-            name == "weight" and case.call.op != "fused_linear_cross_entropy"
-        )
+        parameters = inspect.signature(getattr(functional, case.call.op)).parameters
+        optional = "None" in str(parameters[name].annotation)
         case.set(name, case.rng.choice(NOT_TENSORS), MAY if optional else MUST, "no tensor")
         case.judged = False
 

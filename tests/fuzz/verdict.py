@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from calls import Call
+from ops import promised
 from torch import Tensor
 
 from liger_ext import functional
-from liger_ext.testing import OPS, _backward, _compute_dtype, _leaves, expected, outputs_of
+from liger_ext.testing import OPS, _backward, _leaves, expected, outputs_of
 
 MEMORY = r"out of memory|not enough memory|[Cc]annot allocate|can't allocate|size calculation overflowed|overflow"
 TORCH = r"liger_ext|Expected a value of type|does not require grad|[Ii]nference tensor|backward through|same device"
@@ -41,34 +42,9 @@ def acceptable(error: BaseException, names: list[str]) -> bool:
     return isinstance(error, (RuntimeError, NotImplementedError)) and bool(re.search(f"{MEMORY}|{TORCH}", text))
 
 
-def promised(call: Call) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """Shape and dtype of each output."""
-    a, op = call.arguments, call.op
-    if "cross_entropy" not in op:
-        first = next(iter(call.tensors().values()))
-        if op == "rope":
-            return {f"out{i}": (tuple(a[n].shape), a[n].dtype) for i, n in enumerate(("q", "k"))}
-        if op == "add_rms_norm":
-            dtype = torch.promote_types(a["x"].dtype, a["residual"].dtype)
-            return dict.fromkeys(("out0", "out1"), (tuple(first.shape), dtype))
-        half = op.endswith("_packed")
-        return {"out": ((*first.shape[:-1], first.shape[-1] // 2) if half else tuple(first.shape), first.dtype)}
-    each = tuple(a["target"].shape)
-    loss = each if a["reduction"] == "none" else ()
-    found = {"loss": (loss, None)}
-    for name, shape, dtype in (
-        ("z_loss", loss, None),
-        ("token_accuracy", loss, torch.float32),
-        ("predicted_tokens", each, torch.int64),
-    ):
-        if a[f"return_{name}"]:
-            found[name] = (shape, dtype)
-    return found
-
-
 def misshapen(call: Call, outputs: dict[str, Tensor]) -> str:
     """What is wrong with shapes and dtypes; "" if nothing is."""
-    told = promised(call)
+    told = promised(call.op, call.arguments)
     if told.keys() != outputs.keys():
         return f"results {sorted(outputs)}, promised {sorted(told)}"
     for name, (shape, dtype) in told.items():
@@ -81,30 +57,33 @@ def misshapen(call: Call, outputs: dict[str, Tensor]) -> str:
 def has_references(call: Call) -> bool:
     """The references of the losses take rows, and one class at least; those of rope and of the norms no empty row."""
     tensors = call.tensors()
-    flat = all(tensors[n].dim() == 2 for n in ("logits", "x") if n in tensors) or "cross_entropy" not in call.op
+    flat = all(tensors[n].dim() == 2 for n in ("logits", "x") if n in tensors) or "target" not in tensors
     small = sum(t.numel() for t in tensors.values()) < 1 << 16
     # The squares of a norm overflow from 1.8e19 on; a row of equal numbers has a variance of rounding errors alone.
-    moderate = "norm" not in call.op or all(bool(((t.abs() < 1e18) | ~t.isfinite()).all()) for t in tensors.values())
+    moderate = "eps" not in call.arguments or all(
+        bool(((t.abs() < 1e18) | ~t.isfinite()).all()) for t in tensors.values()
+    )
     return moderate and flat and small and all(t.numel() for t in tensors.values())
 
 
 def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], grads: dict[str, Tensor]) -> str:
     """Results that are further from float64 than they may be, in words; "" if none is."""
     inputs, op = dict(call.arguments), OPS[call.op]
-    if call.op == "rope" and inputs["cos"].dim() == 2:  # the reference takes tables with a batch dimension alone
+    if "cos" in inputs and inputs["cos"].dim() == 2:  # the reference takes tables with a batch dimension alone
         inputs |= {name: inputs[name].unsqueeze(0) for name in ("cos", "sin")}
     if isinstance(inputs.get("normalizer"), Tensor):
         inputs["normalizer"] = inputs["normalizer"].detach().reshape(())  # a constant
     exact = expected(call.op, inputs, grads, {name: t.dtype for name, t in outputs.items()})
-    compute = _compute_dtype(call.op, inputs)
+    compute = op.compute_dtype(inputs)
     inputs |= {n: inputs[n].detach() for n in call.constants if isinstance(inputs.get(n), Tensor)}
     leaves = _leaves(inputs, None if op.native else torch.promote_types(compute, torch.float32))
     base = outputs_of(op.baseline(**leaves, **({"stored": compute} if op.stores else {})))
     theirs = base | {f"d{n}": g for n, g in _backward(base, leaves, grads).items()}
     results = outputs | gradients
-    if call.op == "fused_linear_cross_entropy" or inputs.get("softcap"):  # which of nearly equal logits is the largest
+    matmul = "target" in inputs and "x" in inputs
+    if matmul or inputs.get("softcap"):  # which of nearly equal logits is the largest
         results.pop("token_accuracy", None)
-    if call.op == "fused_linear_cross_entropy":
+    if matmul:
         x, weight = (leaves[n].detach().double().abs() for n in ("x", "weight"))
         if bool(((x @ weight.T).nan_to_num() < 1e-36).all(1).any()):  # below the normal range many logits are equal
             results.pop("predicted_tokens", None)

@@ -20,13 +20,14 @@ from random import Random
 from typing import Any
 
 import torch
-from calls import OPS, draw_call
 from layouts import Guarded, draw_layout, same_bits
+from ops import OPS, draw_call
 from torch import Tensor
 
 from fuzz import raw, verdict
 from fuzz.spoil import FLOATING, MAY, MUST, NEVER, SPOILS, Case
 from liger_ext.functional import check_errors
+from liger_ext.records import RECORDS
 from liger_ext.testing import outputs_of
 
 ROOM = 1 << 30  # bytes of address space that calls may take, beyond what the process has before the first
@@ -106,7 +107,7 @@ def run(
     case: Case, wanted: list[str], given: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> tuple[dict, dict, dict]:
     """Outputs, gradients and the outputs' gradients of one call."""
-    outputs = outputs_of(case.call(), "loss" if case.call.op.endswith("cross_entropy") else "out")
+    outputs = outputs_of(case.call(), RECORDS[case.call.op].outputs[0])
     used = {n: t for n, t in outputs.items() if t.requires_grad}
     if not used:
         return outputs, {}, {}
@@ -171,7 +172,7 @@ def public_call(case: Case, device: str, judge: bool) -> None:
     mode = case.rng.choice(["grad"] * 12 + ["no_grad", "no_grad", "inference", "threads", "autocast"])
     if mode != "grad":
         case.notes.append(mode)
-    if mode == "autocast" and case.call.op == "fused_linear_cross_entropy":  # its matmuls have another dtype then
+    if mode == "autocast" and RECORDS[case.call.op].llama.hidden:  # its matmuls have another dtype then
         case.judged = False
         case.faults["accum_dtype"] = max(case.faults.get("accum_dtype", NEVER), MAY)
     autocast = functools.partial(torch.autocast, device, torch.bfloat16)

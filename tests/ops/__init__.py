@@ -1,0 +1,65 @@
+"""Calls of every op, for the tests. A module of this folder has those of a family:
+
+* ``EXAMPLES``: small calls with each of an op's options, one of them with the defaults and the op's name: gradients,
+  opcheck, compile, threads, sanitizers;
+* ``kernel_cases(dtype)``: (op, name, is it one of a few, function that makes the inputs, frozen inputs ...): small, odd
+  and large enough for every kernel to run at least once, on the host target and in an emulator;
+* ``DRAWS``: for each op a function that draws any call of it, for the nets of layouts and fuzz;
+* ``PROMISED``: for an op whose result is not one tensor like its first argument, a function of its arguments that says
+  the shape and the dtype (None: not said) of each result, by name.
+
+An op with a record and without one of these fails here, at collection.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from random import Random
+from typing import Any
+
+import torch
+from calls import Call, Draw
+from cases import Example
+
+from liger_ext.records import RECORDS
+
+FAMILIES = [importlib.import_module(f"ops.{module.name}") for module in pkgutil.iter_modules(__path__)]
+EXAMPLES: list[Example] = [example for family in FAMILIES for example in family.EXAMPLES]
+DRAWS = {op: draw for family in FAMILIES for op, draw in family.DRAWS.items()}
+PROMISED = {op: told for family in FAMILIES for op, told in getattr(family, "PROMISED", {}).items()}
+OPS = tuple(RECORDS)
+
+BY_NAME = {example.name: example for example in EXAMPLES}
+IDS = list(BY_NAME)
+ONE_OF_EACH = [example for example in EXAMPLES if example.name == example.op]
+
+
+def kernel_cases(dtype: torch.dtype) -> Any:
+    for family in FAMILIES:
+        yield from family.kernel_cases(dtype)
+
+
+def draw_call(rng: Random, op: str, dtypes: tuple[torch.dtype, ...], device: Any = "cpu") -> Call:
+    return DRAWS[op](Draw(rng, dtypes, device))
+
+
+def promised(op: str, arguments: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    """Shape and dtype of each result of a call."""
+    if op in PROMISED:
+        return PROMISED[op](arguments)
+    first = next(iter(arguments.values()))
+    return {"out": (tuple(first.shape), first.dtype)}
+
+
+_PARTS = {
+    "an example with its defaults (EXAMPLES)": {example.op for example in ONE_OF_EACH},
+    "a draw (DRAWS)": set(DRAWS),
+    "kernel cases (kernel_cases)": {op for op, *_ in kernel_cases(torch.float32)},
+}
+for _part, _ops in _PARTS.items():
+    if _ops != RECORDS.keys():
+        raise ImportError(
+            f"tests/ops: without {_part}: {sorted(RECORDS.keys() - _ops)}; without a record in liger_ext/records: "
+            f"{sorted(_ops - RECORDS.keys())}"
+        )

@@ -1,0 +1,83 @@
+"""Calls of SwiGLU and GeGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from calls import Call, Draw
+from cases import example, laid_out, normal
+from torch import Tensor
+
+EXAMPLES = [
+    example("swiglu", gate=(3, 5, 33), up=(3, 5, 33)),
+    example("swiglu", "multipliers", gate=(4, 40), up=(4, 40), gate_multiplier=0.7, down_multiplier=1.3),
+    example("geglu", gate=(3, 5, 33), up=(3, 5, 33)),
+    example("geglu", "exact", gate=(4, 40), up=(4, 40), approximate="none"),
+    example("swiglu_packed", gate_up=(3, 5, 34)),
+    example("geglu_packed", gate_up=(3, 34)),
+]
+
+
+def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
+    def pair(rows: int, cols: int, layout: str = "contiguous", scale: float = 2.0, **more):
+        tensors = [laid_out(normal(rows, cols, dtype=dtype, seed=s, scale=scale), layout) for s in (1, 2)]
+        return dict(zip(("gate", "up"), tensors, strict=True)) | more
+
+    for op, more in (("swiglu", {}), ("geglu", {}), ("geglu", {"approximate": "none"})):
+        for rows, cols in ((3, 1024), (3, 33), (130, 16), (2, 5000)):
+            yield op, f"{rows}x{cols} {more}", cols == 33, lambda r=rows, c=cols, m=more: pair(r, c, **m)
+        yield op, f"offset {more}", False, lambda m=more: pair(3, 40, "offset", **m)
+        packed = f"{op}_packed"
+        for rows, cols in ((3, 400), (3, 34), (2, 5000)):
+            yield (
+                packed,
+                f"{rows}x{cols} {more}",
+                cols == 400,
+                lambda r=rows, c=cols, m=more: {"gate_up": normal(r, c, dtype=dtype, scale=3), **m},
+            )
+    multipliers = {"gate_multiplier": 1.5, "down_multiplier": 0.25}
+    yield "swiglu", "multipliers", False, lambda: pair(3, 200, scale=20.0, **multipliers)
+
+
+def _multipliers(draw: Draw) -> dict[str, float]:
+    choices = [1.0, 1.0, 0.7, -1.3]
+    return {"gate_multiplier": draw.rng.choice(choices), "down_multiplier": draw.rng.choice(choices)}
+
+
+def _gate_and_up(draw: Draw) -> dict[str, Tensor]:
+    (lead, n), dtype = draw.rows(), draw.dtype()
+    return {name: draw.normal(*lead, n, dtype=dtype) for name in ("gate", "up")}
+
+
+def _gate_up(draw: Draw) -> dict[str, Tensor]:
+    (lead, n), dtype = draw.rows(), draw.dtype()
+    return {"gate_up": draw.normal(*lead, 2 * n, dtype=dtype)}
+
+
+def swiglu(draw: Draw) -> Call:
+    return Call("swiglu", _gate_and_up(draw) | _multipliers(draw))
+
+
+def swiglu_packed(draw: Draw) -> Call:
+    return Call("swiglu_packed", _gate_up(draw) | _multipliers(draw))
+
+
+def geglu(draw: Draw) -> Call:
+    return Call("geglu", _gate_and_up(draw) | {"approximate": draw.rng.choice(["tanh", "none"])})
+
+
+def geglu_packed(draw: Draw) -> Call:
+    return Call("geglu_packed", _gate_up(draw) | {"approximate": draw.rng.choice(["tanh", "none"])})
+
+
+DRAWS = {"swiglu": swiglu, "swiglu_packed": swiglu_packed, "geglu": geglu, "geglu_packed": geglu_packed}
+
+
+def _half(arguments: dict[str, Any]) -> dict[str, Any]:
+    x = arguments["gate_up"]
+    return {"out": ((*x.shape[:-1], x.shape[-1] // 2), x.dtype)}
+
+
+PROMISED = {"swiglu_packed": _half, "geglu_packed": _half}

@@ -1,0 +1,129 @@
+"""Calls of the norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from calls import Call, Draw
+from cases import example, laid_out, normal
+
+EXAMPLES = [
+    example("rms_norm", x=(3, 5, 33), weight=(33,)),
+    example("rms_norm", "gemma", x=(4, 40), weight=(40,), offset=1.0, casting_mode="gemma"),
+    example("rms_norm", "no_weight", x=(4, 17), weight=None, casting_mode="none"),
+    example("add_rms_norm", x=(3, 5, 33), residual=(3, 5, 33), weight=(33,)),
+    example("layer_norm", x=(3, 5, 33), weight=(33,), bias=(33,)),
+    example("layer_norm", "plain", x=(6, 24), weight=None, bias=None),
+]
+
+
+def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+
+    def inputs(
+        names: str, rows: int, cols: int, weights: torch.dtype | None = dtype, layout: str = "contiguous", **more
+    ):
+        made: dict[str, Any] = {}
+        centered = more.pop("centered", False)
+        for seed, name in enumerate(names.split()):
+            made[name] = laid_out(normal(rows, cols, dtype=dtype, seed=seed, mean=3.0 if centered else 0.0), layout)
+        for name in ("weight", "bias") if centered else ("weight",):
+            made[name] = None if weights is None else normal(cols, dtype=weights, seed=9, scale=0.3, mean=1)
+        return made | more
+
+    rows_and_cols = [
+        (5, 64),
+        (37, 512),
+        (3, 33),
+        (7, 4096),
+        (3, 8192),
+        (13, 8192),
+        (3, 16384),
+        (2, 40000),
+        (3, 5001),
+        (70, 8),
+        (200, 1),
+    ]
+    for rows, cols in [*rows_and_cols, (2, 70016), (13, 1003), (13, 301), (21, 1024), (7, 2048), (2, 20000)]:
+        quick = (rows, cols) in ((37, 512), (3, 33))
+        yield "rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c)
+        yield "layer_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c, centered=True)
+    for rows, cols in ((21, 1024), (3, 8192), (3, 1003), (2, 40000), (3, 5001), (3, 9000), (2, 20000), (2, 70016)):
+        quick = cols in (1024, 1003)
+        yield "add_rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x residual", r, c)
+    gemma = {"offset": 1.0, "casting_mode": "gemma"}
+    for rows, cols in ((9, 512), (9, 4096), (2, 20000), (5, 77)):
+        yield "rms_norm", f"gemma {rows}x{cols}", False, lambda r=rows, c=cols: inputs("x", r, c, **gemma)
+    mixed = ((9, 1200), (9, 1600), (2, 2400), (9, 77), (2, 6000), (2, 9000), (9, 9000), (2, 40000), (2, 70016))
+    for rows, cols in mixed:
+        for weights in (other, None):
+            name = f"{rows}x{cols} weights {weights}"
+            yield "rms_norm", name, False, lambda r=rows, c=cols, w=weights: inputs("x", r, c, w)
+            yield "layer_norm", name, False, lambda r=rows, c=cols, w=weights: inputs("x", r, c, w, centered=True)
+    yield "layer_norm", "no bias", False, lambda: inputs("x", 9, 1024, centered=True) | {"bias": None}
+    for cols in (1024, 9000, 77):  # the backward makes dx alone, or sums alone
+        for frozen in ("x", "weight", "bias"):
+            name = f"9x{cols} frozen {frozen}"
+            yield "layer_norm", name, False, lambda c=cols: inputs("x", 9, c, centered=True), frozen
+            if frozen != "bias":
+                yield "rms_norm", name, False, lambda c=cols: inputs("x", 9, c), frozen
+    for cols in (1024, 5000):  # no sums at all
+        name = f"9x{cols} frozen parameters"
+        yield "layer_norm", name, False, lambda c=cols: inputs("x", 9, c, centered=True), "weight", "bias"
+        yield "add_rms_norm", name, cols == 1024, lambda c=cols: inputs("x residual", 9, c), "weight"
+        yield "rms_norm", f"gemma {name}", False, lambda c=cols: inputs("x", 9, c, **gemma), "weight"
+    for layout in ("offset", "padded", "columns"):
+        yield "rms_norm", layout, False, lambda how=layout: inputs("x", 4, 1032, layout=how)
+        yield "layer_norm", layout, False, lambda how=layout: inputs("x", 4, 1032, layout=how, centered=True)
+        yield "add_rms_norm", layout, False, lambda how=layout: inputs("x residual", 4, 1032, layout=how)
+    if dtype != torch.float32:  # a residual stream in fp32
+        for cols in (1024, 20000, 333):
+            yield (
+                "add_rms_norm",
+                f"fp32 stream {cols}",
+                False,
+                lambda c=cols: inputs("x", 5, c) | {"residual": normal(5, c, seed=5)},
+            )
+        wide = {"residual": normal(5, 1024, seed=5)}
+        yield "add_rms_norm", "fp32 stream frozen", False, lambda: inputs("x", 5, 1024, other) | wide, "weight"
+
+
+def _options(draw: Draw) -> dict[str, Any]:
+    return {"eps": draw.rng.choice([1e-6, 1e-5, 0.1]), "offset": draw.rng.choice([0.0, 1.0])} | {
+        "casting_mode": draw.rng.choice(["llama", "gemma", "none"])
+    }
+
+
+def rms_norm(draw: Draw) -> Call:
+    (lead, n), dtype = draw.rows(), draw.dtype()
+    weight = draw.normal(n, dtype=draw.other_dtype(dtype), mean=1, scale=0.3)
+    x = draw.normal(*lead, n, dtype=dtype)
+    return Call("rms_norm", {"x": x, "weight": draw.maybe(weight, 8), **_options(draw)})
+
+
+def add_rms_norm(draw: Draw) -> Call:
+    (lead, n), dtype = draw.rows(), draw.dtype()
+    x, residual = draw.normal(*lead, n, dtype=dtype), draw.normal(*lead, n, dtype=draw.other_dtype(dtype))
+    weight = draw.normal(n, dtype=draw.other_dtype(dtype), mean=1, scale=0.3)
+    arguments = {"x": x, "residual": residual, "weight": draw.maybe(weight, 8), **_options(draw)}
+    return Call("add_rms_norm", arguments)
+
+
+def layer_norm(draw: Draw) -> Call:
+    (lead, n), dtype = draw.rows(), draw.dtype()
+    weight, bias = (draw.maybe(draw.normal(n, dtype=draw.other_dtype(dtype), mean=1), 8) for _ in range(2))
+    x = draw.normal(*lead, n, dtype=dtype)
+    return Call("layer_norm", {"x": x, "weight": weight, "bias": bias, "eps": draw.rng.choice([1e-6, 0.1])})
+
+
+DRAWS = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "layer_norm": layer_norm}
+
+
+def _like_both(arguments: dict[str, Any]) -> dict[str, Any]:
+    x, residual = arguments["x"], arguments["residual"]
+    return dict.fromkeys(("out0", "out1"), (tuple(x.shape), torch.promote_types(x.dtype, residual.dtype)))
+
+
+PROMISED = {"add_rms_norm": _like_both}

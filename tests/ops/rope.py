@@ -1,0 +1,73 @@
+"""Calls of rotary position embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from calls import Call, Draw
+from cases import example, laid_out, normal
+from torch import Tensor
+
+
+def tables(device: Any, dtype: torch.dtype, batch: int = 1, seq: int = 5, rotary: int = 8) -> dict[str, Tensor]:
+    angle = normal(batch, seq, rotary, device=device, seed=9, scale=3)
+    return {"cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
+
+
+EXAMPLES = [
+    example("rope", q=(2, 3, 5, 8), k=(2, 1, 5, 8), constants=tables),
+    example("rope", "partial", q=(2, 3, 5, 12), k=(2, 2, 5, 12), constants=lambda d, t: tables(d, t, batch=2)),
+]
+
+
+def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
+    def inputs(batch, heads, seq, dim, rotary, tables=dtype, shared=True, layout="contiguous", heads_inside=False):
+        made: dict[str, Any] = {}
+        for seed, (name, count) in enumerate(zip("qk", heads, strict=True)):
+            if heads_inside:  # [batch, seq, heads, dim], as a projection gives them
+                t = normal(batch, seq, count, dim, dtype=dtype, seed=seed).transpose(1, 2)
+            else:
+                t = laid_out(normal(batch, count, seq, dim, dtype=dtype, seed=seed), layout)
+            made[name] = t
+        angle = normal(1 if shared else batch, seq, rotary, seed=9, scale=3)
+        return made | {"cos": angle.cos().to(tables), "sin": angle.sin().to(tables)}
+
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    cases: list[tuple[str, bool, tuple, dict]] = [
+        ("llama", True, (2, (8, 2), 5, 64, 64), {"heads_inside": True}),
+        ("other tables", True, (1, (32, 8), 3, 128, 128, other), {}),
+        ("partial", False, (2, (4, 4), 3, 64, 32), {"shared": False}),
+        ("partial, other tables", False, (2, (3, 1), 7, 20, 6, other), {}),
+        ("offset", True, (1, (5, 2), 3, 64, 64), {"layout": "offset"}),
+        ("offset, other tables", False, (1, (5, 2), 3, 64, 48, other), {"layout": "offset"}),
+        ("many heads", False, (1, (90, 90), 2, 256, 256), {}),
+        ("one position", False, (1, (3, 1), 1, 16, 16), {}),
+    ]
+    for name, quick, positional, named in cases:
+        yield "rope", name, quick, lambda p=positional, n=named: inputs(*p, **n)
+
+
+def rope(draw: Draw) -> Call:
+    rng, dtype, tables = draw.rng, draw.dtype(), draw.dtype()
+    batch, seq = rng.choice([0, 1, 1, 2, 3]), rng.choice([0, 1, 2, 5, 9])
+    dim = rng.choice([0, 2, 4, 6, 8, 16, 20, 32, 64])
+    rotary = rng.choice([dim, dim, dim // 4 * 2, min(dim, 2), 0])
+    unsqueeze_dim, made = rng.choice([1, 1, 2]), {}
+    for name, most in (("q", 5), ("k", 3)):
+        heads = rng.randint(0 if rng.randrange(10) < 1 else 1, most)
+        inner = (heads, seq) if unsqueeze_dim == 1 else (seq, heads)
+        made[name] = draw.normal(batch, *inner, dim, dtype=dtype)
+    lead = rng.choice([(), (1,), (batch,)])
+    angle = draw.normal(*lead, seq, rotary, dtype=torch.float32, scale=3)
+    made |= {"cos": angle.cos().to(tables), "sin": angle.sin().to(tables)}
+    return Call("rope", made | {"unsqueeze_dim": unsqueeze_dim}, ("cos", "sin"))
+
+
+DRAWS = {"rope": rope}
+PROMISED = {
+    "rope": lambda arguments: {
+        f"out{i}": (tuple(arguments[n].shape), arguments[n].dtype) for i, n in enumerate(("q", "k"))
+    }
+}

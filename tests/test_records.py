@@ -1,0 +1,66 @@
+"""liger_ext.records: every op has a record, every record all of its parts, and no part is of another op."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+from benchmarks import eager
+from liger_ext import _C, functional
+from liger_ext.records import RECORDS, Make, Record
+
+EACH = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
+NOT_OPS = {"CrossEntropyOutput", "check_errors"}
+
+
+def example(record, dtype=torch.float32):
+    return record.inputs(Make(dtype), record.example(6, 16, 11))
+
+
+def test_every_op_has_a_record():
+    assert set(functional.__all__) - NOT_OPS == set(RECORDS)
+    assert {record.kernels for record in RECORDS.values()} == {
+        op for op in _C.planned_ops() if not op.endswith("_backward")
+    } - {"stream_copy"}
+
+
+@EACH
+def test_inputs_are_the_arguments_in_their_order(record):
+    arguments, made = inspect.signature(getattr(functional, record.name)).parameters, example(record)
+    assert list(made) == [name for name in arguments if name in made]
+    assert all(name in made for name, argument in arguments.items() if argument.default is argument.empty)
+    assert set(record.parameters) | set(record.computes_in) <= made.keys()
+    assert set(record.constants) <= arguments.keys()
+
+
+@EACH
+def test_every_result_has_roundings(record):
+    """And every gradient of an input."""
+    floating = [n for n, t in example(record).items() if t.is_floating_point() and n not in record.constants]
+    assert {*record.outputs, *(f"d{name}" for name in floating)} <= record.roundings.keys()
+
+
+@EACH
+def test_it_runs_as_its_record_says(record):
+    outputs = record.run(**example(record))
+    assert isinstance(outputs, torch.Tensor) == (len(record.outputs) == 1)
+
+
+@EACH
+def test_what_it_costs(record):
+    for size in (record.llama, *(size for timed in record.timed for size in (*timed.sizes, *timed.small))):
+        assert min(record.moved(size, 2)) > 0 and record.moved(size, 4) > record.moved(size, 2)
+        assert record.plans(_C.profile("H200"), size, torch.bfloat16)
+    assert not record.timed or hasattr(eager, record.name), "benchmarks/eager.py has no function of that name"
+
+
+PARTS = [field.name for field in dataclasses.fields(Record) if field.default is dataclasses.MISSING]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_missing_part_is_named(part):
+    parts = {field.name: getattr(RECORDS["softmax"], field.name) for field in dataclasses.fields(Record)}
+    del parts[part]
+    with pytest.raises(TypeError, match=f"missing 1 required keyword-only argument: '{part}'"):
+        Record(**parts)
