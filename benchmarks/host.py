@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-import liger_ext.functional as LF
 from liger_ext._timing import Timing
+from liger_ext.records import RECORDS, Make
 
-from . import eager, peers, suite
+from . import suite
+from .ops import functions
 
 SAMPLES, BURST = 15, 20
 
@@ -38,27 +39,16 @@ class Case:
 
 
 def cases(settings: suite.Settings) -> Iterator[Case]:
+    """Small calls of every op with rows of its own in `benchmarks rows`."""
     rows, cols = (1024, 4096) if settings.device == "cuda" else (4, 64)
-
-    def leaf(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=settings.device, dtype=settings.torch_dtype, requires_grad=True)
-
-    x, y, w, b = leaf(rows, cols), leaf(rows, cols), leaf(cols), leaf(cols)
-    yield Case("rms_norm", (x, w), {"liger_ext": LF.rms_norm, "torch": eager.rms_norm} | peers.rms_norm())
-    yield Case("layer_norm", (x, w, b), {"liger_ext": LF.layer_norm, "torch": eager.layer_norm} | peers.layer_norm())
-    yield Case("swiglu", (x, y), {"liger_ext": LF.swiglu, "torch": eager.swiglu} | peers.swiglu())
-    heads, dim = (4, 64) if settings.device == "cuda" else (1, 16)
-    seq = rows * cols // (heads * 4 * dim) if settings.device == "cuda" else 4
-    q, k = (
-        torch.randn(1, seq, n, dim, device=settings.device, dtype=settings.torch_dtype).transpose(1, 2).requires_grad_()
-        for n in (3 * heads, heads)
-    )
-    angle = torch.rand(1, seq, dim, device=settings.device)
-    tables = angle.cos().to(settings.torch_dtype), angle.sin().to(settings.torch_dtype)
-    yield Case("rope", (q, k, *tables), {"liger_ext": LF.rope, "torch": eager.rope} | peers.rope())
-    target = torch.randint(cols, (rows,), device=settings.device)
-    functions = {"liger_ext": LF.cross_entropy, "torch": eager.cross_entropy} | peers.cross_entropy()
-    yield Case("cross_entropy", (x, target), functions)
+    for name, record in RECORDS.items():
+        if record.timed:
+            size = record.llama.at(rows, cols)
+            if any(size.heads):  # as many elements, of heads of 64
+                size = replace(size.at(max(4, rows * cols // (16 * 64)), 64), heads=(12, 4, 64))
+            generator = torch.Generator(settings.device).manual_seed(0)
+            made = record.inputs(Make(settings.torch_dtype, settings.device, generator), size)
+            yield Case(name, tuple(made.values()), functions(name))
 
 
 def _step(function: Callable, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:

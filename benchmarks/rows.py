@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from liger_ext import functional
 from liger_ext._timing import Timing, backward_call, failure, forward_call, on_a_stream_of_its_own
 from liger_ext.records import RECORDS, Make, Record, Size, Timed
 
-from . import eager, peers, suite
+from . import suite
+from .ops import functions
 from .timing import copy_calls, time_calls
 
 
@@ -50,13 +50,9 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
                 label = f"{record.name}, {timed.label}" if timed.label else record.name
                 moved = record.moved(size, dtype.itemsize)
                 make = partial(_inputs, record, timed, size, dtype, device)
-                yield Case(label, str(size), make, _functions(record, timed), *moved)
-
-
-def _functions(record: Record, timed: Timed) -> dict[str, Callable]:
-    ours, plain = (partial(getattr(of, record.name), **timed.options or {}) for of in (functional, eager))
-    others = getattr(peers, record.name, dict)() if timed.peers else {}
-    return {"liger_ext": ours, **others, "torch": plain, "torch.compile": torch.compile(plain, dynamic=False)}
+                named = functions(record.name, timed.options, timed.peers)
+                named["torch.compile"] = torch.compile(named["torch"], dynamic=False)
+                yield Case(label, str(size), make, named, *moved)
 
 
 def _inputs(record: Record, timed: Timed, size: Size, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
