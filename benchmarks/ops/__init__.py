@@ -1,6 +1,6 @@
-"""What each op is timed beside. A module of this folder has, for the ops of a family, ``EAGER``: the composition that an
-op replaces, as transformers writes it; and ``PEERS``: functions that return other libraries' implementations by name,
-as far as they can be imported. All take the op's inputs in their order.
+"""What each op is timed beside. A module of this folder has, for the ops of a family, ``EAGER``: the composition that
+an op replaces, as transformers writes it; and ``PEERS``: functions that return other libraries' implementations by
+name, as far as they can be imported. All take the op's inputs in their order.
 """
 
 from __future__ import annotations
