@@ -1,0 +1,34 @@
+// For ops/: the CPU backend's interface, carried out by the GPU's kernels on the host. The library that they are linked into takes the
+// place of liger_ext_cpu, so that every op and every test runs on it. Each function says which memory its kernels may touch, and calls the
+// function of the same name in csrc/gpu, which kernels/*.h have declared for the CPU backend only.
+#pragma once
+#include "gpu/device.h"
+#include "gpu/host/memory.h"
+#include "gpu/platform.h"
+#include "kernels/types.h"
+
+namespace liger::cpu {
+
+using gpu::simt::Buffer;
+using gpu::simt::Buffers;
+using gpu::simt::Content;
+
+inline Buffer in(const char* name, const void* data, int64_t bytes) { return {name, data, bytes, Content::input}; }
+inline Buffer out(const char* name, const void* data, int64_t bytes, Content content = Content::output) {
+  return {name, data, bytes, content};
+}
+inline Buffer in(const char* name, const Vector& v, int64_t n) { return in(name, v.data, n * size_of(v.dtype)); }
+inline Buffer out(const char* name, const MutableVector& v, int64_t n) { return out(name, v.data, n * size_of(v.dtype)); }
+// Rows without gaps are one run: a vector may cross from one into the next.
+template <class AnyRows> Buffer matrix(const char* name, const AnyRows& r, int64_t rows, int64_t cols, Content content) {
+  const int64_t bytes = size_of(r.dtype);
+  if (r.stride == cols) return {name, r.data, rows * cols * bytes, content};
+  return {name, r.data, cols * bytes, content, {{rows, r.stride * bytes}}};
+}
+inline Buffer in(const char* name, const Rows& r, int64_t rows, int64_t cols) { return matrix(name, r, rows, cols, Content::input); }
+inline Buffer out(const char* name, const MutableRows& r, int64_t rows, int64_t cols) {
+  return matrix(name, r, rows, cols, Content::output);
+}
+constexpr int64_t f32 = sizeof(float), i64 = sizeof(int64_t);
+
+}  // namespace liger::cpu

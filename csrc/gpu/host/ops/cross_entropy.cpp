@@ -1,0 +1,75 @@
+#include "kernels/cross_entropy.h"
+
+#include "gpu/host/buffers.h"
+
+namespace liger::gpu {
+decltype(cpu::cross_entropy_counts) cross_entropy_counts;
+decltype(cpu::cross_entropy_forward) cross_entropy_forward;
+decltype(cpu::cross_entropy_backward) cross_entropy_backward;
+decltype(cpu::cross_entropy_in_place) cross_entropy_in_place;
+decltype(cpu::cross_entropy_reduce) cross_entropy_reduce;
+}  // namespace liger::gpu
+
+namespace liger::cpu {
+
+void cross_entropy_counts(const CrossEntropyCounts& a, Stream stream) {
+  const Buffers buffers{in("target", a.target, a.rows * i64), in("weight", a.class_weight, a.vocab), in("normalizer", a.normalizer, f32),
+                        out("counts", a.counts, CrossEntropyCounts::slots * f32)};
+  gpu::cross_entropy_counts(a, stream);
+}
+
+namespace {
+
+// What the passes over logits have in common; `gradient` may be empty, and may lie in the logits' memory.
+template <class Op>
+Buffers logit_buffers(const Op& a, const CrossEntropyRows& results, const void* lse, const Rows& grad, const MutableRows& gradient) {
+  return {in("logits", a.logits, a.rows, a.vocab),
+          in("target", a.target, a.rows * i64),
+          in("weight", a.class_weight, a.vocab),
+          in("counts", a.counts, CrossEntropyCounts::slots * f32),
+          in("saved lse", lse, 2 * a.rows * f32),
+          in("grad", grad, a.rows, 1),
+          out("ce", results.ce, a.rows * f32),
+          out("z", results.z, a.rows * f32),
+          out("lse", results.lse, 2 * a.rows * f32),
+          out("accuracy", results.accuracy, a.rows * f32),
+          out("predicted", results.predicted, a.rows * i64),
+          out("gradient", gradient, a.rows, a.vocab)};
+}
+
+}  // namespace
+
+// A bad target is raised at once, as the CPU does.
+void cross_entropy_forward(const CrossEntropyRows& a, Stream stream) {
+  const Buffers buffers = logit_buffers(a, a, nullptr, {}, {});
+  gpu::cross_entropy_forward(a, stream);
+  gpu::raise_reported_targets();
+}
+void cross_entropy_backward(const CrossEntropyBackward& a, Stream stream) {
+  const Buffers buffers = logit_buffers(a, {}, a.lse, a.grad, a.dlogits);
+  gpu::cross_entropy_backward(a, stream);
+  gpu::raise_reported_targets();
+}
+void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream stream) {
+  const Buffers buffers = logit_buffers(a.row, a.row, nullptr, {}, a.gradient);
+  gpu::cross_entropy_in_place(a, stream);
+  gpu::raise_reported_targets();
+}
+
+void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
+  const int64_t losses = a.reduction == Reduction::none ? a.rows : 1;
+  const CrossEntropyCounts counting = a.counting ? *a.counting : CrossEntropyCounts{};
+  const Buffers buffers{in("ce", a.ce, a.rows * f32),
+                        in("target", counting.target, counting.rows * i64),
+                        in("weight", counting.class_weight, counting.vocab),
+                        out("counts", counting.counts, CrossEntropyCounts::slots * f32),
+                        in("z", a.z, a.rows * f32),
+                        in("accuracy", a.accuracy, a.rows * f32),
+                        in("counts", a.counts, CrossEntropyCounts::slots * f32),
+                        out("loss", a.loss, losses * f32),
+                        out("z_loss", a.z_loss, losses * f32),
+                        out("token_accuracy", a.token_accuracy, f32)};
+  gpu::cross_entropy_reduce(a, stream);
+}
+
+}  // namespace liger::cpu
