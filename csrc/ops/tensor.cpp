@@ -2,9 +2,10 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#if LIGER_IS_GPU
-#include "gpu/device.h"
-#endif
+#include "kernels/device.h"
+
+// The shim declares it for builds with a GPU's toolkit alone; it is called in those alone.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace liger::LIGER_BACKEND {
 
@@ -53,15 +54,14 @@ Dtype dtype_of(ScalarType type, const char* name) {
       return Dtype::bf16;
     case ScalarType::Half:
       return Dtype::f16;
-#if !LIGER_IS_GPU
     case ScalarType::Double:
-      return Dtype::f64;
-#endif
+      if (has_float64) return Dtype::f64;
+      break;
     default:
       break;
   }
   throw std::invalid_argument(text(name, " has dtype ", dtype_name(type), ", expected float32, bfloat16 or float16",
-                                   LIGER_IS_GPU ? " (float64 works on the CPU only)" : ", or float64"));
+                                   has_float64 ? ", or float64" : " (float64 works on the CPU only)"));
 }
 ScalarType type_of(const Tensor& t) {
   try {
@@ -113,14 +113,12 @@ void check_same_shape(const char* op, const Tensor& t, const char* name, const T
 
 Scope::Scope(const char* op, const Tensor& t, const char* name) : op_(op) {
   check_defined(op, t, name);
-#if LIGER_IS_GPU
-  stream_.device = t.get_device_index();
-  guard_.emplace(stream_.device);
-  aoti_torch_get_current_cuda_stream(stream_.device, &stream_.handle);
-  gpu::raise_reported_targets();
-#else
-  (void)t;
-#endif
+  if constexpr (has_streams) {
+    stream_.device = t.get_device_index();
+    guard_.emplace(stream_.device);
+    aoti_torch_get_current_cuda_stream(stream_.device, &stream_.handle);
+  }
+  raise_reported_targets();
 }
 
 std::vector<int64_t> sizes_of(const Tensor& t) {
@@ -137,12 +135,10 @@ int64_t element_bytes(ScalarType type) {
 // Too little memory is an error of its own, which callers catch to try again with less. After a failed kernel every allocation fails, too.
 [[noreturn]] void throw_failed_allocation(const char* op, double bytes) {
   std::string cause = torch_said();
-#if LIGER_IS_GPU
-  if (cause.empty()) cause = gpu::device_failure();
-#endif
+  if (cause.empty()) cause = device_failure();
   const std::string tried = text("liger_ext::", op, " tried to allocate ", int64_t(bytes / (1 << 20)), " MiB");
   if (!cause.empty() && !says_out_of_memory(cause)) throw std::runtime_error(text(tried, ", which failed: ", cause));
-  throw OutOfMemory(text(LIGER_IS_GPU ? "CUDA out of memory. " : "out of memory: ", tried, cause.empty() ? "" : "; torch: ", cause));
+  throw OutOfMemory(text(has_streams ? "CUDA out of memory. " : "out of memory: ", tried, cause.empty() ? "" : "; torch: ", cause));
 }
 
 Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,

@@ -19,6 +19,9 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// What the tensors of this library's dispatch key have.
+constexpr bool has_streams = LIGER_IS_GPU, has_float64 = !LIGER_IS_GPU;
+
 const char* dtype_name(ScalarType type);
 // Prints as "(2, 3)", when it is printed: checks that hold must cost nothing.
 struct ShapeText {
