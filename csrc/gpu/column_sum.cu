@@ -4,6 +4,7 @@
 #include "gpu/column_sum.h"
 
 #include "gpu/platform.h"
+#include "launch/elementwise.h"
 
 namespace liger::gpu {
 namespace {
@@ -15,7 +16,8 @@ struct SumColumns {
     int64_t first_blocks;
     int width;  // columns of a block
   };
-  static constexpr int max_threads = launch::piece_threads, in_flight = 8;  // the rows that most threads have, and more
+  static constexpr int max_threads = launch::sum_columns_kernel.instance().max_threads,
+                       in_flight = 8;  // the rows that most threads have, and more
   static LIGER_DEVICE void run(const Args& a) {
     const int width = a.width, lane = thread_id() & (width - 1), group = thread_id() >> log2_of(width),
               groups = block_threads() >> log2_of(width);
@@ -60,10 +62,9 @@ void sum_columns(const PartialSums& partial, ColumnTotals totals, Stream stream)
   for (ColumnTotal* total : {&totals.first, &totals.second})
     if (total->out.data == nullptr) total->cols = 0;
   if (totals.first.cols + totals.second.cols == 0) return;
-  const launch::LaunchPlan plan =
-      launch::plan_column_sum(device_profile(stream.device), partial.rows, totals.first.cols, totals.second.cols);
-  const int width = plan.threads_per_row;
-  launch<SumColumns>(plan, {partial, totals, launch::ceil_div(totals.first.cols, width), width}, stream);
+  const launch::Launch made = launch::sum_columns(device_profile(stream.device), partial.rows, totals.first.cols, totals.second.cols);
+  const int width = made.plan.threads_per_row;
+  launch<SumColumns>(made.plan, {partial, totals, launch::ceil_div(totals.first.cols, width), width}, stream);
 }
 
 }  // namespace liger::gpu

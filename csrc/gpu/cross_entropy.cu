@@ -21,8 +21,8 @@ struct ForwardArgs {
 // the plan says.
 template <class T, int N, bool Full, int Threads> struct Forward {
   using Args = ForwardArgs;
-  using OfWholeBlocks = std::conditional_t<(N > 1 && !Full), Forward<T, N, Full, launch::logits_row_threads>, Forward>;
-  static constexpr int max_threads = Threads > 0 ? Threads : launch::logits_threads, min_blocks = Threads > 0 ? 8 : 2;
+  static constexpr int max_threads = launch::cross_entropy_forward_kernel.instance(N, launch::none, Threads).max_threads,
+                       min_blocks = Threads > 0 ? 8 : 2;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -53,8 +53,6 @@ template <class T, int N, bool Full, int Threads> struct Forward {
   }
 };
 
-template <class T, int N, bool Full> using ForwardOfAny = Forward<T, N, Full, 0>;
-
 // Tiles of rows in the order of memory, as a copy would go: each needs no more of its row than a few numbers.
 template <class T, int N, bool Full> struct Backward {
   struct Args {
@@ -64,7 +62,7 @@ template <class T, int N, bool Full> struct Backward {
     void* dlogits;
     int64_t dlogits_stride, tiles;  // tiles: of a row
   };
-  static constexpr int max_threads = launch::piece_threads, K = launch::logit_tile_k(N);
+  static constexpr int max_threads = launch::cross_entropy_backward_kernel.instance(N).max_threads, K = launch::logit_tile_k(N);
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -103,10 +101,13 @@ template <class T, int N, bool Full> struct Backward {
 }  // namespace
 
 void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
+  if (op.rows == 0 || op.vocab == 0) return;
   const bool full = costly_options(op.options) || op.accuracy || op.predicted;
-  launch_rows<ForwardOfAny>(op, !full || vectors_fit(op), full, false, stream, [&](auto& args, auto& plan) {
-    args.out = row_outputs(op);
-    plan.pdl = plan.pdl && op.after_counts;
+  const launch::Launch made =
+      launch::cross_entropy_forward(device_profile(stream.device), logits_shape(op, !full || vectors_fit(op), full), op.after_counts);
+  const ForwardArgs args{logit_rows(op, made.plan, stream), row_outputs(op)};
+  with_logits<launch::cross_entropy_forward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
+    launch<Forward<T, I.vec, Full, I.threads>>(made.plan, args, stream);
   });
 }
 
@@ -116,15 +117,13 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   const bool full = costly_options(op.options);
   const bool vectors =
       full ? vectors_fit(op) && aligned(op.dlogits, 0) : equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
-  with_logits<Backward>(op, vectors, full, [&](auto kernel, int vec) {
-    using Kernel = std::remove_cvref_t<decltype(kernel)>;
-    const launch::DeviceProfile& device = device_profile(stream.device);
-    const launch::LaunchPlan plan = launch::plan_cross_entropy_tiles(
-        device, op.rows, op.vocab, vec, launch::knobs_of(device, launch::Tunable::cross_entropy_backward, vec, op.rows, op.vocab));
-    const int64_t tiles = launch::ceil_div(op.vocab, int64_t{plan.threads_per_row} * Kernel::K * vec);
-    launch<Kernel>(plan,
-                   {logit_rows(op, plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles},
-                   stream);
+  const launch::Launch made = launch::cross_entropy_backward(device_profile(stream.device), logits_shape(op, vectors, full));
+  const int vec = made.instance.vec;
+  const int64_t tiles = launch::ceil_div(op.vocab, int64_t{made.plan.threads_per_row} * launch::logit_tile_k(vec) * vec);
+  with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
+    launch<Backward<T, I.vec, Full>>(
+        made.plan,
+        {logit_rows(op, made.plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles}, stream);
   });
 }
 

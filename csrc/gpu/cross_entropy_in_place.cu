@@ -42,7 +42,7 @@ struct LossGradients {
 
 template <class T, int N, bool Full> struct InPlace {
   using Args = InPlaceArgs;
-  static constexpr int max_threads = launch::row_threads;
+  static constexpr int max_threads = launch::in_place_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -93,7 +93,7 @@ template <class T, int N, bool Full> struct InPlace {
 // K: vectors of a row that a thread holds.
 template <class T, int N, int K> struct InPlaceRegisters {
   using Args = InPlaceArgs;
-  static constexpr int max_threads = launch::in_place_bound(K), min_blocks = K == 10 ? 3 : 1;
+  static constexpr int max_threads = launch::in_place_registers.instance(N, K).max_threads, min_blocks = K == 10 ? 3 : 1;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -203,34 +203,25 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   require(op.gradient.dtype == row.logits.dtype, row.op, ": the gradient of the logits must have their dtype");
   const bool vectors = vectors_fit(row) && aligned(op.gradient, 0), full = costly_options(row.options) || row.accuracy || row.predicted;
-  const auto set = [&](InPlaceArgs& args, const launch::LaunchPlan& plan) {
-    args.out = row_outputs(row);
-    args.gradient_scale = float(op.gradient_scale);
-    args.gradient = op.gradient.data;
-    args.gradient_stride = op.gradient.stride;
-    args.slots = plan.k;
-    args.shared_offset = plan.ring_offset;
-    args.at_once_from = float(op.batch_rows) * 15 / 16;
-  };
-  if (vectors && !full && !row.options.token_scaling && row.rows > 0) {
-    const launch::DeviceProfile& device = device_profile(stream.device);
-    const int vec = 16 / int(size_of(row.logits.dtype));
-    const launch::LaunchPlan plan = launch::plan_cross_entropy_held(
-        device, row.rows, row.vocab, vec, launch::knobs_of(device, launch::Tunable::cross_entropy_in_place, vec, row.rows, row.vocab));
-    if (plan.path == launch::Path::regs)
-      return dispatch(row.logits.dtype, [&](auto element) {
-        using T = std::remove_cvref_t<decltype(element)>;
-        constexpr int N = 16 / int(sizeof(T));
-        InPlaceArgs args{logit_rows(row, plan, stream)};
-        set(args, plan);
-        if constexpr (may_have_clusters) {
-          if (plan.k == 10) return launch<InPlaceRegisters<T, N, 10>>(plan, args, stream);
-          if (plan.k == 16) return launch<InPlaceRegisters<T, N, 16>>(plan, args, stream);
-        }
-        launch<InPlaceRegisters<T, N, 8>>(plan, args, stream);
-      });
-  }
-  launch_rows<InPlace>(row, vectors, full, true, stream, set);
+  if (row.rows == 0 || row.vocab == 0) return;
+  const launch::Launch made =
+      launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, vectors, full), !full && !row.options.token_scaling);
+  const InPlaceArgs args{.rows = logit_rows(row, made.plan, stream),
+                         .out = row_outputs(row),
+                         .gradient_scale = float(op.gradient_scale),
+                         .gradient = op.gradient.data,
+                         .gradient_stride = op.gradient.stride,
+                         .slots = made.plan.k,
+                         .shared_offset = made.plan.ring_offset,
+                         .at_once_from = float(op.batch_rows) * 15 / 16};
+  if (made.of(launch::in_place_kernel))
+    return with_logits<launch::in_place_kernel>(
+        made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() { launch<InPlace<T, I.vec, Full>>(made.plan, args, stream); });
+  dispatch(row.logits.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    with_instance<launch::in_place_registers, fits<T>>(
+        made, [&]<Instance I>() { launch<InPlaceRegisters<T, I.vec, I.k>>(made.plan, args, stream); });
+  });
 }
 
 }  // namespace liger::gpu

@@ -1,7 +1,8 @@
-// What the launches of all kernels over logits share: their arguments from an op's description, and the choice of an instantiation.
+// What the launches of all kernels over logits share: their arguments from an op's description, and which instances there are.
 #pragma once
 #include "gpu/cross_entropy_rows.h"
 #include "gpu/platform.h"
+#include "launch/cross_entropy.h"
 
 namespace liger::gpu {
 
@@ -85,32 +86,19 @@ inline RowOutputs row_outputs(const CrossEntropyRows& op) {
           op.rows};
 }
 
-// Calls start(kernel, elements of an access) with the instantiation of K that fits the logits.
-template <template <class, int, bool> class K, class Op, class Start> void with_logits(const Op& op, bool vectors, bool full, Start start) {
-  dispatch(op.logits.dtype, [&](auto element) {
-    using T = std::remove_cvref_t<decltype(element)>;
-    constexpr int width = 16 / int(sizeof(T));
-    if (!vectors) start(K<T, 1, true>{}, 1);
-    else if (full) start(K<T, width, true>{}, width);
-    else start(K<T, width, false>{}, width);
-  });
+// vectors: may accesses have 16 bytes?
+template <class Op> launch::LogitsShape logits_shape(const Op& op, bool vectors, bool full) {
+  const int bytes = int(size_of(op.logits.dtype));
+  return {op.rows, op.vocab, bytes, vectors ? 16 / bytes : 1, full};
 }
-// Rows of groups of threads, as plan_logits has them; set(args, plan) adds what only that kernel takes. A kernel may have another one
-// (OfWholeBlocks) for rows of a block of the planner's own size each.
-template <template <class, int, bool> class K, class Op, class Set>
-void launch_rows(const Op& op, bool vectors, bool full, bool in_place, Stream stream, Set set) {
-  if (op.rows == 0 || op.vocab == 0) return;
-  with_logits<K>(op, vectors, full, [&](auto kernel, int vec) {
-    using Kernel = std::remove_cvref_t<decltype(kernel)>;
-    const launch::DeviceProfile& device = device_profile(stream.device);
-    const launch::Tunable tunable = in_place ? launch::Tunable::cross_entropy_in_place : launch::Tunable::cross_entropy;
-    launch::LaunchPlan plan = launch::plan_cross_entropy(device, op.rows, op.vocab, size_of(op.logits.dtype), vec, in_place,
-                                                         launch::knobs_of(device, tunable, vec, op.rows, op.vocab));
-    typename Kernel::Args args{logit_rows(op, plan, stream)};
-    set(args, plan);
-    if constexpr (requires { typename Kernel::OfWholeBlocks; })
-      if (launch::whole_block_rows(plan)) return launch<typename Kernel::OfWholeBlocks>(plan, args, stream);
-    launch<Kernel>(plan, args, stream);
+template <class T, bool Full> constexpr bool logits_fit(const launch::Instance& of) { return fits<T>(of) && launch::logits_have(Full, of); }
+// Calls f.operator()<T, Full, I>() with the logits' type, and the instance of a launch.
+template <const launch::Kernel& Of, class F> void with_logits(const launch::Launch& made, Dtype dtype, bool full, F f) {
+  dispatch(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if (full || made.instance.vec == 1)
+      with_instance<Of, logits_fit<T, true>>(made, [&]<Instance I>() { f.template operator()<T, true, I>(); });
+    else with_instance<Of, logits_fit<T, false>>(made, [&]<Instance I>() { f.template operator()<T, false, I>(); });
   });
 }
 

@@ -6,6 +6,7 @@
 #include "gpu/device.h"
 #include "gpu/rows.h"
 #include "kernels/cross_entropy.h"
+#include "launch/cross_entropy.h"
 
 namespace liger::gpu {
 namespace {
@@ -79,7 +80,7 @@ struct CountTargets {
     Reduction reduction;
     float* counts;
   };
-  static constexpr int max_threads = launch::row_threads;
+  static constexpr int max_threads = launch::count_targets_kernel.instance().max_threads;
 
   struct Scales {
     double valid;
@@ -142,7 +143,7 @@ struct SumLosses {
     const float *ce, *z, *accuracy;
     float *loss, *z_loss, *token_accuracy;
   };
-  static constexpr int max_threads = launch::row_threads;
+  static constexpr int max_threads = launch::sum_losses_kernel.instance().max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     CountTargets::Scales scales = {};
@@ -169,7 +170,7 @@ struct AddLosses {
     const float *ce, *z;
     float *loss, *z_loss;
   };
-  static constexpr int max_threads = launch::piece_threads;
+  static constexpr int max_threads = launch::add_losses_kernel.instance().max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     const int64_t row = block_id() * block_threads() + thread_id();
@@ -194,22 +195,22 @@ CountTargets::Args args_of(const CrossEntropyCounts& op) {
 }  // namespace
 
 void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) {
-  launch<CountTargets>(launch::plan_cross_entropy_counts(device_profile(stream.device), op.rows, op.vocab), args_of(op), stream);
+  launch<CountTargets>(launch::count_targets(device_profile(stream.device), op.rows, op.vocab).plan, args_of(op), stream);
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
   const auto& device = device_profile(stream.device);
   const auto *ce = static_cast<const float*>(op.ce), *z = static_cast<const float*>(op.z);
   auto *loss = static_cast<float*>(op.loss), *z_loss = static_cast<float*>(op.z_loss);
-  const auto plan = launch::plan_cross_entropy_reduce(device, op.rows, op.reduction == Reduction::none);
   if (op.reduction == Reduction::none) {
     if (op.counting) cross_entropy_counts(*op.counting, stream);
-    if (op.rows > 0) launch<AddLosses>(plan, {op.rows, ce, z, loss, z_loss}, stream);
+    if (op.rows > 0) launch<AddLosses>(launch::add_losses(device, op.rows).plan, {op.rows, ce, z, loss, z_loss}, stream);
     return;
   }
   CountTargets::Args counting{.rows = op.rows, .counts = const_cast<float*>(static_cast<const float*>(op.counts))};
   if (op.counting) counting = args_of(*op.counting);
-  launch<SumLosses>(plan, {counting, op.counting != nullptr, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
+  launch<SumLosses>(launch::sum_losses(device, op.rows).plan,
+                    {counting, op.counting != nullptr, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
 }
 
 }  // namespace liger::gpu

@@ -8,6 +8,7 @@
 #include "gpu/device.h"
 #include "gpu/rows.h"
 #include "kernels/elementwise.h"
+#include "launch/elementwise.h"
 
 namespace liger::gpu {
 namespace {
@@ -49,7 +50,7 @@ template <class T, int N> struct Scale {
     const float* scale;
     Rows row_scale;
   };
-  static constexpr int max_threads = launch::piece_threads;
+  static constexpr int max_threads = launch::scale_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     const Piece piece(a.cols, N, a.blocks_per_row);
@@ -79,7 +80,7 @@ template <class T, int N> struct Fill {
     MutableRows matrix;
     Vector values;
   };
-  static constexpr int max_threads = launch::piece_threads;
+  static constexpr int max_threads = launch::fill_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     const Piece piece(a.cols, N, a.blocks_per_row);
@@ -105,7 +106,7 @@ template <class T, int N> struct PartialColumns {
     float* partial;   // [parts, stride]
     int64_t stride;
   };
-  static constexpr int max_threads = launch::piece_threads;
+  static constexpr int max_threads = launch::partial_columns_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     const int64_t part = quotient(block_id(), a.blocks_per_part), block = block_id() - part * a.blocks_per_part;
@@ -148,7 +149,7 @@ struct Product {
     Rows factors;
     int64_t rows;
   };
-  static constexpr int max_threads = launch::row_threads;
+  static constexpr int max_threads = launch::product_kernel.instance().max_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
     float largest = 0;
@@ -172,22 +173,9 @@ struct Product {
   }
 };
 
-// K<T, 8> for aligned rows, K<T, 1> for others; start(kernel, elements of a vector).
-template <template <class, int> class K, class F> void with_kernel(Dtype dtype, bool vectors, F start) {
-  dispatch(dtype, [&](auto element) {
-    using T = std::remove_cvref_t<decltype(element)>;
-    if (vectors) start(K<T, width>{}, width);
-    else start(K<T, 1>{}, 1);
-  });
-}
-
-launch::LaunchPlan pieces(Stream stream, int64_t rows, int64_t cols, int n) {
-  return launch::plan_row_pieces(device_profile(stream.device), rows, cols, n);
-}
-
 int vector_of(const ColumnSum& op) { return aligned(op.in, 0) ? width : 1; }
-launch::LaunchPlan column_shares(const ColumnSum& op, Stream stream) {
-  return launch::plan_column_shares(device_profile(stream.device), op.rows, op.cols, vector_of(op));
+launch::Launch partial_columns(const ColumnSum& op, Stream stream) {
+  return launch::partial_columns(device_profile(stream.device), op.rows, op.cols, vector_of(op));
 }
 
 }  // namespace
@@ -199,40 +187,50 @@ void scale_cast(const ScaleCast& op, Stream stream) {
     flat.rows = 1, flat.cols = op.rows * op.cols;
     flat.in.stride = flat.out.stride = 0;
   }
-  with_kernel<Scale>(op.in.dtype, aligned(flat.in, 0) && aligned(flat.out, 0), [&](auto kernel, int n) {
-    const auto plan = pieces(stream, flat.rows, flat.cols, n);
-    launch<std::remove_cvref_t<decltype(kernel)>>(
-        plan, {flat.cols, plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
+  const bool wide = aligned(flat.in, 0) && aligned(flat.out, 0);
+  const launch::Launch made = launch::pieces(device_profile(stream.device), launch::scale_kernel, flat.rows, flat.cols, wide ? width : 1);
+  dispatch(op.in.dtype, [&](auto tag) {
+    with_instance<launch::scale_kernel>(made, [&]<Instance I>() {
+      launch<Scale<decltype(tag), I.vec>>(
+          made.plan, {flat.cols, made.plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
+    });
   });
 }
 
 void fill_rows(const FillRows& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
-  with_kernel<Fill>(op.matrix.dtype, aligned(op.matrix, 0) && aligned(op.values, 0), [&](auto kernel, int n) {
-    const auto plan = pieces(stream, op.rows, op.cols, n);
-    launch<std::remove_cvref_t<decltype(kernel)>>(plan, {op.cols, plan.grid / op.rows, op.matrix, op.values}, stream);
+  const bool wide = aligned(op.matrix, 0) && aligned(op.values, 0);
+  const launch::Launch made = launch::pieces(device_profile(stream.device), launch::fill_kernel, op.rows, op.cols, wide ? width : 1);
+  dispatch(op.matrix.dtype, [&](auto tag) {
+    with_instance<launch::fill_kernel>(made, [&]<Instance I>() {
+      launch<Fill<decltype(tag), I.vec>>(made.plan, {op.cols, made.plan.grid / op.rows, op.matrix, op.values}, stream);
+    });
   });
 }
 
 int64_t column_sum_workspace(const ColumnSum& op, Stream stream) {
-  return column_shares(op, stream).partial_rows * launch::round_up(op.cols, width) * int64_t{sizeof(float)};
+  return partial_columns(op, stream).plan.partial_rows * launch::round_up(op.cols, width) * int64_t{sizeof(float)};
 }
 
 void column_sum(const ColumnSum& op, Stream stream) {
   if (op.cols == 0) return;
-  const launch::LaunchPlan plan = column_shares(op, stream);
+  const launch::Launch made = partial_columns(op, stream);
   auto* partial = static_cast<float*>(op.workspace);
-  const int64_t parts = plan.partial_rows, stride = launch::round_up(op.cols, width);
-  with_kernel<PartialColumns>(op.in.dtype, vector_of(op) == width, [&](auto kernel, int) {
-    launch<std::remove_cvref_t<decltype(kernel)>>(
-        plan, {op.rows, op.cols, launch::ceil_div(op.rows, parts), plan.grid / parts, op.in, op.row_scale, partial, stride}, stream);
+  const int64_t parts = made.plan.partial_rows, stride = launch::round_up(op.cols, width);
+  dispatch(op.in.dtype, [&](auto tag) {
+    with_instance<launch::partial_columns_kernel>(made, [&]<Instance I>() {
+      launch<PartialColumns<decltype(tag), I.vec>>(
+          made.plan, {op.rows, op.cols, launch::ceil_div(op.rows, parts), made.plan.grid / parts, op.in, op.row_scale, partial, stride},
+          stream);
+    });
   });
   sum_columns({partial, parts, stride}, {{0, op.cols, {op.sum, Dtype::f32}, op.accumulate}, {}}, stream);
 }
 
 void scalar_product(const ScalarProduct& op, Stream stream) {
-  launch<Product>(launch::plan_scalar(device_profile(stream.device), op.factors.data ? op.rows : 1),
-                  {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out), op.factors, op.rows}, stream);
+  const launch::Launch made = launch::product(device_profile(stream.device), op.factors.data ? op.rows : 1);
+  launch<Product>(made.plan, {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out), op.factors, op.rows},
+                  stream);
 }
 
 }  // namespace liger::gpu

@@ -8,6 +8,7 @@
 
 #include "gpu/device.h"
 #include "gpu/rows.h"
+#include "launch/glu.h"
 #include "math/activation.h"
 
 namespace liger::gpu {
@@ -70,7 +71,7 @@ template <class T, int VEC, Activation A> struct GluForwardKernel {
     Tiles tiles;
     GluForward glu;
   };
-  static constexpr int K = vectors_per_thread, max_threads = launch::piece_threads, min_blocks = 4;
+  static constexpr int K = vectors_per_thread, max_threads = launch::glu_forward.instance(VEC).max_threads, min_blocks = 4;
   static LIGER_DEVICE void run(const Args& args) {
     const GluForward& a = args.glu;
     const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
@@ -98,7 +99,7 @@ template <class T, int VEC, Activation A> struct GluBackwardKernel {
     Tiles tiles;
     GluBackward glu;
   };
-  static constexpr int K = vectors_per_thread, max_threads = launch::piece_threads, min_blocks = 4;
+  static constexpr int K = vectors_per_thread, max_threads = launch::glu_backward.instance(VEC).max_threads, min_blocks = 4;
   static LIGER_DEVICE void run(const Args& args) {
     const GluBackward& a = args.glu;
     const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
@@ -127,29 +128,23 @@ template <class T, int VEC, Activation A> struct GluBackwardKernel {
 };
 
 // Starts Kernel<T, VEC, A> for the dtype, alignment and activation of `a`; `tensors` are a's.
-template <template <class, int, Activation> class Kernel, class Glu, class... Tensors>
-void start(Glu a, launch::Tunable kernel, Stream stream, const Tensors&... tensors) {
+template <template <class, int, Activation> class Kernel, const launch::Kernel& Instances, class Glu, class... Tensors>
+void start(Glu a, launch::Tunable tunable, Stream stream, const Tensors&... tensors) {
   if (a.rows == 0 || a.cols == 0) return;
-  const launch::DeviceProfile& device = device_profile(stream.device);
-  const int64_t rows = a.rows, row_cols = a.cols;
-  const bool wide = (aligned(tensors, row_cols) && ...);
-  if (((tensors.stride == a.cols || a.rows == 1) && ...)) {
-    a.cols *= a.rows;
-    a.rows = 1;
-  }
+  const bool wide = (aligned(tensors, a.cols) && ...), contiguous = ((tensors.stride == a.cols || a.rows == 1) && ...);
+  const launch::Launch made = launch::glu(device_profile(stream.device), Instances, tunable, a.rows, a.cols,
+                                          wide ? 16 / int(size_of(a.gate.dtype)) : 1, contiguous);
+  a.rows = made.rows;
+  a.cols = made.cols;
+  const int threads = made.plan.threads_per_row;
+  const Tiles tiles{threads, a.rows, a.cols, launch::ceil_div(a.cols, int64_t{threads} * vectors_per_thread * made.instance.vec)};
   dispatch(a.gate.dtype, [&](auto tag) {
-    using T = std::remove_cvref_t<decltype(tag)>;
-    const auto with_vec = [&](auto vec) {
-      constexpr int VEC = decltype(vec)::value;
-      const launch::LaunchPlan plan = launch::plan_glu(device, a.rows, a.cols, VEC, launch::knobs_of(device, kernel, VEC, rows, row_cols));
-      const int64_t tile_cols = int64_t{plan.threads_per_row} * vectors_per_thread * VEC;
-      const Tiles tiles{plan.threads_per_row, a.rows, a.cols, launch::ceil_div(a.cols, tile_cols)};
-      if (a.activation == Activation::silu) launch<Kernel<T, VEC, Activation::silu>>(plan, {tiles, a}, stream);
-      else if (a.activation == Activation::gelu) launch<Kernel<T, VEC, Activation::gelu>>(plan, {tiles, a}, stream);
-      else launch<Kernel<T, VEC, Activation::gelu_tanh>>(plan, {tiles, a}, stream);
-    };
-    if (wide) with_vec(std::integral_constant<int, 16 / int(sizeof(T))>{});
-    else with_vec(std::integral_constant<int, 1>{});
+    using T = decltype(tag);
+    with_instance<Instances, fits<T>>(made, [&]<Instance I>() {
+      if (a.activation == Activation::silu) launch<Kernel<T, I.vec, Activation::silu>>(made.plan, {tiles, a}, stream);
+      else if (a.activation == Activation::gelu) launch<Kernel<T, I.vec, Activation::gelu>>(made.plan, {tiles, a}, stream);
+      else launch<Kernel<T, I.vec, Activation::gelu_tanh>>(made.plan, {tiles, a}, stream);
+    });
   });
 }
 
@@ -157,12 +152,12 @@ void start(Glu a, launch::Tunable kernel, Stream stream, const Tensors&... tenso
 
 void glu_forward(const GluForward& a, Stream stream) {
   const bool silu = a.activation == Activation::silu;
-  start<GluForwardKernel>(a, silu ? launch::Tunable::swiglu : launch::Tunable::geglu, stream, a.gate, a.up, a.h);
+  start<GluForwardKernel, launch::glu_forward>(a, silu ? launch::Tunable::swiglu : launch::Tunable::geglu, stream, a.gate, a.up, a.h);
 }
 void glu_backward(const GluBackward& a, Stream stream) {
   const bool silu = a.activation == Activation::silu;
-  const launch::Tunable kernel = silu ? launch::Tunable::swiglu_backward : launch::Tunable::geglu_backward;
-  start<GluBackwardKernel>(a, kernel, stream, a.dh, a.gate, a.up, a.dgate, a.dup);
+  const launch::Tunable tunable = silu ? launch::Tunable::swiglu_backward : launch::Tunable::geglu_backward;
+  start<GluBackwardKernel, launch::glu_backward>(a, tunable, stream, a.dh, a.gate, a.up, a.dgate, a.dup);
 }
 
 }  // namespace liger::gpu

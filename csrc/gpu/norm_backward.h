@@ -13,6 +13,7 @@
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_stream.h"
+#include "launch/norms.h"
 
 namespace liger::gpu {
 
@@ -41,7 +42,7 @@ template <int VEC> LIGER_DEVICE void load_weight(float (&weight)[VEC], const Nor
 // K: vectors a thread. Threads: of a row; 0: as the plan says.
 template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
-  static constexpr int max_threads = launch::norm_backward_bound(Threads);
+  static constexpr int max_threads = launch::norm_backward_registers.instance(VEC, K, Threads).max_threads;
   static constexpr int min_blocks = 1;  // as many registers as there can be
   // At 1024 threads there are 64 registers for each: enough for one row and its sums, while weights are loaded where they are used.
   static constexpr bool spacious = Threads < 1024;
@@ -170,7 +171,7 @@ template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwa
 // Re-read path, first kernel: one block a row.
 template <int VEC, bool Centered> struct NormBackwardMeans {
   using Args = NormBackwardArgs;
-  static constexpr int K = VEC == 8 ? 2 : 4, max_threads = launch::row_threads;
+  static constexpr int K = VEC == 8 ? 2 : 4, max_threads = launch::norm_backward_means.instance(VEC).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id();
@@ -205,7 +206,7 @@ template <int VEC, bool Centered> struct NormBackwardMeans {
 // Re-read path, second kernel: a block owns block_threads() * VEC columns of rows_per_block rows.
 template <int VEC, bool Centered> struct NormBackwardTiles {
   using Args = NormBackwardArgs;
-  static constexpr int max_threads = launch::piece_threads;
+  static constexpr int max_threads = launch::norm_backward_tiles.instance(VEC).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     const int64_t tile_cols = int64_t{block_threads()} * VEC, tiles = (a.cols + tile_cols - 1) / tile_cols;
     const int64_t range = block_id() / tiles, tile = block_id() % tiles;

@@ -10,6 +10,7 @@
 #pragma once
 #include "gpu/device.h"
 #include "gpu/rows.h"
+#include "launch/norms.h"
 
 namespace liger::gpu {
 
@@ -168,7 +169,7 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
   static constexpr bool Centered = Kind.centered, clusters = Threads < launch::row_threads;
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Kind, (K <= 4 || (clusters && !Centered))>;
-  static constexpr int max_threads = Threads;
+  static constexpr int max_threads = launch::norm_forward_registers.instance(VEC, K, Threads).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroupOf<0, clusters> group(a.threads_per_row);
     const int64_t row = group.first_row();
@@ -245,7 +246,7 @@ template <class T, int VEC, NormKind Kind> struct NormForwardReread {
   using Args = NormForwardArgs;
   static constexpr int K = 4;
   using Tile = NormTile<T, VEC, K, Kind, true>;
-  static constexpr int max_threads = launch::row_threads;
+  static constexpr int max_threads = launch::norm_forward_reread.instance(VEC).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
@@ -297,44 +298,36 @@ template <class T, int VEC, NormKind Kind> struct NormForwardReread {
   }
 };
 
+// Is there an instance of this kind for results of T?
+template <class T, NormKind Kind> constexpr bool norm_forward_fits(const launch::Instance& of) {
+  return fits<T>(of) && launch::norm_forward_has({Kind.centered, Kind.two, Kind.usual}, of);
+}
+
 template <bool Centered> void norm_forward(NormForwardArgs a, Stream stream) {
   if (a.rows == 0 || a.cols == 0) return;
-  const launch::DeviceProfile& device = device_profile(stream.device);
   const bool wide = aligned(a.x, a.cols) && aligned(a.residual, a.cols) && aligned(a.sum, a.cols) && aligned(a.y, a.cols) &&
                     aligned(a.weight, a.cols) && aligned(a.bias, a.cols);
+  const int wide_vec = 16 / int(size_of(a.y.dtype)), vec = wide && a.cols % wide_vec == 0 ? wide_vec : 1;
+  const bool two = a.residual.data != nullptr;
+  const bool usual = vec > 1 && a.weight.data && a.weight.dtype == a.y.dtype && (!Centered || (a.bias.data && a.bias.dtype == a.y.dtype));
+  const launch::Launch made = launch::norm_forward(device_profile(stream.device), a.rows, a.cols, vec, {Centered, two, usual});
+  a.inverse_cols = 1.0f / float(a.cols);
+  a.as_llama = a.round_normalized && a.offset == 0;
+  a.threads_per_row = made.plan.threads_per_row;
   dispatch(a.y.dtype, [&](auto tag) {
-    using T = std::remove_cvref_t<decltype(tag)>;
-    const auto start = [&](auto vec) {
-      constexpr int VEC = decltype(vec)::value;
-      a.inverse_cols = 1.0f / float(a.cols);
-      a.as_llama = a.round_normalized && a.offset == 0;
-      const bool two = a.residual.data != nullptr;
-      const auto kernel = Centered ? launch::Tunable::layer_norm : two ? launch::Tunable::add_rms_norm : launch::Tunable::rms_norm;
-      const launch::Knobs knobs = launch::knobs_of(device, kernel, VEC, a.rows, a.cols);
-      const launch::LaunchPlan plan = launch::plan_norm_forward(device, a.rows, a.cols, VEC, {.centered = Centered, .two = two}, knobs);
-      a.threads_per_row = plan.threads_per_row;
-      const auto of_kind = [&]<NormKind Kind>() {
-        if (plan.path == launch::Path::reread) return launch<NormForwardReread<T, VEC, Kind>>(plan, a, stream);
-        if constexpr (VEC > 1) {  // single elements come in one size: four a thread
-          if (plan.k == 1) return launch<NormForwardRegisters<T, VEC, 1, launch::row_threads, Kind>>(plan, a, stream);
-          if (plan.k == 2) return launch<NormForwardRegisters<T, VEC, 2, launch::row_threads, Kind>>(plan, a, stream);
-          if constexpr (may_have_clusters)
-            if (plan.cluster > 1)
-              return launch<NormForwardRegisters<T, VEC, 8, launch::norm_cluster_bound({Centered, Kind.two}), Kind>>(plan, a, stream);
-          if (plan.k == 8) return launch<NormForwardRegisters<T, VEC, 8, launch::row_threads, Kind>>(plan, a, stream);
-        }
-        launch<NormForwardRegisters<T, VEC, 4, launch::row_threads, Kind>>(plan, a, stream);
-      };
-      const bool usual = a.weight.data && a.weight.dtype == a.y.dtype && (!Centered || (a.bias.data && a.bias.dtype == a.y.dtype));
-      if constexpr (VEC > 1) {
-        if (usual && (Centered || !two)) return of_kind.template operator()<NormKind{Centered, true, false}>();
-        if (usual) return of_kind.template operator()<NormKind{Centered, true, !Centered}>();
-      }
-      of_kind.template operator()<NormKind{Centered, false, !Centered}>();
+    using T = decltype(tag);
+    const auto of_kind = [&]<NormKind Kind>() {
+      constexpr auto fitting = norm_forward_fits<T, Kind>;
+      if (made.of(launch::norm_forward_reread))
+        with_instance<launch::norm_forward_reread, fitting>(
+            made, [&]<Instance I>() { launch<NormForwardReread<T, I.vec, Kind>>(made.plan, a, stream); });
+      else
+        with_instance<launch::norm_forward_registers, fitting>(
+            made, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(made.plan, a, stream); });
     };
-    constexpr int wide_vec = 16 / int(sizeof(T));
-    if (wide && a.cols % wide_vec == 0) start(std::integral_constant<int, wide_vec>{});
-    else start(std::integral_constant<int, 1>{});
+    if (!usual) of_kind.template operator()<NormKind{Centered, false, !Centered}>();
+    else if (Centered || !two) of_kind.template operator()<NormKind{Centered, true, false}>();
+    else of_kind.template operator()<NormKind{Centered, true, !Centered}>();
   });
 }
 

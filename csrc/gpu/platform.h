@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "kernels/types.h"
-#include "launch/op_plans.h"
+#include "launch/launch.h"
 
 #if defined(__HIPCC__) || defined(__HIP__)
 #include "gpu/platform_hip.h"
@@ -255,6 +255,13 @@ template <class F> void dispatch(Dtype dtype, F&& f) {
       break;
   }
   throw_unsupported_dtype();
+}
+
+using launch::Instance;
+using launch::with_instance;
+// Is there code for an instance whose accesses are of T: 16 bytes, or one element?
+template <class T> constexpr bool fits(const launch::Instance& of) {
+  return (of.vec == 1 || of.vec * int(sizeof(T)) == 16) && (may_have_clusters || !of.ahead);
 }
 
 // May 16-byte accesses be used for these rows? All rows start aligned and the row length is whole vectors.

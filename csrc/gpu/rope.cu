@@ -7,12 +7,14 @@
 
 #include "gpu/device.h"
 #include "gpu/rows.h"
+#include "launch/rope.h"
 
 namespace liger::gpu {
 namespace {
 
 template <class T, int VEC> struct RopeKernel {
-  static constexpr int max_threads = launch::piece_threads, min_blocks = 4, heads_in_flight = launch::rope_heads_in_flight;
+  static constexpr int max_threads = launch::rope_kernel.instance(VEC).max_threads, min_blocks = 4,
+                       heads_in_flight = launch::rope_heads_in_flight;
   struct Args {
     Rope rope;
     int first;                               // position
@@ -114,38 +116,30 @@ bool whole_vectors(const void* data, int64_t vec, std::initializer_list<int64_t>
 
 void rope(const Rope& a, Stream stream) {
   if (a.batch * a.seq * a.head_dim * (a.q.heads + a.k.heads) == 0) return;
-  const launch::DeviceProfile& device = device_profile(stream.device);
   const int64_t wide = 16 / size_of(a.dtype);
-  const auto fits = [&](const RopeHeads& h) {
+  const auto whole = [&](const RopeHeads& h) {
     return h.heads == 0 || (whole_vectors(h.in, wide, {h.in_batch, h.in_head, h.in_seq}) &&
                             whole_vectors(h.out, wide, {h.out_batch, h.out_head, h.out_seq}));
   };
-  const bool vectors = fits(a.q) && fits(a.k) && a.head_dim % wide == 0 && (a.rotary_dim / 2) % wide == 0 &&
+  const bool vectors = whole(a.q) && whole(a.k) && a.head_dim % wide == 0 && (a.rotary_dim / 2) % wide == 0 &&
                        whole_vectors(a.cos, wide, {a.cos_batch, a.cos_seq}) && whole_vectors(a.sin, wide, {a.sin_batch, a.sin_seq});
-  dispatch(a.dtype, [&](auto tag) {
-    using T = std::remove_cvref_t<decltype(tag)>;
-    const auto start = [&](auto vec) {
-      constexpr int VEC = decltype(vec)::value;
-      using Kernel = RopeKernel<T, VEC>;
-      const int64_t positions = a.batch * a.seq;
-      require(positions < int64_t{1} << 31, "rope: ", positions, " positions are more than the GPU kernel counts (2^31)");
-      const launch::Knobs knobs =
-          launch::knobs_of(device, launch::Tunable::rope, VEC, positions, a.head_dim, a.q.heads, a.k.heads, a.rotary_dim);
-      int64_t done = 0;
-      do {
-        const launch::RopePlan plan =
-            launch::plan_rope_heads(device, positions - done, a.q.heads, a.k.heads, a.head_dim, a.rotary_dim, VEC, knobs);
-        const int threads = plan.launch.threads_per_row;
-        launch<Kernel>(plan.launch,
-                       {a, int(done), int(plan.positions * threads), plan.q_slots, plan.k_slots, Divisor(threads), Divisor(plan.lanes),
-                        Divisor(a.seq)},
-                       stream);
-        done += plan.positions;
-      } while (done < positions);
-    };
-    if (vectors) start(std::integral_constant<int, 16 / int(sizeof(T))>{});
-    else start(std::integral_constant<int, 1>{});
-  });
+  const int64_t positions = a.batch * a.seq;
+  require(positions < int64_t{1} << 31, "rope: ", positions, " positions are more than the GPU kernel counts (2^31)");
+  for (int64_t done = 0; done < positions;) {
+    const launch::RopeLaunch made = launch::rope(device_profile(stream.device), {positions, a.q.heads, a.k.heads, a.head_dim, a.rotary_dim},
+                                                 done, vectors ? int(wide) : 1);
+    const int threads = made.plan.threads_per_row;
+    dispatch(a.dtype, [&](auto tag) {
+      using T = decltype(tag);
+      with_instance<launch::rope_kernel, fits<T>>(made, [&]<Instance I>() {
+        launch<RopeKernel<T, I.vec>>(
+            made.plan,
+            {a, int(done), int(made.rows * threads), made.q_slots, made.k_slots, Divisor(threads), Divisor(made.lanes), Divisor(a.seq)},
+            stream);
+      });
+    });
+    done += made.rows;
+  }
 }
 
 }  // namespace liger::gpu

@@ -8,6 +8,7 @@
 
 #include "gpu/device.h"
 #include "gpu/rows.h"
+#include "launch/softmax.h"
 
 namespace liger::gpu {
 namespace {
@@ -82,7 +83,7 @@ template <class T, class Group> LIGER_DEVICE Exponentials merged(Group& group, c
 
 template <class T, int VEC, int K> struct SoftmaxRegisters {
   using Args = SoftmaxArgs;
-  static constexpr int max_threads = launch::row_threads;
+  static constexpr int max_threads = launch::softmax_registers.instance(VEC, K).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroupOf<0, (VEC > 1 && K == launch::softmax_forward_k)> group(a.threads_per_row);
     const int64_t row = group.first_row();
@@ -102,7 +103,7 @@ template <class T, int VEC, int K> struct SoftmaxRegisters {
 // One block a row, any length.
 template <class T, int VEC> struct SoftmaxReread {
   using Args = SoftmaxArgs;
-  static constexpr int K = 4, max_threads = launch::row_threads;
+  static constexpr int K = 4, max_threads = launch::softmax_reread.instance(VEC).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
@@ -158,7 +159,7 @@ template <class T> LIGER_DEVICE float gradient(float dy, float y, float sum) {
 
 template <class T, int VEC, int K> struct SoftmaxBackwardRegisters {
   using Args = SoftmaxArgs;
-  static constexpr int max_threads = launch::row_threads;
+  static constexpr int max_threads = launch::softmax_backward_registers.instance(VEC, K).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroupOf<0, (VEC > 1 && K == launch::softmax_backward_k)> group(a.threads_per_row);
     const int64_t row = group.first_row();
@@ -175,7 +176,7 @@ template <class T, int VEC, int K> struct SoftmaxBackwardRegisters {
 
 template <class T, int VEC> struct SoftmaxBackwardReread {
   using Args = SoftmaxArgs;
-  static constexpr int K = 4, max_threads = launch::row_threads;
+  static constexpr int K = 4, max_threads = launch::softmax_backward_reread.instance(VEC).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
@@ -197,41 +198,42 @@ template <class T, int VEC> struct SoftmaxBackwardReread {
   }
 };
 
-// MaxK: vectors a thread's registers hold, of all inputs.
-template <template <class, int, int> class Registers, template <class, int> class Reread, int MaxK>
-void start(SoftmaxArgs a, launch::Tunable kernel, Stream stream) {
-  if (a.rows == 0 || a.cols == 0) return;
-  const launch::DeviceProfile& device = device_profile(stream.device);
+// The elements of an access; 1 where rows are not aligned.
+int vec_of(const SoftmaxArgs& a) {
   const bool wide = aligned(a.first, a.cols) && aligned(a.second, a.cols) && aligned(a.out, a.cols);
-  dispatch(a.out.dtype, [&](auto tag) {
-    using T = std::remove_cvref_t<decltype(tag)>;
-    const auto with_vec = [&](auto vec) {
-      constexpr int VEC = decltype(vec)::value;
-      const launch::LaunchPlan plan =
-          launch::plan_softmax(device, a.rows, a.cols, VEC, MaxK, launch::knobs_of(device, kernel, VEC, a.rows, a.cols));
-      a.threads_per_row = plan.threads_per_row;
-      if (plan.path == launch::Path::reread) return launch<Reread<T, VEC>>(plan, a, stream);
-      if constexpr (VEC > 1) {  // single elements come in one size: four a thread
-        if (plan.k == 1) return launch<Registers<T, VEC, 1>>(plan, a, stream);
-        if (plan.k == 2) return launch<Registers<T, VEC, 2>>(plan, a, stream);
-        if constexpr (MaxK == 8)
-          if (plan.k == 8) return launch<Registers<T, VEC, 8>>(plan, a, stream);
-      }
-      launch<Registers<T, VEC, 4>>(plan, a, stream);
-    };
-    if (wide) with_vec(std::integral_constant<int, 16 / int(sizeof(T))>{});
-    else with_vec(std::integral_constant<int, 1>{});
-  });
+  return wide ? 16 / int(size_of(a.out.dtype)) : 1;
 }
 
 }  // namespace
 
-void softmax_forward(const SoftmaxForward& a, Stream stream) {
-  start<SoftmaxRegisters, SoftmaxReread, launch::softmax_forward_k>({a.rows, a.cols, a.x, {}, a.y}, launch::Tunable::softmax, stream);
+void softmax_forward(const SoftmaxForward& op, Stream stream) {
+  if (op.rows == 0 || op.cols == 0) return;
+  SoftmaxArgs a{op.rows, op.cols, op.x, {}, op.y};
+  const launch::Launch made = launch::softmax_forward(device_profile(stream.device), a.rows, a.cols, vec_of(a));
+  a.threads_per_row = made.plan.threads_per_row;
+  dispatch(a.out.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if (made.of(launch::softmax_reread))
+      with_instance<launch::softmax_reread, fits<T>>(made, [&]<Instance I>() { launch<SoftmaxReread<T, I.vec>>(made.plan, a, stream); });
+    else
+      with_instance<launch::softmax_registers, fits<T>>(
+          made, [&]<Instance I>() { launch<SoftmaxRegisters<T, I.vec, I.k>>(made.plan, a, stream); });
+  });
 }
-void softmax_backward(const SoftmaxBackward& a, Stream stream) {
-  start<SoftmaxBackwardRegisters, SoftmaxBackwardReread, launch::softmax_backward_k>({a.rows, a.cols, a.dy, a.y, a.dx},
-                                                                                     launch::Tunable::softmax_backward, stream);
+void softmax_backward(const SoftmaxBackward& op, Stream stream) {
+  if (op.rows == 0 || op.cols == 0) return;
+  SoftmaxArgs a{op.rows, op.cols, op.dy, op.y, op.dx};
+  const launch::Launch made = launch::softmax_backward(device_profile(stream.device), a.rows, a.cols, vec_of(a));
+  a.threads_per_row = made.plan.threads_per_row;
+  dispatch(a.out.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if (made.of(launch::softmax_backward_reread))
+      with_instance<launch::softmax_backward_reread, fits<T>>(
+          made, [&]<Instance I>() { launch<SoftmaxBackwardReread<T, I.vec>>(made.plan, a, stream); });
+    else
+      with_instance<launch::softmax_backward_registers, fits<T>>(
+          made, [&]<Instance I>() { launch<SoftmaxBackwardRegisters<T, I.vec, I.k>>(made.plan, a, stream); });
+  });
 }
 
 }  // namespace liger::gpu

@@ -3,6 +3,7 @@
 
 #include "gpu/device.h"
 #include "gpu/platform.h"
+#include "launch/elementwise.h"
 
 namespace liger::gpu {
 namespace {
@@ -13,7 +14,7 @@ template <int K> struct StreamCopyKernel {
     const float* in;
     float* out;
   };
-  static constexpr int max_threads = launch::piece_threads;
+  static constexpr int max_threads = launch::stream_copy_kernel.instance(launch::none, K).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     const int64_t first = block_id() * block_threads() * K + thread_id();
     Vec<float, 4> v[K];
@@ -30,15 +31,10 @@ template <int K> struct StreamCopyKernel {
 
 void stream_copy(const StreamCopy& a, Stream stream) {
   const int64_t vectors = a.bytes / 16;
-  const auto start = [&](auto k) {
-    constexpr int K = decltype(k)::value;
-    const auto plan = launch::plan_stream_copy(device_profile(stream.device), vectors, K);
-    launch<StreamCopyKernel<K>>(plan, {vectors, static_cast<const float*>(a.in), static_cast<float*>(a.out)}, stream);
-  };
-  if (a.per_thread == 1) start(std::integral_constant<int, 1>{});
-  else if (a.per_thread == 2) start(std::integral_constant<int, 2>{});
-  else if (a.per_thread == 4) start(std::integral_constant<int, 4>{});
-  else start(std::integral_constant<int, 8>{});
+  const launch::Launch made = launch::stream_copy(device_profile(stream.device), vectors, int(a.per_thread));
+  with_instance<launch::stream_copy_kernel>(made, [&]<Instance I>() {
+    launch<StreamCopyKernel<I.k>>(made.plan, {vectors, static_cast<const float*>(a.in), static_cast<float*>(a.out)}, stream);
+  });
 }
 
 }  // namespace liger::gpu

@@ -1,4 +1,4 @@
-// How the fused loss cuts its rows into chunks, and how much a chunk's buffer holds.
+// How the fused loss cuts its rows into chunks, how much a chunk's buffer holds, and its ways to the gradients.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -13,6 +13,15 @@ constexpr int64_t equal_chunks(int64_t rows, int64_t most) {
   if (rows <= most) return std::max<int64_t>(1, rows);
   const int64_t chunks = (rows + most - 1) / most, equal = (rows + chunks - 1) / chunks;
   return std::min(most, (equal + 127) / 128 * 128);
+}
+
+// What ops/fused_linear_cross_entropy.cpp says of them.
+enum class Gradients { none, deferred, accumulated, recomputed };
+// input, parameters: is dx wanted, is dweight or dbias? chunk_rows: at most; less than 0: never one chunk alone. per_row: reduction "none".
+constexpr Gradients gradients_of(bool input, bool parameters, int64_t rows, int64_t chunk_rows, bool per_row) {
+  if (!parameters) return input ? Gradients::accumulated : Gradients::none;
+  if (chunk_rows > 0 && chunk_rows >= rows) return Gradients::deferred;
+  return per_row ? Gradients::recomputed : Gradients::accumulated;
 }
 
 }  // namespace liger::launch

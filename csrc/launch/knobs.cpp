@@ -34,12 +34,10 @@ void set_knobs(const KnobEntry* entries, size_t count) {
   if (count > 0) kept.push_back(std::move(table));
 }
 
-Knobs knobs_of(const DeviceProfile& device, Tunable kernel, int64_t vec, int64_t rows, int64_t cols, int64_t q_heads, int64_t k_heads,
-               int64_t rotary_dim) {
+Knobs knobs_of(const DeviceProfile& device, const KnobKey& call) {
   const Table* const table = in_use.load(std::memory_order_acquire);
   if (table == nullptr) return {};
-  const KnobKey own = of_class({kernel, int32_t(vec), rows, cols, int32_t(q_heads), int32_t(k_heads), int32_t(rotary_dim)});
-  for (const KnobKey& wanted : {own, of_class({Tunable::every})}) {
+  for (const KnobKey& wanted : {of_class(call), of_class({Tunable::every})}) {
     const auto [first, last] = std::equal_range(table->begin(), table->end(), KnobEntry{wanted}, by_key);
     for (auto entry = first; entry != last; ++entry)
       if (entry->device[0] == 0 || std::strncmp(entry->device, device.name, sizeof(entry->device)) == 0) return entry->knobs;

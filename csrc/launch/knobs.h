@@ -60,8 +60,11 @@ struct KnobEntry {
 // Takes the place of all entries that there were. Any thread may look up knobs meanwhile.
 void set_knobs(const KnobEntry* entries, size_t count);
 
-// Of a call on this device; without a table one load. The arguments after it are KnobKey's members.
-Knobs knobs_of(const DeviceProfile&, Tunable, int64_t vec, int64_t rows, int64_t cols, int64_t q_heads = 0, int64_t k_heads = 0,
-               int64_t rotary_dim = 0);
+// Of a call on this device, whatever its number of rows; without a table one load.
+Knobs knobs_of(const DeviceProfile&, const KnobKey&);
+// Those that were given for the call, if any were.
+inline Knobs chosen_knobs(const Knobs* given, const DeviceProfile& device, const KnobKey& call) {
+  return given ? *given : knobs_of(device, call);
+}
 
 }  // namespace liger::launch

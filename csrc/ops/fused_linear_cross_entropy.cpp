@@ -18,20 +18,11 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
+using launch::Gradients;
+
 struct Wanted {
   bool dx, dweight, dbias;
-  bool any() const { return dx || dweight || dbias; }
-  bool parameters() const { return dweight || dbias; }
 };
-
-enum class Gradients { none, deferred, accumulated, recomputed };
-
-Gradients gradients_of(const Wanted& wanted, int64_t rows, int64_t chunk_rows, Reduction reduction) {
-  if (!wanted.any()) return Gradients::none;
-  if (chunk_rows > 0 && chunk_rows >= rows && wanted.parameters()) return Gradients::deferred;
-  if (reduction != Reduction::none || !wanted.parameters()) return Gradients::accumulated;
-  return Gradients::recomputed;
-}
 
 // fp16 holds no gradient below 6e-8: the stored ones are multiplied by this, and the matmuls' alpha takes it out again.
 double gradient_scale_of(Dtype compute) { return compute == Dtype::f16 ? 64.0 : 1.0; }
@@ -84,7 +75,7 @@ class Problem {
     require(chunk_rows != 0 || rows == 0, op, ": chunk_rows is 0, expected at least 1");
     require(chunk_rows != INT64_MIN, op, ": chunk_rows is ", chunk_rows);
     chunk = launch::equal_chunks(rows, std::abs(chunk_rows));
-    mode = gradients_of(this->wanted, rows, chunk_rows, options.reduction);
+    mode = launch::gradients_of(wanted.dx, wanted.dweight || this->wanted.dbias, rows, chunk_rows, options.reduction == Reduction::none);
     x_ = as_matrix(op, x, "x");
     weight_ = as_matrix(op, weight, "weight");
     gradient_scale = gradient_scale_of(compute);

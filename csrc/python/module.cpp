@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "launch/chunks.h"
+#include "launch/norms.h"
 #include "launch/op_plans.h"
 #include "launch/profiles.h"
+#include "launch/rope.h"
 
 namespace py = pybind11;
 using namespace liger::launch;
@@ -114,12 +116,47 @@ void bind_knobs(py::module_& m) {
          std::array<int, 3> heads) {
         const std::string_view bytes = table;
         set_knobs(reinterpret_cast<const KnobEntry*>(bytes.data()), bytes.size() / sizeof(KnobEntry));
-        const Knobs found = knobs_of(device, kernel, vec, rows, cols, heads[0], heads[1], heads[2]);
+        const Knobs found = knobs_of(device, {kernel, vec, rows, cols, heads[0], heads[1], heads[2]});
         set_knobs(nullptr, 0);
         return found;
       },
       py::arg("table"), py::arg("device"), py::arg("kernel"), py::arg("vec"), py::arg("rows"), py::arg("cols"),
       py::arg("heads") = std::array<int, 3>{}, "What the GPU library would find in this table for a call.");
+}
+
+// The integer template arguments of an instance.
+std::vector<int> arguments(const Instance& of) {
+  std::vector<int> all;
+  for (const int one : {of.vec, of.k, of.threads})
+    if (one != none) all.push_back(one);
+  return all;
+}
+
+void bind_launches(py::module_& m) {
+  py::class_<Instance>(m, "Instance", "What a kernel's template is instantiated with (csrc/launch/launch.h).")
+      .def_property_readonly("arguments", &arguments)
+      .def_readonly("max_threads", &Instance::max_threads)
+      .def_readonly("ahead", &Instance::ahead);
+  m.def(
+      "instances",
+      [] {
+        std::map<std::string, std::vector<Instance>> all;
+        for (const Kernel* kernel : kernels())
+          for (const Instance& of : kernel->instances)
+            if (of.max_threads > 0) all[kernel->name].push_back(of);
+        return all;
+      },
+      "All instances of every kernel, by its name.");
+  py::class_<Launch>(
+      m, "NamedLaunch",
+      "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound, whose knobs it takes.")
+      .def_property_readonly("kernel", [](const Launch& made) { return made.kernel->name; })
+      .def_property_readonly("instance", [](const Launch& made) { return arguments(made.instance); })
+      .def_property_readonly("max_threads", [](const Launch& made) { return made.instance.max_threads; })
+      .def_readonly("rows", &Launch::rows)
+      .def_readonly("cols", &Launch::cols)
+      .def_readonly("plan", &Launch::plan)
+      .def_readonly("tunable", &Launch::tunable);
 }
 
 void bind_plans(py::module_& m) {
@@ -166,21 +203,12 @@ void bind_plans(py::module_& m) {
   m.def("padded_vocab", &padded_vocab, py::arg("vocab"));
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
-  py::class_<NamedLaunch>(
-      m, "NamedLaunch",
-      "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound, whose knobs it takes.")
-      .def_readonly("kernel", &NamedLaunch::kernel)
-      .def_readonly("instance", &NamedLaunch::instance)
-      .def_readonly("rows", &NamedLaunch::rows)
-      .def_readonly("cols", &NamedLaunch::cols)
-      .def_readonly("plan", &NamedLaunch::plan)
-      .def_readonly("max_threads", &NamedLaunch::max_threads)
-      .def_readonly("tunable", &NamedLaunch::tunable);
+  bind_launches(m);
   m.def("planned_ops", &planned_ops, "The ops that plans() knows.");
   m.def(
       "plans",
       [](const std::string& op, const DeviceProfile& device, int64_t rows, int64_t cols, const std::string& dtype, bool aligned,
-         bool contiguous, bool mixed, bool per_row, bool bias, bool frozen, int64_t q_heads, int64_t k_heads, int64_t rotary_dim,
+         bool contiguous, bool mixed, bool full, bool per_row, bool bias, bool frozen, int64_t q_heads, int64_t k_heads, int64_t rotary_dim,
          int64_t hidden, int64_t chunk_rows, const Knobs& knobs) {
         return plans(op, device,
                      {.rows = rows,
@@ -189,6 +217,7 @@ void bind_plans(py::module_& m) {
                       .aligned = aligned,
                       .contiguous = contiguous,
                       .mixed = mixed,
+                      .full = full,
                       .per_row = per_row,
                       .bias = bias,
                       .frozen = frozen,
@@ -200,9 +229,9 @@ void bind_plans(py::module_& m) {
                       .knobs = knobs});
       },
       py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(),
-      py::arg("aligned") = true, py::arg("contiguous") = true, py::arg("mixed") = false, py::arg("per_row") = false,
-      py::arg("bias") = false, py::arg("frozen") = false, py::arg("q_heads") = 1, py::arg("k_heads") = 1, py::arg("rotary_dim") = 0,
-      py::arg("hidden") = 1, py::arg("chunk_rows") = 0, py::arg("knobs") = Knobs{},
+      py::arg("aligned") = true, py::arg("contiguous") = true, py::arg("mixed") = false, py::arg("full") = false,
+      py::arg("per_row") = false, py::arg("bias") = false, py::arg("frozen") = false, py::arg("q_heads") = 1, py::arg("k_heads") = 1,
+      py::arg("rotary_dim") = 0, py::arg("hidden") = 1, py::arg("chunk_rows") = 0, py::arg("knobs") = Knobs{},
       "The launches that an op makes on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and "
       "head_dim; "
       "fused_linear_cross_entropy: tokens and vocabulary. The other arguments are the fields of Call in csrc/launch/op_plans.h. ValueError "

@@ -1,0 +1,55 @@
+// The launches of cross entropy and of the fused loss's kernel for rows of logits.
+#pragma once
+#include "launch/launch.h"
+
+namespace liger::launch {
+
+constexpr int logits_threads = 512;  // of the largest blocks of rows
+constexpr int logits_row_threads = 128;  // of rows with a block each, if there are enough of them
+
+// Vectors that a thread has in flight: of rows, fewer where the options need the registers; of the backward's tiles.
+constexpr int logits_in_flight(bool full) { return full ? 2 : 4; }
+constexpr int logit_tile_k(int vec) { return vec == 1 ? 2 : 4; }
+
+struct LogitsShape {
+  int64_t rows, vocab;
+  int element_bytes, vec;  // vec: elements of an access
+  bool full = false;  // there are options that cost instructions per element
+};
+// Which instances there are with such options, and without.
+constexpr bool logits_have(bool full, const Instance& of) { return full ? of.threads <= 0 : of.vec > 1; }
+
+// threads: of each row's block; 0: as the plan says. after_counts: the counts are all that the launch follows.
+inline constexpr Kernel cross_entropy_forward_kernel{"Forward",
+                                                     {{logits_threads, 1, none, 0},
+                                                      {logits_threads, 4, none, 0},
+                                                      {logits_row_threads, 4, none, logits_row_threads},
+                                                      {logits_threads, 8, none, 0},
+                                                      {logits_row_threads, 8, none, logits_row_threads}}};
+Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool after_counts, const Knobs* = nullptr);
+
+inline constexpr Kernel cross_entropy_backward_kernel{"Backward", {{piece_threads, 1}, {piece_threads, 4}, {piece_threads, 8}}};
+Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Knobs* = nullptr);
+
+// The fused loss's, which need each row twice: rows that a block's, or a cluster's, registers hold, if they have whole vectors and the loss
+// is `plain`, without options that cost registers; and all others.
+inline constexpr Kernel in_place_registers{"InPlaceRegisters",
+                                           {{row_threads, 4, 8},
+                                            {256, 4, 10, none, true},
+                                            {512, 4, 16, none, true},
+                                            {row_threads, 8, 8},
+                                            {256, 8, 10, none, true},
+                                            {512, 8, 16, none, true}}};
+inline constexpr Kernel in_place_kernel{"InPlace", {{row_threads, 1}, {row_threads, 4}, {row_threads, 8}}};
+Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
+
+// Sums over rows, three fp64 values a warp, in one block.
+inline constexpr Kernel count_targets_kernel{"CountTargets", {{row_threads}}};
+Launch count_targets(const DeviceProfile&, int64_t rows, int64_t vocab);
+// The end of a loss: SumLosses or, where each row's loss is its own (reduction "none"), AddLosses.
+inline constexpr Kernel sum_losses_kernel{"SumLosses", {{row_threads}}};
+inline constexpr Kernel add_losses_kernel{"AddLosses", {{piece_threads}}};
+Launch sum_losses(const DeviceProfile&, int64_t rows);
+Launch add_losses(const DeviceProfile&, int64_t rows);
+
+}  // namespace liger::launch

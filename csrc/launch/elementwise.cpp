@@ -1,0 +1,37 @@
+#include "launch/elementwise.h"
+
+#include <algorithm>
+
+namespace liger::launch {
+
+Launch pieces(const DeviceProfile& device, const Kernel& kernel, int64_t rows, int64_t cols, int vec) {
+  const LaunchPlan plan = plan_pieces(device, rows, ceil_div(cols, vec), piece_k);
+  check_threads(device, plan);
+  return {&kernel, kernel.instance(vec), rows, cols, plan};
+}
+
+Launch partial_columns(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+  // Threads own whole vectors, and one element each behind them.
+  const LaunchPlan plan = plan_norm_tiles(device, rows, (cols / vec + cols % vec) * vec, vec);
+  check_threads(device, plan);
+  return {&partial_columns_kernel, partial_columns_kernel.instance(vec), rows, cols, plan};
+}
+
+Launch sum_columns(const DeviceProfile& device, int64_t partial_rows, int64_t first_cols, int64_t second_cols) {
+  return {&sum_columns_kernel, sum_columns_kernel.instance(), partial_rows, std::max(first_cols, second_cols),
+          plan_column_sum(device, partial_rows, first_cols, second_cols)};
+}
+
+Launch product(const DeviceProfile& device, int64_t factors) {
+  LaunchPlan plan = plan_block_sum(device, factors, 0);
+  plan.smem = reduction_bytes(1);
+  return {&product_kernel, product_kernel.instance(), factors, 1, plan};
+}
+
+Launch stream_copy(const DeviceProfile& device, int64_t vectors, int k) {
+  const LaunchPlan plan = plan_elementwise(device, vectors, k);
+  check_threads(device, plan);
+  return {&stream_copy_kernel, stream_copy_kernel.instance(none, k), 1, vectors, plan};
+}
+
+}  // namespace liger::launch

@@ -1,0 +1,101 @@
+#include "launch/norms.h"
+
+#include <algorithm>
+
+namespace liger::launch {
+namespace {
+
+// With a second set of sums, or with the addresses of single elements, 1,024 threads would not have enough registers; where there are
+// clusters, blocks of 512 are better.
+int backward_threads(const DeviceProfile& device, bool centered, int vec) {
+  return centered || vec == 1 || device.bulk_copies ? 512 : 1024;
+}
+// Vectors a thread may have: of a third one, a second set of sums, or a row fetched ahead into registers, leaves no room for the weights.
+int backward_max_k(const DeviceProfile& device, bool centered) { return (device.bulk_copies || device.async_copies) && !centered ? 3 : 2; }
+
+Tunable backward_tunable(NormBackwardKind kind) {
+  if (kind.centered) return Tunable::layer_norm_backward;
+  return kind.inputs > 2 ? Tunable::add_rms_norm_backward : Tunable::rms_norm_backward;
+}
+
+NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind, const Knobs& knobs) {
+  const auto main = [&](const Kernel& kernel, const Instance& instance, const LaunchPlan& plan, Tunable tunable) {
+    return Launch{&kernel, instance, rows, cols, plan, tunable};
+  };
+  if (kind.frozen && !kind.mixed && vec > 1) {
+    const bool few = few_rows(device, rows);
+    const int bound = norm_backward_rows.instance(vec, 2).max_threads, most = !few && ceil_div(cols, vec) <= 256 * 4 ? 256 : bound;
+    LaunchPlan plan =
+        plan_row(device, rows, cols, {.vec = vec, .max_block = most, .prefer_k = few ? 1 : 2, .half_from = few ? 0 : 64, .half_k = 3});
+    if (plan.path == Path::regs) {
+      plan.k = std::max(2, plan.k);
+      plan.smem = reduction_bytes(kind.centered ? 2 : 1);
+      check_threads(device, plan);
+      return {.main = main(norm_backward_rows, norm_backward_rows.instance(vec, plan.k), plan, Tunable::none)};
+    }
+  }
+  LaunchPlan plan = plan_norm_backward(device, rows, cols, vec, backward_threads(device, kind.centered, vec),
+                                       backward_max_k(device, kind.centered), knobs);
+  if (plan.path == Path::regs && !kind.mixed) {
+    const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = reduction_bytes(2, plan.cluster);
+    plan.smem = reduction;
+    if (device.bulk_copies || !kind.centered)
+      add_ring(device, plan, rows, kind.inputs, reduction, norm_backward_resident(plan, knobs), knobs.stages);
+    // Rows that share a block add up their sums in shared memory, in place of the ring.
+    if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
+    if (knobs != Knobs{}) {
+      if (plan.smem > device.shared_per_block_optin) {  // fewer rows to a block, then
+        Knobs smaller = knobs;
+        smaller.block = plan.block / 2;
+        return backward(device, rows, cols, vec, kind, smaller);
+      }
+      plan.partial_rows = static_cast<int>(std::min<int64_t>(plan.partial_rows, norm_partial_rows(device, rows, cols, kind.centered)));
+      plan.grid = plan.partial_rows * plan.cluster;
+    }
+    const int threads = vec == 1 || plan.threads_per_row < 256 ? 0 : std::min(plan.threads_per_row, plan.block);
+    return {.main = main(norm_backward_registers, norm_backward_registers.instance(vec, plan.k, threads), plan, backward_tunable(kind))};
+  }
+  const LaunchPlan tiles = plan_norm_tiles(device, rows, cols, vec);
+  LaunchPlan means = plan_block_per_row(device, rows, cols, vec);
+  means.smem = reduction_bytes(2);
+  check_threads(device, tiles);
+  check_threads(device, means);
+  return {main(norm_backward_means, norm_backward_means.instance(vec), means, Tunable::none),
+          main(norm_backward_tiles, norm_backward_tiles.instance(vec), tiles, Tunable::none)};
+}
+
+}  // namespace
+
+Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
+  const Tunable tunable = kind.centered ? Tunable::layer_norm : kind.two ? Tunable::add_rms_norm : Tunable::rms_norm;
+  const Knobs knobs = chosen_knobs(given, device, {tunable, vec, rows, cols});
+  // Measured on an H200: of two tensors, 2 vectors of each are best, and 8 too many for a thread; of one, 5 are better than 2 or 3 in twice
+  // as many threads. Variances take longer to merge: 6 vectors in half the threads, and blocks of 256.
+  RowForwardKind row{.half_from = 64};
+  if (kind.two) row = {.prefer_k = 2, .block_k = 4};
+  if (kind.centered) row = {.block = cols <= 256 * norm_forward_k(vec) * vec ? 256 : 512, .half_from = 128, .half_k = 6};
+  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, norm_forward_k(vec), row, knobs);
+  plan.smem = reduction_bytes(kind.centered ? 2 : 1, plan.cluster);
+  check_threads(device, plan);
+  if (plan.path == Path::reread) return {&norm_forward_reread, norm_forward_reread.instance(vec), rows, cols, plan, tunable};
+  const int k = vec == 1 ? 4 : plan.k, bound = plan.cluster > 1 ? norm_cluster_bound(kind) : row_threads;
+  return {&norm_forward_registers, norm_forward_registers.instance(vec, k, bound), rows, cols, plan, tunable};
+}
+
+NormBackwardLaunches norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind,
+                                   const Knobs* given) {
+  return backward(device, rows, cols, vec, kind, chosen_knobs(given, device, {backward_tunable(kind), vec, rows, cols}));
+}
+
+int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
+  int64_t most = 1;
+  for (const int vec : {1, 4, 8}) {
+    const LaunchPlan held =
+        plan_norm_backward(device, rows, cols, vec, backward_threads(device, centered, vec), backward_max_k(device, centered));
+    if (held.path == Path::regs) most = std::max<int64_t>(most, held.partial_rows);
+    most = std::max<int64_t>(most, plan_norm_tiles(device, rows, cols, vec).partial_rows);
+  }
+  return most;
+}
+
+}  // namespace liger::launch

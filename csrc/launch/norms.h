@@ -1,0 +1,82 @@
+// The launches of RMSNorm, add+RMSNorm and LayerNorm. `vec`: elements of an access, 1 where 16 bytes are not aligned.
+#pragma once
+#include "launch/launch.h"
+
+namespace liger::launch {
+
+constexpr int cluster_threads = 512;  // the largest blocks of clusters
+
+// The forward.
+struct NormForwardKind {
+  bool centered;  // LayerNorm
+  bool two;       // tensors are read
+  bool usual;     // all parameters are there and of the result's type
+};
+constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // vectors that a thread has in registers, at most
+// May a kernel read two tensors? Those for unusual parameters, and for single elements, do not know; LayerNorm's never do.
+constexpr bool norm_may_add(NormForwardKind kind) { return !kind.centered && (kind.two || !kind.usual); }
+// Launch bound of the registers path in clusters. It makes room for three blocks of 256 threads, whose registers hold RMSNorm's weights,
+// too; of LayerNorm, which loads weights and biases late, for four; of two tensors for two.
+constexpr int norm_cluster_bound(NormForwardKind kind) { return norm_may_add(kind) ? cluster_threads : kind.centered ? 1000 : 768; }
+
+inline constexpr Kernel norm_forward_registers{"NormForwardRegisters",
+                                               {{row_threads, 1, 4, row_threads},
+                                                {row_threads, 4, 1, row_threads},
+                                                {row_threads, 4, 2, row_threads},
+                                                {row_threads, 4, 4, row_threads},
+                                                {row_threads, 4, 8, row_threads},
+                                                {cluster_threads, 4, 8, cluster_threads, true},
+                                                {768, 4, 8, 768, true},
+                                                {1000, 4, 8, 1000, true},
+                                                {row_threads, 8, 1, row_threads},
+                                                {row_threads, 8, 2, row_threads},
+                                                {row_threads, 8, 4, row_threads},
+                                                {row_threads, 8, 8, row_threads},
+                                                {cluster_threads, 8, 8, cluster_threads, true},
+                                                {768, 8, 8, 768, true},
+                                                {1000, 8, 8, 1000, true}}};
+inline constexpr Kernel norm_forward_reread{"NormForwardReread", {{row_threads, 1}, {row_threads, 4}, {row_threads, 8}}};
+// Which of them there are of a kind.
+constexpr bool norm_forward_has(NormForwardKind kind, const Instance& of) {
+  return (of.vec > 1 || !kind.usual) && (!of.ahead || of.threads == norm_cluster_bound(kind));
+}
+
+Launch norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormForwardKind, const Knobs* = nullptr);
+
+// The backward.
+struct NormBackwardKind {
+  bool centered, mixed;  // mixed: dtypes differ
+  bool frozen;  // no parameter wants a gradient, and the weight is of z's type
+  int inputs;  // dy, z and perhaps dsum
+};
+
+inline constexpr Kernel norm_backward_rows{"NormBackwardRows", {{512, 4, 2}, {512, 4, 4}, {512, 8, 2}, {512, 8, 4}}};
+// threads: of a row; 0: as the plan says.
+inline constexpr Kernel norm_backward_registers{"NormBackwardRegisters",
+                                                {{512, 1, 4, 0},
+                                                 {512, 4, 2, 0},
+                                                 {512, 4, 2, 256},
+                                                 {512, 4, 2, 512},
+                                                 {1024, 4, 2, 1024},
+                                                 {512, 4, 3, 0, true},
+                                                 {512, 4, 3, 256, true},
+                                                 {512, 8, 2, 0},
+                                                 {512, 8, 2, 256},
+                                                 {512, 8, 2, 512},
+                                                 {1024, 8, 2, 1024},
+                                                 {512, 8, 3, 0, true},
+                                                 {512, 8, 3, 256, true}}};
+// A second set of sums leaves no registers for 1,024 threads, nor for a third vector.
+constexpr bool norm_backward_has(bool centered, const Instance& of) { return !centered || (of.max_threads <= 512 && !of.ahead); }
+inline constexpr Kernel norm_backward_means{"NormBackwardMeans", {{row_threads, 1}, {row_threads, 4}, {row_threads, 8}}};
+inline constexpr Kernel norm_backward_tiles{"NormBackwardTiles", {{piece_threads, 1}, {piece_threads, 4}, {piece_threads, 8}}};
+
+struct NormBackwardLaunches {
+  Launch means;  // NormBackwardMeans, before NormBackwardTiles, if dz is wanted
+  Launch main;   // NormBackwardRows, NormBackwardRegisters or, its path being reread, NormBackwardTiles
+};
+NormBackwardLaunches norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind, const Knobs* = nullptr);
+// The most partial rows that either path makes, at any alignment and with any knobs.
+int64_t norm_partial_rows(const DeviceProfile&, int64_t rows, int64_t cols, bool centered);
+
+}  // namespace liger::launch

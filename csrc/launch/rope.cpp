@@ -1,0 +1,23 @@
+#include "launch/rope.h"
+
+namespace liger::launch {
+
+RopePlan plan_rope_heads(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t head_dim,
+                         int64_t rotary_dim, int vec, const Knobs& knobs) {
+  const int64_t places = rotary_dim / 2 / vec + ceil_div((head_dim - rotary_dim) / vec, 2);
+  const RopePlan plan = plan_rope(device, positions, q_heads, k_heads, places, rope_heads_in_flight, knobs);
+  check_threads(device, plan.launch);
+  return plan;
+}
+
+RopeLaunch rope(const DeviceProfile& device, const RopeShape& of, int64_t done, int vec, const Knobs* given) {
+  const KnobKey call{Tunable::rope, vec, of.positions, of.head_dim, int32_t(of.q_heads), int32_t(of.k_heads), int32_t(of.rotary_dim)};
+  const RopePlan plan = plan_rope_heads(device, of.positions - done, of.q_heads, of.k_heads, of.head_dim, of.rotary_dim, vec,
+                                        chosen_knobs(given, device, call));
+  return {{&rope_kernel, rope_kernel.instance(vec), plan.positions, of.head_dim, plan.launch, Tunable::rope},
+          plan.lanes,
+          plan.q_slots,
+          plan.k_slots};
+}
+
+}  // namespace liger::launch
