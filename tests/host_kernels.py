@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import instances
 import kernel_cases
 import pytest
 import torch
@@ -188,5 +189,6 @@ def test_every_kernel_has_run():
     found = launches()
     idle = [name for name, count in found.items() if count == 0]
     assert found and not idle, "\n".join(idle)
+    assert {instances.key_of(name) for name in found} == instances.table(ahead=False).keys()
     if file := os.environ.get("LIGER_EXT_HOST_CASES"):
         Path(file).write_text(json.dumps(cases_of))

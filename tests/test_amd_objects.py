@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 
+import instances
 import pytest
 from amd import objects
 
@@ -61,6 +62,10 @@ def kernels(request):
 def test_every_architecture_has_every_kernel():
     symbols = {arch: {k for image in objects.images(arch) for k in objects.metadata_of(image)} for arch in BUILT}
     assert all(found == symbols["gfx942"] for found in symbols.values())
+
+
+def test_every_kernel_of_the_table_is_there(kernels):
+    assert {instances.key_of(kernel.name) for kernel in kernels} == instances.table(ahead=False).keys()
 
 
 # Each says what is wrong with a kernel, or nothing.

@@ -15,6 +15,7 @@ import subprocess
 import sysconfig
 from functools import partial
 
+import instances
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from liger_ext import _C, _load
 
 PROFILES = list(_C.profiles())
 OPS = _C.planned_ops()
+INSTANCES = instances.table()
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -52,7 +54,7 @@ cols = st.integers(1, 262_144) | st.integers(1, 300) | st.sampled_from([2**i for
 @st.composite
 def calls(draw, op):
     call = {"rows": draw(rows), "cols": draw(cols), "dtype": draw(st.sampled_from(sorted(BYTES)))}
-    for name in ("aligned", "contiguous", "mixed", "per_row", "bias", "frozen"):
+    for name in ("aligned", "contiguous", "mixed", "full", "per_row", "bias", "frozen"):
         call[name] = draw(st.booleans())
     if op.startswith("rope"):
         call["cols"] = 2 * draw(st.integers(1, 256))
@@ -76,6 +78,7 @@ some_knobs = st.fixed_dictionaries(
 
 def check_legal(launch, device, registers=None):
     plan = launch.plan
+    assert launch.max_threads == INSTANCES[launch.kernel, tuple(launch.instance)]
     assert plan.warp == device.warp
     assert 0 < plan.block <= min(device.max_block_threads, launch.max_threads) and plan.block % device.warp == 0
     assert 0 < plan.grid <= 2**31 - 1
@@ -293,10 +296,7 @@ def cuda_report():
     text = subprocess.run(["c++filt"], input=text, capture_output=True, text=True, check=True).stdout
     report = {}
     for name, used in re.findall(r"Function void liger::gpu::entry<(.*?)>\(.*?\n.*?REG:(\d+)", text):
-        name = name.replace("(anonymous namespace)::", "").replace("liger::gpu::", "")
-        kernel, _, arguments = name.partition("<")
-        numbers = tuple(int(n) for n in re.findall(r"(?<![\w)])\d+(?!\w)", arguments))
-        report[kernel, numbers] = max(int(used), report.get((kernel, numbers), 0))
+        report[instances.key_of(name)] = max(int(used), report.get(instances.key_of(name), 0))
     return report
 
 
@@ -313,6 +313,7 @@ def sweep():
         (
             {},
             {"mixed": True},
+            {"full": True},
             {"per_row": True},
             {"frozen": True},
             *({"knobs": _C.Knobs(threads=n, block=n, cluster=n)} for n in (4, 1024)),
@@ -324,18 +325,21 @@ def sweep():
         yield from ((device, launch) for launch in _C.plans(op, device, rows, cols, dtype, **options))
 
 
+BENCHMARKED = {("StreamCopyKernel", (k,)) for k in (1, 2, 8)}  # sizes of a copy that no op plans
+
+
+def test_every_instance_is_planned_and_known_to_the_model():
+    planned = {(launch.kernel, tuple(launch.instance)) for _, launch in sweep()}
+    assert planned == INSTANCES.keys() - BENCHMARKED
+    assert {kernel for kernel, _ in planned} == KERNELS.keys()
+
+
 def test_registers_of_the_built_library():
-    """Every plan finds its kernel in the library and fits the register file; every kernel is reached by a plan."""
+    """Every instance of the table is in the library, no other is, and every plan fits the register file."""
     report = cuda_report()
-    reached = set()
+    assert report.keys() - {("Idle", ())} == INSTANCES.keys()  # which counts clusters and is never launched
     for device, launch in sweep():
-        key = launch.kernel, tuple(launch.instance)
-        reached.add(key)
-        check_legal(launch, device, registers=-(-report[key] // 8) * 8)
-    unreached = {kernel for kernel, instance in report if (kernel, instance) not in reached}
-    # The other sizes of a copy are for benchmarks; Idle counts clusters and is never launched.
-    assert unreached <= {"StreamCopyKernel", "runtime::Idle"}
-    assert {kernel for kernel, _ in reached} == KERNELS.keys()
+        check_legal(launch, device, registers=-(-report[launch.kernel, tuple(launch.instance)] // 8) * 8)
 
 
 def test_shared_memory_of_reductions():

@@ -20,35 +20,27 @@ struct LogitsShape {
 constexpr bool logits_have(bool full, const Instance& of) { return full ? of.threads <= 0 : of.vec > 1; }
 
 // threads: of each row's block; 0: as the plan says. after_counts: the counts are all that the launch follows.
-inline constexpr Kernel cross_entropy_forward_kernel{"Forward",
-                                                     {{logits_threads, 1, none, 0},
-                                                      {logits_threads, 4, none, 0},
-                                                      {logits_row_threads, 4, none, logits_row_threads},
-                                                      {logits_threads, 8, none, 0},
-                                                      {logits_row_threads, 8, none, logits_row_threads}}};
+inline constexpr Kernel cross_entropy_forward_kernel("Forward", Instance{logits_threads, 1, none, 0},
+                                                     Instance{logits_threads, wide, none, 0},
+                                                     Instance{logits_row_threads, wide, none, logits_row_threads});
 Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool after_counts, const Knobs* = nullptr);
 
-inline constexpr Kernel cross_entropy_backward_kernel{"Backward", {{piece_threads, 1}, {piece_threads, 4}, {piece_threads, 8}}};
+inline constexpr Kernel cross_entropy_backward_kernel("Backward", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Knobs* = nullptr);
 
 // The fused loss's, which need each row twice: rows that a block's, or a cluster's, registers hold, if they have whole vectors and the loss
 // is `plain`, without options that cost registers; and all others.
-inline constexpr Kernel in_place_registers{"InPlaceRegisters",
-                                           {{row_threads, 4, 8},
-                                            {256, 4, 10, none, true},
-                                            {512, 4, 16, none, true},
-                                            {row_threads, 8, 8},
-                                            {256, 8, 10, none, true},
-                                            {512, 8, 16, none, true}}};
-inline constexpr Kernel in_place_kernel{"InPlace", {{row_threads, 1}, {row_threads, 4}, {row_threads, 8}}};
+inline constexpr Kernel in_place_registers("InPlaceRegisters", Instance{row_threads, wide, 8}, Instance{256, wide, 10, none, true},
+                                           Instance{512, wide, 16, none, true});
+inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
 
 // Sums over rows, three fp64 values a warp, in one block.
-inline constexpr Kernel count_targets_kernel{"CountTargets", {{row_threads}}};
+inline constexpr Kernel count_targets_kernel("CountTargets", Instance{row_threads});
 Launch count_targets(const DeviceProfile&, int64_t rows, int64_t vocab);
 // The end of a loss: SumLosses or, where each row's loss is its own (reduction "none"), AddLosses.
-inline constexpr Kernel sum_losses_kernel{"SumLosses", {{row_threads}}};
-inline constexpr Kernel add_losses_kernel{"AddLosses", {{piece_threads}}};
+inline constexpr Kernel sum_losses_kernel("SumLosses", Instance{row_threads});
+inline constexpr Kernel add_losses_kernel("AddLosses", Instance{piece_threads});
 Launch sum_losses(const DeviceProfile&, int64_t rows);
 Launch add_losses(const DeviceProfile&, int64_t rows);
 

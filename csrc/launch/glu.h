@@ -6,8 +6,8 @@ namespace liger::launch {
 
 constexpr int glu_k = 2;  // vectors that a thread has in flight
 
-inline constexpr Kernel glu_forward{"GluForwardKernel", {{piece_threads, 1}, {piece_threads, 4}, {piece_threads, 8}}};
-inline constexpr Kernel glu_backward{"GluBackwardKernel", {{piece_threads, 1}, {piece_threads, 4}, {piece_threads, 8}}};
+inline constexpr Kernel glu_forward("GluForwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+inline constexpr Kernel glu_backward("GluBackwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 
 // `kernel` is one of them. `vec`: elements of an access, 1 where 16 bytes are not aligned. `contiguous`: there are no gaps between rows,
 // which are one long row then.

@@ -15,8 +15,8 @@
 namespace liger::launch {
 
 // Launch bounds that several kernels have.
-constexpr int row_threads = 1024;       // the threads of a row hold it, or walk over it
-constexpr int piece_threads = 256;      // independent pieces, nothing is exchanged
+constexpr int row_threads = 1024;  // the threads of a row hold it, or walk over it
+constexpr int piece_threads = 256;  // independent pieces, nothing is exchanged
 
 // Dynamic shared memory of reductions of `values` floats at a time over the threads of a row (RowGroup): two inboxes of 8 bytes, and two
 // buffers of one float for each warp of the block, or of the cluster.
@@ -25,22 +25,30 @@ constexpr int reduction_bytes(int values, int cluster = 1) { return 2 * 8 + 2 * 
 // Rows of so many vectors, which would fill 512 threads with eight each, are 1.5 % faster in two blocks of 256.
 constexpr int two_blocks_from = 512 * 8 / 4 * 3;
 
-// What a kernel's template is instantiated with. The numbers are its integer arguments, in this order; `none`: it has no such argument.
-constexpr int none = -1;
+// What a kernel's template is instantiated with. vec, k and threads are its integer arguments, in this order; `none`: it has no such
+// argument.
+constexpr int none = -1, wide = -2;
 struct Instance {
   int max_threads = 0;  // its launch bound, from which the compiler takes how many registers a thread may have
-  int vec = none;       // elements of an access
-  int k = none;         // vectors of a thread
-  int threads = none;   // that are known to the compiler
-  bool ahead = false;   // only where there may be clusters, or copies that fetch rows ahead
+  int vec = none;  // elements of an access; `wide`: 16 bytes, which are two instances, for 4 elements and for 8
+  int k = none;  // vectors of a thread
+  int threads = none;  // that are known to the compiler
+  bool ahead = false;  // only where there may be clusters, or copies that fetch rows ahead
   bool operator==(const Instance&) const = default;
 };
 constexpr bool any_instance(const Instance&) { return true; }
 
 struct Kernel {
-  const char* name;            // its struct's in csrc/gpu
-  Instance instances[16] = {}; // all there are
+  const char* name;  // its struct's in csrc/gpu
+  Instance instances[16];  // all there are
 
+  template <class... All> constexpr explicit Kernel(const char* name, All... all) : name(name) {
+    int count = 0;
+    for (const Instance& of : {Instance(all)...}) {
+      instances[count++] = of;
+      if (of.vec == wide) instances[count - 1].vec = 4, instances[count] = of, instances[count++].vec = 8;
+    }
+  }
   // The one of these arguments; std::logic_error, in a constant expression a compiler's error, if there is none.
   constexpr const Instance& instance(int vec = none, int k = none, int threads = none) const {
     for (const Instance& of : instances)

@@ -19,23 +19,12 @@ constexpr bool norm_may_add(NormForwardKind kind) { return !kind.centered && (ki
 // too; of LayerNorm, which loads weights and biases late, for four; of two tensors for two.
 constexpr int norm_cluster_bound(NormForwardKind kind) { return norm_may_add(kind) ? cluster_threads : kind.centered ? 1000 : 768; }
 
-inline constexpr Kernel norm_forward_registers{"NormForwardRegisters",
-                                               {{row_threads, 1, 4, row_threads},
-                                                {row_threads, 4, 1, row_threads},
-                                                {row_threads, 4, 2, row_threads},
-                                                {row_threads, 4, 4, row_threads},
-                                                {row_threads, 4, 8, row_threads},
-                                                {cluster_threads, 4, 8, cluster_threads, true},
-                                                {768, 4, 8, 768, true},
-                                                {1000, 4, 8, 1000, true},
-                                                {row_threads, 8, 1, row_threads},
-                                                {row_threads, 8, 2, row_threads},
-                                                {row_threads, 8, 4, row_threads},
-                                                {row_threads, 8, 8, row_threads},
-                                                {cluster_threads, 8, 8, cluster_threads, true},
-                                                {768, 8, 8, 768, true},
-                                                {1000, 8, 8, 1000, true}}};
-inline constexpr Kernel norm_forward_reread{"NormForwardReread", {{row_threads, 1}, {row_threads, 4}, {row_threads, 8}}};
+inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{row_threads, 1, 4, row_threads},
+                                               Instance{row_threads, wide, 1, row_threads}, Instance{row_threads, wide, 2, row_threads},
+                                               Instance{row_threads, wide, 4, row_threads}, Instance{row_threads, wide, 8, row_threads},
+                                               Instance{cluster_threads, wide, 8, cluster_threads, true}, Instance{768, wide, 8, 768, true},
+                                               Instance{1000, wide, 8, 1000, true});
+inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
 // Which of them there are of a kind.
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& of) {
   return (of.vec > 1 || !kind.usual) && (!of.ahead || of.threads == norm_cluster_bound(kind));
@@ -50,26 +39,15 @@ struct NormBackwardKind {
   int inputs;  // dy, z and perhaps dsum
 };
 
-inline constexpr Kernel norm_backward_rows{"NormBackwardRows", {{512, 4, 2}, {512, 4, 4}, {512, 8, 2}, {512, 8, 4}}};
+inline constexpr Kernel norm_backward_rows("NormBackwardRows", Instance{512, wide, 2}, Instance{512, wide, 4});
 // threads: of a row; 0: as the plan says.
-inline constexpr Kernel norm_backward_registers{"NormBackwardRegisters",
-                                                {{512, 1, 4, 0},
-                                                 {512, 4, 2, 0},
-                                                 {512, 4, 2, 256},
-                                                 {512, 4, 2, 512},
-                                                 {1024, 4, 2, 1024},
-                                                 {512, 4, 3, 0, true},
-                                                 {512, 4, 3, 256, true},
-                                                 {512, 8, 2, 0},
-                                                 {512, 8, 2, 256},
-                                                 {512, 8, 2, 512},
-                                                 {1024, 8, 2, 1024},
-                                                 {512, 8, 3, 0, true},
-                                                 {512, 8, 3, 256, true}}};
+inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
+                                                Instance{512, wide, 2, 256}, Instance{512, wide, 2, 512}, Instance{1024, wide, 2, 1024},
+                                                Instance{512, wide, 3, 0, true}, Instance{512, wide, 3, 256, true});
 // A second set of sums leaves no registers for 1,024 threads, nor for a third vector.
 constexpr bool norm_backward_has(bool centered, const Instance& of) { return !centered || (of.max_threads <= 512 && !of.ahead); }
-inline constexpr Kernel norm_backward_means{"NormBackwardMeans", {{row_threads, 1}, {row_threads, 4}, {row_threads, 8}}};
-inline constexpr Kernel norm_backward_tiles{"NormBackwardTiles", {{piece_threads, 1}, {piece_threads, 4}, {piece_threads, 8}}};
+inline constexpr Kernel norm_backward_means("NormBackwardMeans", Instance{row_threads, 1}, Instance{row_threads, wide});
+inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 
 struct NormBackwardLaunches {
   Launch means;  // NormBackwardMeans, before NormBackwardTiles, if dz is wanted

@@ -18,9 +18,9 @@ namespace {
 
 using Launches = std::vector<Launch>;
 
-int wide(const Call& call) { return 16 / call.element_bytes; }
+int wide_vec(const Call& call) { return 16 / call.element_bytes; }
 // Of rows whose length has to be whole vectors.
-int row_vec(const Call& call) { return call.aligned && call.cols % wide(call) == 0 ? wide(call) : 1; }
+int row_vec(const Call& call) { return call.aligned && call.cols % wide_vec(call) == 0 ? wide_vec(call) : 1; }
 bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 
 Launches norm(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
@@ -54,7 +54,7 @@ Launches gated(const DeviceProfile& device, const Call& call, const Kernel& kern
 Launches rotary(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
   const int64_t rotary = call.rotary_dim ? call.rotary_dim : call.cols;
-  const int vec = call.aligned && call.cols % wide(call) == 0 && rotary / 2 % wide(call) == 0 ? wide(call) : 1;
+  const int vec = call.aligned && call.cols % wide_vec(call) == 0 && rotary / 2 % wide_vec(call) == 0 ? wide_vec(call) : 1;
   Launches out;
   for (int64_t done = 0; done < call.rows; done += out.back().rows)
     out.push_back(rope(device, {call.rows, call.q_heads, call.k_heads, call.cols, rotary}, done, vec, &call.knobs));
@@ -64,7 +64,7 @@ Launches rotary(const DeviceProfile& device, const Call& call) {
 // Rows of logits need no whole vectors; nor, without options that cost instructions, an aligned start, but `in_place`.
 LogitsShape logits(const Call& call, int64_t rows, bool in_place) {
   const bool vectors = call.aligned || (!call.full && !in_place);
-  return {rows, call.cols, call.element_bytes, vectors ? wide(call) : 1, call.full};
+  return {rows, call.cols, call.element_bytes, vectors ? wide_vec(call) : 1, call.full};
 }
 
 // counted: before the rows, not by SumLosses.
@@ -191,32 +191,12 @@ std::vector<std::string> planned_ops() {
 }
 
 std::vector<const Kernel*> kernels() {
-  return {&norm_forward_registers,
-          &norm_forward_reread,
-          &norm_backward_rows,
-          &norm_backward_registers,
-          &norm_backward_means,
-          &norm_backward_tiles,
-          &sum_columns_kernel,
-          &softmax_registers,
-          &softmax_reread,
-          &softmax_backward_registers,
-          &softmax_backward_reread,
-          &glu_forward,
-          &glu_backward,
-          &rope_kernel,
-          &cross_entropy_forward_kernel,
-          &cross_entropy_backward_kernel,
-          &in_place_registers,
-          &in_place_kernel,
-          &count_targets_kernel,
-          &sum_losses_kernel,
-          &add_losses_kernel,
-          &scale_kernel,
-          &fill_kernel,
-          &partial_columns_kernel,
-          &product_kernel,
-          &stream_copy_kernel};
+  const auto all = [](const auto&... kernel) { return std::vector<const Kernel*>{&kernel...}; };
+  return all(norm_forward_registers, norm_forward_reread, norm_backward_rows, norm_backward_registers, norm_backward_means,
+             norm_backward_tiles, sum_columns_kernel, softmax_registers, softmax_reread, softmax_backward_registers,
+             softmax_backward_reread, glu_forward, glu_backward, rope_kernel, cross_entropy_forward_kernel, cross_entropy_backward_kernel,
+             in_place_registers, in_place_kernel, count_targets_kernel, sum_losses_kernel, add_losses_kernel, scale_kernel, fill_kernel,
+             partial_columns_kernel, product_kernel, stream_copy_kernel);
 }
 
 }  // namespace liger::launch

@@ -6,7 +6,7 @@ namespace liger::launch {
 
 constexpr int rope_heads_in_flight = 2;
 
-inline constexpr Kernel rope_kernel{"RopeKernel", {{piece_threads, 1}, {piece_threads, 4}, {piece_threads, 8}}};
+inline constexpr Kernel rope_kernel("RopeKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 
 struct RopeShape {
   int64_t positions, q_heads, k_heads, head_dim, rotary_dim;

@@ -133,20 +133,16 @@ std::vector<int> arguments(const Instance& of) {
 }
 
 void bind_launches(py::module_& m) {
-  py::class_<Instance>(m, "Instance", "What a kernel's template is instantiated with (csrc/launch/launch.h).")
-      .def_property_readonly("arguments", &arguments)
-      .def_readonly("max_threads", &Instance::max_threads)
-      .def_readonly("ahead", &Instance::ahead);
   m.def(
       "instances",
       [] {
-        std::map<std::string, std::vector<Instance>> all;
+        std::map<std::string, std::vector<std::tuple<std::vector<int>, int, bool>>> all;
         for (const Kernel* kernel : kernels())
           for (const Instance& of : kernel->instances)
-            if (of.max_threads > 0) all[kernel->name].push_back(of);
+            if (of.max_threads > 0) all[kernel->name].emplace_back(arguments(of), of.max_threads, of.ahead);
         return all;
       },
-      "All instances of every kernel, by its name.");
+      "All instances of every kernel: integer template arguments, launch bound, and whether only CUDA's library has it.");
   py::class_<Launch>(
       m, "NamedLaunch",
       "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound, whose knobs it takes.")
