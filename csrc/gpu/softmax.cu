@@ -198,42 +198,30 @@ template <class T, int VEC> struct SoftmaxBackwardReread {
   }
 };
 
-// The elements of an access; 1 where rows are not aligned.
-int vec_of(const SoftmaxArgs& a) {
+// Held, Long: the instances of Registers and of Reread. plan: launch::softmax_forward or launch::softmax_backward.
+template <const launch::Kernel& Held, const launch::Kernel& Long, template <class, int, int> class Registers,
+          template <class, int> class Reread, class Plan>
+void start(SoftmaxArgs a, Stream stream, Plan plan) {
+  if (a.rows == 0 || a.cols == 0) return;
   const bool wide = aligned(a.first, a.cols) && aligned(a.second, a.cols) && aligned(a.out, a.cols);
-  return wide ? 16 / int(size_of(a.out.dtype)) : 1;
+  const launch::Launch made = plan(device_profile(stream.device), a.rows, a.cols, wide ? 16 / int(size_of(a.out.dtype)) : 1, nullptr);
+  a.threads_per_row = made.plan.threads_per_row;
+  dispatch(a.out.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if (made.of(Long)) with_instance<Long, fits<T>>(made, [&]<Instance I>() { launch<Reread<T, I.vec>>(made.plan, a, stream); });
+    else with_instance<Held, fits<T>>(made, [&]<Instance I>() { launch<Registers<T, I.vec, I.k>>(made.plan, a, stream); });
+  });
 }
 
 }  // namespace
 
-void softmax_forward(const SoftmaxForward& op, Stream stream) {
-  if (op.rows == 0 || op.cols == 0) return;
-  SoftmaxArgs a{op.rows, op.cols, op.x, {}, op.y};
-  const launch::Launch made = launch::softmax_forward(device_profile(stream.device), a.rows, a.cols, vec_of(a));
-  a.threads_per_row = made.plan.threads_per_row;
-  dispatch(a.out.dtype, [&](auto tag) {
-    using T = decltype(tag);
-    if (made.of(launch::softmax_reread))
-      with_instance<launch::softmax_reread, fits<T>>(made, [&]<Instance I>() { launch<SoftmaxReread<T, I.vec>>(made.plan, a, stream); });
-    else
-      with_instance<launch::softmax_registers, fits<T>>(
-          made, [&]<Instance I>() { launch<SoftmaxRegisters<T, I.vec, I.k>>(made.plan, a, stream); });
-  });
+void softmax_forward(const SoftmaxForward& a, Stream stream) {
+  start<launch::softmax_registers, launch::softmax_reread, SoftmaxRegisters, SoftmaxReread>({a.rows, a.cols, a.x, {}, a.y}, stream,
+                                                                                            launch::softmax_forward);
 }
-void softmax_backward(const SoftmaxBackward& op, Stream stream) {
-  if (op.rows == 0 || op.cols == 0) return;
-  SoftmaxArgs a{op.rows, op.cols, op.dy, op.y, op.dx};
-  const launch::Launch made = launch::softmax_backward(device_profile(stream.device), a.rows, a.cols, vec_of(a));
-  a.threads_per_row = made.plan.threads_per_row;
-  dispatch(a.out.dtype, [&](auto tag) {
-    using T = decltype(tag);
-    if (made.of(launch::softmax_backward_reread))
-      with_instance<launch::softmax_backward_reread, fits<T>>(
-          made, [&]<Instance I>() { launch<SoftmaxBackwardReread<T, I.vec>>(made.plan, a, stream); });
-    else
-      with_instance<launch::softmax_backward_registers, fits<T>>(
-          made, [&]<Instance I>() { launch<SoftmaxBackwardRegisters<T, I.vec, I.k>>(made.plan, a, stream); });
-  });
+void softmax_backward(const SoftmaxBackward& a, Stream stream) {
+  start<launch::softmax_backward_registers, launch::softmax_backward_reread, SoftmaxBackwardRegisters, SoftmaxBackwardReread>(
+      {a.rows, a.cols, a.dy, a.y, a.dx}, stream, launch::softmax_backward);
 }
 
 }  // namespace liger::gpu

@@ -13,11 +13,12 @@ struct NormForwardKind {
   bool usual;     // all parameters are there and of the result's type
 };
 constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // vectors that a thread has in registers, at most
-// May a kernel read two tensors? Those for unusual parameters, and for single elements, do not know; LayerNorm's never do.
-constexpr bool norm_may_add(NormForwardKind kind) { return !kind.centered && (kind.two || !kind.usual); }
 // Launch bound of the registers path in clusters. It makes room for three blocks of 256 threads, whose registers hold RMSNorm's weights,
 // too; of LayerNorm, which loads weights and biases late, for four; of two tensors for two.
-constexpr int norm_cluster_bound(NormForwardKind kind) { return norm_may_add(kind) ? cluster_threads : kind.centered ? 1000 : 768; }
+constexpr int norm_cluster_bound(NormForwardKind kind) {
+  if (kind.centered) return 1000;
+  return kind.two || !kind.usual ? cluster_threads : 768;  // kernels for unusual parameters may have two tensors, always
+}
 
 inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{row_threads, 1, 4, row_threads},
                                                Instance{row_threads, wide, 1, row_threads}, Instance{row_threads, wide, 2, row_threads},
