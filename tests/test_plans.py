@@ -176,7 +176,7 @@ def test_clusters_of_the_reference_profiles_are_the_least_there_can_be():
 
 
 def test_plans_of_an_unknown_op_or_dtype():
-    with pytest.raises(ValueError, match=r"'norm'; known: rms_norm, "):
+    with pytest.raises(ValueError, match=r"'norm'; known: .*rms_norm, "):
         _C.plans("norm", _C.profile("T4"), 1, 1)
     with pytest.raises(ValueError, match="'float64', expected float32"):
         _C.plans("rms_norm", _C.profile("T4"), 1, 1, "float64")

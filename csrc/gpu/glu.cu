@@ -55,20 +55,9 @@ template <class T, Activation A> LIGER_DEVICE GateValue gate_of(float x) {
   }
 }
 
-// Where a thread works: Tile's columns of a row.
-struct Tiles {
-  int threads_per_row;
-  int64_t rows, cols, tiles_per_row;
-  template <int VEC> LIGER_DEVICE Columns<VEC, vectors_per_thread> columns(int64_t& row) const {
-    const int64_t line = quotient(block_id(), tiles_per_row), tile = block_id() - line * tiles_per_row;
-    row = line * (block_threads() / threads_per_row) + thread_id() / threads_per_row;
-    return {thread_id() & (threads_per_row - 1), threads_per_row, tile * threads_per_row * vectors_per_thread * VEC, row < rows ? cols : 0};
-  }
-};
-
 template <class T, int VEC, Activation A> struct GluForwardKernel {
   struct Args {
-    Tiles tiles;
+    Tiles<vectors_per_thread> tiles;
     GluForward glu;
   };
   static constexpr int K = vectors_per_thread, max_threads = launch::glu_forward.instance(VEC).max_threads, min_blocks = 4;
@@ -96,7 +85,7 @@ template <class T, int VEC, Activation A> struct GluForwardKernel {
 
 template <class T, int VEC, Activation A> struct GluBackwardKernel {
   struct Args {
-    Tiles tiles;
+    Tiles<vectors_per_thread> tiles;
     GluBackward glu;
   };
   static constexpr int K = vectors_per_thread, max_threads = launch::glu_backward.instance(VEC).max_threads, min_blocks = 4;
@@ -136,8 +125,7 @@ void start(Glu a, launch::Tunable tunable, Stream stream, const Tensors&... tens
                                           wide ? 16 / int(size_of(a.gate.dtype)) : 1, contiguous);
   a.rows = made.rows;
   a.cols = made.cols;
-  const int threads = made.plan.threads_per_row;
-  const Tiles tiles{threads, a.rows, a.cols, launch::ceil_div(a.cols, int64_t{threads} * vectors_per_thread * made.instance.vec)};
+  const Tiles<vectors_per_thread> tiles(made);
   dispatch(a.gate.dtype, [&](auto tag) {
     using T = decltype(tag);
     with_instance<Instances, fits<T>>(made, [&]<Instance I>() {

@@ -206,4 +206,22 @@ template <int VEC, int K> struct Columns {
   }
 };
 
+// Elementwise work in tiles of K vectors a thread: a block's threads have a tile of one row, or of a few short rows.
+template <int K> struct Tiles {
+  int threads_per_row;
+  int64_t rows, cols, tiles_per_row;
+
+  explicit Tiles(const launch::Launch& made)
+      : threads_per_row(made.plan.threads_per_row),
+        rows(made.rows),
+        cols(made.cols),
+        tiles_per_row(launch::ceil_div(cols, int64_t{threads_per_row} * K * made.instance.vec)) {}
+  // This thread's columns, of a row past the last one none.
+  template <int VEC> LIGER_DEVICE Columns<VEC, K> columns(int64_t& row) const {
+    const int64_t line = quotient(block_id(), tiles_per_row), tile = block_id() - line * tiles_per_row;
+    row = line * (block_threads() / threads_per_row) + thread_id() / threads_per_row;
+    return {thread_id() & (threads_per_row - 1), threads_per_row, tile * threads_per_row * K * VEC, row < rows ? cols : 0};
+  }
+};
+
 }  // namespace liger::gpu

@@ -1,4 +1,5 @@
 #include "launch/cross_entropy.h"
+#include "launch/losses.h"
 
 #include <algorithm>
 
@@ -72,5 +73,25 @@ Launch sum_losses(const DeviceProfile& device, int64_t rows) {
 Launch add_losses(const DeviceProfile& device, int64_t rows) {
   return {&add_losses_kernel, add_losses_kernel.instance(), rows, 1, plan_elementwise(device, rows, 1)};
 }
+
+// For op_plans.h.
+namespace {
+
+Launches loss(const DeviceProfile& device, const Call& call) {
+  Launches rows;
+  if (call.rows > 0) rows = {cross_entropy_forward(device, logits(call, call.rows, false), call.per_row, &call.knobs)};
+  return with_sums(device, call, rows, call.per_row);
+}
+
+Launches loss_gradient(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  return {cross_entropy_backward(device, logits(call, call.rows, false), &call.knobs)};
+}
+
+const Planned forward{
+    "cross_entropy", loss, {&count_targets_kernel, &cross_entropy_forward_kernel, &sum_losses_kernel, &add_losses_kernel}};
+const Planned backward{"cross_entropy_backward", loss_gradient, {&cross_entropy_backward_kernel}};
+
+}  // namespace
 
 }  // namespace liger::launch

@@ -1,4 +1,5 @@
 #include "launch/elementwise.h"
+#include "launch/op_plans.h"
 
 #include <algorithm>
 
@@ -33,5 +34,17 @@ Launch stream_copy(const DeviceProfile& device, int64_t vectors, int k) {
   check_threads(device, plan);
   return {&stream_copy_kernel, stream_copy_kernel.instance(none, k), 1, vectors, plan};
 }
+
+// For op_plans.h.
+namespace {
+
+Launches copy(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  return {stream_copy(device, call.rows * call.cols * call.element_bytes / 16, 4)};
+}
+
+const Planned copying{"stream_copy", copy, {&stream_copy_kernel}};
+
+}  // namespace
 
 }  // namespace liger::launch

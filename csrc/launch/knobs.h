@@ -3,6 +3,7 @@
 #include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "launch/profile.h"
 
@@ -34,6 +35,8 @@ enum class Tunable : int32_t {
   swiglu_backward,
   geglu,
   geglu_backward,
+  relu_squared,
+  relu_squared_backward,
   rope,
   softmax,
   softmax_backward,
@@ -41,6 +44,32 @@ enum class Tunable : int32_t {
   cross_entropy_backward,
   cross_entropy_in_place,
 };
+
+// Their names in Python, in this order.
+constexpr const char* tunable_names[] = {
+    "none",
+    "every",
+    "rms_norm",
+    "rms_norm_backward",
+    "add_rms_norm",
+    "add_rms_norm_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "swiglu",
+    "swiglu_backward",
+    "geglu",
+    "geglu_backward",
+    "relu_squared",
+    "relu_squared_backward",
+    "rope",
+    "softmax",
+    "softmax_backward",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "cross_entropy_in_place",
+};
+
+static_assert(std::size(tunable_names) == size_t(Tunable::cross_entropy_in_place) + 1);
 
 // Calls that share their knobs: rows up to the same power of two.
 struct KnobKey {

@@ -1,5 +1,8 @@
 #include "launch/norms.h"
 
+#include "launch/elementwise.h"
+#include "launch/op_plans.h"
+
 #include <algorithm>
 
 namespace liger::launch {
@@ -97,5 +100,50 @@ int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t col
   }
   return most;
 }
+
+// For op_plans.h.
+namespace {
+
+Launches norm(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
+  if (empty(call)) return {};
+  const int vec = row_vec(call);
+  const NormForwardKind kind{.centered = centered, .two = inputs > 1, .usual = vec > 1 && !call.mixed};
+  return {norm_forward(device, call.rows, call.cols, vec, kind, &call.knobs)};
+}
+
+Launches norm_gradient(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
+  if (empty(call)) return {};
+  const NormBackwardLaunches made =
+      norm_backward(device, call.rows, call.cols, row_vec(call), {centered, call.mixed, call.frozen, inputs}, &call.knobs);
+  Launches out;
+  if (made.means.kernel) out.push_back(made.means);
+  out.push_back(made.main);
+  if (!call.frozen) out.push_back(sum_columns(device, made.main.plan.partial_rows, call.cols, centered && call.bias ? call.cols : 0));
+  return out;
+}
+
+const Planned rms_norm{"rms_norm",
+                       [](const DeviceProfile& device, const Call& call) { return norm(device, call, false, 1); },
+                       {&norm_forward_registers, &norm_forward_reread}};
+const Planned rms_norm_backward{
+    "rms_norm_backward",
+    [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, false, 2); },
+    {&norm_backward_rows, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
+const Planned add_rms_norm{"add_rms_norm",
+                           [](const DeviceProfile& device, const Call& call) { return norm(device, call, false, 2); },
+                           {&norm_forward_registers, &norm_forward_reread}};
+const Planned add_rms_norm_backward{
+    "add_rms_norm_backward",
+    [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, false, 3); },
+    {&norm_backward_rows, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
+const Planned layer_norm{"layer_norm",
+                         [](const DeviceProfile& device, const Call& call) { return norm(device, call, true, 1); },
+                         {&norm_forward_registers, &norm_forward_reread}};
+const Planned layer_norm_backward{
+    "layer_norm_backward",
+    [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, true, 2); },
+    {&norm_backward_rows, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
+
+}  // namespace
 
 }  // namespace liger::launch

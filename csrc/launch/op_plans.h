@@ -25,9 +25,27 @@ struct Call {
   Knobs knobs;  // for those of its launches that have some
 };
 
+inline int wide_vec(const Call& call) { return 16 / call.element_bytes; }
+// Of rows whose length has to be whole vectors.
+inline int row_vec(const Call& call) { return call.aligned && call.cols % wide_vec(call) == 0 ? wide_vec(call) : 1; }
+inline bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
+
+using Launches = std::vector<Launch>;
+
+// An op, or the backward of one, for the functions below: its launches and the kernels that they may be of. Each is a constant of
+// launch/<op>.cpp.
+struct Planned {
+  Planned(const char* op, Launches (*launches)(const DeviceProfile&, const Call&), std::vector<const Kernel*> kernels);
+  Planned(const Planned&) = delete;
+
+  const std::string op;
+  Launches (*const launches)(const DeviceProfile&, const Call&);
+  const std::vector<const Kernel*> kernels;
+};
+
 // The launches of an op, in order; std::invalid_argument lists the ops there are. Matmuls, which are cuBLAS's or hipBLAS's, are not among
 // them. A fused loss's are those of its first chunk.
-std::vector<Launch> plans(std::string_view op, const DeviceProfile&, const Call&);
+Launches plans(std::string_view op, const DeviceProfile&, const Call&);
 std::vector<std::string> planned_ops();
 // All kernels, with their instances.
 std::vector<const Kernel*> kernels();

@@ -1,4 +1,5 @@
 #include "launch/rope.h"
+#include "launch/op_plans.h"
 
 namespace liger::launch {
 
@@ -19,5 +20,23 @@ RopeLaunch rope(const DeviceProfile& device, const RopeShape& of, int64_t done, 
           plan.q_slots,
           plan.k_slots};
 }
+
+// For op_plans.h.
+namespace {
+
+Launches rotary(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  const int64_t rotary = call.rotary_dim ? call.rotary_dim : call.cols;
+  const int vec = call.aligned && call.cols % wide_vec(call) == 0 && rotary / 2 % wide_vec(call) == 0 ? wide_vec(call) : 1;
+  Launches out;
+  for (int64_t done = 0; done < call.rows; done += out.back().rows)
+    out.push_back(rope(device, {call.rows, call.q_heads, call.k_heads, call.cols, rotary}, done, vec, &call.knobs));
+  return out;
+}
+
+const Planned forward{"rope", rotary, {&rope_kernel}};
+const Planned backward{"rope_backward", rotary, {&rope_kernel}};
+
+}  // namespace
 
 }  // namespace liger::launch

@@ -1,4 +1,5 @@
 #include "launch/softmax.h"
+#include "launch/op_plans.h"
 
 namespace liger::launch {
 namespace {
@@ -22,5 +23,18 @@ Launch softmax_backward(const DeviceProfile& device, int64_t rows, int64_t cols,
   return softmax(device, rows, cols, vec, softmax_backward_registers, softmax_backward_reread, softmax_backward_k, 0,
                  Tunable::softmax_backward, knobs);
 }
+
+// For op_plans.h.
+namespace {
+
+template <auto Of> Launches over_rows(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  return {Of(device, call.rows, call.cols, row_vec(call), &call.knobs)};
+}
+
+const Planned forward{"softmax", over_rows<softmax_forward>, {&softmax_registers, &softmax_reread}};
+const Planned backward{"softmax_backward", over_rows<softmax_backward>, {&softmax_backward_registers, &softmax_backward_reread}};
+
+}  // namespace
 
 }  // namespace liger::launch

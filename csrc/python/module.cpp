@@ -75,25 +75,8 @@ py::bytes packed(const std::vector<std::tuple<std::string, Tunable, int, int64_t
 }
 
 void bind_knobs(py::module_& m) {
-  py::enum_<Tunable>(m, "Tunable", "The kernels that have knobs.")
-      .value("none", Tunable::none)
-      .value("every", Tunable::every)
-      .value("rms_norm", Tunable::rms_norm)
-      .value("rms_norm_backward", Tunable::rms_norm_backward)
-      .value("add_rms_norm", Tunable::add_rms_norm)
-      .value("add_rms_norm_backward", Tunable::add_rms_norm_backward)
-      .value("layer_norm", Tunable::layer_norm)
-      .value("layer_norm_backward", Tunable::layer_norm_backward)
-      .value("swiglu", Tunable::swiglu)
-      .value("swiglu_backward", Tunable::swiglu_backward)
-      .value("geglu", Tunable::geglu)
-      .value("geglu_backward", Tunable::geglu_backward)
-      .value("rope", Tunable::rope)
-      .value("softmax", Tunable::softmax)
-      .value("softmax_backward", Tunable::softmax_backward)
-      .value("cross_entropy", Tunable::cross_entropy)
-      .value("cross_entropy_backward", Tunable::cross_entropy_backward)
-      .value("cross_entropy_in_place", Tunable::cross_entropy_in_place);
+  py::enum_<Tunable> tunables(m, "Tunable", "The kernels that have knobs.");
+  for (int i = 0; i < int(std::size(tunable_names)); ++i) tunables.value(tunable_names[i], Tunable(i));
   py::class_<Knobs>(m, "Knobs", "What a measurement may change of a plan (csrc/launch/knobs.h); 0: the planner's own choice.")
       .def(py::init([](int threads, int block, int cluster, int stages, int resident) {
              return Knobs{threads, block, cluster, stages, resident};

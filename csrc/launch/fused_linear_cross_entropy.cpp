@@ -1,0 +1,75 @@
+// For op_plans.h: the launches of the fused loss, whose order stands in ops/fused_linear_cross_entropy.cpp.
+#include <algorithm>
+
+#include "launch/chunks.h"
+#include "launch/elementwise.h"
+#include "launch/losses.h"
+#include "launch/norms.h"
+
+namespace liger::launch {
+namespace {
+
+// Of a fused loss whose gradients are all wanted.
+Gradients mode_of(const Call& call) {
+  return gradients_of(true, true, call.rows, call.chunk_rows ? call.chunk_rows : std::max<int64_t>(1, call.rows), call.per_row);
+}
+int piece_vec_of(const Call& call) { return call.aligned ? piece_vec : 1; }
+
+// Sums of columns of the logits' gradient: dbias.
+void add_dbias(Launches& out, const DeviceProfile& device, const Call& call, int64_t rows) {
+  out.push_back(partial_columns(device, rows, call.cols, piece_vec_of(call)));
+  out.push_back(sum_columns(device, out.back().plan.partial_rows, call.cols, 0));
+}
+
+void add_pieces(Launches& out, const DeviceProfile& device, const Call& call, const Kernel& kernel, int64_t rows, int64_t cols) {
+  if (rows * cols > 0) out.push_back(pieces(device, kernel, rows, cols, piece_vec_of(call)));
+}
+
+// gradient: of the logits, in their place. sums: of its columns.
+void add_chunk(Launches& out, const DeviceProfile& device, const Call& call, bool gradient, bool sums) {
+  const int64_t rows = mode_of(call) == Gradients::deferred ? call.rows : equal_chunks(call.rows, call.chunk_rows);
+  if (rows == 0) return;
+  if (call.bias) add_pieces(out, device, call, fill_kernel, rows, call.cols);
+  if (gradient) out.push_back(cross_entropy_in_place(device, logits(call, rows, true), !call.full, &call.knobs));
+  else out.push_back(cross_entropy_forward(device, logits(call, rows, false), false, &call.knobs));
+  if (call.bias && sums) add_dbias(out, device, call, rows);
+}
+
+Launches fused_loss(const DeviceProfile& device, const Call& call) {
+  Launches first;
+  add_chunk(first, device, call, mode_of(call) != Gradients::recomputed, mode_of(call) == Gradients::accumulated);
+  return with_sums(device, call, first, true);
+}
+
+Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
+  Launches out{product(device, call.per_row ? call.rows : 1)};
+  if (call.rows == 0) return out;
+  if (mode_of(call) == Gradients::deferred) {
+    // Matmuls write the gradients; each row's own factor goes into dx and, for dweight, into a copy of x.
+    for (int i = 0; call.per_row && i < 2; ++i) add_pieces(out, device, call, scale_kernel, call.rows, call.hidden);
+    if (call.bias) add_dbias(out, device, call, call.rows);
+  } else {
+    if (mode_of(call) == Gradients::recomputed) {
+      add_pieces(out, device, call, scale_kernel, equal_chunks(call.rows, call.chunk_rows), call.hidden);
+      add_chunk(out, device, call, true, true);
+      add_pieces(out, device, call, scale_kernel, call.rows, call.hidden);
+    } else {
+      add_pieces(out, device, call, scale_kernel, 1, call.rows * call.hidden);
+    }
+    add_pieces(out, device, call, scale_kernel, 1, call.cols * call.hidden);
+  }
+  if (call.bias) add_pieces(out, device, call, scale_kernel, 1, call.cols);
+  return out;
+}
+
+const Planned forward{"fused_linear_cross_entropy",
+                      fused_loss,
+                      {&fill_kernel, &in_place_registers, &in_place_kernel, &cross_entropy_forward_kernel, &count_targets_kernel,
+                       &sum_losses_kernel, &add_losses_kernel, &partial_columns_kernel, &sum_columns_kernel}};
+const Planned backward{
+    "fused_linear_cross_entropy_backward",
+    fused_loss_gradient,
+    {&product_kernel, &scale_kernel, &fill_kernel, &in_place_registers, &in_place_kernel, &partial_columns_kernel, &sum_columns_kernel}};
+
+}  // namespace
+}  // namespace liger::launch

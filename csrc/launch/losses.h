@@ -1,0 +1,24 @@
+// For op_plans.h: what the losses' launches share.
+#pragma once
+#include "launch/cross_entropy.h"
+#include "launch/op_plans.h"
+
+namespace liger::launch {
+
+// Rows of logits need no whole vectors; nor, without options that cost instructions, an aligned start, but `in_place`.
+inline LogitsShape logits(const Call& call, int64_t rows, bool in_place) {
+  const bool vectors = call.aligned || (!call.full && !in_place);
+  return {rows, call.cols, call.element_bytes, vectors ? wide_vec(call) : 1, call.full};
+}
+
+// counted: before the rows, not by SumLosses.
+inline Launches with_sums(const DeviceProfile& device, const Call& call, const Launches& over_rows, bool counted) {
+  Launches out;
+  if (counted) out.push_back(count_targets(device, call.rows, call.cols));
+  out.insert(out.end(), over_rows.begin(), over_rows.end());
+  if (!call.per_row) out.push_back(sum_losses(device, call.rows));
+  else if (call.rows > 0) out.push_back(add_losses(device, call.rows));
+  return out;
+}
+
+}  // namespace liger::launch
