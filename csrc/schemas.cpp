@@ -27,6 +27,9 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   m.def("glu_packed(Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
   m.def("glu_packed_backward(Tensor dh, Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
 
+  m.def("relu_squared(Tensor x) -> Tensor");
+  m.def("relu_squared_backward(Tensor dy, Tensor x) -> Tensor");
+
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)");
   m.def("rope_backward(Tensor dq, Tensor dk, Tensor cos, Tensor sin) -> (Tensor dq_in, Tensor dk_in)");
 

@@ -10,6 +10,7 @@ from torch.nn import _reduction
 
 from liger_ext import functional as F
 
+liger_relu_squared = F.relu_squared
 liger_softmax = F.softmax
 
 

@@ -169,6 +169,13 @@ class LigerGEGLUMLP(_GatedMLP):
         return self.down_proj(F.geglu(self.gate_proj(x), self.up_proj(x)))
 
 
+class LigerReLUSquared(nn.Module):
+    """:func:`liger_ext.functional.relu_squared`: ``max(x, 0)^2``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu_squared(x)
+
+
 class LigerSoftmax(nn.Module):
     """:func:`liger_ext.functional.softmax`: softmax over the last dimension."""
 

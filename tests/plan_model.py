@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+import ops
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -152,14 +153,18 @@ def sum_columns(launch, call) -> None:
     assert plan.block % plan.warp == 0 and plan.smem >= 4 * plan.block
 
 
-def glu(launch, call) -> None:
-    plan, vec, k = launch.plan, launch.instance[0], 2
+def row_tiles(launch, k: int) -> None:
+    plan, vec = launch.plan, launch.instance[0]
     width = plan.threads_per_row * k * vec
     tiles, lines = ceil_div(launch.cols, width), plan.block // plan.threads_per_row
     assert power_of_two(plan.threads_per_row) and lines * plan.threads_per_row == plan.block
     assert plan.grid % tiles == 0
     assert (plan.grid // tiles - 1) * lines < launch.rows <= plan.grid // tiles * lines
     check_batches(plan.threads_per_row, k, vec, launch.cols)
+
+
+def glu(launch, call) -> None:
+    row_tiles(launch, 2)
 
 
 def rope(launch, call) -> None:
@@ -279,6 +284,7 @@ KERNELS = {
     "PartialColumns": partial_columns,
     "Product": scalar,
     "StreamCopyKernel": stream_copy,
+    **ops.PLAN_MODELS,
 }
 
 

@@ -7,6 +7,7 @@ import struct
 import subprocess
 
 import instances
+import ops
 import pytest
 from amd import objects
 
@@ -41,6 +42,7 @@ STREAMS = {
     "Fill": set(),
     "PartialColumns": {"load"},
     "Product": set(),
+    **ops.STREAMS,
 }
 
 pytestmark = [

@@ -101,6 +101,8 @@ def test_upstream_names():
     same(liger_ext.liger_geglu(X, R), F.geglu(X, R))
     same(liger_ext.liger_softmax(X), F.softmax(X))
     same(liger_ext.LigerSoftmax()(X), F.softmax(X))
+    same(liger_ext.liger_relu_squared(X), F.relu_squared(X))
+    same(liger_ext.LigerReLUSquared()(X), F.relu_squared(X))
     q, k, cos, sin = normal(2, 3, 5, 8), normal(2, 1, 5, 8), normal(1, 5, 8), normal(1, 5, 8, seed=1)
     same(liger_ext.liger_rotary_pos_emb(q, k, cos, sin), F.rope(q, k, cos, sin))
     with pytest.warns(UserWarning, match="reduction"):

@@ -7,6 +7,8 @@
 * ``DRAWS``: for each op a function that draws any call of it, for the nets of layouts and fuzz;
 * ``PROMISED``: for an op whose result is not one tensor like its first argument, a function of its arguments that says
   the shape and the dtype (None: not said) of each result, by name.
+* ``PLAN_MODELS`` and ``STREAMS``: of kernels that tests/plan_model.py and tests/test_amd_objects.py do not have, a
+  function that checks which elements a launch takes, and which of its accesses ("load", "store") should bypass caches.
 
 An op with a record and without one of these fails here, at collection.
 """
@@ -28,6 +30,8 @@ FAMILIES = [importlib.import_module(f"ops.{module.name}") for module in pkgutil.
 EXAMPLES: list[Example] = [example for family in FAMILIES for example in family.EXAMPLES]
 DRAWS = {op: draw for family in FAMILIES for op, draw in family.DRAWS.items()}
 PROMISED = {op: told for family in FAMILIES for op, told in getattr(family, "PROMISED", {}).items()}
+PLAN_MODELS = {name: model for family in FAMILIES for name, model in getattr(family, "PLAN_MODELS", {}).items()}
+STREAMS = {name: kinds for family in FAMILIES for name, kinds in getattr(family, "STREAMS", {}).items()}
 OPS = tuple(RECORDS)
 
 BY_NAME = {example.name: example for example in EXAMPLES}

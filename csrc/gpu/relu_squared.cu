@@ -1,0 +1,82 @@
+// Squared ReLU, bound by memory: forward reads x and writes y, backward reads dy and x and writes dx, all of them once. A thread has all
+// of its loads in flight before the first use. Tensors without gaps between rows are one long row.
+#include "kernels/relu_squared.h"
+
+#include "gpu/device.h"
+#include "gpu/rows.h"
+#include "launch/relu_squared.h"
+
+namespace liger::gpu {
+namespace {
+
+using launch::Instance;
+using ThreadTiles = Tiles<launch::relu_squared_k>;
+
+template <class T, int VEC> struct ReluSquaredForwardKernel {
+  struct Args {
+    ThreadTiles tiles;
+    ReluSquaredForward op;
+  };
+  static constexpr int K = launch::relu_squared_k, max_threads = launch::piece_threads;
+  static LIGER_DEVICE void run(const Args& a) {
+    int64_t row;
+    const auto columns = a.tiles.template columns<VEC>(row);
+    Packed<T, VEC> x[K];
+    columns.template load<Hint::stream>(x, a.op.x.data, row * a.op.x.stride);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float y[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) y[i] = x[k][i] <= 0 ? 0.f : x[k][i] * x[k][i];  // a NaN is not below 0
+      x[k].set(y);
+    }
+    columns.template store<Hint::stream>(x, a.op.y.data, row * a.op.y.stride);
+  }
+};
+
+template <class T, int VEC> struct ReluSquaredBackwardKernel {
+  struct Args {
+    ThreadTiles tiles;
+    ReluSquaredBackward op;
+  };
+  static constexpr int K = launch::relu_squared_k, max_threads = launch::piece_threads;
+  static LIGER_DEVICE void run(const Args& a) {
+    int64_t row;
+    const auto columns = a.tiles.template columns<VEC>(row);
+    Packed<T, VEC> dy[K], x[K];
+    columns.template load<Hint::stream>(dy, a.op.dy.data, row * a.op.dy.stride);
+    columns.template load<Hint::stream>(x, a.op.x.data, row * a.op.x.stride);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float dx[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) dx[i] = x[k][i] <= 0 ? 0.f : 2 * x[k][i] * dy[k][i];
+      x[k].set(dx);
+    }
+    columns.template store<Hint::stream>(x, a.op.dx.data, row * a.op.dx.stride);
+  }
+};
+
+template <template <class, int> class Kernel, const launch::Kernel& Instances, class Op, class... Tensors>
+void start(const Op& a, Stream stream, const Tensors&... tensors) {
+  if (a.rows == 0 || a.cols == 0) return;
+  const bool wide = (aligned(tensors, a.cols) && ...), contiguous = ((tensors.stride == a.cols || a.rows == 1) && ...);
+  const launch::Launch made =
+      launch::relu_squared(device_profile(stream.device), Instances, a.rows, a.cols, wide ? 16 / int(size_of(a.x.dtype)) : 1, contiguous);
+  const ThreadTiles tiles(made);
+  dispatch(a.x.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    with_instance<Instances, fits<T>>(made, [&]<Instance I>() { launch<Kernel<T, I.vec>>(made.plan, {tiles, a}, stream); });
+  });
+}
+
+}  // namespace
+
+void relu_squared_forward(const ReluSquaredForward& a, Stream stream) {
+  start<ReluSquaredForwardKernel, launch::relu_squared_forward>(a, stream, a.x, a.y);
+}
+void relu_squared_backward(const ReluSquaredBackward& a, Stream stream) {
+  start<ReluSquaredBackwardKernel, launch::relu_squared_backward>(a, stream, a.dy, a.x, a.dx);
+}
+
+}  // namespace liger::gpu

@@ -1,0 +1,22 @@
+// Squared ReLU: y = max(x, 0)^2, dx = 2 * max(x, 0) * dy; arXiv:2109.08668. A NaN stays one.
+#pragma once
+#include "kernels/types.h"
+
+namespace liger {
+
+struct ReluSquaredForward {
+  int64_t rows, cols;
+  Rows x;
+  MutableRows y;
+};
+struct ReluSquaredBackward {
+  int64_t rows, cols;
+  Rows dy, x;
+  MutableRows dx;
+};
+
+namespace LIGER_BACKEND {
+void relu_squared_forward(const ReluSquaredForward&, Stream);
+void relu_squared_backward(const ReluSquaredBackward&, Stream);
+}  // namespace LIGER_BACKEND
+}  // namespace liger

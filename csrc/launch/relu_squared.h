@@ -1,0 +1,17 @@
+// The launches of squared ReLU.
+#pragma once
+#include "launch/launch.h"
+
+namespace liger::launch {
+
+constexpr int relu_squared_k = 4;  // vectors that a thread has in flight, of both inputs of the backward
+
+inline constexpr Kernel relu_squared_forward("ReluSquaredForwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+inline constexpr Kernel relu_squared_backward("ReluSquaredBackwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+
+// `kernel` is one of them. `vec`: elements of an access, 1 where 16 bytes are not aligned. `contiguous`: there are no gaps between rows,
+// which are one long row then.
+Launch relu_squared(const DeviceProfile&, const Kernel& kernel, int64_t rows, int64_t cols, int vec, bool contiguous,
+                    const Knobs* = nullptr);
+
+}  // namespace liger::launch

@@ -1,0 +1,37 @@
+"""Calls of squared ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from calls import Call, Draw
+from cases import example, laid_out, normal
+
+EXAMPLES = [example("relu_squared", x=(3, 5, 33))]
+
+
+def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
+    for rows, cols in ((3, 1024), (3, 33), (130, 16), (2, 5000)):
+        yield "relu_squared", f"{rows}x{cols}", cols == 33, lambda r=rows, c=cols: {"x": normal(r, c, dtype=dtype)}
+    for layout in ("offset", "padded"):
+        yield "relu_squared", layout, False, lambda how=layout: {"x": laid_out(normal(3, 40, dtype=dtype), how)}
+
+
+def relu_squared(draw: Draw) -> Call:
+    (lead, n), dtype = draw.rows(), draw.dtype()
+    return Call("relu_squared", {"x": draw.normal(*lead, n, dtype=dtype, scale=3)})
+
+
+DRAWS = {"relu_squared": relu_squared}
+
+
+def _tiles(launch, call) -> None:
+    from plan_model import row_tiles  # which takes its models from here
+
+    row_tiles(launch, 4)
+
+
+_KERNELS = ("ReluSquaredForwardKernel", "ReluSquaredBackwardKernel")
+PLAN_MODELS = dict.fromkeys(_KERNELS, _tiles)
+STREAMS = {kernel: {"load", "store"} for kernel in _KERNELS}

@@ -1,0 +1,33 @@
+"""Squared ReLU, under the one rule."""
+
+import pytest
+import torch
+from cases import dtypes_of, hidden_sizes, laid_out, layouts, leading_shapes, normal, seeds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liger_ext import functional as F
+from liger_ext.testing import judge
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_relu_squared(device, data):
+    shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
+    dtype = data.draw(st.sampled_from(dtypes_of(device)))
+    x = normal(*shape, dtype=dtype, device=device, seed=data.draw(seeds), scale=data.draw(st.sampled_from([1, 30])))
+    judge("relu_squared", {"x": laid_out(x, data.draw(layouts)).requires_grad_()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_special_values_as_in_pytorch(device, dtype):
+    """NaN, infinities, squares that overflow and vanish; the gradient at 0 is 0."""
+    values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 6e4, -6e4, 1e-30, 1e-4, 1.0]
+    runs = []
+    for function in (F.relu_squared, lambda x: torch.nn.functional.relu(x).square()):
+        x = torch.tensor([values], dtype=dtype, device=device).requires_grad_()
+        y = function(x)
+        y.backward(torch.ones_like(y))
+        runs.append((y.detach(), x.grad))
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=2e-3, atol=1e-6)
