@@ -144,6 +144,7 @@ USUAL = [
     *(Path(op, 1000, dtype, "many") for op in ("swiglu", "geglu") for dtype in DTYPES),
     *(Path("rope", 64, dtype, "many") for dtype in DTYPES),
     Path("cross_entropy", 128, torch.bfloat16, "all"),
+    Path("cross_entropy", 1003, torch.bfloat16, "many", {"reduction": "none"}),
 ]
 
 PATHS = [*WATCHED, *LONG, *USUAL]

@@ -65,6 +65,9 @@ def plan_gpu_tests() -> None:
                 Path(op, cols + 1, dtype, "few").launches(profile, 2)
         for op, cols, dtype in ((op, c, d) for op in tests.TENSORS for c in tests.lengths(Gpu) for d in DTYPES):
             Path(op, cols, dtype, "").launches(profile, 40)
+            planner.plans(
+                op, profile, 40, cols, str(dtype).removeprefix("torch."), mixed=True
+            )  # weights of another dtype
         for op in (op for op in forced.OPS if "packed" not in op):
             for knobs in forced.KNOBS:
                 for rows, cols in forced.sizes(op, Gpu):

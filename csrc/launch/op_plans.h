@@ -15,7 +15,7 @@ struct Call {
   int element_bytes = 2;
   bool aligned = true;  // 16-byte accesses fit all rows
   bool contiguous = true;  // no gaps between rows
-  bool mixed = false;  // norms: dtypes differ, or a parameter is missing
+  bool mixed = false;  // norms: a parameter is missing or of another dtype than the result; backward: dtypes of dy, dsum and x differ
   bool full = false;  // losses: options that cost instructions per element
   bool per_row = false;  // losses: reduction "none"
   bool bias = false;  // layer_norm, fused loss
