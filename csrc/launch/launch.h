@@ -67,9 +67,6 @@ struct Launch {
   bool of(const Kernel& other) const { return kernel == &other; }
 };
 
-// HIP takes fewer than 2^32 threads in a launch; CUDA any number of blocks that plan.cpp allows.
-void check_threads(const DeviceProfile&, const LaunchPlan&);
-
 // Calls f.operator()<I>() with the instance I of a launch, which is one of kernel Of that Fits. Others are not compiled; std::logic_error
 // if it is one of them.
 template <const Kernel& Of, auto Fits = any_instance, class F> void with_instance(const Launch& made, F f) {

@@ -2,6 +2,7 @@
 
 #include <limits>
 #include <stdexcept>
+#include <string>
 
 namespace liger::launch {
 namespace {
@@ -43,6 +44,11 @@ LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows,
 }
 
 }  // namespace
+
+void check_threads(const DeviceProfile& device, const LaunchPlan& plan) {
+  if (device.vendor == Vendor::amd && int64_t{plan.grid} * plan.block >= int64_t{1} << 32)
+    throw std::length_error("a tensor needs more threads than one launch can have on " + std::string(device.name));
+}
 
 LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, const RowTiling& tiling, const Knobs& knobs) {
   LaunchPlan plan;

@@ -35,6 +35,9 @@ struct LaunchPlan {
   int partial_rows = 0;     // of fp32 partial sums that a second kernel adds up (column sums: dweight, dbias)
 };
 
+// std::length_error where HIP does not take the plan: fewer than 2^32 threads in a launch. CUDA takes any number of blocks that plans have.
+void check_threads(const DeviceProfile&, const LaunchPlan&);
+
 // How a row of `cols` elements is spread over threads: at most `max_k` vectors a thread, blocks of at most `max_block`.
 struct RowTiling {
   int vec = 1;            // elements per access; 1 where alignment forbids more
