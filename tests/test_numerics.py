@@ -39,7 +39,9 @@ def test_measuring(device, monkeypatch, capsys):
     monkeypatch.setattr(numerics, "SHAPES", ({"tokens": 6, "hidden": 33, "vocab": 131},))
     assert numerics.main(["measure", "--device", str(device), "--platform", "here"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == 3 * len({record.kernels for record in OPS.values()}) and {line["platform"] for line in lines} == {"here"}
+    assert len(lines) == 3 * len({record.kernels for record in OPS.values()}) and {
+        line["platform"] for line in lines
+    } == {"here"}
     assert all(0 < line["share"] <= 1 and line["what"] for line in lines)
 
 

@@ -114,8 +114,8 @@ class Record:
     row_length: Callable[[Mapping[str, Any]], int] | None = None  # of its sums; None: the first floating input's
     stores: bool = False  # its functions take the dtype that is computed in as ``stored``
     native: bool = False  # PyTorch runs in the inputs' dtypes, and rounding errors need not average out
-    # Results with a value of their size that is rounded to the dtype computed in on the way.
-    rounded: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda inputs: ()
+    # Results with a value of their size that is rounded on the way, and to which dtype: of (inputs, dtype computed in).
+    rounded: Callable[[Mapping[str, Any], torch.dtype], Mapping[str, torch.dtype]] = lambda inputs, compute: {}
 
     # How it is called: arguments by name, in the order of the function's; the size of a call in a small model of
     # (tokens, hidden_size, vocab_size); that of a training step of an 8B Llama.

@@ -90,8 +90,9 @@ def add_rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tens
     return scales | {"dx": dx, "dresidual": dx}
 
 
-def _stored(inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("out", "out0") if inputs.get("casting_mode", "llama") == "llama" else ()
+def _rounded_product(inputs: Mapping[str, Any], compute: torch.dtype) -> dict[str, torch.dtype]:
+    llama = inputs.get("casting_mode", "llama") == "llama"
+    return dict.fromkeys(("out", "out0"), compute) if llama else {}
 
 
 def _inputs(*rows: str) -> Callable[[Make, Size], dict[str, Any]]:
@@ -124,7 +125,7 @@ RMS_NORM = Record(
         Timed(**_FROZEN, label="weight of another dtype", other_dtype=("weight",)),
     ),
     parameters=("weight",),
-    rounded=_stored,
+    rounded=_rounded_product,
     stores=True,
 )
 
@@ -148,6 +149,6 @@ ADD_RMS_NORM = Record(
     outputs=("out0", "out1"),
     parameters=("weight",),
     computes_in=("x", "residual"),
-    rounded=_stored,
+    rounded=_rounded_product,
     stores=True,
 )
