@@ -15,10 +15,10 @@ cmake -G Ninja -S . -B "$build" -DPython_EXECUTABLE="$(python3 -c 'import sys; p
   -DCMAKE_C_COMPILER=clang-19 -DCMAKE_BUILD_TYPE=RelWithDebInfo -DLIGER_EXT_GPU=none -DLIGER_EXT_SANITIZE="$sanitizers" \
   -DLIGER_EXT_OUTPUT="$build/liger_ext/lib" --log-level=WARNING
 cmake --build "$build"
-ln -sfn "$PWD"/liger_ext/*.py "$PWD"/liger_ext/{models,ops,references} "$build/liger_ext/"
+ln -sfn "$PWD"/liger_ext/*.py "$PWD"/liger_ext/{models,ops,records} "$build/liger_ext/"
 
 files=()
-for name in sanitizer threads bad_input rms_norm layer_norm glu rope softmax cross_entropy fused_linear_cross_entropy gradients; do
+for name in sanitizer threads bad_input rms_norm layer_norm glu relu_squared rope softmax cross_entropy fused_linear_cross_entropy gradients; do
   files+=("$PWD/tests/test_$name.py")
 done
 case $sanitizers in
