@@ -3,8 +3,8 @@
 #   tests/sanitize.sh address,undefined    memory errors, and what C++ leaves undefined; also in launch plans
 #   tests/sanitize.sh thread               data races: between the threads of an op, and between calls at once
 # A finding ends the run and is shown. Further arguments go to pytest. With the first of them "fuzz", tests/fuzz runs in place of the
-# tests, with the other arguments: tests/sanitize.sh address,undefined fuzz --calls 200000. The build, beside links to the package's Python files, is in
-# build/sanitize-<first sanitizer>/liger_ext.
+# tests, with the other arguments: tests/sanitize.sh address,undefined fuzz --calls 200000. The build, beside links to the package's
+# Python files, is in build/sanitize-<first sanitizer>/liger_ext.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 sanitizers=${1:?address,undefined or thread}

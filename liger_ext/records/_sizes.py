@@ -1,4 +1,4 @@
-"""What both files of references use."""
+"""Sizes of intermediate values, for the records' scales."""
 
 from __future__ import annotations
 
