@@ -182,6 +182,22 @@ def test_rows_of_their_own_gradient_at_the_end_of_fp16(device, memory, largest):
 
 
 @pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
+def test_dx_is_rounded_once_beside_a_wider_head(device, memory):
+    """Each row's own gradient multiplies it before it is stored in bf16."""
+    made = head(dtype=torch.bfloat16, weight_dtype=torch.float32, device=device, ignored=0)
+    grad, error = normal(ROWS, device=device, seed=3), []
+    x = made["x"].detach().double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(x @ made["weight"].double().T, made["target"], reduction="none")
+    theirs = torch.nn.functional.cross_entropy(made["x"].float() @ made["weight"].T, made["target"], reduction="none")
+    ours = F.fused_linear_cross_entropy(**made, memory=memory, reduction="none")
+    (right,) = torch.autograd.grad(exact, x, grad.double())
+    for loss in (ours, theirs):
+        (dx,) = torch.autograd.grad(loss, made["x"], grad)
+        error.append((dx.double() - right).square().mean().sqrt())
+    assert error[0] <= 1.1 * error[1]
+
+
+@pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
 def test_fp16_gradients_survive_any_loss_scale(device, memory):
     """With 1/N and the loss scale taken off before fp16, neither a long batch nor a scaler loses or overflows
     gradients."""

@@ -229,11 +229,12 @@ class Backward {
     const RowsView rows = as_matrix(p_.scope.op(), saved, "saved");
     const Rows gradient = rows;
     if (p_.wanted.dx) {
-      into(dx, [&](const Tensor& out, Dtype dtype) { p_.input_gradient(0, p_.rows, gradient, out, dtype, alpha()); });
-      if (per_row_) {
-        const MutableRows out = mutable_rows(dx, "x");
-        scale_cast({p_.rows, p_.hidden, readable(out), out, nullptr, row_grad_}, p_.scope);
-      }
+      // Rows that are still to be scaled stay in the matmuls' dtype: a narrower one would round them twice.
+      const bool apart = per_row_ && dtype_of(dx, "x") != p_.compute;
+      const Tensor made = apart ? allocate(p_.scope, {p_.rows, p_.hidden}, p_.compute, counts_) : dx;
+      into(made, [&](const Tensor& out, Dtype dtype) { p_.input_gradient(0, p_.rows, gradient, out, dtype, alpha()); });
+      if (per_row_)
+        scale_cast({p_.rows, p_.hidden, readable(mutable_rows(made, "x")), mutable_rows(dx, "x"), nullptr, row_grad_}, p_.scope);
     }
     if (p_.wanted.dweight) {
       const Tensor scaled = scaled_x_buffer(p_.rows);
