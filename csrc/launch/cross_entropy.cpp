@@ -93,5 +93,4 @@ const Planned forward{
 const Planned backward{"cross_entropy_backward", loss_gradient, {&cross_entropy_backward_kernel}};
 
 }  // namespace
-
 }  // namespace liger::launch
