@@ -15,12 +15,12 @@ constexpr int64_t equal_chunks(int64_t rows, int64_t most) {
   return std::min(most, (equal + 127) / 128 * 128);
 }
 
-// What ops/fused_linear_cross_entropy.cpp says of them.
+// What ops/fused_linear.h says of them.
 enum class Gradients { none, deferred, accumulated, recomputed };
-// input, parameters: is dx wanted, is dweight or dbias? chunk_rows: at most; less than 0: never one chunk alone. per_row: reduction "none".
-constexpr Gradients gradients_of(bool input, bool parameters, int64_t rows, int64_t chunk_rows, bool per_row) {
+// input, parameters: is dx wanted, is dweight or dbias? at_once: all logits exist at a time, for certain. per_row: reduction "none".
+constexpr Gradients gradients_of(bool input, bool parameters, bool at_once, bool per_row) {
   if (!parameters) return input ? Gradients::accumulated : Gradients::none;
-  if (chunk_rows > 0 && chunk_rows >= rows) return Gradients::deferred;
+  if (at_once) return Gradients::deferred;
   return per_row ? Gradients::recomputed : Gradients::accumulated;
 }
 
