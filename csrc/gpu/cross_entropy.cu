@@ -107,7 +107,7 @@ void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
       launch::cross_entropy_forward(device_profile(stream.device), logits_shape(op, !full || vectors_fit(op), full), op.after_counts);
   const ForwardArgs args{logit_rows(op, made.plan, stream), row_outputs(op)};
   with_logits<launch::cross_entropy_forward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    launch<Forward<T, I.vec, Full, I.threads>>(made.plan, args, stream);
+    launch<Forward<T, I.vec, Full, I.threads>>(made, args, stream);
   });
 }
 
@@ -122,8 +122,8 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   const int64_t tiles = launch::ceil_div(op.vocab, int64_t{made.plan.threads_per_row} * launch::logit_tile_k(vec) * vec);
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Backward<T, I.vec, Full>>(
-        made.plan,
-        {logit_rows(op, made.plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles}, stream);
+        made, {logit_rows(op, made.plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles},
+        stream);
   });
 }
 
