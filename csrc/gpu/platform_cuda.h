@@ -257,7 +257,8 @@ template <class K> void allow_shared_memory(const void* function, int device) {
   if (device < 64) allowed[device].store(true, std::memory_order_relaxed);
 }
 
-template <class K> void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
+template <class K> void launch(const launch::Launch& made, const typename K::Args& args, Stream stream) {
+  const launch::LaunchPlan& plan = made.plan;
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
   const void* function = reinterpret_cast<const void*>(&entry<K>);
   if (plan.smem > 48 * 1024) allow_shared_memory<K>(function, stream.device);

@@ -121,7 +121,8 @@ template <class K> __global__ void __launch_bounds__(K::max_threads, waves_per_u
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);
 
-template <class K> void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
+template <class K> void launch(const launch::Launch& made, const typename K::Args& args, Stream stream) {
+  const launch::LaunchPlan& plan = made.plan;
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
   const auto code = hipLaunchKernel(reinterpret_cast<const void*>(&entry<K>), dim3(plan.grid), dim3(plan.block), parameters, plan.smem,
                                     static_cast<hipStream_t>(stream.handle));

@@ -98,9 +98,9 @@ LIGER_DEVICE void publish_to_host() {}
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);
 
-template <class K> void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream) {
+template <class K> void launch(const launch::Launch& made, const typename K::Args& args, Stream) {
   const auto run = [](const void* a) { K::run(*static_cast<const typename K::Args*>(a)); };
-  simt::run({simt::Known<K>::index, K::max_threads, run, &args, sizeof(args)}, plan);
+  simt::run({simt::Known<K>::index, K::max_threads, run, &args, sizeof(args)}, made);
 }
 
 }  // namespace liger::gpu

@@ -7,8 +7,9 @@
 * ``DRAWS``: for each op a function that draws any call of it, for the nets of layouts and fuzz;
 * ``PROMISED``: for an op whose result is not one tensor like its first argument, a function of its arguments that says
   the shape and the dtype (None: not said) of each result, by name.
-* ``PLAN_MODELS`` and ``STREAMS``: of kernels that tests/plan_model.py and tests/test_amd_objects.py do not have, a
-  function that checks which elements a launch takes, and which of its accesses ("load", "store") should bypass caches.
+* ``PLAN_MODELS``: of each of its kernels a function that checks which elements a launch takes (tests/plan_model.py);
+* ``STREAMS``: of kernels that tests/test_amd_objects.py does not have, which accesses ("load", "store") should bypass
+  caches.
 
 An op with a record and without one of these fails here, at collection.
 """

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
+from plan_model import row_tiles
 from torch import Tensor
 
 EXAMPLES = [
@@ -81,3 +82,9 @@ def _half(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 PROMISED = {"swiglu_packed": _half, "geglu_packed": _half}
+
+
+# Which elements a launch takes --------------------------------------------------------------------------------------
+
+
+PLAN_MODELS = dict.fromkeys(("GluForwardKernel", "GluBackwardKernel"), lambda launch, call: row_tiles(launch, 2))

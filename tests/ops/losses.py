@@ -9,6 +9,14 @@ from typing import Any
 import torch
 from calls import COLUMNS, LEADING, Call, Draw
 from cases import class_weights, example, laid_out, normal, random_targets
+from plan_model import (
+    ceil_div,
+    check_held,
+    check_ranges,
+    check_rows,
+    check_tiles,
+    reduction_bytes,
+)
 from torch import Tensor
 
 _ALL_RESULTS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
@@ -123,6 +131,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         ("pieces, all", True, (130, 8, 2500, True, True), options | results | chunks),
         ("pieces, tokens scaled", False, (5, 8, 2048), chunks | {"use_token_scaling": True, "lse_square_scale": 1e-2}),
         ("pieces per token", False, (130, 7, 1100, True), chunks | {"reduction": "none", "label_smoothing": 0.1}),
+        ("pieces, offset class weights", True, (9, 8, 1100, True, True), options | chunks | {"layout": "offset"}),
         ("pieces, odd vocabulary", False, (3, 8, 2051), chunks | {"ce_weight": class_weights(2051)("cpu", dtype)}),
         (
             "held in registers, few ignored",
@@ -218,19 +227,87 @@ def _results(arguments: dict[str, Any]) -> dict[str, Any]:
 PROMISED = dict.fromkeys(DRAWS, _results)
 
 
-def _statistics(launch, call) -> None:
-    from plan_model import check_rows, check_singles, reduction_bytes  # which takes its models from here
-
-    check_rows(launch.plan, launch.rows)
-    check_singles(launch.plan.threads_per_row, launch.instance[0], launch.cols)
-    assert launch.plan.cluster == 1 and launch.plan.k == 0 and launch.plan.smem >= reduction_bytes(2)
+# Which elements a launch takes --------------------------------------------------------------------------------------
 
 
-def _merge(launch, call) -> None:
-    from plan_model import one_each
+def check_singles(threads: int, vec: int, cols: int) -> None:
+    """The elements before the first and behind the last whole vector of a row, wherever it starts: a thread's each."""
+    for head in range(min(vec, cols + 1)):
+        assert head + (cols - head) % vec <= threads
 
-    one_each(launch, call)
+
+def logit_tiles(launch, call) -> None:
+    plan, vec = launch.plan, launch.instance[0]
+    width = plan.threads_per_row * vec * (2 if vec == 1 else 4)
+    tiles, lines = ceil_div(launch.cols, width), plan.block // plan.threads_per_row
+    assert plan.grid % tiles == 0
+    assert (plan.grid // tiles - 1) * lines < launch.rows <= plan.grid // tiles * lines
+    check_singles(plan.threads_per_row, vec, launch.cols)
 
 
-PLAN_MODELS = {"Statistics": _statistics, "Merge": _merge}
+def logit_row_held(launch, call) -> None:
+    plan, (vec, k) = launch.plan, launch.instance
+    check_rows(plan, launch.rows)
+    assert k == plan.k and (k == 8 or plan.cluster > 1) and plan.smem >= reduction_bytes(2, plan.cluster)
+    check_held(plan.threads_per_row, k, vec, launch.cols // vec * vec)
+    assert launch.cols % vec <= plan.threads_per_row
+
+
+def logit_row(launch, call) -> None:
+    plan, vec = launch.plan, launch.instance[0]
+    check_rows(plan, launch.rows)
+    check_singles(plan.threads_per_row, vec, launch.cols)
+    if launch.kernel == "InPlace":
+        assert plan.smem >= reduction_bytes(2) + plan.k * plan.block * vec * call["element_bytes"]
+        assert 0 <= plan.k <= ceil_div(ceil_div(launch.cols, vec), plan.threads_per_row)
+    else:
+        (threads,) = launch.instance[1:] or (0,)  # what the kernel knows of its rows' and blocks' threads
+        assert threads == 0 or threads == plan.block == plan.threads_per_row == launch.max_threads
+        assert plan.k == 0 and plan.smem >= reduction_bytes(2)
+
+
+def block_sum(launch, call) -> None:
+    assert launch.plan.grid == 1 and launch.plan.block // launch.plan.warp <= min(32, launch.plan.warp)
+    assert launch.plan.smem >= 3 * 8 * 32
+
+
+def one_each(launch, call) -> None:
+    check_tiles(launch.plan.grid, launch.plan.block, launch.rows)
+
+
+def pieces(launch, call) -> None:
+    plan, vec, in_flight = launch.plan, launch.instance[0], 4
+    blocks_per_row, vectors = plan.grid // launch.rows, launch.cols // vec
+    assert plan.grid == blocks_per_row * launch.rows
+    assert vectors <= blocks_per_row * plan.block * in_flight
+    assert launch.cols - vectors * vec <= plan.block
+
+
+def partial_columns(launch, call) -> None:
+    plan, vec = launch.plan, launch.instance[0]
+    check_ranges(launch.rows, plan.partial_rows)
+    assert plan.grid % plan.partial_rows == 0
+    vectors = launch.cols // vec
+    check_tiles(plan.grid // plan.partial_rows, plan.block, vectors + launch.cols - vectors * vec)
+
+
+def scalar(launch, call) -> None:
+    assert launch.plan.grid == 1 and launch.plan.block // launch.plan.warp <= min(32, launch.plan.warp)
+
+
+PLAN_MODELS = {
+    "CountTargets": block_sum,
+    "Forward": logit_row,
+    "Backward": logit_tiles,
+    "InPlace": logit_row,
+    "InPlaceRegisters": logit_row_held,
+    "Statistics": logit_row,
+    "Merge": one_each,
+    "SumLosses": block_sum,
+    "AddLosses": one_each,
+    "Fill": pieces,
+    "Scale": pieces,
+    "PartialColumns": partial_columns,
+    "Product": scalar,
+}
 STREAMS = {"Statistics": {"load"}, "Merge": set()}

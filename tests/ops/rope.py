@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
+from plan_model import ceil_div
 from torch import Tensor
 
 
@@ -71,3 +72,29 @@ PROMISED = {
         f"out{i}": (tuple(arguments[n].shape), arguments[n].dtype) for i, n in enumerate(("q", "k"))
     }
 }
+
+
+# Which elements a launch takes --------------------------------------------------------------------------------------
+
+
+def rope_heads(launch, call) -> None:
+    vec, rotary = launch.instance[0], call.get("rotary_dim") or launch.cols
+    plan = call["rope_plan"](vec)
+    assert launch.plan.grid * launch.plan.block <= 2**31 and launch.rows <= call["rows"]
+    threads = launch.rows * plan.lanes * (plan.q_slots + plan.k_slots)
+    assert (launch.plan.grid - 1) * launch.plan.block < threads <= launch.plan.grid * launch.plan.block
+    for heads, slots in ((call["q_heads"], plan.q_slots), (call["k_heads"], plan.k_slots)):
+        taken = sorted(h for first in range(slots) for h in (first, first + slots) if h < heads)
+        assert taken == list(range(heads))
+    half, rotating, passing = rotary // 2, rotary // 2 // vec, (launch.cols - rotary) // vec
+    pairs, taken = ceil_div(passing, 2), []
+    assert plan.lanes == max(1, rotating + pairs)
+    for place in range(rotating + pairs):
+        passed = place - rotating
+        low = place * vec if place < rotating else 2 * half + passed * vec
+        pair = half if place < rotating else pairs * vec if passed + pairs < passing else 0
+        taken += [low, low + pair] if pair else [low]
+    assert sorted(taken) == list(range(0, launch.cols, vec)), "head"
+
+
+PLAN_MODELS = {"RopeKernel": rope_heads}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
+from plan_model import row_registers, row_reread
 
 EXAMPLES = [
     example("softmax", x=(3, 5, 33)),
@@ -46,3 +47,14 @@ def softmax(draw: Draw) -> Call:
 
 
 DRAWS = {"softmax": softmax}
+
+
+# Which elements a launch takes --------------------------------------------------------------------------------------
+
+
+PLAN_MODELS = {
+    "SoftmaxRegisters": row_registers,
+    "SoftmaxReread": row_reread,
+    "SoftmaxBackwardRegisters": row_registers,
+    "SoftmaxBackwardReread": row_reread,
+}
