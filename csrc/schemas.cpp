@@ -45,6 +45,11 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor counts,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap) -> Tensor");
 
+  m.def("jsd(Tensor log_q, Tensor log_p, Tensor? shift_labels, float beta, int ignore_index) -> (Tensor loss, Tensor counts)");
+  m.def(
+      "jsd_backward(Tensor dloss, Tensor log_q, Tensor log_p, Tensor? shift_labels, Tensor counts, float beta, int ignore_index)"
+      " -> Tensor");
+
   // chunk_rows: rows of logits that exist at a time; negative: as many, and one chunk is treated as several would be. With one chunk and
   // a gradient wanted, `saved` holds the unreduced gradient of the logits and the backward runs the matmuls; with several, dx and
   // dweight (accum) hold unreduced gradients.
