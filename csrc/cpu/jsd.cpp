@@ -27,11 +27,11 @@ template <> struct JsdMath<float> : Math<float> {
     const V low = tail * f * square - power * 2.12194440e-4f - 0.5f * square;
     return x == x ? power * 0.693359375f + (f + low) : x;
   }
-  static LIGER_INLINE V log_mixture(V m, V c, V t, V e) { return math::log_mixture<JsdMath>(m, c, t, e); }
+  static LIGER_INLINE V log_mixture(V m, V, V c, V t, V e) { return math::log_mixture<JsdMath>(m, c, t, e); }
 };
 
 template <> struct JsdMath<double> : Math<double> {
-  static LIGER_INLINE V log_mixture(V, V c, V t, V) {
+  static LIGER_INLINE V log_mixture(V, V, V c, V t, V) {
     for (int i = 0; i < lanes<double>; ++i) t[i] = __builtin_log1p(c[i] * __builtin_expm1(-t[i]));
     return t;
   }

@@ -23,8 +23,11 @@ using math::Divergence;
 template <class T> struct JsdMath {
   using scalar = float;
   static LIGER_DEVICE float exp(float v) { return exp_as<T>(v); }
-  static LIGER_DEVICE float log(float v) { return log2f(v) * 0.6931472f; }
-  static LIGER_DEVICE float log_mixture(float m, float c, float t, float e) { return math::log_mixture<JsdMath>(m, c, t, e); }
+  static LIGER_DEVICE float log(float v) { return fast_log2(v) * 0.6931472f; }
+  static LIGER_DEVICE float log_mixture(float m, float rest, float c, float t, float e) {
+    if constexpr (sizeof(T) == 2) return math::short_log_mixture<JsdMath>(m, rest, c, t);
+    else return math::log_mixture<JsdMath>(m, c, t, e);
+  }
 };
 
 struct JsdArgs {
@@ -64,11 +67,11 @@ template <class T, int N> struct JsdForwardKernel {
                                                                                                                    row * a.in.log_p.stride);
     const RowWalk<T, N> own(counts ? a.in.vocab : 0, group, counts ? unaligned_head(x, a.in.vocab) : 0);
     float sum = 0;
-    const auto add = [&](const auto& pair) {
+    const auto add = [&]<int M>(const Pair<T, M>& pair) {
       a.with_divergence([&]<Divergence D>() {
         float part = 0;
 #pragma unroll
-        for (int i = 0; i < pair.x.elements; ++i) part += math::jsd_term<JsdMath<T>, D>(pair.x[i], pair.y[i], a.weights);
+        for (int i = 0; i < M; ++i) part += math::jsd_term<JsdMath<T>, D>(pair.x[i], pair.y[i], a.weights);
         sum += part;
       });
     };
@@ -134,11 +137,11 @@ template <class T, int N> struct JsdBackwardKernel {
     columns.template load<Hint::stream>(teacher, y + head);
     if (has_single) load(one_student, x + single), load(one_teacher, y + single);
     const float scale = load_one(args.grad.data, args.grad.dtype, 0) * args.counts[CrossEntropyCounts::ce_scale];
-    const auto write = [&](auto& of, const auto& to, int64_t column) {
+    const auto write = [&]<int M>(Packed<T, M>& of, const Packed<T, M>& to, int64_t column) {
       a.with_divergence([&]<Divergence D>() {
-        float g[of.elements];
+        float g[M];
 #pragma unroll
-        for (int i = 0; i < of.elements; ++i) g[i] = scale * math::jsd_slope<JsdMath<T>, D>(of[i], to[i], a.weights);
+        for (int i = 0; i < M; ++i) g[i] = scale * math::jsd_slope<JsdMath<T>, D>(of[i], to[i], a.weights);
         of.set(g);
       });
       store<Hint::stream>(out + column, of);

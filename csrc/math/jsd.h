@@ -36,18 +36,27 @@ template <class M, class V> struct JsdMixture {
     t = d <= S(0) ? -d : d;
     c = d <= S(0) ? q : p;
     e = M::exp(-t);
-    m = (d <= S(0) ? p : q) + c * e;
-    log_m = M::log_mixture(m, c, t, e);
+    const V rest = d <= S(0) ? p : q;
+    m = rest + c * e;
+    log_m = M::log_mixture(m, rest, c, t, e);
   }
 };
 
-// log1p(c * expm1(-t)) in fp32, where e = exp(-t) and m = 1 - c + c * e. Polynomials fitted for relative error, 5e-9.
+// log1p(c * expm1(-t)) in fp32, where e = exp(-t) and m = 1 - c + c * e. Polynomials fitted for relative error, 5e-9. What is not near is
+// computed always: a branch for each element would keep a GPU from computing several at once.
 template <class M, class V> LIGER_FN V log_mixture(V m, V c, V t, V e) {
-  const V near = ((((-1.12372e-3f * t + 8.19e-3f) * t - 4.163024e-2f) * t + 1.6666245e-1f) * t - 4.9999982e-1f) * t + 1.f;
-  const V u = c * (t < 0.5f ? -t * near : e - 1.f);
-  const V log1p =
+  const V far = M::log(m);
+  const V small = ((((-1.12372e-3f * t + 8.19e-3f) * t - 4.163024e-2f) * t + 1.6666245e-1f) * t - 4.9999982e-1f) * t + 1.f;
+  const V u = c * (t < 0.5f ? -t * small : e - 1.f);
+  const V near =
       (((((3.3390906e-1f * u - 8.952039e-2f) * u + 2.1425246e-1f) * u - 2.4869019e-1f) * u + 3.3338976e-1f) * u - 4.999991e-1f) * u + 1.f;
-  return u > -0.25f ? u * log1p : M::log(m);
+  return u > -0.25f ? u * near : far;
+}
+// The same for numbers of 16 bits, whose differences are 0 or not as small: by the first terms of the series, and the logarithm itself.
+template <class M, class V> LIGER_FN V short_log_mixture(V m, V rest, V c, V t) {
+  const V far = M::log(m);
+  const V near = c * t * (rest * t * (0.5f - t * (1.f / 6 - c * (1.f / 3))) - 1.f);
+  return t < 0.0625f ? near : far;
 }
 
 // of > 0 ? of * log(of / to) : 0, of logarithms

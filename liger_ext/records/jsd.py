@@ -76,13 +76,17 @@ def torch_jsd(
 
 def jsd_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
     """The terms of both sums and of the gradient, each with the error of the exponentials of such numbers, and of the
-    reference, which in float64 subtracts what may be nearly equal."""
+    reference, which in float64 subtracts what may be nearly equal. Of 16-bit numbers GPUs take logarithms near 0 with
+    the error of numbers near 1."""
     log_q, log_p, beta = inputs["log_q"].detach(), inputs["log_p"].detach(), inputs.get("beta", 0.5)
     counted = _counted(log_q, inputs.get("shift_labels"), inputs.get("ignore_index", -100))
     x, y = (torch.where(counted[..., None], _finite(t), 0) for t in (log_q, log_p))
     q, p = x.exp() * (1 + x.abs() / 4), y.exp() * (1 + y.abs() / 4)
     none = torch.zeros(())
-    rounded = 16 * torch.finfo(torch.float64).eps / torch.finfo(accumulator(inputs["compute_dtype"])).eps
+    compute = inputs["compute_dtype"]
+    rounded = 16 * torch.finfo(torch.float64).eps / torch.finfo(accumulator(compute)).eps
+    if torch.finfo(compute).bits == 16:
+        rounded = 0.25
     if beta in (0, 1):
         of_p, of_q = (p * (y - x).abs(), none) if beta == 0 else (none, q * ((x - y).abs() + 1))
         slopes = p if beta == 0 else of_q
