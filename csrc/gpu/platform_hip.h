@@ -55,6 +55,8 @@ LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor(v, mask, warp_wid
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // One instruction, 1 ulp; results below the normal range become 0.
 LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
+// One instruction, of normal numbers, 1 ulp.
+LIGER_DEVICE float fast_log2(float v) { return __builtin_amdgcn_logf(v); }
 // 1 / sqrt(v), 1 ulp.
 LIGER_DEVICE float fast_rsqrt(float v) { return __builtin_amdgcn_rsqf(v); }
 // A pointer to global memory, which the compiler cannot always tell by itself: without this its accesses may become flat ones, which

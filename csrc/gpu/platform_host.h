@@ -68,6 +68,7 @@ LIGER_DEVICE float fast_exp2(float v) {
   const float out = exp2f(v);
   return out < 0x1p-126f ? 0 : out;
 }
+LIGER_DEVICE float fast_log2(float v) { return log2f(v); }
 LIGER_DEVICE float fast_rsqrt(float v) { return 1 / sqrtf(v); }
 LIGER_DEVICE float fast_reciprocal(float v) { return 1 / v; }
 
