@@ -197,7 +197,7 @@ def measure(
     try:
         function, inputs = _inputs(case, of, device)
         with _tuned.forced():
-            timed = (backward_call if name.endswith("_backward") else forward_call)(function, inputs)
+            timed = (forward_call if name == case.op else backward_call)(function, inputs)
         for i, knobs in enumerate(tried):
             with _tuned.forced(**knobs):
                 graphs[i] = captured(timed, graphs[0].pool() if graphs else None)
