@@ -17,6 +17,7 @@ from functools import partial
 
 import instances
 import pytest
+from gpu_paths import NORMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops import PLAN_MODELS
@@ -77,9 +78,6 @@ def calls(draw, op):
     return call
 
 
-HELD_SUMS = [
-    op for op in OPS if any(made.kernel == "NormBackwardRegisters" for made in _C.plans(op, _C.profile("H200"), 8, 64))
-]
 KNOBS = ("threads", "block", "cluster", "stages", "resident")
 some_knobs = st.fixed_dictionaries(
     {},
@@ -154,7 +152,7 @@ def test_plans_with_any_knobs_are_legal_and_cover_everything(op):
     every_profile()
 
 
-@pytest.mark.parametrize("op", HELD_SUMS)
+@pytest.mark.parametrize("op", [f"{op}_backward" for op in NORMS])
 @settings(max_examples=200)
 @given(data=st.data(), knobs=some_knobs)
 def test_the_workspace_of_column_sums_is_enough(op, data, knobs):

@@ -11,6 +11,8 @@ from cases import example, laid_out, normal
 from plan_model import row_tiles
 from torch import Tensor
 
+from liger_ext import functional as F
+
 EXAMPLES = [
     example("swiglu", gate=(3, 5, 33), up=(3, 5, 33)),
     example("swiglu", "multipliers", gate=(4, 40), up=(4, 40), gate_multiplier=0.7, down_multiplier=1.3),
@@ -82,6 +84,23 @@ def _half(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 PROMISED = {"swiglu_packed": _half, "geglu_packed": _half}
+
+
+BAD = [
+    ("swiglu", "shapes", {"gate": (3, 8), "up": (3, 7)}, ["up", "(3, 7)", "(3, 8)"]),
+    ("swiglu", "dtypes", {"gate": (3, 8), "up": normal(3, 8, dtype=torch.bfloat16)}, ["up", "torch.bfloat16"]),
+    ("geglu", "integers", {"gate": normal(3, 8).int(), "up": normal(3, 8).int()}, ["gate", "torch.int32"]),
+    ("geglu", "approximate", {"gate": (3, 8), "up": (3, 8), "approximate": "erf"}, ["approximate", "erf", "tanh"]),
+    ("swiglu_packed", "odd", {"gate_up": (3, 7)}, ["gate_up", "7", "even"]),
+    ("geglu_packed", "odd", {"gate_up": (3, 7)}, ["gate_up", "7", "even"]),
+]  # fmt: skip
+
+LARGE = {
+    "swiglu": lambda a, b, _: F.swiglu(a, b),
+    "geglu": lambda a, b, _: F.geglu(a, b),
+    "swiglu_packed": lambda a, b, _: F.swiglu_packed(a),
+    "geglu_packed": lambda a, b, _: F.geglu_packed(a),
+}
 
 
 # Which elements a launch takes --------------------------------------------------------------------------------------

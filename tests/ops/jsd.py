@@ -11,6 +11,7 @@ from cases import Example, laid_out, normal, random_targets
 from plan_model import ceil_div, check_rows, reduction_bytes
 from torch import Tensor
 
+from liger_ext import functional as F
 from ops.losses import check_singles
 
 BETAS = (0.5, 0.1, 0.9, 0.0, 1.0)
@@ -90,6 +91,16 @@ def jsd(draw: Draw) -> Call:
 
 DRAWS = {"jsd": jsd}
 PROMISED = {"jsd": lambda arguments: {"loss": ((), None)}}
+
+
+BAD = [
+    ("jsd", "shapes", {"log_q": (3, 8), "log_p": (3, 7)}, ["log_p", "(3, 7)", "(3, 8)"]),
+    ("jsd", "dtypes", {"log_q": (3, 8), "log_p": normal(3, 8, dtype=torch.bfloat16)}, ["log_p", "torch.bfloat16"]),
+    ("jsd", "labels", {"log_q": (3, 8), "log_p": (3, 8), "shift_labels": normal(3)}, ["shift_labels", "torch.float"]),
+    ("jsd", "beta", {"log_q": (3, 8), "log_p": (3, 8), "beta": 2.0}, ["beta", "2", "[0, 1]"]),
+]  # fmt: skip
+
+LARGE = {"jsd": lambda a, b, _: F.jsd(a, b.to(a.dtype))}
 
 
 def _rows(launch, call) -> None:

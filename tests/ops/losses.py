@@ -19,6 +19,8 @@ from plan_model import (
 )
 from torch import Tensor
 
+from liger_ext import functional as F
+
 _ALL_RESULTS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 _ALL_OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 5.0, "reduction": "sum"}
 
@@ -225,6 +227,50 @@ def _results(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 PROMISED = dict.fromkeys(DRAWS, _results)
+
+
+_FUSED_LOSS, _TARGET = "fused_linear_cross_entropy", torch.tensor([1, 2, 3])
+_LOSS = {"logits": (3, 8), "target": _TARGET}
+_FUSED = {"x": (3, 8), "weight": (9, 8), "target": _TARGET}
+_LEARNED = normal(1).requires_grad_()
+
+BAD = [
+    ("cross_entropy", "target_rows", {"logits": (4, 8), "target": _TARGET}, ["target", "(3", "(4"]),
+    ("cross_entropy", "target_dtype", {**_LOSS, "target": _TARGET.int()}, ["target", "torch.int32", "torch.int64"]),
+    ("cross_entropy", "probabilities", {"logits": (3, 8), "target": (3, 8)}, ["target", "(3, 8)"]),
+    ("cross_entropy", "no_classes", {"logits": (3, 0), "target": _TARGET}, ["logits", "(3, 0)"]),
+    ("cross_entropy", "class_weight", {**_LOSS, "weight": (7,)}, ["weight", "(7)", "(8)"]),
+    ("cross_entropy", "reduction", {**_LOSS, "reduction": "avg"}, ["reduction", "avg", "mean"]),
+    ("cross_entropy", "smoothing", {**_LOSS, "label_smoothing": 1.5}, ["label_smoothing", "1.5"]),
+    ("cross_entropy", "smoothing_negative", {**_LOSS, "label_smoothing": -0.5}, ["label_smoothing", "-0.5"]),
+    ("cross_entropy", "softcap", {**_LOSS, "softcap": 0.0}, ["softcap", "0"]),
+    ("cross_entropy", "logits_dtype", {"logits": normal(3, 8).int(), "target": _TARGET}, ["logits", "torch.int32"]),
+    (_FUSED_LOSS, "hidden", {"x": (3, 8), "weight": (9, 7), "target": _TARGET}, ["weight", "(9, 7)", "8"]),
+    (_FUSED_LOSS, "weight_dim", {"x": (3, 8), "weight": (8,), "target": _TARGET}, ["weight", "(8)"]),
+    (_FUSED_LOSS, "bias", {**_FUSED, "bias": (8,)}, ["bias", "(8)", "(9)"]),
+    (_FUSED_LOSS, "ce_weight", {**_FUSED, "ce_weight": (8,)}, ["ce_weight", "(8)", "(9)"]),
+    (_FUSED_LOSS, "target_rows", {"x": (4, 8), "weight": (9, 8), "target": _TARGET}, ["target", "(3", "(4"]),
+    (_FUSED_LOSS, "target_dtype", {**_FUSED, "target": _TARGET.int()}, ["target", "torch.int32"]),
+    (_FUSED_LOSS, "memory", {**_FUSED, "memory": "tiny"}, ["memory", "tiny", "auto"]),
+    (_FUSED_LOSS, "memory_zero", {**_FUSED, "memory": 0}, ["memory", "0"]),
+    (_FUSED_LOSS, "accum", {**_FUSED, "accum_dtype": torch.float16}, ["accum_dtype", "torch.float16"]),
+    (_FUSED_LOSS, "softcap", {**_FUSED, "softcap": -1.0}, ["softcap", "-1"]),
+    (_FUSED_LOSS, "infinite_softcap", {**_FUSED, "softcap": float("inf")}, ["softcap", "inf"]),
+    ("cross_entropy", "tiny_softcap", {**_LOSS, "softcap": 1e-300}, ["softcap", "1e-300"]),
+    (_FUSED_LOSS, "normalizer_of_none", {**_FUSED, "normalizer": 3, "reduction": "none"}, ["normalizer", "3", "none"]),
+    (_FUSED_LOSS, "normalizer_learned", {**_FUSED, "normalizer": _LEARNED}, ["normalizer", "gradient", "detach"]),
+    (_FUSED_LOSS, "reduction", {**_FUSED, "reduction": "max"}, ["reduction", "max"]),
+]  # fmt: skip
+
+
+def _fused_loss(a: Tensor, b: Tensor, _: None) -> Tensor:
+    return F.fused_linear_cross_entropy(a, b[:3].contiguous(), torch.arange(len(a), device=a.device) % 3)
+
+
+LARGE = {
+    "cross_entropy": lambda a, b, _: F.cross_entropy(a, a.detach()[:, :8].argmin(-1), reduction="none"),
+    "fused_linear_cross_entropy": _fused_loss,
+}
 
 
 # Which elements a launch takes --------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from plan_model import (
     row_reread,
 )
 
+from liger_ext import functional as F
+
 EXAMPLES = [
     example("rms_norm", x=(3, 5, 33), weight=(33,)),
     example("rms_norm", "gemma", x=(4, 40), weight=(40,), offset=1.0, casting_mode="gemma"),
@@ -139,6 +141,28 @@ def _like_both(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 PROMISED = {"add_rms_norm": _like_both}
+
+
+_COMPLEX = normal(8).cfloat()
+BAD = [
+    ("rms_norm", "weight_shape", {"x": (3, 8), "weight": (7,)}, ["weight", "(7)", "(8)"]),
+    ("rms_norm", "weight_dim", {"x": (3, 8), "weight": (1, 8)}, ["weight", "(1, 8)", "(8)"]),
+    ("rms_norm", "integer_x", {"x": normal(3, 8).int(), "weight": (8,)}, ["x", "torch.int32", "float32"]),
+    ("rms_norm", "integer_weight", {"x": (3, 8), "weight": normal(8).int()}, ["weight", "torch.int32"]),
+    ("rms_norm", "scalar_x", {"x": ()}, ["x", "dimensions"]),
+    ("rms_norm", "mode", {"x": (3, 8), "casting_mode": "lama"}, ["casting_mode", "lama", "llama"]),
+    ("add_rms_norm", "residual_shape", {"x": (3, 8), "residual": (3, 7), "weight": (8,)}, ["residual", "(3, 7)"]),
+    ("add_rms_norm", "no_broadcast", {"x": (3, 8), "residual": (1, 8), "weight": (8,)}, ["residual", "(1, 8)"]),
+    ("layer_norm", "weight_shape", {"x": (3, 8), "weight": (7,), "bias": None}, ["weight", "(7)", "(8)"]),
+    ("layer_norm", "bias_shape", {"x": (3, 8), "weight": (8,), "bias": (9,)}, ["bias", "(9)", "(8)"]),
+    ("layer_norm", "bias_dtype", {"x": (3, 8), "weight": (8,), "bias": _COMPLEX}, ["bias", "torch.complex64"]),
+]  # fmt: skip
+
+LARGE = {
+    "rms_norm": lambda a, b, weight: F.rms_norm(a, weight),
+    "add_rms_norm": lambda a, b, weight: F.add_rms_norm(a, b, weight)[0],
+    "layer_norm": lambda a, b, weight: F.layer_norm(a, weight, None),
+}
 
 
 # Which elements a launch takes --------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from calls import Call, Draw
 from cases import example, laid_out, normal
 from plan_model import row_tiles
 
+from liger_ext import functional as F
+
 EXAMPLES = [example("relu_squared", x=(3, 5, 33))]
 
 
@@ -25,6 +27,13 @@ def relu_squared(draw: Draw) -> Call:
 
 
 DRAWS = {"relu_squared": relu_squared}
+
+
+BAD = [
+    ("relu_squared", "integers", {"x": normal(3, 8).int()}, ["x", "torch.int32"]),
+]  # fmt: skip
+
+LARGE = {"relu_squared": lambda a, b, _: F.relu_squared(a)}
 
 
 _KERNELS = ("ReluSquaredForwardKernel", "ReluSquaredBackwardKernel")

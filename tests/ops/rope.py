@@ -11,6 +11,8 @@ from cases import example, laid_out, normal
 from plan_model import ceil_div
 from torch import Tensor
 
+from liger_ext import functional as F
+
 
 def tables(device: Any, dtype: torch.dtype, batch: int = 1, seq: int = 5, rotary: int = 8) -> dict[str, Tensor]:
     angle = normal(batch, seq, rotary, device=device, seed=9, scale=3)
@@ -72,6 +74,31 @@ PROMISED = {
         f"out{i}": (tuple(arguments[n].shape), arguments[n].dtype) for i, n in enumerate(("q", "k"))
     }
 }
+
+
+_Q, _K = normal(2, 3, 5, 8), normal(2, 1, 5, 8)
+_TABLES = {"cos": (1, 5, 8), "sin": (1, 5, 8)}
+BAD = [
+    ("rope", "q_dim", {"q": (3, 5, 8), "k": _K, **_TABLES}, ["q", "(3, 5, 8)"]),
+    ("rope", "k_seq", {"q": _Q, "k": (2, 1, 4, 8), **_TABLES}, ["k", "(2, 1, 4, 8)"]),
+    ("rope", "k_dtype", {"q": _Q, "k": _K.bfloat16(), **_TABLES}, ["k", "torch.bfloat16"]),
+    ("rope", "table_seq", {"q": _Q, "k": _K, "cos": (1, 6, 8), "sin": (1, 6, 8)}, ["cos", "(1, 6, 8)"]),
+    ("rope", "table_batch", {"q": _Q, "k": _K, "cos": (3, 5, 8), "sin": (3, 5, 8)}, ["cos", "(3, 5, 8)"]),
+    ("rope", "rotary_odd", {"q": _Q, "k": _K, "cos": (1, 5, 7), "sin": (1, 5, 7)}, ["cos", "7", "even"]),
+    ("rope", "rotary_wide", {"q": _Q, "k": _K, "cos": (1, 5, 10), "sin": (1, 5, 10)}, ["cos", "10", "8"]),
+    ("rope", "cos_sin", {"q": _Q, "k": _K, "cos": (1, 5, 8), "sin": (1, 5, 6)}, ["cos", "sin"]),
+    ("rope", "table_dtype", {"q": _Q, "k": _K, "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos", "torch.int32"]),
+    ("rope", "no_heads", {"q": _Q[:, :0], "k": _K[:, :0], "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos"]),
+    ("rope", "unsqueeze", {"q": _Q, "k": _K, **_TABLES, "unsqueeze_dim": 3}, ["unsqueeze_dim", "3"]),
+]  # fmt: skip
+
+
+def _rope(a: Tensor, b: Tensor, _: None) -> Tensor:
+    table = torch.ones(1, *a.shape, device=a.device)
+    return F.rope(a[None, None], b[None, None], table, table)[0]
+
+
+LARGE = {"rope": _rope}
 
 
 # Which elements a launch takes --------------------------------------------------------------------------------------

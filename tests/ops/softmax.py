@@ -9,6 +9,8 @@ from calls import Call, Draw
 from cases import example, laid_out, normal
 from plan_model import row_registers, row_reread
 
+from liger_ext import functional as F
+
 EXAMPLES = [
     example("softmax", x=(3, 5, 33)),
 ]
@@ -47,6 +49,14 @@ def softmax(draw: Draw) -> Call:
 
 
 DRAWS = {"softmax": softmax}
+
+
+BAD = [
+    ("softmax", "integers", {"x": normal(3, 8).int()}, ["x", "torch.int32"]),
+    ("softmax", "scalar", {"x": ()}, ["x", "dimensions"]),
+]  # fmt: skip
+
+LARGE = {"softmax": lambda a, b, _: F.softmax(a)}
 
 
 # Which elements a launch takes --------------------------------------------------------------------------------------
