@@ -23,7 +23,10 @@ using math::Divergence;
 template <class T> struct JsdMath {
   using scalar = float;
   static LIGER_DEVICE float exp(float v) { return exp_as<T>(v); }
-  static LIGER_DEVICE float log(float v) { return fast_log2(v) * 0.6931472f; }
+  static LIGER_DEVICE float log(float v) {
+    if constexpr (sizeof(T) == 2) return fast_log2(v) * 0.6931472f;
+    else return logf(v);
+  }
   static LIGER_DEVICE float log_mixture(float m, float rest, float c, float t, float e) {
     if constexpr (sizeof(T) == 2) return math::short_log_mixture<JsdMath>(m, rest, c, t);
     else return math::log_mixture<JsdMath>(m, c, t, e);
