@@ -10,6 +10,8 @@
 // With reduction "none" each row has its own grad_output. It never multiplies a gradient of logits, which 16 bits might not hold then: it
 // multiplies the rows of dx when they are made, and for dweight those of x, relative to the largest of them.
 #include "kernels/cross_entropy.h"
+
+#include "checks/fused_linear_cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"
 #include "launch/chunks.h"
@@ -51,29 +53,17 @@ class Problem {
           std::optional<ScalarType> compute_dtype, int64_t chunk_rows, Wanted wanted)
       : scope(scope), options(options), wanted(wanted) {
     const char* op = scope.op();
-    require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, hidden_size)");
     rows = x.size(0);
     hidden = x.size(1);
-    require(weight.dim() == 2 && weight.size(1) == hidden && weight.size(0) > 0, op, ": weight has shape ", shape_text(weight),
-            ", expected (vocab_size, ", hidden, ")");
     vocab = weight.size(0);
-    check_device(op, weight, "weight", x, "x");
-    compute = compute_dtype ? dtype_of(*compute_dtype, "compute_dtype") : promote(dtype_of(x, "x"), dtype_of(weight, "weight"));
-    acc = accumulator(compute);
-    accum = accum_dtype ? dtype_of(*accum_dtype, "accum_dtype") : acc;
-    require(accum == acc || accum == compute, op, ": accum_dtype is ", dtype_name(scalar_type(accum)), ", expected ",
-            dtype_name(scalar_type(acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(compute)));
-    this->target = checked_target(op, target, rows, x, "x");
-    this->ce_weight = checked_class_weight(op, ce_weight, "ce_weight", vocab, acc, x);
-    if (bias) {
-      check_device(op, *bias, "bias", x, "x");
-      check_shape(op, *bias, "bias", {vocab});
-      dtype_of(*bias, "bias");
-    }
+    const LossDtypes dtypes = loss_dtypes(x, weight, accum_dtype, compute_dtype);
+    compute = dtypes.compute;
+    acc = dtypes.accumulator;
+    accum = dtypes.sum;
+    this->target = contiguous(op, target);
+    this->ce_weight = contiguous(op, ce_weight);
     this->bias = contiguous(op, bias);
     this->wanted.dbias = wanted.dbias && bias.has_value();
-    require(chunk_rows != 0 || rows == 0, op, ": chunk_rows is 0, expected at least 1");
-    require(chunk_rows != INT64_MIN, op, ": chunk_rows is ", chunk_rows);
     chunk = launch::equal_chunks(rows, std::abs(chunk_rows));
     mode = launch::gradients_of(wanted.dx, wanted.dweight || this->wanted.dbias, rows, chunk_rows, options.reduction == Reduction::none);
     x_ = as_matrix(op, x, "x");
@@ -168,8 +158,9 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
                          std::optional<double> softcap, bool use_token_scaling, bool return_z_loss, bool return_token_accuracy,
                          bool return_predicted_tokens, std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
                          int64_t chunk_rows, bool need_dx, bool need_dweight, bool need_dbias) {
-  const Scope scope("fused_linear_cross_entropy", x, "x");
-  const auto options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
+  const Scope scope("fused_linear_cross_entropy", x);
+  const CrossEntropyOptions options{ignore_index,        label_smoothing,   lse_square_scale,
+                                    softcap.value_or(0), use_token_scaling, Reduction(reduction)};
   const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows,
                   {need_dx, need_dweight, need_dbias});
 
@@ -321,43 +312,23 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
                                                double lse_square_scale, std::optional<double> softcap, bool use_token_scaling,
                                                std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
                                                int64_t chunk_rows, bool need_dx, bool need_dweight, bool need_dbias) {
-  const Scope scope("fused_linear_cross_entropy_backward", x, "x");
-  const auto options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
+  const Scope scope("fused_linear_cross_entropy_backward", x);
+  const CrossEntropyOptions options{ignore_index,        label_smoothing,   lse_square_scale,
+                                    softcap.value_or(0), use_token_scaling, Reduction(reduction)};
   const Problem p(scope, x, weight, target, bias, ce_weight, options, accum_dtype, compute_dtype, chunk_rows,
                   {need_dx, need_dweight, need_dbias});
-  const bool per_row = options.reduction == Reduction::none;
-  check_device(scope.op(), dloss, "dloss", x, "x");
-  require(dloss.numel() == (per_row ? p.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
-  check_device(scope.op(), counts, "counts", x, "x");
-  require(counts.numel() == CrossEntropyCounts::slots && counts.is_contiguous() && dtype_of(counts, "counts") == p.acc, scope.op(),
-          ": counts is not what the forward returned");
-
   Backward backward(p, x, weight, bias, dloss, counts);
   if (p.rows == 0) {
     for (Tensor* t : {&backward.dweight, &backward.dbias}) torch::stable::zero_(*t);
     return {backward.dx, backward.dweight, backward.dbias};
   }
-  const auto expect = [&](const Tensor& t, const char* name, bool wanted, std::initializer_list<int64_t> sizes, Dtype dtype) {
-    if (!wanted) return;
-    check_device(scope.op(), t, name, x, "x");
-    check_shape(scope.op(), t, name, sizes);
-    require(t.is_contiguous() && dtype_of(t, name) == dtype, scope.op(), ": ", name,
-            " is not what the forward returned for these arguments");
-  };
   switch (p.mode) {
     case Gradients::none:
       break;
     case Gradients::deferred:
-      check_device(scope.op(), saved, "saved", x, "x");
-      check_shape(scope.op(), saved, "saved", {p.rows, p.vocab});
-      require(dtype_of(saved, "saved") == p.compute, scope.op(), ": saved has dtype ", dtype_name(type_of(saved)), ", expected ",
-              dtype_name(scalar_type(p.compute)));
       backward.from_saved_gradient(saved);
       break;
     case Gradients::accumulated:
-      expect(dx, "dx", p.wanted.dx, {p.rows, p.hidden}, p.compute);
-      expect(dweight, "dweight", p.wanted.dweight, {p.vocab, p.hidden}, p.accum);
-      expect(dbias, "dbias", p.wanted.dbias, {p.vocab}, p.acc);
       backward.from_accumulated(dx, dweight, dbias);
       break;
     case Gradients::recomputed:
@@ -370,8 +341,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("fused_linear_cross_entropy", boxed<forward_op>);
-  m.impl("fused_linear_cross_entropy_backward", boxed<backward_op>);
+  m.impl("fused_linear_cross_entropy", boxed<forward_op, check_fused_linear_cross_entropy>);
+  m.impl("fused_linear_cross_entropy_backward", boxed<backward_op, check_fused_linear_cross_entropy_backward>);
 }
 
 }  // namespace liger::LIGER_BACKEND

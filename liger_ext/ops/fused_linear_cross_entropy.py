@@ -22,34 +22,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from liger_ext.ops._checks import (
-    REDUCTIONS,
-    accumulator,
-    check_device,
-    check_dtype,
-    check_parameter,
-    check_tensors,
-    code_of,
-    holds,
-    require,
-    shape_text,
-)
+from liger_ext import _C
+from liger_ext.ops._checks import REDUCTIONS, accumulator, check_tensors, code_of, holds, require, shape_text
 from liger_ext.ops._register import register
-from liger_ext.ops.cross_entropy import (
-    COUNTS,
-    CrossEntropyOutput,
-    check_class_weight,
-    check_options,
-    check_target,
-    class_weight,
-    fake_results,
-    results,
-)
+from liger_ext.ops.cross_entropy import CrossEntropyOutput, class_weight, fake_results, results
 
 _forward_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
 _backward_op = torch.ops.liger_ext.fused_linear_cross_entropy_backward.default
 
 _MIB = 1 << 20
+_ROW_MULTIPLE = _C.row_multiple
 _COMPUTE_DTYPE = [argument.name for argument in _forward_op._schema.arguments].index("compute_dtype")
 
 
@@ -111,10 +93,6 @@ def fused_linear_cross_entropy(
         raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last")
     if normalizer is not None and reduction == "none":
         raise ValueError(f"{op}: normalizer is {normalizer}, expected None: reduction 'none' has no denominator")
-    check_dtype(x.dtype, f"{op}: x", x.device)
-    check_dtype(weight.dtype, f"{op}: weight", x.device)
-    if weight.dim() != 2 or weight.shape[0] == 0:
-        raise ValueError(f"{op}: weight has shape {shape_text(weight)}, expected (vocab_size, {x.shape[-1]})")
     if bias is not None:
         check_tensors(op, bias=bias)
     rows = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
@@ -124,7 +102,9 @@ def fused_linear_cross_entropy(
         ce_weight = class_weight(op, ce_weight, "ce_weight", dtype)
     grad = torch.is_grad_enabled()
     need_dweight = grad and weight.requires_grad
-    chunk = chunk_rows(weight.shape[0], weight.shape[-1], dtype, memory, x.device, need_dweight)
+    chunk = 1
+    if weight.dim() == 2 and weight.shape[0] > 0:  # else the op says what is wrong
+        chunk = chunk_rows(weight.shape[0], weight.shape[1], dtype, memory, x.device, need_dweight)
     # Where it is not known while a graph is made whether one chunk will do, sums over chunks are right for any number.
     if not holds(rows.shape[0] <= chunk):
         chunk = -chunk
@@ -183,7 +163,7 @@ def rows_within(
     vocab_size: int, hidden_size: int, dtype: torch.dtype, memory: str | int, gpu_bytes: int | None, need_dweight: bool
 ) -> int:
     """:func:`chunk_rows` for a GPU with ``gpu_bytes`` of memory, or for a CPU (None)."""
-    row_bytes = (vocab_size + 63) // 64 * 64 * dtype.itemsize
+    row_bytes = _padded(vocab_size) * dtype.itemsize
     if memory == "auto":
         budget = max(64 * _MIB, 256 * row_bytes) if gpu_bytes is None else max(256 * _MIB, gpu_bytes // 32)
         if need_dweight:
@@ -193,6 +173,11 @@ def rows_within(
     else:
         raise ValueError(f"memory is {memory!r}, expected 'auto' or a number of bytes greater than 0")
     return max(budget // row_bytes // 128 * 128, 128)
+
+
+def _padded(vocab_size):
+    """Elements from one row of logits to the next: rows of an odd vocabulary start aligned, too."""
+    return (vocab_size + _ROW_MULTIPLE - 1) // _ROW_MULTIPLE * _ROW_MULTIPLE
 
 
 @torch.compiler.assume_constant_result
@@ -233,42 +218,15 @@ def _autocast(device_type, *args):
     return *args[:_COMPUTE_DTYPE], _autocast_dtype(device_type, args[0], args[1]), *args[_COMPUTE_DTYPE + 1 :]
 
 
-def _check(
-    op, x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap, accum_dtype, compute_dtype, chunk
-):
-    """Checks, and returns the dtypes (compute, accumulator, sum of dweight)."""
-    check_options(op, reduction, label_smoothing, softcap)
-    require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, hidden_size)")
-    rows, hidden = x.shape
-    if weight.dim() != 2 or weight.shape[1] != hidden or weight.shape[0] == 0:
-        raise ValueError(f"{op}: weight has shape {shape_text(weight)}, expected (vocab_size, {hidden})")
-    check_device(op, weight, "weight", x, "x")
-    check_dtype(x.dtype, "x", x.device)
-    check_dtype(weight.dtype, "weight", x.device)
+def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """Of the matmuls and of the losses."""
     compute = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
-    check_dtype(compute, "compute_dtype", x.device)
-    acc = accumulator(compute)
-    accum = acc if accum_dtype is None else accum_dtype
-    check_dtype(accum, "accum_dtype", x.device)
-    require(
-        accum in (acc, compute),
-        op, ": accum_dtype is ", accum, ", expected ", acc, " or the dtype of the matmuls, ", compute,
-    )  # fmt: skip
-    check_target(op, target, rows, x, "x")
-    check_class_weight(op, ce_weight, "ce_weight", weight.shape[0], acc, x)
-    check_parameter(op, bias, "bias", x, weight.shape[0])
-    require(chunk != 0 or rows == 0, op, ": chunk_rows is 0, expected at least 1")
-    return compute, acc, accum
+    return compute, accumulator(compute)
 
 
-def _mode(rows, reduction: int, chunk_rows, need_dx: bool, need_dweight: bool, need_dbias: bool) -> str:
+def _mode(rows, reduction: int, chunk_rows, need_dx: bool, need_dweight: bool, need_dbias: bool) -> _C.Gradients:
     """How the gradients come about: see the top of this file."""
-    parameters = need_dweight or need_dbias
-    if not (need_dx or parameters):
-        return "none"
-    if parameters and chunk_rows > 0 and chunk_rows >= rows:
-        return "deferred"
-    return "recomputed" if parameters and reduction == REDUCTIONS["none"] else "accumulated"
+    return _C.gradients_of(need_dx, need_dweight or need_dbias, rows, chunk_rows, reduction == REDUCTIONS["none"])
 
 
 def _fake(
@@ -276,38 +234,28 @@ def _fake(
     use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
     chunk_rows, need_dx, need_dweight, need_dbias,
 ):  # fmt: skip
-    compute, acc, accum = _check(
-        "fused_linear_cross_entropy", x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap,
-        accum_dtype, compute_dtype, chunk_rows,
-    )  # fmt: skip
+    compute, acc = _dtypes(x, weight, compute_dtype)
     rows, hidden = x.shape
     vocab = weight.shape[0]
     need_dbias = need_dbias and bias is not None
     mode = _mode(rows, reduction, chunk_rows, need_dx, need_dweight, need_dbias)
-    deferred, accumulated = mode == "deferred", mode == "accumulated"
+    accumulated = mode == _C.Gradients.accumulated
     saved = x.new_empty(0, dtype=compute)
-    if deferred:
-        # Rows start at whole 64 elements, so that those of an odd vocabulary are aligned.
-        saved = x.new_empty_strided((rows, vocab), ((vocab + 63) // 64 * 64, 1), dtype=compute)
+    if mode == _C.Gradients.deferred:
+        saved = x.new_empty_strided((rows, vocab), (_padded(vocab), 1), dtype=compute)
     return (
         *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
-        x.new_empty(COUNTS, dtype=acc),
+        x.new_empty(_C.cross_entropy_counts, dtype=acc),
         saved,
         x.new_empty((rows, hidden) if accumulated and need_dx else 0, dtype=compute),
-        x.new_empty((vocab, hidden) if accumulated and need_dweight else 0, dtype=accum),
+        x.new_empty((vocab, hidden) if accumulated and need_dweight else 0, dtype=accum_dtype or acc),
         x.new_empty(vocab if accumulated and need_dbias else 0, dtype=acc),
     )
 
 
-def _fake_backward(
-    dloss, x, weight, target, bias, ce_weight, counts, saved, dx, dweight, dbias, ignore_index, reduction,
-    label_smoothing, lse_square_scale, softcap, use_token_scaling, accum_dtype, compute_dtype, chunk_rows, need_dx,
-    need_dweight, need_dbias,
-):  # fmt: skip
-    _, acc, _ = _check(
-        "fused_linear_cross_entropy_backward", x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap,
-        accum_dtype, compute_dtype, chunk_rows,
-    )  # fmt: skip
+def _fake_backward(dloss, x, weight, target, bias, *others):
+    *_, compute_dtype, _, need_dx, need_dweight, need_dbias = others
+    _, acc = _dtypes(x, weight, compute_dtype)
     need_dbias = need_dbias and bias is not None
     return (
         x.new_empty(x.shape if need_dx else 0),
@@ -369,12 +317,12 @@ def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
 def _forward_flops(x_shape, weight_shape, target_shape, bias_shape, *args, **_) -> int:
     reduction, (*_, chunk_rows, need_dx, need_dweight, need_dbias) = args[3], args
     mode = _mode(x_shape[0], reduction, chunk_rows, need_dx, need_dweight, need_dbias and bias_shape is not None)
-    return _matmul_flops(x_shape, weight_shape, 1 + (need_dx + need_dweight if mode == "accumulated" else 0))
+    return _matmul_flops(x_shape, weight_shape, 1 + (need_dx + need_dweight if mode == _C.Gradients.accumulated else 0))
 
 
 @register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward)
 def _backward_flops(dloss_shape, x_shape, weight_shape, target_shape, bias_shape, *args, **_) -> int:
     reduction, (*_, chunk_rows, need_dx, need_dweight, need_dbias) = args[7], args
     mode = _mode(x_shape[0], reduction, chunk_rows, need_dx, need_dweight, need_dbias and bias_shape is not None)
-    gradients = 0 if mode in ("none", "accumulated") else need_dx + need_dweight
-    return _matmul_flops(x_shape, weight_shape, gradients + (mode == "recomputed"))
+    gradients = 0 if mode in (_C.Gradients.none, _C.Gradients.accumulated) else need_dx + need_dweight
+    return _matmul_flops(x_shape, weight_shape, gradients + (mode == _C.Gradients.recomputed))
