@@ -45,21 +45,23 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor counts,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap) -> Tensor");
 
-  // chunk_rows: rows of logits that exist at a time; negative: as many, and one chunk is treated as several would be. With one chunk and
-  // a gradient wanted, `saved` holds the unreduced gradient of the logits and the backward runs the matmuls; with several, dx and
-  // dweight (accum) hold unreduced gradients.
+  // chunk_rows, chunk_classes: how many rows and classes of logits exist at a time. gradients: the way to them (ops/fused_linear.h): 0
+  // none, 1 deferred, `saved` holds the unreduced gradient of all logits and the backward runs the matmuls; 2 accumulated, dx, dweight
+  // (accum) and dbias hold unreduced gradients; 3 recomputed.
   m.def(
       "fused_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? normalizer,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling,"
       " bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, ScalarType? accum_dtype,"
-      " ScalarType? compute_dtype, SymInt chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
+      " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
+      " bool need_dbias)"
       " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor counts, Tensor saved,"
       " Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
       "fused_linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias,"
       " Tensor? ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias, int ignore_index, int reduction,"
       " float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling, ScalarType? accum_dtype,"
-      " ScalarType? compute_dtype, SymInt chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
+      " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
+      " bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
 
   // The benchmarks' measuring stick: a copy at the speed of the memory (kernels/stream_copy.h).

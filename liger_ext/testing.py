@@ -133,7 +133,7 @@ def expected(
         wide = {key: gradient.double() for key, gradient in grads.items()}
         scales = op.scales({**leaves, "compute_dtype": compute, **stored}, outputs, wide)
     floating = [v for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    length, rounded = op.length(inputs), op.rounded(inputs, compute)
+    length, rounded = op.length(inputs), op.rounded(inputs)
 
     def judged(what: str, value: Tensor, dtype: torch.dtype, terms: int = 1) -> Expected:
         if not dtype.is_floating_point:
@@ -142,7 +142,7 @@ def expected(
         if size is None:  # the largest of the row
             size = value.detach().abs().nan_to_num(0, 0, 0)
             size = size.amax(-1, keepdim=True) if size.dim() and size.numel() else size
-        rule = {"compute": compute, "length": length, "terms": terms, "stored": rounded.get(what)}
+        rule = {"compute": compute, "length": length, "terms": terms, "stored": compute if what in rounded else None}
         return Expected(value, bound(name, what, value.detach(), dtype, size, **rule), scales.get(what), terms)
 
     work = max([t.numel() for t in (*floating, *outputs.values())], default=1)

@@ -24,7 +24,11 @@ NVCC, CUOBJDUMP = shutil.which("nvcc", path=PATH), shutil.which("cuobjdump", pat
 
 # Kernels whose output may be their input's memory: the fused loss's gradient in place of the logits, and dx times a
 # row's own factor.
-IN_PLACE = {"cross_entropy_in_place": ("InPlace", "InPlaceRegisters"), "elementwise": ("Scale",)}
+IN_PLACE = {
+    "cross_entropy": ("Backward",),
+    "cross_entropy_in_place": ("InPlace", "InPlaceRegisters"),
+    "elementwise": ("Scale",),
+}
 
 
 def demangled(text):

@@ -2,6 +2,7 @@
 gradients."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cross_entropy import draw_target, draw_weight, loss_options
 
+from liger_ext import _C
 from liger_ext import functional as F
-from liger_ext.ops.fused_linear_cross_entropy import chunk_rows
+from liger_ext.ops.fused_linear_cross_entropy import chunk_classes, chunk_rows
 from liger_ext.testing import judge
 
 ONE_CHUNK, CHUNKS = 1 << 30, 1  # memory: everything at once; the smallest chunks, of 128 rows
@@ -48,7 +50,7 @@ def test_fused_linear_cross_entropy(device, data, options):
         data.draw(st.sampled_from([0, 1, 2, 3, 40, 129, ROWS])),
         data.draw(st.sampled_from([1, 2, 8, 33, 64])),
     )
-    vocab, seed = data.draw(st.sampled_from([1, 2, 31, 50, 128, 257])), data.draw(seeds)
+    vocab, seed = data.draw(st.sampled_from([1, 2, 31, 50, 128, 257, 1100])), data.draw(seeds)
     dtype, weight_dtype = (data.draw(st.sampled_from(dtypes_of(device))) for _ in range(2))
     x = normal(rows, hidden, dtype=dtype, device=device, seed=seed)
     weight = normal(vocab, hidden, dtype=weight_dtype, device=device, seed=seed + 1, scale=2 * hidden**-0.5)
@@ -90,13 +92,15 @@ def test_the_chunks_of_these_tests_are_several():
     assert chunk_rows(50, 24, torch.float32, ONE_CHUNK, device) >= ROWS
 
 
-@pytest.mark.parametrize("vocab", [1, 100, 128_256])
+@pytest.mark.parametrize("vocab", [1, 100, 1100, 128_256])
 @pytest.mark.parametrize("memory", ["auto", 1, 10**6, 10**9])
 def test_chunks_fit_the_budget(vocab, memory):
     chunk = chunk_rows(vocab, 64, torch.bfloat16, memory, torch.device("cpu"))
+    classes = chunk_classes(vocab, torch.bfloat16, memory)
     assert chunk >= 128 and chunk % 128 == 0
-    if memory != "auto" and chunk > 128:
-        assert chunk * -(-vocab // 64) * 64 * 2 <= memory
+    assert classes == vocab or (chunk == 128 and classes >= 1024 and classes % 64 == 0)
+    if memory != "auto" and (chunk > 128 or 1024 < classes < vocab):
+        assert chunk * -(-classes // 64) * 64 * 2 <= memory
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,8 @@ def test_frozen_inputs(device, needs, memory, reduction):
     chunk = chunk_rows(50, 24, torch.float32, memory, device)
     flat = {name: inputs[name].detach() for name in (*names, "target")}
     code = {"mean": 1, "none": 0}[reduction]
-    options = -100, code, 0.0, 0.0, None, False, False, False, False, None, None, chunk, *needs
+    way = _C.gradients_of(needs[0], any(needs[1:]), chunk >= ROWS, reduction == "none")
+    options = -100, code, 0.0, 0.0, None, False, False, False, False, None, None, int(way), chunk, 50, *needs
     saved, dx, dweight, dbias = torch.ops.liger_ext.fused_linear_cross_entropy(
         flat["x"], flat["weight"], flat["target"], flat["bias"], None, None, *options
     )[-4:]
@@ -140,7 +145,7 @@ def test_no_grad_makes_nothing(device):
 
 def test_a_gradient_that_the_flags_left_out_is_an_error(device):
     made = head(rows=4, device=device)
-    options = -100, 1, 0.0, 0.0, None, False, False, False, False, None, None, 4, True, False, False
+    options = -100, 1, 0.0, 0.0, None, False, False, False, False, None, None, 2, 4, 50, True, False, False
     with pytest.raises(RuntimeError, match="need_dweight"):
         torch.ops.liger_ext.fused_linear_cross_entropy(
             made["x"], made["weight"], made["target"], None, None, None, *options
@@ -360,3 +365,45 @@ def test_sums_of_another_shape_are_refused(device, name):
     changed = [a.unsqueeze(-1) if n == name else a for n, a in zip(names, arguments, strict=False)]
     with pytest.raises(ValueError, match=f"{name} has shape"):
         op(*changed)
+
+
+def test_pieces_of_the_vocabulary(device):
+    """A budget below 128 rows of logits: classes piece by piece, whatever the options; and predictions of equal logits
+    in two pieces are the first."""
+    rng = random.Random(0)
+    for dtype in dtypes_of(device):
+        for seed, vocab in enumerate((1025, 2048, 3001, 5000)):
+            made = head(rows=130, hidden=8, vocab=vocab, dtype=dtype, device=device, bias=seed % 2 == 0)
+            options = {
+                "reduction": rng.choice(["mean", "sum", "none"]),
+                "label_smoothing": rng.choice([0.0, 0.1]),
+                "lse_square_scale": rng.choice([0.0, 1e-2]),
+                "softcap": rng.choice([None, 5.0]),
+                "use_token_scaling": rng.random() < 0.3,
+                "ce_weight": None if seed % 2 else normal(vocab, device=device, seed=3).abs().to(dtype) + 0.1,
+                "return_token_accuracy": True,
+                "return_predicted_tokens": True,
+            }
+            judge("fused_linear_cross_entropy", {**made, **options, "memory": 1})
+    x, weight = torch.ones(2, 4, device=device), torch.ones(4096, 4, device=device)
+    weight[1500:1502] = weight[3000] = 2
+    got = F.fused_linear_cross_entropy(
+        x, weight, torch.tensor([1500, 3000], device=device), memory=1, return_predicted_tokens=True
+    )
+    assert got.predicted_tokens.tolist() == [1500, 1500]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_pieces_of_values_that_are_no_numbers(device, value):
+    """Row 0 has one in a piece without its target: what whole rows give."""
+    x, weight = torch.eye(4, device=device)[:3], normal(2100, 4, device=device)
+    weight[1700, 0] = value
+    inputs = {"x": x, "weight": weight, "target": torch.tensor([5, 6, -100], device=device), "reduction": "none"}
+    results = []
+    for memory in (1, 1 << 30):
+        made = inputs | {"x": x.clone().requires_grad_(), "weight": weight.clone().requires_grad_()}
+        out = F.fused_linear_cross_entropy(**made, memory=memory, return_predicted_tokens=True)
+        out.loss.nansum().backward()
+        results.append((out.loss, out.predicted_tokens, made["x"].grad, made["weight"].grad))
+    for pieces, whole in zip(*results, strict=True):
+        torch.testing.assert_close(pieces, whole, equal_nan=True, rtol=1e-4, atol=1e-5)

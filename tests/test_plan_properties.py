@@ -63,6 +63,7 @@ def calls(draw, op):
     if op.startswith("fused"):
         call["hidden"] = draw(st.integers(1, 16_384))
         call["chunk_rows"] = draw(st.sampled_from([0, 128, 1024, 4096]))
+        call["chunk_classes"] = draw(st.sampled_from([0, 0, 64, 1024]))
     return call
 
 
@@ -316,6 +317,7 @@ def sweep():
             {"full": True},
             {"per_row": True},
             {"frozen": True},
+            {"chunk_classes": 1024, "full": True},
             *({"knobs": _C.Knobs(threads=n, block=n, cluster=n)} for n in (4, 1024)),
         ),
     )

@@ -32,14 +32,6 @@ inline void check_loss_gradient(const char* op, const Tensor& dloss, int64_t red
   dtype_of(dloss, "dloss");
 }
 
-// What only a forward makes.
-inline void check_made(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape, Dtype dtype,
-                       const Tensor& like, const char* like_name) {
-  check_device(op, t, name, like, like_name);
-  check_shape(op, t, name, shape);
-  require(type_of(t) == scalar_type(dtype) && t.is_contiguous(), op, ": ", name, " is not what the forward returned");
-}
-
 inline Dtype check_logits(const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
   check_defined(op, logits, "logits");
   require(logits.dim() == 2 && logits.size(1) > 0, op, ": logits has shape ", shape_text(logits),

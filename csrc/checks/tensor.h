@@ -102,4 +102,12 @@ inline void check_parameter(const char* op, const OptionalTensor& parameter, con
   dtype_of(*parameter, name);
 }
 
+// What only a forward makes.
+inline void check_made(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape, Dtype dtype,
+                       const Tensor& like, const char* like_name) {
+  check_device(op, t, name, like, like_name);
+  check_shape(op, t, name, shape);
+  require(type_of(t) == scalar_type(dtype) && t.is_contiguous(), op, ": ", name, " is not what the forward returned");
+}
+
 }  // namespace liger::LIGER_BACKEND

@@ -10,152 +10,17 @@
 // In place (the fused loss), the gradient's pass follows its row's first pass at once: the row is in the L2 cache still.
 //
 // -inf logits are classes of probability 0. NaN and +inf make the row's sum NaN, and with it the loss and gradient.
-#include "kernels/cross_entropy.h"
-
-#include <algorithm>
-#include <limits>
-#include <type_traits>
-
-#include "cpu/simd.h"
-#include "math/softcap.h"
+#include "cpu/cross_entropy_rows.h"
 
 namespace liger::cpu::LIGER_ISA {
 namespace {
-
-constexpr int64_t block_columns = 2048, first_guess_columns = 256;
-constexpr double slack = 8;
-
-template <class F> LIGER_INLINE void with_flag(bool flag, F&& f) {
-  if (flag) f(std::true_type{});
-  else f(std::false_type{});
-}
-
-// x' of x, and what the gradient multiplies by on the way back.
-template <class A, bool capped> struct Softcap {
-  A cap;
-  LIGER_INLINE vec<A> operator()(vec<A> x) const {
-    if constexpr (capped) return math::softcap<Math<A>>(x, cap);
-    else return x;
-  }
-  LIGER_INLINE A operator()(A x) const { return (*this)(splat<A>(x))[0]; }
-  LIGER_INLINE vec<A> chain(vec<A> x_capped, vec<A> gradient) const {
-    if constexpr (capped) return gradient * math::softcap_slope(x_capped, cap);
-    else return gradient;
-  }
-};
-
-template <class A, class T> LIGER_INLINE A element(const In<T>& x, int64_t j) { return load<A>(x, j, Part{1})[0]; }
-
-// log(sum(exp(x'))): in A's precision, and what is beyond it. Where the logits are large, all of the sum's logarithm may be.
-struct LogSumExp {
-  double high, low;
-  double value() const { return high + low; }
-  double minus(double x) const { return (high - x) + low; }
-};
-
-template <class A> struct RowSums {
-  A max = -std::numeric_limits<A>::infinity();  // of x, not of x': the prediction is exact where softcap saturates
-  int64_t max_block = 0;                        // the first block that holds max
-  A shift = std::numeric_limits<A>::lowest();
-  double exponentials = 0;  // of x' - shift
-  double weighted = 0;      // sum of w * (x' - anchor), for label smoothing
-
-  LogSumExp lse() const {
-    const double log_sum = __builtin_log(exponentials), high = A(shift + log_sum);
-    return {high, (shift - high) + log_sum};
-  }
-};
-
-// terms: 1, or 2 with label smoothing, whose sum of logits alone may overflow: differences to one of them, the anchor, are summed. NaN
-// may be lost to `max`, but not to the sum of exponentials.
-template <class A, int terms, class T, class Cap, class W>
-LIGER_INLINE RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, A anchor) {
-  constexpr A least = -std::numeric_limits<A>::infinity();
-  RowSums<A> r;
-  const A guess = max_columns<A>(std::min(vocab, first_guess_columns), [&](int64_t j, auto n) { return load<A>(row, j, n); });
-  r.shift = std::max(r.shift, softcap(guess));
-  for (int64_t first = 0; first < vocab; first += block_columns) {
-    const int64_t count = std::min(block_columns, vocab - first);
-    for (;;) {
-      vec<A> top = splat<A>(least);
-      const vec<A> shift = splat<A>(r.shift);
-      const auto sums = sum_columns<A, terms>(count, [&](int64_t j, auto n, vec<A>(&term)[terms]) {
-        const vec<A> x = load<A>(row, first + j, n), x_capped = softcap(x);
-        top = Max{}(top, only<A>(n, x, least));
-        term[0] = Math<A>::exp(x_capped - shift);
-        if constexpr (terms == 2) term[1] = (x_capped - anchor) * load<A>(weight, first + j, n);
-      });
-      const A block_max = fold<A, lanes<A>>(top, Max{}), rise_to = softcap(block_max);
-      if (rise_to > r.shift + A(slack)) {
-        r.exponentials *= __builtin_exp(double(r.shift) - double(rise_to));
-        r.shift = rise_to;
-        continue;
-      }
-      r.exponentials += sums[0];
-      if constexpr (terms == 2) r.weighted += sums[1];
-      if (block_max > r.max) r.max = block_max, r.max_block = first;
-      break;
-    }
-  }
-  return r;
-}
-
-// As torch.argmax: the first of equal values, and NaN is the greatest.
-template <class A, class T> int64_t argmax(const In<T>& row, int64_t vocab, const RowSums<A>& r) {
-  if (r.exponentials != r.exponentials)
-    for (int64_t j = 0; j < vocab; ++j)
-      if (const A x = element<A>(row, j); x != x) return j;
-  for (int64_t j = r.max_block; j < vocab; ++j)
-    if (element<A>(row, j) == r.max) return j;
-  return 0;
-}
-
-// dx'[j] = probability * p[j] - weight * w[j] - (j == y ? target : 0)
-struct Slopes {
-  double probability, weight, target;
-};
-
-// The header's formulas for one row. Args: CrossEntropyRows or CrossEntropyBackward.
-template <class A> struct Formula {
-  template <class Args>
-  explicit Formula(const Args& a)
-      : options(a.options),
-        weight(static_cast<const A*>(a.class_weight.data)),
-        counts(static_cast<const A*>(a.counts)),
-        smooth(a.options.label_smoothing / double(a.vocab)) {}
-
-  double hit(int64_t y) const { return (1 - options.label_smoothing) * (weight != nullptr ? double(weight[y]) : 1.0); }
-  double weight_sum() const { return counts[CrossEntropyCounts::weight]; }
-  double token_scale(const LogSumExp& lse, double x_target) const {
-    return options.token_scaling ? __builtin_exp(-lse.minus(x_target)) : 1.0;
-  }
-
-  // What label smoothing sums logits relative to: the target's, if that is a number.
-  static double anchor(double x_target) { return __builtin_isfinite(x_target) ? x_target : 0.0; }
-  double ce(int64_t y, const LogSumExp& lse, double x_target, double weighted) const {
-    const double spread = smooth != 0 ? smooth * (weight_sum() * lse.minus(anchor(x_target)) - weighted) : 0.0;
-    return token_scale(lse, x_target) * (hit(y) * lse.minus(x_target) + spread);
-  }
-  double z(const LogSumExp& lse, double x_target) const {
-    return options.lse_square_scale != 0 ? token_scale(lse, x_target) * options.lse_square_scale * lse.value() * lse.value() : 0.0;
-  }
-  Slopes slopes(int64_t y, const LogSumExp& lse, double x_target, double ce_factor, double z_factor) const {
-    const double scale = token_scale(lse, x_target), ce = ce_factor * scale;
-    const double z = options.lse_square_scale != 0 ? z_factor * scale * 2 * options.lse_square_scale * lse.value() : 0.0;
-    return {ce * (hit(y) + smooth * weight_sum()) + z, ce * smooth, ce * hit(y)};
-  }
-
-  const CrossEntropyOptions& options;
-  const A* weight;
-  const A* counts;
-  double smooth;
-};
 
 template <class A, class T> LIGER_INLINE void write_zeros(const Out<T>& out, int64_t cols) {
   columns<A>(cols, [&](int64_t j, auto n) { store(out, j, n, vec<A>{}); });
 }
 
-// out may be the logits' own memory. What lse has beyond A's precision is in the factor of the probabilities.
+// out may be the logits' own memory; the target may be beside its columns. What lse has beyond A's precision is in the factor of the
+// probabilities.
 template <class A, class T, class Cap, class W>
 LIGER_INLINE void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap,
                                  const LogSumExp& lse, const Slopes& slopes, const In<W>& weight) {
@@ -167,6 +32,7 @@ LIGER_INLINE void write_gradient(const In<T>& row, const Out<T>& out, int64_t vo
     store(out, j, n, softcap.chain(x, d - minus));
   };
   const auto without_target = [&](int64_t j, auto n) { write(j, n, vec<A>{}); };
+  if (target < 0 || target >= vocab) return columns<A>(vocab, without_target);
   const int64_t at = target / lanes<A> * lanes<A>, after = std::min(vocab, at + lanes<A>);
   vec<A> minus{};
   minus[int(target - at)] = A(slopes.target);
@@ -175,34 +41,19 @@ LIGER_INLINE void write_gradient(const In<T>& row, const Out<T>& out, int64_t vo
   columns<A>(after, vocab, without_target);
 }
 
-// The class weights that label smoothing spreads the target over: all ones, or as given.
-template <class A, class F> LIGER_INLINE void with_class_weight(const Vector& v, const CrossEntropyOptions& options, F&& f) {
-  if (v.data == nullptr || options.label_smoothing == 0) f(In<constant>{1});
-  else f(param<A>(v));
-}
-
 // The loss of each row, into the arrays that are wanted; after it, while the row is in the cache, then(…), or ignored(i) for a row
 // that does not count, whose logits are not read.
 template <class A, class T, class Ignored, class Then>
 LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t end, Ignored&& ignored, Then&& then) {
-  const Formula<A> formula(a);
-  const auto put = [](void* array, int64_t i, double value) {
-    if (array != nullptr) static_cast<A*>(array)[i] = A(value);
-  };
-  const auto put_prediction = [&](int64_t i, int64_t prediction) {
-    if (a.accuracy != nullptr) static_cast<float*>(a.accuracy)[i] = prediction == a.target[i] ? 1.0f : 0.0f;
-    if (a.predicted != nullptr) a.predicted[i] = prediction;
-  };
+  const Formula<A> formula(a, a.vocab);
+  const RowResults<A> results{a};
   with_flag(a.options.softcap != 0, [&](auto capped) {
     const Softcap<A, capped> softcap{A(a.options.softcap)};
     with_class_weight<A>(a.class_weight, a.options, [&](const auto& weight) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t y = a.target[i];
         if (y == a.options.ignore_index) {
-          for (void* array : {a.ce, a.z, a.lse}) put(array, i, 0);
-          put(a.lse, a.rows + i, 0);
-          if (a.accuracy != nullptr) static_cast<float*>(a.accuracy)[i] = 0;
-          if (a.predicted != nullptr) a.predicted[i] = -1;
+          results.ignored(i);
           ignored(i);
           continue;
         }
@@ -213,11 +64,8 @@ LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t
         if (a.options.label_smoothing != 0) sums = sum_row<A, 2>(x, a.vocab, softcap, weight, anchor);
         else sums = sum_row<A, 1>(x, a.vocab, softcap, weight, anchor);
         const LogSumExp lse = sums.lse();
-        put(a.ce, i, formula.ce(y, lse, x_target, sums.weighted));
-        put(a.z, i, formula.z(lse, x_target));
-        put(a.lse, i, lse.high);
-        put(a.lse, a.rows + i, lse.low);
-        if (a.accuracy != nullptr || a.predicted != nullptr) put_prediction(i, argmax(x, a.vocab, sums));
+        results.losses(i, formula, lse, x_target, sums.weighted);
+        if (results.want_prediction()) results.prediction(i, argmax(x, a.vocab, sums));
         then(i, x, softcap, lse, x_target, weight, formula);
       }
     });
@@ -243,16 +91,12 @@ template <> [[gnu::flatten]] void run(const CrossEntropyInPlace& a, int64_t begi
     using A = decltype(acc);
     using T = decltype(t);
     if constexpr (!std::is_same_v<T, any>) {
-      const A* const counts = static_cast<const A*>(a.row.counts);
-      // Relative to the scale of all gradients, which is that of ce unless class weights make it 0.
-      const double ce_scale = counts[CrossEntropyCounts::ce_scale], z_scale = counts[CrossEntropyCounts::z_scale];
-      const double ce_factor = ce_scale != 0 ? a.gradient_scale : 0.0;
-      const double z_factor = a.gradient_scale * (ce_scale != 0 ? z_scale / ce_scale : 1.0);
+      const LossFactors factors = LossFactors::unreduced(static_cast<const A*>(a.row.counts), a.gradient_scale);
       for_each_row<A, T>(
           a.row, begin, end, [&](int64_t i) { write_zeros<A>(row<T>(a.gradient, i), a.row.vocab); },
           [&](int64_t i, const In<T>& x, const auto& softcap, const LogSumExp& lse, double x_target, const auto& weight,
               const Formula<A>& formula) {
-            const Slopes slopes = formula.slopes(a.row.target[i], lse, x_target, ce_factor, z_factor);
+            const Slopes slopes = formula.slopes(a.row.target[i], lse, formula.token_scale(lse, x_target), factors);
             write_gradient<A>(x, row<T>(a.gradient, i), a.row.vocab, a.row.target[i], softcap, lse, slopes, weight);
           });
     }
@@ -264,8 +108,13 @@ template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t beg
     using A = decltype(acc);
     using T = decltype(t);
     if constexpr (!std::is_same_v<T, any>) {
-      const Formula<A> formula(a);
-      const bool stream = streams(a.dlogits, a.rows, a.vocab);
+      const Formula<A> formula(a, a.classes.all);
+      const bool stream = a.dlogits.data != a.logits.data && streams(a.dlogits, a.rows, a.vocab);
+      const auto factors_of = [&](int64_t i) {
+        if (a.grad.data == nullptr) return LossFactors::unreduced(formula.counts, a.gradient_scale);
+        const double grad = grad_of(a.grad, i);
+        return LossFactors{grad * formula.counts[CrossEntropyCounts::ce_scale], grad * formula.counts[CrossEntropyCounts::z_scale]};
+      };
       with_flag(a.options.softcap != 0, [&](auto capped) {
         const Softcap<A, capped> softcap{A(a.options.softcap)};
         with_class_weight<A>(a.class_weight, a.options, [&](const auto& weight) {
@@ -278,11 +127,9 @@ template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t beg
             const In<T> x = row<T>(a.logits, i);
             const A* const saved = static_cast<const A*>(a.lse);
             const LogSumExp lse{saved[i], saved[a.rows + i]};
-            const double grad = grad_of(a.grad, i), x_target = softcap(element<A>(x, a.target[i]));
-            const double ce_factor = grad * formula.counts[CrossEntropyCounts::ce_scale];
-            const double z_factor = grad * formula.counts[CrossEntropyCounts::z_scale];
-            const Slopes slopes = formula.slopes(a.target[i], lse, x_target, ce_factor, z_factor);
-            write_gradient<A>(x, out, a.vocab, a.target[i], softcap, lse, slopes, weight);
+            const double token = a.options.token_scaling ? static_cast<const A*>(a.token)[i] : 1.0;
+            const int64_t target = a.target[i] - a.classes.first;
+            write_gradient<A>(x, out, a.vocab, target, softcap, lse, formula.slopes(target, lse, token, factors_of(i)), weight);
           }
         });
       });

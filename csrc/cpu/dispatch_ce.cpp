@@ -11,11 +11,11 @@ namespace liger::cpu {
 namespace {
 
 // Kernels index by the target, so every one is looked at before the first row is.
-template <class Args> void check_targets(const Args& a) {
+template <class Args> void check_targets(const Args& a, int64_t classes) {
   for (int64_t i = 0; i < a.rows; ++i) {
     const int64_t y = a.target[i];
-    if ((y < 0 || y >= a.vocab) && y != a.options.ignore_index)
-      throw std::out_of_range(text(a.op, ": target[", a.first_row + i, "] is ", y, ", expected a class in [0, ", a.vocab,
+    if ((y < 0 || y >= classes) && y != a.options.ignore_index)
+      throw std::out_of_range(text(a.op, ": target[", a.first_row + i, "] is ", y, ", expected a class in [0, ", classes,
                                    ") or ignore_index (", a.options.ignore_index, ")"));
   }
 }
@@ -90,20 +90,30 @@ void cross_entropy_counts(const CrossEntropyCounts& a, Stream) {
 }
 
 void cross_entropy_forward(const CrossEntropyRows& a, Stream) {
-  check_targets(a);
+  check_targets(a, a.vocab);
   parallel_items(a, a.rows, a.vocab);
 }
 
 void cross_entropy_backward(const CrossEntropyBackward& a, Stream) {
-  check_targets(a);
+  check_targets(a, a.classes.all);
   check_gradient_dtype(a.op, a.dlogits.dtype, a.logits.dtype);
   parallel_items(a, a.rows, a.vocab, {{a.dlogits, a.rows, a.vocab}});
 }
 
 void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream) {
-  check_targets(a.row);
+  check_targets(a.row, a.row.vocab);
   check_gradient_dtype(a.row.op, a.gradient.dtype, a.row.logits.dtype);
   parallel_items(a, a.row.rows, a.row.vocab);
+}
+
+void cross_entropy_statistics(const CrossEntropyStatistics& a, Stream) {
+  check_targets(a.row, a.classes.all);
+  parallel_items(a, a.row.rows, a.row.vocab);
+}
+
+void cross_entropy_merge(const CrossEntropyMerge& a, Stream) {
+  check_targets(a.row, a.row.vocab);
+  parallel_items(a, a.row.rows, a.pieces * CrossEntropyStatistics::slots);
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {

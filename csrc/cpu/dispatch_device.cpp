@@ -1,4 +1,4 @@
-// A CPU fails at once, and its kernels raise what is wrong with a target themselves.
+// For the CPU library and the host target: a CPU fails at once, and its kernels raise what is wrong with a target themselves.
 #include "kernels/device.h"
 
 namespace liger::cpu {

@@ -2,8 +2,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/partials.h"
 #include "kernels/glu.h"
-#include "kernels/layer_norm.h"
-#include "kernels/rms_norm.h"
+#include "kernels/norms.h"
 #include "kernels/rope.h"
 #include "kernels/softmax.h"
 
@@ -27,34 +26,30 @@ int64_t rows_per_block(int64_t rows, int64_t cols) {
   return std::min<int64_t>(enough, 32);
 }
 
-void rms_norm_forward(const RmsNormForward& a, Stream) {
+template <bool Centered> void norm_forward(const NormForward<Centered>& a, Stream) {
   parallel_items(a, a.rows, a.cols, {{a.y, a.rows, a.cols}, {a.sum, a.rows, a.cols}});
 }
 
-int64_t rms_norm_backward_workspace(const RmsNormBackward& a, Stream) {
-  return a.dweight.data ? ceil_div(a.rows, rows_per_block(a.rows, a.cols)) * a.cols * size_of(accumulator(a.z.dtype)) : 0;
-}
-
-void rms_norm_backward(const RmsNormBackward& a, Stream) {
-  const int64_t block_rows = rows_per_block(a.rows, a.cols), blocks = ceil_div(a.rows, block_rows);
-  parallel_items(a, blocks, block_rows * a.cols, {{a.dz, a.rows, a.cols, block_rows}});
-  sum_partials(a.workspace, blocks, a.cols, a.cols, accumulator(a.z.dtype), a.dweight);
-}
-
-void layer_norm_forward(const LayerNormForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.y, a.rows, a.cols}}); }
-
-int64_t layer_norm_backward_workspace(const LayerNormBackward& a, Stream) {
+// A block's partial rows: dweight's, then dbias's.
+template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>& a, Stream) {
   if (!a.dweight.data && !a.dbias.data) return 0;
-  return ceil_div(a.rows, rows_per_block(a.rows, a.cols)) * 2 * a.cols * size_of(accumulator(a.x.dtype));
+  return ceil_div(a.rows, rows_per_block(a.rows, a.cols)) * (Centered ? 2 : 1) * a.cols * size_of(accumulator(a.z.dtype));
 }
 
-void layer_norm_backward(const LayerNormBackward& a, Stream) {
-  const int64_t block_rows = rows_per_block(a.rows, a.cols), blocks = ceil_div(a.rows, block_rows);
-  parallel_items(a, blocks, block_rows * a.cols, {{a.dx, a.rows, a.cols, block_rows}});
-  const Dtype acc = accumulator(a.x.dtype);
-  sum_partials(a.workspace, blocks, 2 * a.cols, a.cols, acc, a.dweight);
-  if (a.dbias.data) sum_partials(static_cast<const char*>(a.workspace) + a.cols * size_of(acc), blocks, 2 * a.cols, a.cols, acc, a.dbias);
+template <bool Centered> void norm_backward(const NormBackward<Centered>& a, Stream) {
+  const int64_t block_rows = rows_per_block(a.rows, a.cols), blocks = ceil_div(a.rows, block_rows), stride = (Centered ? 2 : 1) * a.cols;
+  parallel_items(a, blocks, block_rows * a.cols, {{a.dz, a.rows, a.cols, block_rows}});
+  const Dtype acc = accumulator(a.z.dtype);
+  sum_partials(a.workspace, blocks, stride, a.cols, acc, a.dweight);
+  if (a.dbias.data) sum_partials(static_cast<const char*>(a.workspace) + a.cols * size_of(acc), blocks, stride, a.cols, acc, a.dbias);
 }
+
+template void norm_forward(const RmsNormForward&, Stream);
+template int64_t norm_backward_workspace(const RmsNormBackward&, Stream);
+template void norm_backward(const RmsNormBackward&, Stream);
+template void norm_forward(const LayerNormForward&, Stream);
+template int64_t norm_backward_workspace(const LayerNormBackward&, Stream);
+template void norm_backward(const LayerNormBackward&, Stream);
 
 void glu_forward(const GluForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.h, a.rows, a.cols}}); }
 void glu_backward(const GluBackward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.dgate, a.rows, a.cols}, {a.dup, a.rows, a.cols}}); }

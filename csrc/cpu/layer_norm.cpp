@@ -1,9 +1,8 @@
 // LayerNorm on the CPU: bound by memory; shaped as rms_norm.cpp. The variance is that of the centred row, a second pass over a
 // row that lies in L1 or L2: no cancellation when the mean is large.
-#include "kernels/layer_norm.h"
-
 #include "cpu/partials.h"
 #include "cpu/simd.h"
+#include "kernels/norms.h"
 
 namespace liger::cpu::LIGER_ISA {
 namespace {
@@ -38,32 +37,32 @@ template <class T, class A, class W>
 // dweight and dbias: this block's partial rows, or nullptr.
 template <class T, class A, class W>
 [[gnu::flatten]] void backward(const LayerNormBackward& a, const In<W> weight, int64_t begin, int64_t end, A* dweight, A* dbias) {
-  const bool want_dx = a.dx.data != nullptr, stream = want_dx && streams(a.dx, a.rows, a.cols);
+  const bool want_dz = a.dz.data != nullptr, stream = want_dz && streams(a.dz, a.rows, a.cols);
   A* const sums_of_block[] = {dweight, dbias};
   for (A* const partial : sums_of_block)
     if (partial) columns<A>(a.cols, [&](int64_t j, auto n) { store<A>(partial + j, n, vec<A>{}); });
   for (int64_t i = begin; i < end; ++i) {
     const int64_t next = i + 1 < end ? i + 1 : i;
-    const auto dy = row<T>(a.dy, i), x = row<T>(a.x, i), next_dy = row<T>(a.dy, next), next_x = row<T>(a.x, next);
-    const auto dx = row<T>(a.dx, i, stream);
+    const auto dy = row<T>(a.dy, i), z = row<T>(a.z, i), next_dy = row<T>(a.dy, next), next_z = row<T>(a.z, next);
+    const auto dz = row<T>(a.dz, i, stream);
     const A mean = static_cast<const A*>(a.mean)[i], rstd = static_cast<const A*>(a.rstd)[i];
 
     A g_mean = 0, gn_mean = 0;
-    if (want_dx) {
+    if (want_dz) {
       const auto sums = sum_columns<A, 2>(a.cols, [&](int64_t j, auto n, vec<A>(&terms)[2]) {
         terms[0] = load<A>(dy, j, n) * load<A>(weight, j, n);
-        terms[1] = terms[0] * (load<A>(x, j, n) - mean);
+        terms[1] = terms[0] * (load<A>(z, j, n) - mean);
       });
       g_mean = sums[0] / A(a.cols);
       gn_mean = sums[1] * rstd / A(a.cols);
     }
     columns<A>(a.cols, [&](int64_t j, auto n) {
       prefetch(next_dy, j);
-      prefetch(next_x, j);
-      const auto d = load<A>(dy, j, n), normalised = (load<A>(x, j, n) - mean) * rstd;
+      prefetch(next_z, j);
+      const auto d = load<A>(dy, j, n), normalised = (load<A>(z, j, n) - mean) * rstd;
       if (dweight) store<A>(dweight + j, n, load<A>(dweight + j, n) + d * normalised);
       if (dbias) store<A>(dbias + j, n, load<A>(dbias + j, n) + d);
-      if (want_dx) store(dx, j, n, rstd * (d * load<A>(weight, j, n) - g_mean - normalised * gn_mean));
+      if (want_dz) store(dz, j, n, rstd * (d * load<A>(weight, j, n) - g_mean - normalised * gn_mean));
     });
   }
   if (stream) stream_fence();
@@ -81,8 +80,8 @@ template <> void run(const LayerNormForward& a, int64_t begin, int64_t end) {
 
 // Items are blocks of rows; a block's partial rows are dweight's, then dbias's.
 template <> void run(const LayerNormBackward& a, int64_t begin, int64_t end) {
-  const Dtype x = a.x.dtype;
-  dispatch_same({x, a.dy.dtype, a.dx.data ? a.dx.dtype : x}, [&](auto t, auto acc) {
+  const Dtype z = a.z.dtype;
+  dispatch_same({z, a.dy.dtype, a.dz.data ? a.dz.dtype : z}, [&](auto t, auto acc) {
     using T = decltype(t);
     using A = decltype(acc);
     const int64_t block_rows = rows_per_block(a.rows, a.cols);

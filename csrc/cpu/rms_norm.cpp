@@ -1,10 +1,9 @@
 // RMSNorm on the CPU: bound by memory. A row is read twice, once for the sum of squares and once to be normalised; the second
 // read comes from L1 or L2, and while it runs, the next row is prefetched, so that memory never waits for the first pass.
 // The backward is the same with two inputs; dweight goes to one partial row per block of rows (cpu/partials.h).
-#include "kernels/rms_norm.h"
-
 #include "cpu/partials.h"
 #include "cpu/simd.h"
+#include "kernels/norms.h"
 
 namespace liger::cpu::LIGER_ISA {
 namespace {

@@ -57,10 +57,12 @@ template <class T, int N, bool Full, int Threads> struct Forward {
 template <class T, int N, bool Full> struct Backward {
   struct Args {
     LogitRows rows;
-    const float* lse;
-    Rows grad;
+    const float *lse, *token;
+    Rows grad;             // null: unreduced
+    float gradient_scale;  // of the unreduced
     void* dlogits;
     int64_t dlogits_stride, tiles;  // tiles: of a row
+    Classes classes;
   };
   static constexpr int max_threads = launch::cross_entropy_backward_kernel.instance(N).max_threads, K = launch::logit_tile_k(N);
 
@@ -78,13 +80,12 @@ template <class T, int N, bool Full> struct Backward {
     const bool has_single = tile == args.tiles - 1 && single >= 0;
     Packed<T, N> raw[K];
     Packed<T, 1> one{};
-    columns.template load<Hint::stream>(raw, logits + head);
+    columns.template load<Hint::in_place>(raw, logits + head);  // which may be overwritten
     if (has_single) load(one, logits + single);
-    const LogitRow<T, Full> row(a, at, tile == 0 && index == 0, a.token_scaling);
-    const float lse = args.lse[at], lse_low = args.lse[a.rows + at],
-                grad = load_one(args.grad.data, args.grad.dtype, at * args.grad.stride);
-    const RowGradient<T> gradient(a, row, lse, lse_low, 1.f, lse, lse - row.target_logit(a) + lse_low,
-                                  grad * a.counts[CrossEntropyCounts::ce_scale], grad * a.counts[CrossEntropyCounts::z_scale]);
+    const LogitRow<T, Full> row(a, args.classes, at, tile == 0 && index == 0, false);
+    const float lse = args.lse[at], lse_low = args.lse[a.rows + at], token = a.token_scaling ? args.token[at] : 1.f;
+    const LossGradients grad = args.grad.data ? LossGradients(a, args.grad, at) : LossGradients(a, args.gradient_scale);
+    const RowGradient<T> gradient(a, row, lse, lse_low, 1.f, lse, token, grad.ce, grad.z);
     T* const out = opaque(static_cast<T*>(args.dlogits) + at * args.dlogits_stride);
     const auto write = [&](auto& in, int64_t column) {
       auto g = gradient.template of<Full>(a, in, int(column), row.target);
@@ -105,7 +106,7 @@ void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
   const bool full = costly_options(op.options) || op.accuracy || op.predicted;
   const launch::Launch made =
       launch::cross_entropy_forward(device_profile(stream.device), logits_shape(op, !full || vectors_fit(op), full), op.after_counts);
-  const ForwardArgs args{logit_rows(op, made.plan, stream), row_outputs(op)};
+  const ForwardArgs args{logit_rows(op, op.vocab, made.plan, stream), row_outputs(op)};
   with_logits<launch::cross_entropy_forward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Forward<T, I.vec, Full, I.threads>>(made.plan, args, stream);
   });
@@ -123,7 +124,9 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Backward<T, I.vec, Full>>(
         made.plan,
-        {logit_rows(op, made.plan, stream), static_cast<const float*>(op.lse), op.grad, op.dlogits.data, op.dlogits.stride, tiles}, stream);
+        {logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse), static_cast<const float*>(op.token), op.grad,
+         float(op.gradient_scale), op.dlogits.data, op.dlogits.stride, tiles, op.classes},
+        stream);
   });
 }
 

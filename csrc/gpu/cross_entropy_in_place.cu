@@ -26,20 +26,6 @@ struct InPlaceArgs {
   float at_once_from;  // so many of the batch's targets being classes: rows are fetched before their own targets are known
 };
 
-// The gradients of a row's two losses, relative to the scale of all gradients, which is that of ce unless class weights make it 0. To be
-// made before the row is there: it is read from memory.
-struct LossGradients {
-  float ce, z = 0;
-
-  LIGER_DEVICE explicit LossGradients(const InPlaceArgs& args) : ce(args.gradient_scale) {
-    const LogitRows& a = args.rows;
-    if (a.lse_square_scale == 0) return;
-    const float ce_scale = a.counts[CrossEntropyCounts::ce_scale];
-    z = ce_scale == 0 ? ce : ce * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
-    if (ce_scale == 0) ce = 0;
-  }
-};
-
 template <class T, int N, bool Full> struct InPlace {
   using Args = InPlaceArgs;
   static constexpr int max_threads = launch::in_place_kernel.instance(N).max_threads;
@@ -49,7 +35,7 @@ template <class T, int N, bool Full> struct InPlace {
     RowGroup group(a.threads_per_row);
     const LogitRow<T, Full> row(a, group.first_row(), group.index == 0, true);
     const RowWalk<T, N> own(row.valid ? a.vocab : 0, group);
-    const LossGradients grad(args);
+    const LossGradients grad(a, args.gradient_scale);
     const bool want_best = Full && args.out.want_best();
     Shared<Packed<T, N>> stash = shared<Packed<T, N>>(args.shared_offset) + thread_id();
     const int slots = args.slots, pitch = block_threads();
@@ -79,7 +65,8 @@ template <class T, int N, bool Full> struct InPlace {
     T* const out = opaque(static_cast<T*>(args.gradient) + row.row * args.gradient_stride);
     if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
 
-    const RowGradient<T> gradient(a, row, statistics.base(), 0.f, 1 / statistics.sum, lse.high, negative_log, grad.ce, grad.z);
+    const RowGradient<T> gradient(a, row, statistics.base(), 0.f, 1 / statistics.sum, lse.high, row_token<T>(a, negative_log), grad.ce,
+                                  grad.z);
     auto write = [&](const auto& raw, int, int column) {
       store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
     };
@@ -118,7 +105,7 @@ template <class T, int N, int K> struct InPlaceRegisters {
     const bool has_target = row.valid && (row.target < whole ? owner == group.index : row.target == tail);
     T raw_target{};
     if (has_target) raw_target = data[row.target];
-    const LossGradients grad(args);
+    const LossGradients grad(a, args.gradient_scale);
 
     // What a row hardly ever needs takes its vectors from memory again, where nobody else writes them: few instructions, no registers.
     const auto read_again = [&](auto use) {
@@ -164,7 +151,7 @@ template <class T, int N, int K> struct InPlaceRegisters {
     T* const out = static_cast<T*>(args.gradient) + row.row * args.gradient_stride;
     if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
 
-    const RowGradient<T> gradient(a, row, own.base(), 0.f, 1 / own.sum, lse.high, negative_log, grad.ce, grad.z);
+    const RowGradient<T> gradient(a, row, own.base(), 0.f, 1 / own.sum, lse.high, row_token<T>(a, negative_log), grad.ce, grad.z);
 #pragma unroll
     for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
     T* const to = opaque(out + columns.first);
@@ -206,7 +193,7 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   if (row.rows == 0 || row.vocab == 0) return;
   const launch::Launch made =
       launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, vectors, full), !full && !row.options.token_scaling);
-  const InPlaceArgs args{.rows = logit_rows(row, made.plan, stream),
+  const InPlaceArgs args{.rows = logit_rows(row, row.vocab, made.plan, stream),
                          .out = row_outputs(row),
                          .gradient_scale = float(op.gradient_scale),
                          .gradient = op.gradient.data,

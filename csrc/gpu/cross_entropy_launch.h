@@ -35,6 +35,11 @@ struct RowOutputs {
   }
 };
 
+// By which token scaling multiplies a row: the probability of its target.
+template <class T> LIGER_DEVICE float row_token(const LogitRows& a, float negative_log) {
+  return a.token_scaling ? exp_as<T>(-negative_log) : 1.f;
+}
+
 // One thread of the row calls this. negative_log = lse - x'[target].
 template <class T, bool Full>
 LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full>& row,
@@ -54,9 +59,10 @@ LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const 
   out.write(row, ce, z, lse.high, lse.low, statistics.best_column);
 }
 
-template <class Op> LogitRows logit_rows(const Op& op, const launch::LaunchPlan& plan, Stream stream) {
+// classes: of the whole vocabulary.
+template <class Op> LogitRows logit_rows(const Op& op, int64_t classes, const launch::LaunchPlan& plan, Stream stream) {
   const CrossEntropyOptions& o = op.options;
-  require(op.vocab <= int64_t{1} << 30, op.op, ": vocab_size is ", op.vocab,
+  require(classes <= int64_t{1} << 30, op.op, ": vocab_size is ", classes,
           ", the columns of logits or the rows of weight: more than the GPU kernels address (2^30)");
   return {op.rows,
           op.vocab,
@@ -68,7 +74,7 @@ template <class Op> LogitRows logit_rows(const Op& op, const launch::LaunchPlan&
           static_cast<const float*>(op.counts),
           o.ignore_index,
           float(1 - o.label_smoothing),
-          float(o.label_smoothing / double(op.vocab)),
+          float(o.label_smoothing / double(classes)),
           float(o.lse_square_scale),
           float(o.softcap),
           o.softcap == 0 ? 0.f : float(1 / o.softcap),

@@ -116,6 +116,23 @@ template <class T, bool Full> struct LogitRow {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
+  // Of a piece of the classes. `target` is its column, if it is one of them (`here`); else the first column's logit is read, as an anchor.
+  LIGER_DEVICE LogitRow(const LogitRows& a, const Classes& of, int64_t row, bool reports, bool reads_logit) : row(row), live(row < a.rows) {
+    data = opaque(static_cast<const T*>(a.logits) + row * a.stride);
+    if (!live) return;
+    const int64_t wanted = a.target[row];
+    ignored = wanted == a.ignore_index;
+    valid = !ignored && wanted >= 0 && wanted < of.all;
+    if (valid) {
+      target = int(wanted - of.first);
+      if (reads_logit) raw_logit = data[here(a) ? target : 0];
+      if (a.class_weight.data) target_weight = load_one(a.class_weight.data, a.class_weight.dtype, target);
+    } else if (!ignored && reports) {
+      report_bad_target(a.report, a.first_row + row, wanted, of.all);
+    }
+  }
+  LIGER_DEVICE bool here(const LogitRows& a) const { return target >= 0 && target < a.vocab; }
+
   LIGER_DEVICE float target_logit(const LogitRows& a) const {
     const float logit = to_float(raw_logit);
     return Full && a.softcap != 0 ? capped(a, logit) : logit;
@@ -257,6 +274,7 @@ template <class T, bool Full> struct RowStatistics {
       float columns[2] = {bit_cast<float>(best == tops[1] || best != best ? best_column : INT_MAX), 0};
       group.reduce(columns, [](float (&a)[2], const float (&b)[2]) { a[0] = bit_cast<int>(a[0]) < bit_cast<int>(b[0]) ? a[0] : b[0]; });
       best_column = bit_cast<int>(columns[0]) == INT_MAX ? 0 : bit_cast<int>(columns[0]);
+      best = tops[1];
       float sums[2] = {0, weighted};
       rescale(tops[0], sums[0]);
       group.sum(sums);
@@ -276,18 +294,36 @@ template <class T, bool Full> struct RowStatistics {
   }
 };
 
+// The gradients of a row's two losses, relative to the scale of all gradients, which is that of ce unless class weights make it 0. To be
+// made before the row is there: it is read from memory.
+struct LossGradients {
+  float ce, z = 0;
+
+  LIGER_DEVICE LossGradients(const LogitRows& a, float gradient_scale) : ce(gradient_scale) {
+    if (a.lse_square_scale == 0) return;
+    const float ce_scale = a.counts[CrossEntropyCounts::ce_scale];
+    z = ce_scale == 0 ? ce : ce * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
+    if (ce_scale == 0) ce = 0;
+  }
+  // Of a mean's or sum's gradient, or of each row's.
+  LIGER_DEVICE LossGradients(const LogitRows& a, const Rows& grad, int64_t row) {
+    const float g = load_one(grad.data, grad.dtype, row * grad.stride);
+    ce = g * a.counts[CrossEntropyCounts::ce_scale];
+    z = g * a.counts[CrossEntropyCounts::z_scale];
+  }
+};
+
 // A row's gradient: dx[j] = (scale * exp(x'[j] - base) - hard * [j == target] - soft * w[j]) * dx'[j] / dx[j].
 template <class T> struct RowGradient {
   Exp<T> exp;  // exp(x' - base)
   float scale, hard, soft;
 
-  // negative_log = lse - x'[target]; ce and z: the gradients of the row's two losses; over_sum: p / exp(x' - base), of a base from
-  // which rounding took `low`.
+  // token: by which token scaling multiplies the row; ce and z: the gradients of the row's two losses; over_sum: p / exp(x' - base), of a
+  // base from which rounding took `low`.
   template <bool Full>
-  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float low, float over_sum, float lse,
-                           float negative_log, float ce, float z)
+  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float low, float over_sum, float lse, float token,
+                           float ce, float z)
       : exp(base, low) {
-    const float token = a.token_scaling ? exp_as<T>(-negative_log) : 1.f;
     hard = token * ce * a.hard_share * row.target_weight;
     soft = token * ce * a.class_share;
     scale = hard;

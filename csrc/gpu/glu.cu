@@ -118,18 +118,16 @@ template <class T, int VEC, Activation A> struct GluBackwardKernel {
 
 // Starts Kernel<T, VEC, A> for the dtype, alignment and activation of `a`; `tensors` are a's.
 template <template <class, int, Activation> class Kernel, const launch::Kernel& Instances, class Glu, class... Tensors>
-void start(Glu a, launch::Tunable tunable, Stream stream, const Tensors&... tensors) {
+void start(const Glu& a, Stream stream, const Tensors&... tensors) {
   if (a.rows == 0 || a.cols == 0) return;
-  const bool wide = (aligned(tensors, a.cols) && ...), contiguous = ((tensors.stride == a.cols || a.rows == 1) && ...);
-  const launch::Launch made = launch::glu(device_profile(stream.device), Instances, tunable, a.rows, a.cols,
-                                          wide ? 16 / int(size_of(a.gate.dtype)) : 1, contiguous);
-  a.rows = made.rows;
-  a.cols = made.cols;
+  const auto [vec, contiguous] = elementwise(a.rows, a.cols, a.gate.dtype, tensors...);
+  const bool silu = a.activation == Activation::silu;
+  const launch::Launch made = launch::glu(device_profile(stream.device), Instances, silu, a.rows, a.cols, vec, contiguous);
   const Tiles<vectors_per_thread> tiles(made);
   dispatch(a.gate.dtype, [&](auto tag) {
     using T = decltype(tag);
     with_instance<Instances, fits<T>>(made, [&]<Instance I>() {
-      if (a.activation == Activation::silu) launch<Kernel<T, I.vec, Activation::silu>>(made.plan, {tiles, a}, stream);
+      if (silu) launch<Kernel<T, I.vec, Activation::silu>>(made.plan, {tiles, a}, stream);
       else if (a.activation == Activation::gelu) launch<Kernel<T, I.vec, Activation::gelu>>(made.plan, {tiles, a}, stream);
       else launch<Kernel<T, I.vec, Activation::gelu_tanh>>(made.plan, {tiles, a}, stream);
     });
@@ -138,14 +136,9 @@ void start(Glu a, launch::Tunable tunable, Stream stream, const Tensors&... tens
 
 }  // namespace
 
-void glu_forward(const GluForward& a, Stream stream) {
-  const bool silu = a.activation == Activation::silu;
-  start<GluForwardKernel, launch::glu_forward>(a, silu ? launch::Tunable::swiglu : launch::Tunable::geglu, stream, a.gate, a.up, a.h);
-}
+void glu_forward(const GluForward& a, Stream stream) { start<GluForwardKernel, launch::glu_forward>(a, stream, a.gate, a.up, a.h); }
 void glu_backward(const GluBackward& a, Stream stream) {
-  const bool silu = a.activation == Activation::silu;
-  const launch::Tunable tunable = silu ? launch::Tunable::swiglu_backward : launch::Tunable::geglu_backward;
-  start<GluBackwardKernel, launch::glu_backward>(a, tunable, stream, a.dh, a.gate, a.up, a.dgate, a.dup);
+  start<GluBackwardKernel, launch::glu_backward>(a, stream, a.dh, a.gate, a.up, a.dgate, a.dup);
 }
 
 }  // namespace liger::gpu

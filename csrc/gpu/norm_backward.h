@@ -13,10 +13,12 @@
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_stream.h"
+#include "kernels/norms.h"
 #include "launch/norms.h"
 
 namespace liger::gpu {
 
+// NormBackward as the kernels of both norms take it.
 struct NormBackwardArgs {
   int64_t rows, cols;
   Rows dy, dsum, z;

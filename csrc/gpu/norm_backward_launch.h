@@ -19,9 +19,10 @@ inline bool norm_backward_mixed(const NormBackwardArgs& a) { return a.dy.dtype !
 // The workspace: row_means, and behind them the partial sums, if a parameter's gradient is wanted, for whichever alignment the call will
 // have.
 inline int64_t row_means_floats(int64_t rows) { return launch::round_up(2 * rows, 4); }
-inline int64_t norm_backward_workspace(int64_t rows, int64_t cols, bool centered, bool parameters, Stream stream) {
-  int64_t floats = row_means_floats(rows);
-  if (parameters) floats += launch::norm_partial_rows(device_profile(stream.device), rows, cols, centered) * cols * (centered ? 2 : 1);
+template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>& a, Stream stream) {
+  int64_t floats = row_means_floats(a.rows);
+  if (a.dweight.data || a.dbias.data)
+    floats += launch::norm_partial_rows(device_profile(stream.device), a.rows, a.cols, Centered) * a.cols * (Centered ? 2 : 1);
   return floats * int64_t{sizeof(float)};
 }
 
@@ -29,8 +30,20 @@ template <class T, bool Centered> constexpr bool norm_backward_fits(const launch
   return fits<T>(of) && launch::norm_backward_has(Centered, of);
 }
 
-template <bool Centered> void norm_backward(NormBackwardArgs a, void* workspace, Stream stream) {
-  a.row_means = static_cast<float*>(workspace);
+template <bool Centered> void norm_backward(const NormBackward<Centered>& of, Stream stream) {
+  NormBackwardArgs a{of.rows,
+                     of.cols,
+                     of.dy,
+                     of.dsum,
+                     of.z,
+                     of.weight,
+                     static_cast<const float*>(of.mean),
+                     static_cast<const float*>(of.rstd),
+                     of.dz,
+                     of.dweight,
+                     of.dbias,
+                     float(of.offset)};
+  a.row_means = static_cast<float*>(of.workspace);
   const bool parameters = a.dweight.data || a.dbias.data;
   if (parameters) a.partial = a.row_means + row_means_floats(a.rows);
   const bool frozen = !parameters && a.weight.data && a.weight.dtype == a.z.dtype;

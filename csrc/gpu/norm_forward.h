@@ -10,10 +10,12 @@
 #pragma once
 #include "gpu/device.h"
 #include "gpu/rows.h"
+#include "kernels/norms.h"
 #include "launch/norms.h"
 
 namespace liger::gpu {
 
+// NormForward as the kernels of both norms take it.
 struct NormForwardArgs {
   int64_t rows, cols;
   Rows x, residual;
@@ -303,7 +305,20 @@ template <class T, NormKind Kind> constexpr bool norm_forward_fits(const launch:
   return fits<T>(of) && launch::norm_forward_has({Kind.centered, Kind.two, Kind.usual}, of);
 }
 
-template <bool Centered> void norm_forward(NormForwardArgs a, Stream stream) {
+template <bool Centered> void norm_forward(const NormForward<Centered>& of, Stream stream) {
+  NormForwardArgs a{of.rows,
+                    of.cols,
+                    of.x,
+                    of.residual,
+                    of.sum,
+                    of.y,
+                    of.weight,
+                    of.bias,
+                    static_cast<float*>(of.mean),
+                    static_cast<float*>(of.rstd),
+                    float(of.eps),
+                    float(of.offset),
+                    of.round_normalized};
   if (a.rows == 0 || a.cols == 0) return;
   const bool wide = aligned(a.x, a.cols) && aligned(a.residual, a.cols) && aligned(a.sum, a.cols) && aligned(a.y, a.cols) &&
                     aligned(a.weight, a.cols) && aligned(a.bias, a.cols);

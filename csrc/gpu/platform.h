@@ -272,4 +272,13 @@ inline bool aligned(const Rows& r, int64_t cols) {
 inline bool aligned(const MutableRows& r, int64_t cols) { return aligned(Rows{r.data, r.stride, r.dtype}, cols); }
 inline bool aligned(const Vector& v, int64_t cols) { return aligned(Rows{v.data, 0, v.dtype}, cols); }
 
+// How an elementwise op may take rows of one dtype: elements of an access, and whether there are no gaps between them.
+struct Elementwise {
+  int vec;
+  bool contiguous;
+};
+template <class... All> Elementwise elementwise(int64_t rows, int64_t cols, Dtype dtype, const All&... tensors) {
+  return {(aligned(tensors, cols) && ...) ? 16 / int(size_of(dtype)) : 1, ((tensors.stride == cols || rows == 1) && ...)};
+}
+
 }  // namespace liger::gpu

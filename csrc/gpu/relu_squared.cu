@@ -17,7 +17,7 @@ template <class T, int VEC> struct ReluSquaredForwardKernel {
     ThreadTiles tiles;
     ReluSquaredForward op;
   };
-  static constexpr int K = launch::relu_squared_k, max_threads = launch::piece_threads;
+  static constexpr int K = launch::relu_squared_k, max_threads = launch::relu_squared_forward.instance(VEC).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     int64_t row;
     const auto columns = a.tiles.template columns<VEC>(row);
@@ -39,7 +39,7 @@ template <class T, int VEC> struct ReluSquaredBackwardKernel {
     ThreadTiles tiles;
     ReluSquaredBackward op;
   };
-  static constexpr int K = launch::relu_squared_k, max_threads = launch::piece_threads;
+  static constexpr int K = launch::relu_squared_k, max_threads = launch::relu_squared_backward.instance(VEC).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
     int64_t row;
     const auto columns = a.tiles.template columns<VEC>(row);
@@ -60,9 +60,8 @@ template <class T, int VEC> struct ReluSquaredBackwardKernel {
 template <template <class, int> class Kernel, const launch::Kernel& Instances, class Op, class... Tensors>
 void start(const Op& a, Stream stream, const Tensors&... tensors) {
   if (a.rows == 0 || a.cols == 0) return;
-  const bool wide = (aligned(tensors, a.cols) && ...), contiguous = ((tensors.stride == a.cols || a.rows == 1) && ...);
-  const launch::Launch made =
-      launch::relu_squared(device_profile(stream.device), Instances, a.rows, a.cols, wide ? 16 / int(size_of(a.x.dtype)) : 1, contiguous);
+  const auto [vec, contiguous] = elementwise(a.rows, a.cols, a.x.dtype, tensors...);
+  const launch::Launch made = launch::relu_squared(device_profile(stream.device), Instances, a.rows, a.cols, vec, contiguous);
   const ThreadTiles tiles(made);
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);

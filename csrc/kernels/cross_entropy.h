@@ -56,18 +56,46 @@ struct CrossEntropyRows {
   bool after_counts;      // nothing was put on the stream since cross_entropy_counts: a kernel may start beside it
 };
 
+// Which classes the columns of a matrix of logits are: column j is class first + j of `all`. Of a whole vocabulary: {0, columns}.
+struct Classes {
+  int64_t first, all;
+};
+
 // dlogits = grad_ce * counts[ce_scale] * dce + grad_ce * counts[z_scale] * dz, row by row; logits read once, dlogits written once.
 struct CrossEntropyBackward {
-  int64_t rows, vocab, first_row;
+  int64_t rows, vocab, first_row;  // vocab: columns
   Rows logits;
   const int64_t* target;
-  Vector class_weight;
+  Vector class_weight;    // of the columns' classes, inside those of all
   const void* counts;
   CrossEntropyOptions options;
   const char* op;
   const void* lse;        // as CrossEntropyRows::lse
-  Rows grad;              // of the loss: one element (stride 0) or one per row (stride 1), any dtype
-  MutableRows dlogits;
+  Rows grad;              // of the loss: one element (stride 0) or one per row (stride 1), any dtype; null: unreduced, see below
+  MutableRows dlogits;    // may be the logits' own memory
+  Classes classes;
+  const void* token;      // [rows] of A, the probability of each target; read with token scaling
+  double gradient_scale;  // without grad: CrossEntropyInPlace's gradient is written
+};
+
+// A vocabulary in pieces, such as blocks of columns or the shards of several devices: each piece's statistics, their merge to what a pass
+// over whole rows gives, and each piece's gradient by CrossEntropyBackward. A row's statistics of a piece, with w of its classes:
+//   maximum = max(x'), sum = sum(exp(x' - maximum)), target = x'[y], or 0 where y is not among its classes,
+//   weighted = sum(w * (x' - anchor)) and weights = sum(w) with label smoothing, best = max(x) where predictions are wanted.
+struct CrossEntropyStatistics {
+  enum Slot { maximum, sum, target, weighted, anchor, weights, best, slots };
+  CrossEntropyRows row;   // vocab, logits, class_weight: the piece's; no results, no counts
+  Classes classes;
+  void* statistics;       // [slots, rows] of A
+  int64_t* best_class;    // [rows]; nullptr: no predictions
+};
+struct CrossEntropyMerge {
+  CrossEntropyRows row;   // vocab, class_weight: of all classes; no logits; the results
+  int64_t pieces;
+  const void* statistics;      // [pieces, slots, rows] of A
+  const int64_t* best_class;   // [pieces, rows], if accuracy or predictions are wanted
+  Dtype accumulator;
+  void* token;                 // [rows] of A, or nullptr: the probability of each target
 };
 
 // The fused loss's kernel: one pass gives the row's losses and overwrites its logits by the UNREDUCED gradient
@@ -100,6 +128,8 @@ void cross_entropy_counts(const CrossEntropyCounts&, Stream);
 void cross_entropy_forward(const CrossEntropyRows&, Stream);
 void cross_entropy_backward(const CrossEntropyBackward&, Stream);
 void cross_entropy_in_place(const CrossEntropyInPlace&, Stream);
+void cross_entropy_statistics(const CrossEntropyStatistics&, Stream);
+void cross_entropy_merge(const CrossEntropyMerge&, Stream);
 void cross_entropy_reduce(const CrossEntropyReduce&, Stream);
 }  // namespace LIGER_BACKEND
 }  // namespace liger

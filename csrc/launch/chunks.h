@@ -6,8 +6,7 @@
 namespace liger::launch {
 
 // 16-bit rows of an odd vocabulary would start unaligned; a row stride of whole 64 elements keeps every vector access aligned.
-constexpr int64_t row_multiple = 64;
-constexpr int64_t padded_vocab(int64_t vocab) { return (vocab + row_multiple - 1) / row_multiple * row_multiple; }
+constexpr int64_t padded_vocab(int64_t vocab) { return (vocab + 63) / 64 * 64; }
 
 // Rows of each of the fewest chunks of at most `most` rows: equal, and multiples of 128 where that is possible.
 constexpr int64_t equal_chunks(int64_t rows, int64_t most) {
@@ -16,14 +15,12 @@ constexpr int64_t equal_chunks(int64_t rows, int64_t most) {
   return std::min(most, (equal + 127) / 128 * 128);
 }
 
-// What ops/fused_linear_cross_entropy.cpp says of them.
+// What ops/fused_linear.h says of them.
 enum class Gradients { none, deferred, accumulated, recomputed };
-// input, parameters: is dx wanted, is dweight or dbias? chunk_rows: at most; less than 0: never one chunk alone. per_row: reduction "none".
-// Size: int64_t, or Python's (python/tensor.h).
-template <class Size>
-constexpr Gradients gradients_of(bool input, bool parameters, const Size& rows, const Size& chunk_rows, bool per_row) {
+// input, parameters: is dx wanted, is dweight or dbias? at_once: all logits exist at a time, for certain. per_row: reduction "none".
+constexpr Gradients gradients_of(bool input, bool parameters, bool at_once, bool per_row) {
   if (!parameters) return input ? Gradients::accumulated : Gradients::none;
-  if (chunk_rows > 0 && chunk_rows >= rows) return Gradients::deferred;
+  if (at_once) return Gradients::deferred;
   return per_row ? Gradients::recomputed : Gradients::accumulated;
 }
 

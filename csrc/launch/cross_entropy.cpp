@@ -57,6 +57,14 @@ Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& of
   return {&in_place_kernel, in_place_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, true, knobs), tunable};
 }
 
+Launch cross_entropy_statistics(const DeviceProfile& device, const LogitsShape& of) {
+  return {&statistics_kernel, statistics_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, false, {})};
+}
+
+Launch cross_entropy_merge(const DeviceProfile& device, int64_t rows) {
+  return {&merge_kernel, merge_kernel.instance(), rows, 1, plan_elementwise(device, rows, 1)};
+}
+
 Launch count_targets(const DeviceProfile& device, int64_t rows, int64_t vocab) {
   const LaunchPlan plan = plan_block_sum(device, std::max(rows, vocab), 3 * int(sizeof(double)));
   return {&count_targets_kernel, count_targets_kernel.instance(), rows, vocab, plan};
@@ -93,5 +101,4 @@ const Planned forward{
 const Planned backward{"cross_entropy_backward", loss_gradient, {&cross_entropy_backward_kernel}};
 
 }  // namespace
-
 }  // namespace liger::launch

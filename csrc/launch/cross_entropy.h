@@ -35,6 +35,12 @@ inline constexpr Kernel in_place_registers("InPlaceRegisters", Instance{row_thre
 inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
 
+// Of a piece of the vocabulary, and the merge of all pieces, which takes a thread for each row.
+inline constexpr Kernel statistics_kernel("Statistics", Instance{logits_threads, 1}, Instance{logits_threads, wide});
+Launch cross_entropy_statistics(const DeviceProfile&, const LogitsShape&);
+inline constexpr Kernel merge_kernel("Merge", Instance{piece_threads});
+Launch cross_entropy_merge(const DeviceProfile&, int64_t rows);
+
 // Sums over rows, three fp64 values a warp, in one block.
 inline constexpr Kernel count_targets_kernel("CountTargets", Instance{row_threads});
 Launch count_targets(const DeviceProfile&, int64_t rows, int64_t vocab);

@@ -1,9 +1,22 @@
 #include "launch/elementwise.h"
-#include "launch/op_plans.h"
 
 #include <algorithm>
 
+#include "launch/op_plans.h"
+
 namespace liger::launch {
+
+Launch row_tiles(const DeviceProfile& device, const Kernel& kernel, Tunable tunable, int64_t rows, int64_t cols, int vec, int k,
+                 bool contiguous, const Knobs* given) {
+  const Knobs knobs = chosen_knobs(given, device, {tunable, vec, rows, cols});
+  if (contiguous) {
+    cols *= rows;
+    rows = 1;
+  }
+  const LaunchPlan plan = plan_row_tiles(device, rows, cols, vec, k, 1, knobs);
+  check_threads(device, plan);
+  return {&kernel, kernel.instance(vec), rows, cols, plan, tunable};
+}
 
 Launch pieces(const DeviceProfile& device, const Kernel& kernel, int64_t rows, int64_t cols, int vec) {
   const LaunchPlan plan = plan_pieces(device, rows, ceil_div(cols, vec), piece_k);
@@ -46,5 +59,4 @@ Launches copy(const DeviceProfile& device, const Call& call) {
 const Planned copying{"stream_copy", copy, {&stream_copy_kernel}};
 
 }  // namespace
-
 }  // namespace liger::launch

@@ -1,8 +1,12 @@
-// The launches of the fused loss's small passes, of sums of partial rows and of copies. `vec`: elements of an access.
+// The launches of elementwise ops, of the fused loss's small passes, of sums of partial rows and of copies. `vec`: elements of an access.
 #pragma once
 #include "launch/launch.h"
 
 namespace liger::launch {
+
+// Tiles of rows (Tiles in gpu/rows.h), `k` vectors to a thread. `contiguous`: there are no gaps between rows, which are one long row then.
+Launch row_tiles(const DeviceProfile&, const Kernel& kernel, Tunable, int64_t rows, int64_t cols, int vec, int k, bool contiguous,
+                 const Knobs* = nullptr);
 
 constexpr int piece_k = 4;    // vectors that a thread has in flight
 constexpr int piece_vec = 8;  // elements of a vector, of any dtype; 1 where rows are not aligned

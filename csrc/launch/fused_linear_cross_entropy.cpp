@@ -9,30 +9,46 @@
 namespace liger::launch {
 namespace {
 
+bool in_pieces(const Call& call) { return call.chunk_classes > 0 && call.chunk_classes < call.cols; }
 // Of a fused loss whose gradients are all wanted.
 Gradients mode_of(const Call& call) {
-  return gradients_of(true, true, call.rows, call.chunk_rows ? call.chunk_rows : std::max<int64_t>(1, call.rows), call.per_row);
+  return gradients_of(true, true, (call.chunk_rows == 0 || call.rows <= call.chunk_rows) && !in_pieces(call), call.per_row);
 }
+int64_t chunk_of(const Call& call) { return equal_chunks(call.rows, call.chunk_rows ? call.chunk_rows : call.rows); }
 int piece_vec_of(const Call& call) { return call.aligned ? piece_vec : 1; }
 
 // Sums of columns of the logits' gradient: dbias.
-void add_dbias(Launches& out, const DeviceProfile& device, const Call& call, int64_t rows) {
-  out.push_back(partial_columns(device, rows, call.cols, piece_vec_of(call)));
-  out.push_back(sum_columns(device, out.back().plan.partial_rows, call.cols, 0));
+void add_dbias(Launches& out, const DeviceProfile& device, const Call& call, int64_t rows, int64_t cols) {
+  out.push_back(partial_columns(device, rows, cols, piece_vec_of(call)));
+  out.push_back(sum_columns(device, out.back().plan.partial_rows, cols, 0));
 }
 
 void add_pieces(Launches& out, const DeviceProfile& device, const Call& call, const Kernel& kernel, int64_t rows, int64_t cols) {
   if (rows * cols > 0) out.push_back(pieces(device, kernel, rows, cols, piece_vec_of(call)));
 }
 
-// gradient: of the logits, in their place. sums: of its columns.
+// Of a piece of the vocabulary, the first one's. gradient: of the logits, in their place. sums: of its columns.
 void add_chunk(Launches& out, const DeviceProfile& device, const Call& call, bool gradient, bool sums) {
-  const int64_t rows = mode_of(call) == Gradients::deferred ? call.rows : equal_chunks(call.rows, call.chunk_rows);
-  if (rows == 0) return;
-  if (call.bias) add_pieces(out, device, call, fill_kernel, rows, call.cols);
-  if (gradient) out.push_back(cross_entropy_in_place(device, logits(call, rows, true), !call.full, &call.knobs));
-  else out.push_back(cross_entropy_forward(device, logits(call, rows, false), false, &call.knobs));
-  if (call.bias && sums) add_dbias(out, device, call, rows);
+  if (call.rows == 0) return;
+  const int64_t rows = chunk_of(call);
+  Call piece = call;
+  if (in_pieces(call)) piece.cols = call.chunk_classes;
+  const auto add_bias = [&] {
+    if (call.bias) add_pieces(out, device, call, fill_kernel, rows, piece.cols);
+  };
+  add_bias();
+  if (!in_pieces(call)) {
+    if (gradient) out.push_back(cross_entropy_in_place(device, logits(call, rows, true), !call.full, &call.knobs));
+    else out.push_back(cross_entropy_forward(device, logits(call, rows, false), false, &call.knobs));
+  } else {
+    out.push_back(cross_entropy_statistics(device, logits(piece, rows, false)));
+    out.push_back(cross_entropy_merge(device, rows));
+    if (!gradient) return;
+    add_bias();
+    out.push_back(cross_entropy_backward(device, logits(piece, rows, false), &call.knobs));
+    add_pieces(out, device, call, scale_kernel, rows, call.hidden);
+  }
+  if (call.bias && sums) add_dbias(out, device, call, rows, piece.cols);
 }
 
 Launches fused_loss(const DeviceProfile& device, const Call& call) {
@@ -47,10 +63,10 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
   if (mode_of(call) == Gradients::deferred) {
     // Matmuls write the gradients; each row's own factor goes into dx and, for dweight, into a copy of x.
     for (int i = 0; call.per_row && i < 2; ++i) add_pieces(out, device, call, scale_kernel, call.rows, call.hidden);
-    if (call.bias) add_dbias(out, device, call, call.rows);
+    if (call.bias) add_dbias(out, device, call, call.rows, call.cols);
   } else {
     if (mode_of(call) == Gradients::recomputed) {
-      add_pieces(out, device, call, scale_kernel, equal_chunks(call.rows, call.chunk_rows), call.hidden);
+      add_pieces(out, device, call, scale_kernel, chunk_of(call), call.hidden);
       add_chunk(out, device, call, true, true);
       add_pieces(out, device, call, scale_kernel, call.rows, call.hidden);
     } else {
@@ -64,12 +80,13 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
 
 const Planned forward{"fused_linear_cross_entropy",
                       fused_loss,
-                      {&fill_kernel, &in_place_registers, &in_place_kernel, &cross_entropy_forward_kernel, &count_targets_kernel,
-                       &sum_losses_kernel, &add_losses_kernel, &partial_columns_kernel, &sum_columns_kernel}};
-const Planned backward{
-    "fused_linear_cross_entropy_backward",
-    fused_loss_gradient,
-    {&product_kernel, &scale_kernel, &fill_kernel, &in_place_registers, &in_place_kernel, &partial_columns_kernel, &sum_columns_kernel}};
+                      {&fill_kernel, &in_place_registers, &in_place_kernel, &cross_entropy_forward_kernel, &statistics_kernel,
+                       &merge_kernel, &cross_entropy_backward_kernel, &scale_kernel, &count_targets_kernel, &sum_losses_kernel,
+                       &add_losses_kernel, &partial_columns_kernel, &sum_columns_kernel}};
+const Planned backward{"fused_linear_cross_entropy_backward",
+                       fused_loss_gradient,
+                       {&product_kernel, &scale_kernel, &fill_kernel, &in_place_registers, &in_place_kernel, &statistics_kernel,
+                        &merge_kernel, &cross_entropy_backward_kernel, &partial_columns_kernel, &sum_columns_kernel}};
 
 }  // namespace
 }  // namespace liger::launch

@@ -1,9 +1,9 @@
 #include "launch/norms.h"
 
+#include <algorithm>
+
 #include "launch/elementwise.h"
 #include "launch/op_plans.h"
-
-#include <algorithm>
 
 namespace liger::launch {
 namespace {
@@ -145,5 +145,4 @@ const Planned layer_norm_backward{
     {&norm_backward_rows, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
 
 }  // namespace
-
 }  // namespace liger::launch

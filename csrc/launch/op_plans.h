@@ -21,7 +21,7 @@ struct Call {
   bool bias = false;  // layer_norm, fused loss
   bool frozen = false;  // norms, backward: no parameter wants a gradient, and the weight is of x's type
   int64_t q_heads = 1, k_heads = 1, rotary_dim = 0;  // rope; rotary_dim 0: all of the head
-  int64_t hidden = 1, chunk_rows = 0;  // fused loss; chunk_rows 0: one chunk
+  int64_t hidden = 1, chunk_rows = 0, chunk_classes = 0;  // fused loss; 0: all at a time
   Knobs knobs;  // for those of its launches that have some
 };
 

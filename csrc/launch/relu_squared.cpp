@@ -1,20 +1,14 @@
 #include "launch/relu_squared.h"
 
+#include "launch/elementwise.h"
 #include "launch/op_plans.h"
 
 namespace liger::launch {
 
 Launch relu_squared(const DeviceProfile& device, const Kernel& kernel, int64_t rows, int64_t cols, int vec, bool contiguous,
-                    const Knobs* given) {
+                    const Knobs* knobs) {
   const Tunable tunable = &kernel == &relu_squared_forward ? Tunable::relu_squared : Tunable::relu_squared_backward;
-  const Knobs knobs = chosen_knobs(given, device, {tunable, vec, rows, cols});
-  if (contiguous) {
-    cols *= rows;
-    rows = 1;
-  }
-  const LaunchPlan plan = plan_row_tiles(device, rows, cols, vec, relu_squared_k, 1, knobs);
-  check_threads(device, plan);
-  return {&kernel, kernel.instance(vec), rows, cols, plan, tunable};
+  return row_tiles(device, kernel, tunable, rows, cols, vec, relu_squared_k, contiguous, knobs);
 }
 
 // For op_plans.h.

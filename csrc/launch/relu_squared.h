@@ -9,8 +9,7 @@ constexpr int relu_squared_k = 4;  // vectors that a thread has in flight, of bo
 inline constexpr Kernel relu_squared_forward("ReluSquaredForwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 inline constexpr Kernel relu_squared_backward("ReluSquaredBackwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 
-// `kernel` is one of them. `vec`: elements of an access, 1 where 16 bytes are not aligned. `contiguous`: there are no gaps between rows,
-// which are one long row then.
+// `kernel` is one of them. The other arguments as row_tiles (elementwise.h) takes them.
 Launch relu_squared(const DeviceProfile&, const Kernel& kernel, int64_t rows, int64_t cols, int vec, bool contiguous,
                     const Knobs* = nullptr);
 

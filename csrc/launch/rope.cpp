@@ -1,4 +1,5 @@
 #include "launch/rope.h"
+
 #include "launch/op_plans.h"
 
 namespace liger::launch {
@@ -38,5 +39,4 @@ const Planned forward{"rope", rotary, {&rope_kernel}};
 const Planned backward{"rope_backward", rotary, {&rope_kernel}};
 
 }  // namespace
-
 }  // namespace liger::launch

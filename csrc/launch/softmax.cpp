@@ -1,4 +1,5 @@
 #include "launch/softmax.h"
+
 #include "launch/op_plans.h"
 
 namespace liger::launch {
@@ -36,5 +37,4 @@ const Planned forward{"softmax", over_rows<softmax_forward>, {&softmax_registers
 const Planned backward{"softmax_backward", over_rows<softmax_backward>, {&softmax_backward_registers, &softmax_backward_reread}};
 
 }  // namespace
-
 }  // namespace liger::launch

@@ -60,9 +60,10 @@ Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, Opt
   if (rows.rows == 0) return dlogits;
   const CrossEntropyRows r = rows_of(scope, rows, target, weight, counts, options);
   dloss = contiguous(scope.op(), dloss);
-  cross_entropy_backward({r.rows, r.vocab, 0, r.logits, r.target, r.class_weight, r.counts, options, scope.op(), lse.data_ptr(),
-                          Rows{dloss.data_ptr(), per_row ? 1 : 0, dtype_of(dloss, "dloss")}, mutable_rows(dlogits, "logits")},
-                         scope);
+  cross_entropy_backward(
+      {r.rows, r.vocab, 0, r.logits, r.target, r.class_weight, r.counts, options, scope.op(), lse.data_ptr(),
+       Rows{dloss.data_ptr(), per_row ? 1 : 0, dtype_of(dloss, "dloss")}, mutable_rows(dlogits, "logits"), Classes{0, r.vocab}},
+      scope);
   return dlogits;
 }
 

@@ -1,6 +1,5 @@
-#include "kernels/layer_norm.h"
-
 #include "checks/norms.h"
+#include "kernels/norms.h"
 #include "ops/tensor.h"
 
 namespace liger::LIGER_BACKEND {
@@ -20,9 +19,16 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight
   if (x.numel() == 0)  // rows without columns, perhaps
     for (Tensor* t : {&mean, &rstd}) torch::stable::zero_(*t);
   else
-    layer_norm_forward({rows.rows, rows.cols, rows, vector_of(weight, "weight"), vector_of(bias, "bias"), mutable_rows(y, "y"),
-                        mean.data_ptr(), rstd.data_ptr(), eps},
-                       scope);
+    norm_forward(LayerNormForward{.rows = rows.rows,
+                                  .cols = rows.cols,
+                                  .x = rows,
+                                  .weight = vector_of(weight, "weight"),
+                                  .bias = vector_of(bias, "bias"),
+                                  .y = mutable_rows(y, "y"),
+                                  .mean = mean.data_ptr(),
+                                  .rstd = rstd.data_ptr(),
+                                  .eps = eps},
+                 scope);
   return {y, mean, rstd};
 }
 
@@ -48,14 +54,19 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x
     return {dx, dweight, dbias};
   }
   const RowsView dy = as_rows(scope.op(), dy_in, "dy");
-  LayerNormBackward args{rows.rows, rows.cols, dy, rows,   vector_of(weight, "weight"), mean.data_ptr(), rstd.data_ptr(),
-                         {},        {},        {}, nullptr};
-  if (need_dx) args.dx = mutable_rows(dx, "dx");
+  LayerNormBackward args{.rows = rows.rows,
+                         .cols = rows.cols,
+                         .dy = dy,
+                         .z = rows,
+                         .weight = vector_of(weight, "weight"),
+                         .mean = mean.data_ptr(),
+                         .rstd = rstd.data_ptr()};
+  if (need_dx) args.dz = mutable_rows(dx, "dx");
   if (need_dweight) args.dweight = {dweight.data_ptr(), dtype_of(dweight, "weight")};
   if (need_dbias) args.dbias = {dbias.data_ptr(), dtype_of(dbias, "bias")};
-  const Tensor space = workspace(scope, layer_norm_backward_workspace(args, scope), x);
+  const Tensor space = workspace(scope, norm_backward_workspace(args, scope), x);
   args.workspace = space.data_ptr();
-  layer_norm_backward(args, scope);
+  norm_backward(args, scope);
   return {dx, dweight, dbias};
 }
 

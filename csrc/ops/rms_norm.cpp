@@ -1,6 +1,5 @@
-#include "kernels/rms_norm.h"
-
 #include "checks/norms.h"
+#include "kernels/norms.h"
 #include "ops/tensor.h"
 
 namespace liger::LIGER_BACKEND {
@@ -16,18 +15,16 @@ std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double e
   leading.pop_back();
   Tensor rstd = allocate(scope, leading, accumulator(rows.view.dtype), x);
   if (x.numel() > 0)
-    rms_norm_forward({rows.rows,
-                      rows.cols,
-                      rows,
-                      {},
-                      {},
-                      vector_of(weight, "weight"),
-                      mutable_rows(y, "y"),
-                      rstd.data_ptr(),
-                      eps,
-                      offset,
-                      casting_mode == 0},
-                     scope);
+    norm_forward(RmsNormForward{.rows = rows.rows,
+                                .cols = rows.cols,
+                                .x = rows,
+                                .weight = vector_of(weight, "weight"),
+                                .y = mutable_rows(y, "y"),
+                                .rstd = rstd.data_ptr(),
+                                .eps = eps,
+                                .offset = offset,
+                                .round_normalized = casting_mode == 0},
+                 scope);
   else torch::stable::zero_(rstd);  // of rows without columns
   return {y, rstd};
 }
@@ -45,9 +42,18 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, Op
   leading.pop_back();
   Tensor rstd = allocate(scope, leading, accumulator(dtype), x);
   if (x.numel() > 0)
-    rms_norm_forward({rows.rows, rows.cols, rows, residual_rows, mutable_rows(sum, "sum"), vector_of(weight, "weight"),
-                      mutable_rows(y, "y"), rstd.data_ptr(), eps, offset, casting_mode == 0},
-                     scope);
+    norm_forward(RmsNormForward{.rows = rows.rows,
+                                .cols = rows.cols,
+                                .x = rows,
+                                .residual = residual_rows,
+                                .sum = mutable_rows(sum, "sum"),
+                                .weight = vector_of(weight, "weight"),
+                                .y = mutable_rows(y, "y"),
+                                .rstd = rstd.data_ptr(),
+                                .eps = eps,
+                                .offset = offset,
+                                .round_normalized = casting_mode == 0},
+                 scope);
   else torch::stable::zero_(rstd);
   return {y, sum, rstd};
 }
@@ -79,13 +85,19 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
     if (need_dweight) torch::stable::zero_(dweight);
     return {dz, dweight};
   }
-  RmsNormBackward args{z_rows.rows,          z_rows.cols, dy, dsum_rows, z_rows, vector_of(weight, "weight"),
-                       rstd_rows.data_ptr(), {},          {}, nullptr,   offset};
+  RmsNormBackward args{.rows = z_rows.rows,
+                       .cols = z_rows.cols,
+                       .dy = dy,
+                       .dsum = dsum_rows,
+                       .z = z_rows,
+                       .weight = vector_of(weight, "weight"),
+                       .rstd = rstd_rows.data_ptr(),
+                       .offset = offset};
   if (need_dx) args.dz = mutable_rows(dz, "dx");
   if (need_dweight) args.dweight = {dweight.data_ptr(), dtype_of(dweight, "weight")};
-  const Tensor space = workspace(scope, rms_norm_backward_workspace(args, scope), z);
+  const Tensor space = workspace(scope, norm_backward_workspace(args, scope), z);
   args.workspace = space.data_ptr();
-  rms_norm_backward(args, scope);
+  norm_backward(args, scope);
   return {dz, dweight};
 }
 

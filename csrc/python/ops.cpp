@@ -32,15 +32,6 @@ void bind_ops(py::module_& m) {
       .value("gelu", Activation::gelu);
   py::enum_<Reduction>(m, "Reduction").value("none", Reduction::none).value("mean", Reduction::mean).value("sum", Reduction::sum);
   m.attr("cross_entropy_counts") = int(CrossEntropyCounts::slots);
-
-  py::enum_<launch::Gradients>(m, "Gradients", "The ways of the fused loss to its gradients (csrc/ops/fused_linear_cross_entropy.cpp).")
-      .value("none", launch::Gradients::none)
-      .value("deferred", launch::Gradients::deferred)
-      .value("accumulated", launch::Gradients::accumulated)
-      .value("recomputed", launch::Gradients::recomputed);
-  m.def("gradients_of", &launch::gradients_of<Size>, py::arg("input"), py::arg("parameters"), py::arg("rows"), py::arg("chunk_rows"),
-        py::arg("per_row"));
-  m.attr("row_multiple") = launch::row_multiple;
 }
 
 }  // namespace liger::python

@@ -1,9 +1,9 @@
 """The language-model head and its loss in one op, so that the logits never exist as a whole.
 
 The C++ op cannot ask a tensor whether it requires a gradient, so the public function says which gradients are wanted,
-and how many rows of logits may exist at a time. From these arguments alone follows how the gradients come about:
+how many rows and classes of logits may exist at a time, and how the gradients come about (``_C.Gradients``):
 
-* deferred: one chunk. The forward saves the gradient of the logits (without loss scale and denominator), and the
+* deferred: all logits exist at once. The forward saves their gradient (without loss scale and denominator), and the
   backward runs the two matmuls.
 * accumulated: several chunks. The forward adds up dx and dweight, also without scale; the backward scales them.
 * recomputed: several chunks and reduction "none", where each row's gradient has a factor of its own: the backward runs
@@ -31,7 +31,10 @@ _forward_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
 _backward_op = torch.ops.liger_ext.fused_linear_cross_entropy_backward.default
 
 _MIB = 1 << 20
-_ROW_MULTIPLE = _C.row_multiple
+_ROW_MULTIPLE = _C.padded_vocab(1)
+_DEFERRED, _ACCUMULATED, _RECOMPUTED = map(
+    int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed)
+)
 _COMPUTE_DTYPE = [argument.name for argument in _forward_op._schema.arguments].index("compute_dtype")
 
 
@@ -73,7 +76,8 @@ def fused_linear_cross_entropy(
             dtype of the matmuls, which takes half the memory and rounds after each chunk.
         use_token_scaling: multiply each token's loss by the probability of its target, as a constant.
         memory: how large the buffer of logits may be: a number of bytes, or ``"auto"``, which bounds it by the
-            memory that the op needs anyway. It changes memory and speed, and results by rounding only.
+            memory that the op needs anyway. It changes memory and speed, and results by rounding only. Where 128 rows
+            do not fit, the vocabulary goes through in pieces of at least 1,024 classes, and the logits are made twice.
         normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
             all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
             which is taken as a constant. Not with ``"none"``.
@@ -102,12 +106,15 @@ def fused_linear_cross_entropy(
         ce_weight = class_weight(op, ce_weight, "ce_weight", dtype)
     grad = torch.is_grad_enabled()
     need_dweight = grad and weight.requires_grad
-    chunk = 1
-    if weight.dim() == 2 and weight.shape[0] > 0:  # else the op says what is wrong
+    chunk = classes = 1
+    is_head = weight.dim() == 2 and weight.shape[0] > 0  # else the op says what is wrong
+    if is_head:
         chunk = chunk_rows(weight.shape[0], weight.shape[1], dtype, memory, x.device, need_dweight)
+        classes = chunk_classes(weight.shape[0], dtype, memory)
+    need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
     # Where it is not known while a graph is made whether one chunk will do, sums over chunks are right for any number.
-    if not holds(rows.shape[0] <= chunk):
-        chunk = -chunk
+    at_once = is_head and holds(rows.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
+    gradients = _gradients_of(need_dx, need_dweight or need_dbias, at_once, reduction == "none")
     outputs = _call(
         rows,
         weight,
@@ -126,10 +133,12 @@ def fused_linear_cross_entropy(
         return_predicted_tokens,
         accum_dtype,
         compute_dtype,
+        gradients,
         chunk,
-        grad and x.requires_grad,
+        classes,
+        need_dx,
         need_dweight,
-        grad and bias is not None and bias.requires_grad,
+        need_dbias,
     )
     return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
 
@@ -144,7 +153,8 @@ def chunk_rows(
 ) -> int:
     """How many rows of logits may exist at a time; the op makes the fewest equal chunks of at most as many.
 
-    ``memory`` is the size of the buffer of logits in bytes (of at least 128 rows). ``"auto"`` is a GPU's memory / 32,
+    ``memory`` is the size of the buffer of logits in bytes (at least 128 rows, of fewer classes where they do not fit:
+    :func:`chunk_classes`). ``"auto"`` is a GPU's memory / 32,
     but at least 256 MiB; on a CPU 64 MiB, but at least 256 rows. Where the weight's gradient is wanted, ``"auto"`` also
     takes a single chunk whenever its logits are no larger than the float32 sum of that gradient, which only several
     chunks need.
@@ -175,15 +185,29 @@ def rows_within(
     return max(budget // row_bytes // 128 * 128, 128)
 
 
-def _padded(vocab_size):
-    """Elements from one row of logits to the next: rows of an odd vocabulary start aligned, too."""
-    return (vocab_size + _ROW_MULTIPLE - 1) // _ROW_MULTIPLE * _ROW_MULTIPLE
+def chunk_classes(vocab_size: int, dtype: torch.dtype, memory: str | int) -> int:
+    """How many classes' logits may exist at a time: all, unless a number of bytes does not hold those of 128 rows; but
+    at least 1,024."""
+    if memory == "auto":
+        return vocab_size
+    fitting = int(memory) // (128 * dtype.itemsize) // _ROW_MULTIPLE * _ROW_MULTIPLE
+    return min(max(fitting, 1024), vocab_size)
+
+
+@torch.compiler.assume_constant_result
+def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
+    return int(_C.gradients_of(need_dx, need_parameters, at_once, per_row))
 
 
 @torch.compiler.assume_constant_result
 @functools.cache
 def _total_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def _padded(vocab_size: int) -> int:
+    """``_C.padded_vocab`` of a size that may be symbolic: the elements from one row of logits to the next."""
+    return (vocab_size + _ROW_MULTIPLE - 1) // _ROW_MULTIPLE * _ROW_MULTIPLE
 
 
 def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -224,24 +248,18 @@ def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tup
     return compute, accumulator(compute)
 
 
-def _mode(rows, reduction: int, chunk_rows, need_dx: bool, need_dweight: bool, need_dbias: bool) -> _C.Gradients:
-    """How the gradients come about: see the top of this file."""
-    return _C.gradients_of(need_dx, need_dweight or need_dbias, rows, chunk_rows, reduction == REDUCTIONS["none"])
-
-
 def _fake(
     x, weight, target, bias, ce_weight, normalizer, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
     use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
-    chunk_rows, need_dx, need_dweight, need_dbias,
+    gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias,
 ):  # fmt: skip
     compute, acc = _dtypes(x, weight, compute_dtype)
     rows, hidden = x.shape
     vocab = weight.shape[0]
     need_dbias = need_dbias and bias is not None
-    mode = _mode(rows, reduction, chunk_rows, need_dx, need_dweight, need_dbias)
-    accumulated = mode == _C.Gradients.accumulated
+    deferred, accumulated = gradients == _DEFERRED, gradients == _ACCUMULATED
     saved = x.new_empty(0, dtype=compute)
-    if mode == _C.Gradients.deferred:
+    if deferred:
         saved = x.new_empty_strided((rows, vocab), (_padded(vocab), 1), dtype=compute)
     return (
         *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
@@ -254,7 +272,7 @@ def _fake(
 
 
 def _fake_backward(dloss, x, weight, target, bias, *others):
-    *_, compute_dtype, _, need_dx, need_dweight, need_dbias = others
+    *_, compute_dtype, _, _, _, need_dx, need_dweight, need_dbias = others
     _, acc = _dtypes(x, weight, compute_dtype)
     need_dbias = need_dbias and bias is not None
     return (
@@ -285,7 +303,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, saved, dloss, *_):
-    gradients = [None] * 21
+    gradients = [None] * 23
     if dloss is not None:
         target, (ignore_index, reduction) = saved[2], ctx.options[:2]
         if reduction == REDUCTIONS["none"]:  # ignored rows count for nothing, not even a NaN
@@ -314,15 +332,16 @@ def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
 
 
 @register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
-def _forward_flops(x_shape, weight_shape, target_shape, bias_shape, *args, **_) -> int:
-    reduction, (*_, chunk_rows, need_dx, need_dweight, need_dbias) = args[3], args
-    mode = _mode(x_shape[0], reduction, chunk_rows, need_dx, need_dweight, need_dbias and bias_shape is not None)
-    return _matmul_flops(x_shape, weight_shape, 1 + (need_dx + need_dweight if mode == _C.Gradients.accumulated else 0))
+def _forward_flops(x_shape, weight_shape, *args, **_) -> int:
+    gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
+    again = gradients == _ACCUMULATED and chunk_classes < weight_shape[0]  # the logits of pieces, for their gradient
+    return _matmul_flops(x_shape, weight_shape, 1 + again + (gradients == _ACCUMULATED) * (need_dx + need_dweight))
 
 
 @register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward)
-def _backward_flops(dloss_shape, x_shape, weight_shape, target_shape, bias_shape, *args, **_) -> int:
-    reduction, (*_, chunk_rows, need_dx, need_dweight, need_dbias) = args[7], args
-    mode = _mode(x_shape[0], reduction, chunk_rows, need_dx, need_dweight, need_dbias and bias_shape is not None)
-    gradients = 0 if mode in (_C.Gradients.none, _C.Gradients.accumulated) else need_dx + need_dweight
-    return _matmul_flops(x_shape, weight_shape, gradients + (mode == _C.Gradients.recomputed))
+def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
+    gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
+    logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight_shape[0]))
+    return _matmul_flops(
+        x_shape, weight_shape, logits + (gradients in (_DEFERRED, _RECOMPUTED)) * (need_dx + need_dweight)
+    )

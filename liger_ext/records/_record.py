@@ -50,6 +50,16 @@ def sizes(*shapes: tuple[int, int]) -> tuple[Size, ...]:
     return tuple(Size(*shape) for shape in shapes)
 
 
+def matrices(forward: int, backward: int, statistics: int = 0) -> Callable[[Size, int], tuple[int, int]]:
+    """Record.moved of an op that moves so many matrices of its size each way, and bytes of each row's statistics."""
+
+    def moved(size: Size, width: int) -> tuple[int, int]:
+        matrix, rows = size.rows * size.cols * width, size.rows * statistics
+        return forward * matrix + rows, backward * matrix + rows
+
+    return moved
+
+
 class Make:
     """Makes tensors for the inputs of an op: in one dtype unless another is said, on one device, from one generator (a
     CPU's by default: the same values on all devices)."""
@@ -114,8 +124,8 @@ class Record:
     row_length: Callable[[Mapping[str, Any]], int] | None = None  # of its sums; None: the first floating input's
     stores: bool = False  # its functions take the dtype that is computed in as ``stored``
     native: bool = False  # PyTorch runs in the inputs' dtypes, and rounding errors need not average out
-    # Results with a value of their size that is rounded on the way, and to which dtype: of (inputs, dtype computed in).
-    rounded: Callable[[Mapping[str, Any], torch.dtype], Mapping[str, torch.dtype]] = lambda inputs, compute: {}
+    # Results with a value of their size that is rounded to the dtype computed in on the way.
+    rounded: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda inputs: ()
 
     # How it is called: arguments by name, in the order of the function's; the size of a call in a small model of
     # (tokens, hidden_size, vocab_size); that of a training step of an 8B Llama.

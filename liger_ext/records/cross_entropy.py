@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, sizes
+from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
 
@@ -164,10 +164,6 @@ def _inputs(make: Make, size: Size) -> dict[str, Any]:
     return {"logits": make.leaf(size.rows, size.cols, scale=3), "target": make.targets(size.rows, size.cols)}
 
 
-def _moved(size: Size, width: int) -> tuple[int, int]:
-    return size.rows * size.cols * width, 2 * size.rows * size.cols * width
-
-
 CROSS_ENTROPY = Record(
     name="cross_entropy",
     reference=cross_entropy,
@@ -177,7 +173,7 @@ CROSS_ENTROPY = Record(
     inputs=_inputs,
     example=lambda tokens, hidden, vocab: Size(tokens, vocab),
     llama=Size(8192, 128_256),
-    moved=_moved,
+    moved=matrices(1, 2),
     timed=(Timed(sizes((4096, 128256), (8192, 32000), (8192, 152064), (8192, 32001)), sizes((1024, 49152))),),
     outputs=("loss",),
     constants=("weight",),

@@ -133,6 +133,6 @@ FUSED_LINEAR_CROSS_ENTROPY = Record(
     launch_options=_launch_options,
     as_tuned=_as_tuned,
     row_length=lambda inputs: inputs["weight"].shape[0],
-    rounded=lambda inputs, compute: {"dx": compute} if inputs.get("reduction") == "none" else {},
+    rounded=lambda inputs: ("dx",) if inputs.get("reduction") == "none" else (),
     native=True,
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, sizes
+from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
 
@@ -89,9 +89,6 @@ def _record(name: str, scales: Callable, roundings: Mapping[str, Roundings], *ti
             return {"gate_up": make.leaf(size.rows, 2 * size.cols, scale=2)}
         return {name: make.leaf(size.rows, size.cols, scale=2) for name in ("gate", "up")}
 
-    def moved(size: Size, width: int) -> tuple[int, int]:
-        return 3 * size.rows * size.cols * width, 5 * size.rows * size.cols * width
-
     wanted = ("out", "dgate_up") if packed else ("out", "dgate", "dup")
     return Record(
         name=name,
@@ -102,7 +99,7 @@ def _record(name: str, scales: Callable, roundings: Mapping[str, Roundings], *ti
         inputs=inputs,
         example=lambda tokens, hidden, vocab: Size(tokens, hidden),
         llama=Size(8192, 14_336),
-        moved=moved,
+        moved=matrices(3, 5),
         timed=timed,
         launched_as=name.removesuffix("_packed"),
     )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.records._norms import NORM_DX, NORM_SUMS, NORM_TIMED, gradient_scale, norm_example
-from liger_ext.records._record import Make, Record, Roundings, Size
+from liger_ext.records._record import Make, Record, Roundings, Size, matrices
 from liger_ext.records._sizes import Tensors, peak
 
 
@@ -53,10 +53,7 @@ LAYER_NORM = Record(
     inputs=_inputs,
     example=norm_example,
     llama=Size(8192, 4096),
-    moved=lambda size, width: (
-        2 * size.rows * size.cols * width + 8 * size.rows,
-        3 * size.rows * size.cols * width + 8 * size.rows,
-    ),
+    moved=matrices(2, 3, statistics=8),
     timed=(NORM_TIMED,),
     parameters=("weight", "bias"),
     launch_options=lambda size, dtype, memory_bytes: {"bias": True},

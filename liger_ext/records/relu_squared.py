@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ext.records._record import Record, Roundings, Size, Timed, sizes
+from liger_ext.records._record import Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
 
@@ -29,10 +29,6 @@ def relu_squared_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tens
     return scales
 
 
-def _moved(size: Size, width: int) -> tuple[int, int]:
-    return 2 * size.rows * size.cols * width, 3 * size.rows * size.cols * width
-
-
 RELU_SQUARED = Record(
     name="relu_squared",
     reference=relu_squared,
@@ -42,6 +38,6 @@ RELU_SQUARED = Record(
     inputs=lambda make, size: {"x": make.leaf(size.rows, size.cols, scale=2)},
     example=lambda tokens, hidden, vocab: Size(tokens, hidden),
     llama=Size(8192, 14_336),
-    moved=_moved,
+    moved=matrices(2, 3),
     timed=(Timed(sizes((8192, 11008), (8192, 14336), (8192, 8192)), sizes((2048, 1536), (1024, 11008))),),
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.records._norms import NORM, NORM_DX, NORM_SUMS, NORM_TIMED, gradient_scale, norm_example
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, sizes
+from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors, peak
 
 
@@ -90,9 +90,8 @@ def add_rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tens
     return scales | {"dx": dx, "dresidual": dx}
 
 
-def _rounded_product(inputs: Mapping[str, Any], compute: torch.dtype) -> dict[str, torch.dtype]:
-    llama = inputs.get("casting_mode", "llama") == "llama"
-    return dict.fromkeys(("out", "out0"), compute) if llama else {}
+def _rounded_product(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("out", "out0") if inputs.get("casting_mode", "llama") == "llama" else ()
 
 
 def _inputs(*rows: str) -> Callable[[Make, Size], dict[str, Any]]:
@@ -115,10 +114,7 @@ RMS_NORM = Record(
     inputs=_inputs("x"),
     example=norm_example,
     llama=Size(8192, 4096),
-    moved=lambda size, width: (
-        2 * size.rows * size.cols * width + 4 * size.rows,
-        3 * size.rows * size.cols * width + 4 * size.rows,
-    ),
+    moved=matrices(2, 3, statistics=4),
     timed=(
         Timed((*NORM_TIMED.sizes, *_ALONE), NORM_TIMED.small),
         Timed(**_FROZEN, label="frozen weight", frozen=("weight",)),
@@ -144,7 +140,7 @@ ADD_RMS_NORM = Record(
     inputs=_inputs("x", "residual"),
     example=norm_example,
     llama=Size(8192, 4096),
-    moved=lambda size, width: (4 * size.rows * size.cols * width + 4 * size.rows,) * 2,
+    moved=matrices(4, 4, statistics=4),
     timed=(NORM_TIMED,),
     outputs=("out0", "out1"),
     parameters=("weight",),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_ext.records._record import Record, Roundings, Size, Timed, sizes
+from liger_ext.records._record import Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors, peak, stored_steps
 
 
@@ -30,10 +30,6 @@ def softmax_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) 
     return {"dx": stored_steps(compute) * rounding_of_y + peak(rounding_of_y)}
 
 
-def _moved(size: Size, width: int) -> tuple[int, int]:
-    return 2 * size.rows * size.cols * width, 3 * size.rows * size.cols * width
-
-
 SOFTMAX = Record(
     name="softmax",
     reference=softmax,
@@ -44,7 +40,7 @@ SOFTMAX = Record(
     inputs=lambda make, size: {"x": make.leaf(size.rows, size.cols, scale=3)},
     example=lambda tokens, hidden, vocab: Size(tokens, vocab),
     llama=Size(8192, 8192),
-    moved=_moved,
+    moved=matrices(2, 3),
     timed=(Timed(sizes((4096, 32768), (32768, 1024), (8192, 128256)), sizes((2048, 32768))),),
     native=True,
 )

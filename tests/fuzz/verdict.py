@@ -29,7 +29,7 @@ from liger_ext.testing import OPS, _backward, _leaves, expected, outputs_of
 
 MEMORY = r"out of memory|not enough memory|[Cc]annot allocate|can't allocate|size calculation overflowed|overflow"
 TORCH = r"liger_ext|Expected a value of type|does not require grad|[Ii]nference tensor|backward through|same device"
-ALIASES = {"accum_dtype": "accum|ScalarType", "memory": "chunk_rows", "bias_dtype": "bias"}
+ALIASES = {"accum_dtype": "accum|ScalarType", "memory": "chunk_rows|chunk_classes", "bias_dtype": "bias"}
 
 
 def acceptable(error: BaseException, names: list[str]) -> bool:

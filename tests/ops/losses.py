@@ -117,8 +117,13 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
             "held in registers, per token",
             False,
             (150, 8, 1051),
-            chunks | {"reduction": "none", "lse_square_scale": 1e-4},
+            {"memory": 1 << 20, "reduction": "none", "lse_square_scale": 1e-4},
         ),
+        ("pieces", True, (9, 8, 1051, True), chunks),
+        ("pieces, all", True, (130, 8, 2500, True, True), options | results | chunks),
+        ("pieces, tokens scaled", False, (5, 8, 2048), chunks | {"use_token_scaling": True, "lse_square_scale": 1e-2}),
+        ("pieces per token", False, (130, 7, 1100, True), chunks | {"reduction": "none", "label_smoothing": 0.1}),
+        ("pieces, odd vocabulary", False, (3, 8, 2051), chunks | {"ce_weight": class_weights(2051)("cpu", dtype)}),
         (
             "held in registers, few ignored",
             False,
@@ -180,7 +185,7 @@ def fused_linear_cross_entropy(draw: Draw) -> Call:
     rng, dtype, ignore_index = draw.rng, draw.dtype(), draw.rng.choice([-100, 0, 2])
     # More than 128 rows are several chunks where memory=1.
     lead, memory = rng.choice([(rng.choice(LEADING), rng.choice(["auto", 1])), ((rng.choice([129, 261]),), 1)])
-    hidden, classes = rng.choice([0, 1, 3, 4, 8, 16, 33]), rng.choice([1, 2, 7, 16, 33, 64, 75])
+    hidden, classes = rng.choice([0, 1, 3, 4, 8, 16, 33]), rng.choice([1, 2, 7, 16, 33, 64, 75, 1100])
     weight_dtype = draw.other_dtype(dtype)
     arguments = {
         "x": draw.normal(*lead, hidden, dtype=dtype),
@@ -211,3 +216,21 @@ def _results(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 PROMISED = dict.fromkeys(DRAWS, _results)
+
+
+def _statistics(launch, call) -> None:
+    from plan_model import check_rows, check_singles, reduction_bytes  # which takes its models from here
+
+    check_rows(launch.plan, launch.rows)
+    check_singles(launch.plan.threads_per_row, launch.instance[0], launch.cols)
+    assert launch.plan.cluster == 1 and launch.plan.k == 0 and launch.plan.smem >= reduction_bytes(2)
+
+
+def _merge(launch, call) -> None:
+    from plan_model import one_each
+
+    one_each(launch, call)
+
+
+PLAN_MODELS = {"Statistics": _statistics, "Merge": _merge}
+STREAMS = {"Statistics": {"load"}, "Merge": set()}

@@ -7,6 +7,8 @@ decltype(cpu::cross_entropy_counts) cross_entropy_counts;
 decltype(cpu::cross_entropy_forward) cross_entropy_forward;
 decltype(cpu::cross_entropy_backward) cross_entropy_backward;
 decltype(cpu::cross_entropy_in_place) cross_entropy_in_place;
+decltype(cpu::cross_entropy_statistics) cross_entropy_statistics;
+decltype(cpu::cross_entropy_merge) cross_entropy_merge;
 decltype(cpu::cross_entropy_reduce) cross_entropy_reduce;
 }  // namespace liger::gpu
 
@@ -20,12 +22,18 @@ void cross_entropy_counts(const CrossEntropyCounts& a, Stream stream) {
 
 namespace {
 
+// The weights of all classes, of which a piece's are a part.
+Vector all_weights(const Vector& piece, const Classes& of) {
+  return {piece.data ? static_cast<const float*>(piece.data) - of.first : nullptr, piece.dtype};
+}
+
 // What the passes over logits have in common; `gradient` may be empty, and may lie in the logits' memory.
-template <class Op>
-Buffers logit_buffers(const Op& a, const CrossEntropyRows& results, const void* lse, const Rows& grad, const MutableRows& gradient) {
+template <class Op, class... More>
+Buffers logit_buffers(const Op& a, const Classes& of, const CrossEntropyRows& results, const void* lse, const Rows& grad,
+                      const MutableRows& gradient, const More&... more) {
   return {in("logits", a.logits, a.rows, a.vocab),
           in("target", a.target, a.rows * i64),
-          in("weight", a.class_weight, a.vocab),
+          in("weight", all_weights(a.class_weight, of), of.all),
           in("counts", a.counts, CrossEntropyCounts::slots * f32),
           in("saved lse", lse, 2 * a.rows * f32),
           in("grad", grad, a.rows, 1),
@@ -34,25 +42,43 @@ Buffers logit_buffers(const Op& a, const CrossEntropyRows& results, const void* 
           out("lse", results.lse, 2 * a.rows * f32),
           out("accuracy", results.accuracy, a.rows * f32),
           out("predicted", results.predicted, a.rows * i64),
-          out("gradient", gradient, a.rows, a.vocab)};
+          out("gradient", gradient, a.rows, a.vocab),
+          more...};
 }
 
 }  // namespace
 
 // A bad target is raised at once, as the CPU does.
 void cross_entropy_forward(const CrossEntropyRows& a, Stream stream) {
-  const Buffers buffers = logit_buffers(a, a, nullptr, {}, {});
+  const Buffers buffers = logit_buffers(a, {0, a.vocab}, a, nullptr, {}, {});
   gpu::cross_entropy_forward(a, stream);
   gpu::raise_reported_targets();
 }
 void cross_entropy_backward(const CrossEntropyBackward& a, Stream stream) {
-  const Buffers buffers = logit_buffers(a, {}, a.lse, a.grad, a.dlogits);
+  const Buffers buffers = logit_buffers(a, a.classes, {}, a.lse, a.grad, a.dlogits, in("token", a.token, a.rows * f32));
   gpu::cross_entropy_backward(a, stream);
   gpu::raise_reported_targets();
 }
 void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream stream) {
-  const Buffers buffers = logit_buffers(a.row, a.row, nullptr, {}, a.gradient);
+  const Buffers buffers = logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, a.gradient);
   gpu::cross_entropy_in_place(a, stream);
+  gpu::raise_reported_targets();
+}
+
+void cross_entropy_statistics(const CrossEntropyStatistics& a, Stream stream) {
+  const Buffers buffers = logit_buffers(a.row, a.classes, {}, nullptr, {}, {},
+                                        out("statistics", a.statistics, CrossEntropyStatistics::slots * a.row.rows * f32),
+                                        out("best class", a.best_class, a.row.rows * i64));
+  gpu::cross_entropy_statistics(a, stream);
+  gpu::raise_reported_targets();
+}
+
+void cross_entropy_merge(const CrossEntropyMerge& a, Stream stream) {
+  const Buffers buffers =
+      logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, {},
+                    in("statistics", a.statistics, a.pieces * CrossEntropyStatistics::slots * a.row.rows * f32),
+                    in("best class", a.best_class, a.pieces * a.row.rows * i64), out("token", a.token, a.row.rows * f32));
+  gpu::cross_entropy_merge(a, stream);
   gpu::raise_reported_targets();
 }
 

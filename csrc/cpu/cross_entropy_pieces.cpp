@@ -1,0 +1,96 @@
+// Cross entropy of a vocabulary in pieces: the statistics of a piece of each row, bound as cross_entropy.cpp's first pass, and their merge,
+// a few numbers of each row. The gradient of a piece is that of cross_entropy.cpp.
+#include "cpu/cross_entropy_rows.h"
+
+namespace liger::cpu::LIGER_ISA {
+
+template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t begin, int64_t end) {
+  const CrossEntropyRows& of = a.row;
+  dispatch_same({of.logits.dtype}, [&](auto t, auto acc) {
+    using A = decltype(acc);
+    using T = decltype(t);
+    using Slots = CrossEntropyStatistics;
+    if constexpr (!std::is_same_v<T, any>) {
+      const bool smooth = of.options.label_smoothing != 0;
+      double weights = double(of.vocab);
+      if (smooth && of.class_weight.data != nullptr) {
+        const auto weight = param<A>(of.class_weight);
+        weights = sum_columns<A>(of.vocab, [&](int64_t j, auto n) { return load<A>(weight, j, n); });
+      }
+      with_flag(of.options.softcap != 0, [&](auto capped) {
+        const Softcap<A, capped> softcap{A(of.options.softcap)};
+        with_class_weight<A>(of.class_weight, of.options, [&](const auto& weight) {
+          for (int64_t i = begin; i < end; ++i) {
+            const auto put = [&](Slots::Slot slot, double value) { static_cast<A*>(a.statistics)[slot * of.rows + i] = A(value); };
+            if (of.target[i] == of.options.ignore_index) {  // nothing of it is read again
+              for (int slot = 0; slot < Slots::slots; ++slot) put(Slots::Slot(slot), 0);
+              if (a.best_class != nullptr) a.best_class[i] = 0;
+              continue;
+            }
+            const In<T> x = row<T>(of.logits, i);
+            const int64_t target = of.target[i] - a.classes.first;
+            const bool here = target >= 0 && target < of.vocab;
+            const double near = softcap(element<A>(x, here ? target : 0));
+            const A anchor = A(Formula<A>::anchor(near));
+            const RowSums<A> sums =
+                smooth ? sum_row<A, 2>(x, of.vocab, softcap, weight, anchor) : sum_row<A, 1>(x, of.vocab, softcap, weight, anchor);
+            put(Slots::maximum, sums.shift);
+            put(Slots::sum, sums.exponentials);
+            put(Slots::target, here ? near : 0.0);
+            put(Slots::weighted, sums.weighted);
+            put(Slots::anchor, anchor);
+            put(Slots::weights, weights);
+            const int64_t best = a.best_class != nullptr ? argmax(x, of.vocab, sums) : 0;
+            put(Slots::best, element<A>(x, best));
+            if (a.best_class != nullptr) a.best_class[i] = a.classes.first + best;
+          }
+        });
+      });
+    }
+  });
+}
+
+template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
+  dispatch_same({a.accumulator}, [&](auto, auto acc) {
+    using A = decltype(acc);
+    using Slots = CrossEntropyStatistics;
+    const Formula<A> formula(a.row, a.row.vocab);
+    const RowResults<A> results{a.row};
+    for (int64_t i = begin; i < end; ++i) {
+      if (a.row.target[i] == a.row.options.ignore_index) {
+        results.ignored(i);
+        if (a.token != nullptr) static_cast<A*>(a.token)[i] = 1;
+        continue;
+      }
+      const auto of = [&](int64_t piece, Slots::Slot slot) {
+        return static_cast<const A*>(a.statistics)[(piece * Slots::slots + slot) * a.row.rows + i];
+      };
+      RowSums<A> merged;
+      double target = 0;
+      for (int64_t piece = 0; piece < a.pieces; ++piece) {
+        merged.shift = std::max(merged.shift, of(piece, Slots::maximum));
+        target += of(piece, Slots::target);
+      }
+      const double anchor = Formula<A>::anchor(target);
+      for (int64_t piece = 0; piece < a.pieces; ++piece) {
+        merged.exponentials += of(piece, Slots::sum) * __builtin_exp(double(of(piece, Slots::maximum)) - double(merged.shift));
+        merged.weighted += of(piece, Slots::weighted) + (of(piece, Slots::anchor) - anchor) * of(piece, Slots::weights);
+      }
+      const LogSumExp lse = merged.lse();
+      results.losses(i, formula, lse, target, merged.weighted);
+      if (a.token != nullptr) static_cast<A*>(a.token)[i] = A(formula.token_scale(lse, target));
+      if (!results.want_prediction()) continue;
+      A best = of(0, Slots::best);  // NaN is the largest, and of equal ones the first
+      int64_t best_class = a.best_class[i];
+      for (int64_t piece = 1; piece < a.pieces; ++piece) {
+        const A other = of(piece, Slots::best);
+        const int64_t at = a.best_class[piece * a.row.rows + i];
+        const bool larger = other > best || (other != other && best == best), equal = other == best || (other != other && best != best);
+        if (larger || (equal && at < best_class)) best = other, best_class = at;
+      }
+      results.prediction(i, best_class);
+    }
+  });
+}
+
+}  // namespace liger::cpu::LIGER_ISA

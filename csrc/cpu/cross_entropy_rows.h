@@ -1,0 +1,191 @@
+// What the passes over logits on the CPU share: the sums of a row, the formulas that follow from them, where results go.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "cpu/simd.h"
+#include "kernels/cross_entropy.h"
+#include "math/softcap.h"
+
+namespace liger::cpu::LIGER_ISA {
+namespace {
+
+constexpr int64_t block_columns = 2048, first_guess_columns = 256;
+constexpr double slack = 8;
+
+template <class F> LIGER_INLINE void with_flag(bool flag, F&& f) {
+  if (flag) f(std::true_type{});
+  else f(std::false_type{});
+}
+
+// x' of x, and what the gradient multiplies by on the way back.
+template <class A, bool capped> struct Softcap {
+  A cap;
+  LIGER_INLINE vec<A> operator()(vec<A> x) const {
+    if constexpr (capped) return math::softcap<Math<A>>(x, cap);
+    else return x;
+  }
+  LIGER_INLINE A operator()(A x) const { return (*this)(splat<A>(x))[0]; }
+  LIGER_INLINE vec<A> chain(vec<A> x_capped, vec<A> gradient) const {
+    if constexpr (capped) return gradient * math::softcap_slope(x_capped, cap);
+    else return gradient;
+  }
+};
+
+template <class A, class T> LIGER_INLINE A element(const In<T>& x, int64_t j) { return load<A>(x, j, Part{1})[0]; }
+
+// log(sum(exp(x'))): in A's precision, and what is beyond it. Where the logits are large, all of the sum's logarithm may be.
+struct LogSumExp {
+  double high, low;
+  double value() const { return high + low; }
+  double minus(double x) const { return (high - x) + low; }
+};
+
+template <class A> struct RowSums {
+  A max = -std::numeric_limits<A>::infinity();  // of x, not of x': the prediction is exact where softcap saturates
+  int64_t max_block = 0;                        // the first block that holds max
+  A shift = std::numeric_limits<A>::lowest();
+  double exponentials = 0;  // of x' - shift
+  double weighted = 0;      // sum of w * (x' - anchor), for label smoothing
+
+  LogSumExp lse() const {
+    const double log_sum = __builtin_log(exponentials), high = A(shift + log_sum);
+    return {high, (shift - high) + log_sum};
+  }
+};
+
+// terms: 1, or 2 with label smoothing, whose sum of logits alone may overflow: differences to one of them, the anchor, are summed. NaN
+// may be lost to `max`, but not to the sum of exponentials.
+template <class A, int terms, class T, class Cap, class W>
+LIGER_INLINE RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, A anchor) {
+  constexpr A least = -std::numeric_limits<A>::infinity();
+  RowSums<A> r;
+  const A guess = max_columns<A>(std::min(vocab, first_guess_columns), [&](int64_t j, auto n) { return load<A>(row, j, n); });
+  r.shift = std::max(r.shift, softcap(guess));
+  for (int64_t first = 0; first < vocab; first += block_columns) {
+    const int64_t count = std::min(block_columns, vocab - first);
+    for (;;) {
+      vec<A> top = splat<A>(least);
+      const vec<A> shift = splat<A>(r.shift);
+      const auto sums = sum_columns<A, terms>(count, [&](int64_t j, auto n, vec<A>(&term)[terms]) {
+        const vec<A> x = load<A>(row, first + j, n), x_capped = softcap(x);
+        top = Max{}(top, only<A>(n, x, least));
+        term[0] = Math<A>::exp(x_capped - shift);
+        if constexpr (terms == 2) term[1] = (x_capped - anchor) * load<A>(weight, first + j, n);
+      });
+      const A block_max = fold<A, lanes<A>>(top, Max{}), rise_to = softcap(block_max);
+      if (rise_to > r.shift + A(slack)) {
+        r.exponentials *= __builtin_exp(double(r.shift) - double(rise_to));
+        r.shift = rise_to;
+        continue;
+      }
+      r.exponentials += sums[0];
+      if constexpr (terms == 2) r.weighted += sums[1];
+      if (block_max > r.max) r.max = block_max, r.max_block = first;
+      break;
+    }
+  }
+  return r;
+}
+
+// As torch.argmax: the first of equal values, and NaN is the greatest.
+template <class A, class T> int64_t argmax(const In<T>& row, int64_t vocab, const RowSums<A>& r) {
+  if (r.exponentials != r.exponentials)
+    for (int64_t j = 0; j < vocab; ++j)
+      if (const A x = element<A>(row, j); x != x) return j;
+  for (int64_t j = r.max_block; j < vocab; ++j)
+    if (element<A>(row, j) == r.max) return j;
+  return 0;
+}
+
+// dx'[j] = probability * p[j] - weight * w[j] - (j == y ? target : 0)
+struct Slopes {
+  double probability, weight, target;
+};
+
+// The gradients of a row's two losses.
+struct LossFactors {
+  double ce, z;
+
+  // Relative to the scale of all gradients, which is that of ce unless class weights make it 0.
+  template <class A> static LossFactors unreduced(const A* counts, double gradient_scale) {
+    const double ce_scale = counts[CrossEntropyCounts::ce_scale], z_scale = counts[CrossEntropyCounts::z_scale];
+    return {ce_scale != 0 ? gradient_scale : 0.0, gradient_scale * (ce_scale != 0 ? z_scale / ce_scale : 1.0)};
+  }
+};
+
+// The header's formulas for one row. Args: CrossEntropyRows or CrossEntropyBackward. y: among the classes of its class weights.
+template <class A> struct Formula {
+  template <class Args>
+  Formula(const Args& a, int64_t classes)
+      : options(a.options),
+        weight(static_cast<const A*>(a.class_weight.data)),
+        counts(static_cast<const A*>(a.counts)),
+        smooth(a.options.label_smoothing / double(classes)) {}
+
+  double hit(int64_t y) const { return (1 - options.label_smoothing) * (weight != nullptr ? double(weight[y]) : 1.0); }
+  double weight_sum() const { return counts[CrossEntropyCounts::weight]; }
+  double token_scale(const LogSumExp& lse, double x_target) const {
+    return options.token_scaling ? __builtin_exp(-lse.minus(x_target)) : 1.0;
+  }
+
+  // What label smoothing sums logits relative to: the target's, if that is a number.
+  static double anchor(double x_target) { return __builtin_isfinite(x_target) ? x_target : 0.0; }
+  double ce(int64_t y, const LogSumExp& lse, double x_target, double weighted) const {
+    const double spread = smooth != 0 ? smooth * (weight_sum() * lse.minus(anchor(x_target)) - weighted) : 0.0;
+    return token_scale(lse, x_target) * (hit(y) * lse.minus(x_target) + spread);
+  }
+  double z(const LogSumExp& lse, double x_target) const {
+    return options.lse_square_scale != 0 ? token_scale(lse, x_target) * options.lse_square_scale * lse.value() * lse.value() : 0.0;
+  }
+  // token: the row's token_scale. Factors: the gradients of its two losses.
+  Slopes slopes(int64_t y, const LogSumExp& lse, double token, const LossFactors& of) const {
+    const double ce = of.ce * token;
+    const double z = options.lse_square_scale != 0 ? of.z * token * 2 * options.lse_square_scale * lse.value() : 0.0;
+    return {ce * (hit(y) + smooth * weight_sum()) + z, ce * smooth, ce * hit(y)};
+  }
+
+  const CrossEntropyOptions& options;
+  const A* weight;
+  const A* counts;
+  double smooth;
+};
+
+// The class weights that label smoothing spreads the target over: all ones, or as given.
+template <class A, class F> LIGER_INLINE void with_class_weight(const Vector& v, const CrossEntropyOptions& options, F&& f) {
+  if (v.data == nullptr || options.label_smoothing == 0) f(In<constant>{1});
+  else f(param<A>(v));
+}
+
+// Where the results of rows go: the arrays that are wanted.
+template <class A> struct RowResults {
+  const CrossEntropyRows& a;
+
+  // Of a row that does not count.
+  void ignored(int64_t i) const {
+    for (void* array : {a.ce, a.z, a.lse}) put(array, i, 0);
+    put(a.lse, a.rows + i, 0);
+    if (a.accuracy != nullptr) static_cast<float*>(a.accuracy)[i] = 0;
+    if (a.predicted != nullptr) a.predicted[i] = -1;
+  }
+  void losses(int64_t i, const Formula<A>& formula, const LogSumExp& lse, double x_target, double weighted) const {
+    put(a.ce, i, formula.ce(a.target[i], lse, x_target, weighted));
+    put(a.z, i, formula.z(lse, x_target));
+    put(a.lse, i, lse.high);
+    put(a.lse, a.rows + i, lse.low);
+  }
+  bool want_prediction() const { return a.accuracy != nullptr || a.predicted != nullptr; }
+  void prediction(int64_t i, int64_t predicted) const {
+    if (a.accuracy != nullptr) static_cast<float*>(a.accuracy)[i] = predicted == a.target[i] ? 1.0f : 0.0f;
+    if (a.predicted != nullptr) a.predicted[i] = predicted;
+  }
+
+ private:
+  static void put(void* array, int64_t i, double value) {
+    if (array != nullptr) static_cast<A*>(array)[i] = A(value);
+  }
+};
+
+}  // namespace
+}  // namespace liger::cpu::LIGER_ISA

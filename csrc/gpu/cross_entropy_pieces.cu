@@ -1,0 +1,130 @@
+// Cross entropy of a vocabulary in pieces: the statistics of a piece of each row, and their merge into the row's losses and lse.
+//
+// Statistics are bound by memory: one read of the piece, by the threads of a row as in cross_entropy.cu. The merge has a few numbers of
+// each row to read, and a thread for each row: bound by latency. The gradient of a piece is cross_entropy.cu's Backward.
+#include "gpu/cross_entropy_launch.h"
+
+namespace liger::gpu {
+namespace {
+
+using Slots = CrossEntropyStatistics;
+
+template <class T, int N, bool Full> struct Statistics {
+  struct Args {
+    LogitRows rows;
+    Classes classes;
+    float* statistics;
+    int64_t* best_class;
+  };
+  static constexpr int max_threads = launch::statistics_kernel.instance(N).max_threads, min_blocks = 2;
+
+  static LIGER_DEVICE void run(const Args& args) {
+    const LogitRows& a = args.rows;
+    RowGroup group(a.threads_per_row);
+    const LogitRow<T, Full> row(a, args.classes, group.first_row(), group.index == 0, true);
+    const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, Full || !row.valid ? 0 : unaligned_head(row.data, a.vocab));
+    const bool want_best = Full && args.best_class != nullptr, weighted = Full && a.class_share != 0 && a.class_weight.data != nullptr;
+
+    RowStatistics<T, Full> statistics(row.anchor(a));
+    float weights[2] = {};
+    const auto add = [&](auto& x, int column) {
+      statistics.add(a, x, column, want_best);
+      if (weighted) {
+        std::remove_reference_t<decltype(x)> w;
+        statistics.class_weights(a, w, column);
+        for (const float one : w) weights[0] += one;
+      }
+    };
+    own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
+                                                      [&](const auto& raw, int, int column) {
+                                                        float x[N];
+                                                        widen(x, raw);
+                                                        add(x, column);
+                                                      });
+    if (own.single >= 0) {
+      float x[1] = {to_float(row.data[own.single])};
+      add(x, own.single);
+    }
+    statistics.merge(group);
+    if constexpr (Full) group.sum(weights);
+    if (group.index != 0 || !row.live) return;
+    const auto put = [&](Slots::Slot slot, float value) { args.statistics[slot * a.rows + row.row] = value; };
+    put(Slots::maximum, statistics.max);
+    put(Slots::sum, statistics.sum);
+    put(Slots::target, row.valid && row.here(a) ? row.target_logit(a) : 0.f);
+    put(Slots::weighted, statistics.weighted);
+    put(Slots::anchor, statistics.anchor);
+    put(Slots::weights, weighted ? weights[0] : float(a.vocab));
+    put(Slots::best, statistics.best);
+    if (args.best_class) args.best_class[row.row] = args.classes.first + statistics.best_column;
+  }
+};
+
+struct Merge {
+  struct Args {
+    LogitRows rows;
+    RowOutputs out;
+    int64_t pieces;
+    const float* statistics;
+    const int64_t* best_class;
+    float* token;
+  };
+  static constexpr int max_threads = launch::merge_kernel.instance().max_threads;
+
+  static LIGER_DEVICE void run(const Args& args) {
+    const LogitRows& a = args.rows;
+    const LogitRow<float, true> row(a, block_id() * block_threads() + thread_id(), true, false);
+    if (!row.live) return;
+    const auto of = [&](int64_t piece, Slots::Slot slot) { return args.statistics[(piece * Slots::slots + slot) * a.rows + row.row]; };
+    float max = minus_infinity(), target = 0, best = minus_infinity();
+    int64_t best_class = INT_MAX;
+    for (int64_t piece = 0; piece < args.pieces; ++piece) {
+      max = fmaxf(max, of(piece, Slots::maximum));
+      target += of(piece, Slots::target);
+      if (!args.best_class) continue;
+      const float other = of(piece, Slots::best);  // NaN is the largest, and of equal ones the first
+      const int64_t at = args.best_class[piece * a.rows + row.row];
+      const bool larger = other > best || (other != other && best == best), equal = other == best || (other != other && best != best);
+      if (larger || (equal && at < best_class)) best = other, best_class = at;
+    }
+    RowStatistics<float, true> merged(a.class_share != 0 && fabsf(target) < __builtin_inff() ? target : 0.f);
+    merged.max = max;
+    merged.best_column = int(best_class);
+    double sum = 0, weighted = 0;
+    for (int64_t piece = 0; piece < args.pieces; ++piece) {
+      sum += double(of(piece, Slots::sum)) * double(expf(of(piece, Slots::maximum) - merged.base()));
+      weighted += of(piece, Slots::weighted) + double(of(piece, Slots::anchor) - merged.anchor) * double(of(piece, Slots::weights));
+    }
+    merged.sum = float(sum);
+    merged.weighted = float(weighted);
+    const float log_sum = merged.log_sum(), negative_log = merged.base() - target + log_sum;
+    write_losses(a, args.out, row, merged, LogSumExp::of<float>(merged.base(), merged.sum, log_sum), negative_log);
+    if (args.token) args.token[row.row] = row_token<float>(a, negative_log);
+  }
+};
+
+}  // namespace
+
+void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
+  const CrossEntropyRows& row = op.row;
+  if (row.rows == 0) return;
+  const bool full = costly_options(row.options) || op.best_class;
+  const launch::Launch made =
+      launch::cross_entropy_statistics(device_profile(stream.device), logits_shape(row, !full || vectors_fit(row), full));
+  with_logits<launch::statistics_kernel>(made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
+    launch<Statistics<T, I.vec, Full>>(
+        made.plan, {logit_rows(row, op.classes.all, made.plan, stream), op.classes, static_cast<float*>(op.statistics), op.best_class},
+        stream);
+  });
+}
+
+void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
+  if (op.row.rows == 0) return;
+  const launch::Launch made = launch::cross_entropy_merge(device_profile(stream.device), op.row.rows);
+  launch<Merge>(made.plan,
+                {logit_rows(op.row, op.row.vocab, made.plan, stream), row_outputs(op.row), op.pieces,
+                 static_cast<const float*>(op.statistics), op.best_class, static_cast<float*>(op.token)},
+                stream);
+}
+
+}  // namespace liger::gpu

@@ -1,0 +1,117 @@
+// Cross entropy as the loss of a head (fused_linear.h): what becomes of rows of logits, whole, or in pieces of the vocabulary.
+#pragma once
+#include "ops/head.h"
+#include "ops/loss.h"
+
+namespace liger::LIGER_BACKEND {
+
+class CrossEntropyLoss {
+ public:
+  using Results = LossRows;
+
+  CrossEntropyLoss(const Head& head, const CrossEntropyOptions& options, const Tensor& target, const OptionalTensor& class_weight)
+      : options(options),
+        target(contiguous(head.scope.op(), target)),
+        class_weight(contiguous(head.scope.op(), class_weight)),
+        gradient_scale(head.compute == Dtype::f16 ? 64.0 : 1.0),
+        head_(head) {}
+
+  // The gradients that the functions below leave in the place of logits are to be multiplied by *scale() / gradient_scale, and by
+  // grad_output: one number, or one of each row.
+  bool per_row() const { return options.reduction == Reduction::none; }
+  const void* scale(const Tensor& counts) const {
+    return static_cast<const char*>(counts.data_ptr()) + CrossEntropyCounts::scale * size_of(head_.acc);
+  }
+
+  // Whole rows of logits: their losses into `results`, unless it is null, and their gradient, if it is wanted.
+  void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows* results, bool gradient) const {
+    CrossEntropyRows args = rows_of(rows, head_.all_classes(), logits, counts);
+    if (results) results->point(args, rows.first);
+    if (gradient) cross_entropy_in_place({args, logits, gradient_scale, head_.rows}, head_.scope);
+    else cross_entropy_forward(args, head_.scope);
+  }
+
+  // Rows of logits in pieces: first the statistics of each piece, then, merged, the losses, then the gradient of each piece.
+  class Pieces {
+   public:
+    Pieces(const CrossEntropyLoss& loss, Range rows, int64_t pieces, const Tensor& counts, const LossRows* results)
+        : loss_(loss), rows_(rows), pieces_(pieces), counts_(counts), results_(loss.rows_of(rows, loss.head_.all_classes(), {}, counts)) {
+      if (results) results->point(results_, rows.first);
+      const bool predictions = results_.accuracy || results_.predicted;
+      const Head& head = loss.head_;
+      statistics_ = allocate(head.scope, {pieces, CrossEntropyStatistics::slots, rows.count}, head.acc, loss.target);
+      best_class_ = allocate(head.scope, {predictions ? pieces : 0, rows.count}, ScalarType::Long, loss.target);
+      lse_ = allocate(head.scope, {2, rows.count}, head.acc, loss.target);
+      token_ = allocate(head.scope, {loss.options.token_scaling ? rows.count : 0}, head.acc, loss.target);
+      results_.lse = lse_.data_ptr();
+    }
+
+    void statistics(int64_t piece, Range classes, const MutableRows& logits) const {
+      const int64_t bytes = CrossEntropyStatistics::slots * rows_.count * size_of(loss_.head_.acc);
+      cross_entropy_statistics(
+          {loss_.rows_of(rows_, classes, logits, counts_), classes_of(classes), static_cast<char*>(statistics_.data_ptr()) + piece * bytes,
+           best_classes() ? best_classes() + piece * rows_.count : nullptr},
+          loss_.head_.scope);
+    }
+    void merge() const {
+      cross_entropy_merge({results_, pieces_, statistics_.data_ptr(), best_classes(), loss_.head_.acc, token()}, loss_.head_.scope);
+    }
+    void gradient(Range classes, const MutableRows& logits) const {
+      const CrossEntropyRows of = loss_.rows_of(rows_, classes, logits, counts_);
+      cross_entropy_backward({of.rows,
+                              of.vocab,
+                              of.first_row,
+                              of.logits,
+                              of.target,
+                              of.class_weight,
+                              of.counts,
+                              of.options,
+                              of.op,
+                              lse_.data_ptr(),
+                              {},
+                              logits,
+                              classes_of(classes),
+                              token(),
+                              loss_.gradient_scale},
+                             loss_.head_.scope);
+    }
+
+   private:
+    Classes classes_of(Range classes) const { return {classes.first, loss_.head_.vocab}; }
+    int64_t* best_classes() const { return best_class_.numel() ? static_cast<int64_t*>(best_class_.data_ptr()) : nullptr; }
+    void* token() const { return token_.numel() ? token_.data_ptr() : nullptr; }
+
+    const CrossEntropyLoss& loss_;
+    Range rows_;
+    int64_t pieces_;
+    const Tensor& counts_;
+    CrossEntropyRows results_;
+    Tensor statistics_, best_class_, lse_, token_;
+  };
+
+  const CrossEntropyOptions options;
+  const Tensor target;
+  const OptionalTensor class_weight;
+  // fp16 holds no gradient below 6e-8: the stored ones are multiplied by this.
+  const double gradient_scale;
+
+ private:
+  CrossEntropyRows rows_of(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {
+    CrossEntropyRows args{};
+    args.rows = rows.count;
+    args.vocab = classes.count;
+    args.first_row = rows.first;
+    args.logits = readable(logits);
+    args.target = static_cast<const int64_t*>(target.data_ptr()) + rows.first;
+    args.class_weight = vector_of(class_weight, "ce_weight");
+    if (class_weight) args.class_weight.data = static_cast<const char*>(args.class_weight.data) + classes.first * size_of(head_.acc);
+    args.counts = counts.data_ptr();
+    args.options = options;
+    args.op = "fused_linear_cross_entropy";
+    return args;
+  }
+
+  const Head& head_;
+};
+
+}  // namespace liger::LIGER_BACKEND
