@@ -45,6 +45,11 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor counts,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap) -> Tensor");
 
+  m.def("jsd(Tensor log_q, Tensor log_p, Tensor? shift_labels, float beta, int ignore_index) -> (Tensor loss, Tensor counts)");
+  m.def(
+      "jsd_backward(Tensor dloss, Tensor log_q, Tensor log_p, Tensor? shift_labels, Tensor counts, float beta, int ignore_index)"
+      " -> Tensor");
+
   // chunk_rows, chunk_classes: how many rows and classes of logits exist at a time. gradients: the way to them (ops/fused_linear.h): 0
   // none, 1 deferred, `saved` holds the unreduced gradient of all logits and the backward runs the matmuls; 2 accumulated, dx, dweight
   // (accum) and dbias hold unreduced gradients; 3 recomputed.

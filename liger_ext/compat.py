@@ -97,3 +97,10 @@ def liger_fused_linear_cross_entropy(
 ) -> Tensor | F.CrossEntropyOutput:
     """:func:`liger_ext.functional.fused_linear_cross_entropy`, whose options have upstream's names and order."""
     return F.fused_linear_cross_entropy(input, weight, target, *options, **named_options)
+
+
+def liger_jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+) -> Tensor:
+    """:func:`liger_ext.functional.jsd` of the student's log-probabilities, ``input``, and the teacher's."""
+    return F.jsd(input, target, shift_labels, beta, ignore_index)

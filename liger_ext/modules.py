@@ -286,6 +286,23 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         )
 
 
+class LigerJSD(nn.Module):
+    """:func:`liger_ext.functional.jsd` with its options; ``forward(log_q, log_p, shift_labels=None)``."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100):
+        super().__init__()
+        if not 0 <= beta <= 1:
+            raise ValueError(f"beta is {beta}, expected a number in [0, 1]")
+        self.beta = beta
+        self.ignore_index = ignore_index
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return F.jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, ignore_index={self.ignore_index}"
+
+
 def _check_loss_options(label_smoothing: float, reduction: str, softcap: float | None) -> None:
     # Said when the module is made, rather than at its first call.
     if not 0 <= label_smoothing <= 1:

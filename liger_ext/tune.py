@@ -60,7 +60,7 @@ class Case:
     ) -> tuple[_tuned.Call, _C.NamedLaunch] | None:
         """The launch of the op, or of its backward, called ``name`` that has knobs, if there is one, and the calls that
         share them."""
-        for launch in self.record.plans(profile, self.size, dtype, name, knobs, chunk_rows=0):
+        for launch in self.record.plans(profile, self.size, dtype, name, knobs, self.options):
             if launch.tunable != _C.Tunable.none:
                 rows, cols, heads = self.size.batch * self.size.rows, self.size.cols, self.size.heads
                 return _tuned.Call(launch.tunable.name, launch.instance[0], rows, cols, heads).row_class(), launch
@@ -115,7 +115,13 @@ def case_of(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) ->
 
 def benchmark_cases() -> list[Case]:
     """The shapes of `python -m benchmarks rows`."""
-    return [Case(op, size) for op in OPS for timed in RECORDS[op].timed if timed.tuned for size in timed.sizes]
+    return [
+        Case(op, size, timed.options or {})
+        for op in OPS
+        for timed in RECORDS[op].timed
+        if timed.tuned
+        for size in timed.sizes
+    ]
 
 
 def _shapes_of(text: str) -> list[tuple[int, int]]:
@@ -191,7 +197,7 @@ def measure(
     try:
         function, inputs = _inputs(case, of, device)
         with _tuned.forced():
-            timed = (backward_call if name.endswith("_backward") else forward_call)(function, inputs)
+            timed = (forward_call if name == case.op else backward_call)(function, inputs)
         for i, knobs in enumerate(tried):
             with _tuned.forced(**knobs):
                 graphs[i] = captured(timed, graphs[0].pool() if graphs else None)

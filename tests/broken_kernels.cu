@@ -2,7 +2,7 @@
 //   broken_kernels            the names
 //   broken_kernels NAME       runs the broken kernel:  prints what was found
 //   broken_kernels NAME ok    runs the kernel as it should be: prints nothing
-// What is broken is broken in block 1 alone.
+// What is broken is broken in block 1 alone, if a block can be blamed.
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -28,6 +28,7 @@ struct KernelArgs {
 struct Base {
   using Args = KernelArgs;
   static constexpr int max_threads = threads;
+  static constexpr bool covers = false;  // does it read all of `in` and write all of `out`?
 };
 
 LIGER_DEVICE Shared<float> zeros() {
@@ -191,6 +192,27 @@ struct MisalignedVector : Base {
   }
 };
 
+// Each block copies `in` to its row: found when the launch, or the op, has ended.
+struct Copy : Base {
+  static constexpr bool covers = true;
+  static LIGER_DEVICE void run(const Args& a) { a.row()[thread_id()] = a.in[thread_id()]; }
+};
+struct RowLeftOut : Copy {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (!a.broken()) Copy::run(a);
+  }
+};
+struct TailLeftOut : Copy {
+  static LIGER_DEVICE void run(const Args& a) {
+    if (!a.broken() || thread_id() < threads - 4) Copy::run(a);
+  }
+};
+struct InputLeftOut : Copy {
+  static LIGER_DEVICE void run(const Args& a) { a.row()[thread_id()] = a.in[a.ok ? thread_id() : thread_id() & ~1]; }
+};
+struct TooFewRowsDeclared : Copy {};
+struct OtherMatrixDeclared : Copy {};
+
 // Launches that no GPU of this warp width would take.
 struct TooManyThreads : Base {
   static constexpr int max_threads = 64;
@@ -208,17 +230,25 @@ template <class K> void start(bool ok) {
   const auto in = std::make_unique<float[]>(threads);
   alignas(16) static float out[out_floats];
   float both[blocks + 1] = {};
-  const simt::Buffers buffers{{"in", in.get(), threads * sizeof(float), simt::Content::input},
-                              {"out", out, threads * sizeof(float), simt::Content::output, {{blocks, row_floats * sizeof(float)}}},
-                              {"both", both, sizeof(both), simt::Content::both}};
-  liger::launch::LaunchPlan plan;
+  constexpr int64_t bytes = sizeof(float), row = row_floats * bytes;
+  const auto any = [](int64_t) { return true; };
+  const auto optional = K::covers ? nullptr : std::function<bool(int64_t)>(any);
+  // A launch's matrix is `out` if the kernel declares too few rows of it; else its elements are known at the op's end.
+  const int64_t each = std::is_same_v<K, TooFewRowsDeclared>;
+  const simt::Buffers buffers{{"in", in.get(), threads * bytes, simt::Content::input, {}, bytes, 0, 0, optional},
+                              {"out", out, threads * bytes, simt::Content::output, {{blocks, row}}, bytes, row, each, optional},
+                              {"both", both, sizeof(both), simt::Content::both, {}, bytes, 0, 0, any}};
+  liger::launch::Launch made;
+  if (each) made.rows = ok ? blocks : blocks - 1, made.cols = threads;
+  if (std::is_same_v<K, OtherMatrixDeclared>) made.rows = blocks, made.cols = ok ? threads : row_floats;
+  liger::launch::LaunchPlan& plan = made.plan;
   plan.block = threads;
   plan.grid = blocks;
   plan.smem = 2 * threads * int(sizeof(float));
   if (std::is_same_v<K, TooManyThreads> && ok) plan.block = 64;
   if (std::is_same_v<K, PartOfAWarp> && !ok) plan.block = threads - warp_width() / 2;
   if (std::is_same_v<K, TooMuchSharedMemory> && !ok) plan.smem = simt::profile().shared_per_block_optin + 4;
-  launch<K>(plan, {in.get(), out, both, ok}, {});
+  launch<K>(made, {in.get(), out, both, ok}, {});
 }
 
 struct Case {
@@ -249,6 +279,11 @@ constexpr Case cases[] = {
     {"gap_between_rows", start<GapBetweenRows>},
     {"store_to_input", start<StoreToInput>},
     {"misaligned_vector", start<MisalignedVector>},
+    {"row_left_out", start<RowLeftOut>},
+    {"tail_left_out", start<TailLeftOut>},
+    {"input_left_out", start<InputLeftOut>},
+    {"too_few_rows_declared", start<TooFewRowsDeclared>},
+    {"other_matrix_declared", start<OtherMatrixDeclared>},
     {"too_many_threads", start<TooManyThreads>},
     {"part_of_a_warp", start<PartOfAWarp>},
     {"too_much_shared_memory", start<TooMuchSharedMemory>},

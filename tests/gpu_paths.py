@@ -15,7 +15,12 @@ import torch
 from liger_ext import _C, _devices
 from liger_ext.records import RECORDS, Make, Size
 
-NORMS = ("rms_norm", "add_rms_norm", "layer_norm")
+# Ops whose backward has persistent blocks with sums of columns.
+NORMS = [
+    name.removesuffix("_backward")
+    for name in _C.planned_ops()
+    if any(launch.kernel == "NormBackwardRegisters" for launch in _C.plans(name, _C.profile("H200"), 8, 64))
+]
 HIDDEN = 16  # of the fused loss
 
 
@@ -65,8 +70,8 @@ class Path:
     def launches(self, profile: _C.DeviceProfile, rows: int, knobs: dict | None = None) -> list[_C.NamedLaunch]:
         """Forward and backward, where the last is planned."""
         record, size = RECORDS[self.op], size_of(self.op, rows, self.cols)
-        call = {"frozen": self.frozen, "per_row": self.options.get("reduction") == "none"}
-        return record.plans(profile, size, self.dtype, knobs=_C.Knobs(**(knobs or {})), **call)
+        frozen = record.parameters if self.frozen else ()
+        return record.plans(profile, size, self.dtype, "", _C.Knobs(**(knobs or {})), self.options, frozen)
 
     def rows(self, profile: _C.DeviceProfile) -> int:
         rows = {"few": 3, "many": 2 * profile.multiprocessors, "all": 40_000}.get(self.kind, 40)

@@ -92,8 +92,13 @@ def test_small(example, dtype):
     judge(example.op, example.arguments("cpu", dtype))
 
 
+# A row's threads, and a thread's vectors, are powers of two or three times one: a plan that is a vector short shows at
+# one more than that.
 @dtypes
-@pytest.mark.parametrize("rows, cols", [(0, 8), (1, 1), (3, 7), (3, 33), (5, 64), (1, 1001), (9, 1024)])
+@pytest.mark.parametrize(
+    "rows, cols",
+    [(0, 8), (1, 1), (3, 7), (3, 33), (5, 64), (3, 65), (1, 129), (1, 257), (1, 513), (1, 1025), (9, 1024)],
+)
 @pytest.mark.parametrize("op", ROWS)
 def test_odd_sizes(op, rows, cols, dtype):
     row_op(op, rows, cols, dtype)
@@ -102,7 +107,8 @@ def test_odd_sizes(op, rows, cols, dtype):
 # By the number of 16-byte vectors: two to eight a thread in blocks of up to 1,024, and rows that are read again.
 @dtypes
 @pytest.mark.parametrize(
-    "rows, vectors", [(9, 16), (1, 40), (3, 400), (1, 1000), (2, 1500), (1, 2500), (1, 4104), (1, 8200)]
+    "rows, vectors",
+    [(9, 17), (3, 65), (2, 129), (3, 257), (1, 513), (1, 1025), (1, 1537), (1, 2049), (1, 4097), (1, 8193)],
 )
 @pytest.mark.parametrize("op", ROWS)
 def test_long_rows(op, rows, vectors, dtype):
@@ -115,7 +121,7 @@ def test_long_rows(op, rows, vectors, dtype):
 @dtypes
 @pytest.mark.parametrize("op", ROWS)
 def test_long_unaligned_rows(op, dtype):
-    row_op(op, 2, 4099, dtype)
+    row_op(op, 2, 4097, dtype)
     row_op(op, 9, 40, dtype, layout="padded")
     row_op(op, 3, 24, dtype, layout="offset")
 
@@ -136,7 +142,9 @@ def test_mixed_dtypes(dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("rows, vocab", [(0, 8), (3, 1), (3, 33), (40, 64), (1, 1001), (3, 5003), (2, 40_000)])
+@pytest.mark.parametrize(
+    "rows, vocab", [(0, 8), (3, 1), (3, 33), (40, 64), (1, 1025), (3, 2049), (3, 5003), (2, 40_000)]
+)
 def test_loss(rows, vocab, dtype):
     loss(rows, vocab, dtype)
     loss(rows, vocab, dtype, label_smoothing=0.1, lse_square_scale=1e-3, return_predicted_tokens=True)
@@ -146,10 +154,17 @@ def test_loss(rows, vocab, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("rows, vocab", [(1, 1), (3, 33), (200, 1003), (3, 40_000)])
+@pytest.mark.parametrize("rows, vocab", [(1, 1), (3, 33), (200, 1025), (3, 40_000)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_fused_loss(rows, vocab, reduction, dtype):
     fused_loss(rows, vocab, dtype, reduction=reduction)
+
+
+@dtypes
+def test_fused_loss_in_pieces(dtype):
+    """Rows of one vector more than a block takes."""
+    fused_loss(3, 8200, dtype, bias=normal(8200, dtype=dtype, seed=5).requires_grad_())
+    fused_loss(3, 1025, dtype, memory=2)
 
 
 @dtypes

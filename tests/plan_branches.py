@@ -27,8 +27,8 @@ LAUNCH = ROOT / "csrc/launch"
 COUNTED = ROOT / "liger_ext/lib/counted"
 HOST_TESTS = ("host_kernels.py", "test_forced_plans.py", "test_gpu_paths.py")
 HOST_SETTINGS = ({"WARP": "32"}, {"WARP": "64"})
-OPS = ("norms", "softmax", "glu", "rope", "cross_entropy", "elementwise")  # not op_plans: it tells Python of launches
-PLANNER = ("plan.cpp", "plan.h", *(f"{op}.{ext}" for op in OPS for ext in ("cpp", "h")))
+FOR_PYTHON = "// For op_plans.h"  # from this line on a file only tells Python of launches
+NO_PLANNER = ("op_plans", "profiles", "chunks")
 WITHOUT_LAUNCH = ("norm_partial_rows", "plan_norm_backward(")  # on the host target
 
 
@@ -68,7 +68,7 @@ def plan_gpu_tests() -> None:
             planner.plans(
                 op, profile, 40, cols, str(dtype).removeprefix("torch."), mixed=True
             )  # weights of another dtype
-        for op in (op for op in forced.OPS if "packed" not in op):
+        for op in (op for op, record in forced.OPS.items() if record.kernels == op):
             for knobs in forced.KNOBS:
                 for rows, cols in forced.sizes(op, Gpu):
                     for dtype in (torch.float32, torch.bfloat16):
@@ -96,12 +96,14 @@ def branches(build: Path) -> dict:
         on_host = "liger_host_counted" in str(data)
         for file in (file for report in reports for file in report["files"]):
             path = (ROOT / "build/dev" / file["file"]).resolve()
-            if path.parent != LAUNCH or path.name not in PLANNER:
+            if path.parent != LAUNCH or path.stem in NO_PLANNER:
                 continue
+            lines = path.read_text().splitlines()
+            end = next((number for number, line in enumerate(lines, 1) if line.startswith(FOR_PYTHON)), len(lines) + 1)
             names = {function["name"]: function["demangled_name"] for function in file["functions"]}
             for line in file["lines"]:
                 name = names.get(line.get("function_name"), "")
-                if on_host and any(part in name for part in WITHOUT_LAUNCH):
+                if line["line_number"] >= end or (on_host and any(part in name for part in WITHOUT_LAUNCH)):
                     continue
                 taken = [branch["count"] for branch in line["branches"] if not branch["throw"]]
                 of_function = found.setdefault((path, line["line_number"]), defaultdict(lambda: [0] * 99))[name]

@@ -1,14 +1,13 @@
-"""What the kernels in csrc/gpu make of a launch, as arithmetic: which elements each thread takes. ``check_coverage``
+"""What kernels in csrc/gpu have in common, as arithmetic: which elements each thread takes. A model of a kernel
+(``PLAN_MODELS`` of tests/ops, by the kernel's name) is a function of a launch and of what is known of its call, and
 raises AssertionError unless every element of every row is taken exactly once. The formulas are those of Columns and
-RowGroup (gpu/rows.h), WarpShare (gpu/row_stream.h), RowWalk (gpu/cross_entropy_rows.h), Piece (gpu/elementwise.cu) and
-of the kernels' own first lines."""
+RowGroup (gpu/rows.h), WarpShare (gpu/row_stream.h) and of the kernels' own first lines."""
 
 from __future__ import annotations
 
 import functools
 
 import numpy as np
-import ops
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -110,46 +109,14 @@ def row_reread(launch, call, k: int = 4) -> None:
     check_batches(launch.plan.block, k, launch.instance[0], launch.cols)
 
 
-def norm_backward_registers(launch, call) -> None:
-    plan, (vec, k, threads) = launch.plan, launch.instance
-    groups, teams = groups_of(plan), plan.grid // plan.cluster
-    assert threads in (0, min(plan.threads_per_row, plan.block))  # what the kernel knows of its rows' threads
-    assert k == plan.k
-    check_shares(plan.threads_per_row, plan.warp, k, launch.cols // vec)
-    device, centered = call["device"], call["op"].startswith("layer")
-    assert (plan.stages > 0) == (vec > 1 and (device.bulk_copies or (device.async_copies and not centered)))
-    if plan.stages:
-        inboxes = plan.block // plan.warp * 8 if device.bulk_copies else 0
-        check_ring(plan, 3 if call["op"].startswith("add") else 2, k, reduction_bytes(2, plan.cluster), inboxes)
-        assert plan.stages <= 4 or not device.async_copies
-    assert teams == plan.partial_rows and (teams - 1) * groups < launch.rows
-    first = np.add.outer(np.arange(teams) * groups, np.arange(groups)).ravel()  # then every teams * groups rows
-    assert np.array_equal(first, np.arange(teams * groups))
-    if groups > 1:
-        sums = 2 if centered else 1
-        assert plan.smem >= reduction_bytes(2) + groups * sums * launch.cols * 4
-
-
 def reduction_bytes(values: int, cluster: int = 1) -> int:
     return 2 * 8 + 2 * values * 32 * cluster * 4
 
 
-def norm_backward_means(launch, call) -> None:
-    row_reread(launch, call, k=2 if launch.instance[0] == 8 else 4)
-
-
-def norm_backward_tiles(launch, call) -> None:
-    plan, vec = launch.plan, launch.instance[0]
-    tiles = ceil_div(launch.cols, plan.block * vec)
-    assert plan.grid == tiles * plan.partial_rows
-    check_ranges(launch.rows, plan.partial_rows)
-    check_batches(plan.block, 1, vec, launch.cols)
-
-
 def sum_columns(launch, call) -> None:
-    plan, groups = launch.plan, 2 if call["op"].startswith("layer") and call["bias"] else 1  # dweight and dbias
+    plan, groups = launch.plan, launch.cols // call["cols"]  # dweight and dbias
     assert plan.grid % groups == 0 and power_of_two(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
-    check_tiles(plan.grid // groups, plan.threads_per_row, launch.cols)
+    check_tiles(plan.grid // groups, plan.threads_per_row, call["cols"])
     assert plan.block % plan.warp == 0 and plan.smem >= 4 * plan.block
 
 
@@ -163,130 +130,9 @@ def row_tiles(launch, k: int) -> None:
     check_batches(plan.threads_per_row, k, vec, launch.cols)
 
 
-def glu(launch, call) -> None:
-    row_tiles(launch, 2)
-
-
-def rope(launch, call) -> None:
-    vec, rotary = launch.instance[0], call.get("rotary_dim") or launch.cols
-    plan = call["rope_plan"](vec)
-    assert launch.plan.grid * launch.plan.block <= 2**31 and launch.rows <= call["rows"]
-    threads = launch.rows * plan.lanes * (plan.q_slots + plan.k_slots)
-    assert (launch.plan.grid - 1) * launch.plan.block < threads <= launch.plan.grid * launch.plan.block
-    for heads, slots in ((call["q_heads"], plan.q_slots), (call["k_heads"], plan.k_slots)):
-        taken = sorted(h for first in range(slots) for h in (first, first + slots) if h < heads)
-        assert taken == list(range(heads))
-    half, rotating, passing = rotary // 2, rotary // 2 // vec, (launch.cols - rotary) // vec
-    pairs, taken = ceil_div(passing, 2), []
-    assert plan.lanes == max(1, rotating + pairs)
-    for place in range(rotating + pairs):
-        passed = place - rotating
-        low = place * vec if place < rotating else 2 * half + passed * vec
-        pair = half if place < rotating else pairs * vec if passed + pairs < passing else 0
-        taken += [low, low + pair] if pair else [low]
-    assert sorted(taken) == list(range(0, launch.cols, vec)), "head"
-
-
-def check_singles(threads: int, vec: int, cols: int) -> None:
-    """The elements before the first and behind the last whole vector of a row, wherever it starts: a thread's each."""
-    for head in range(min(vec, cols + 1)):
-        assert head + (cols - head) % vec <= threads
-
-
-def logit_tiles(launch, call) -> None:
-    plan, vec = launch.plan, launch.instance[0]
-    width = plan.threads_per_row * vec * (2 if vec == 1 else 4)
-    tiles, lines = ceil_div(launch.cols, width), plan.block // plan.threads_per_row
-    assert plan.grid % tiles == 0
-    assert (plan.grid // tiles - 1) * lines < launch.rows <= plan.grid // tiles * lines
-    check_singles(plan.threads_per_row, vec, launch.cols)
-
-
-def logit_row_held(launch, call) -> None:
-    plan, (vec, k) = launch.plan, launch.instance
-    check_rows(plan, launch.rows)
-    assert k == plan.k and (k == 8 or plan.cluster > 1) and plan.smem >= reduction_bytes(2, plan.cluster)
-    check_held(plan.threads_per_row, k, vec, launch.cols // vec * vec)
-    assert launch.cols % vec <= plan.threads_per_row
-
-
-def logit_row(launch, call) -> None:
-    plan, vec = launch.plan, launch.instance[0]
-    check_rows(plan, launch.rows)
-    check_singles(plan.threads_per_row, vec, launch.cols)
-    if launch.kernel == "InPlace":
-        assert plan.smem >= reduction_bytes(2) + plan.k * plan.block * vec * call["element_bytes"]
-        assert 0 <= plan.k <= ceil_div(ceil_div(launch.cols, vec), plan.threads_per_row)
-    else:
-        threads = launch.instance[1]  # what the kernel knows of its rows' and blocks' threads
-        assert threads == 0 or threads == plan.block == plan.threads_per_row == launch.max_threads
-        assert plan.k == 0 and plan.smem >= reduction_bytes(2)
-
-
-def block_sum(launch, call) -> None:
-    assert launch.plan.grid == 1 and launch.plan.block // launch.plan.warp <= min(32, launch.plan.warp)
-    assert launch.plan.smem >= 3 * 8 * 32
-
-
-def one_each(launch, call) -> None:
-    check_tiles(launch.plan.grid, launch.plan.block, launch.rows)
-
-
-def pieces(launch, call) -> None:
-    plan, vec, in_flight = launch.plan, launch.instance[0], 4
-    blocks_per_row, vectors = plan.grid // launch.rows, launch.cols // vec
-    assert plan.grid == blocks_per_row * launch.rows
-    assert vectors <= blocks_per_row * plan.block * in_flight
-    assert launch.cols - vectors * vec <= plan.block
-
-
-def partial_columns(launch, call) -> None:
-    plan, vec = launch.plan, launch.instance[0]
-    check_ranges(launch.rows, plan.partial_rows)
-    assert plan.grid % plan.partial_rows == 0
-    vectors = launch.cols // vec
-    check_tiles(plan.grid // plan.partial_rows, plan.block, vectors + launch.cols - vectors * vec)
-
-
-def scalar(launch, call) -> None:
-    assert launch.plan.grid == 1 and launch.plan.block // launch.plan.warp <= min(32, launch.plan.warp)
-
-
 def stream_copy(launch, call) -> None:
     plan = launch.plan
     assert plan.grid * plan.block * launch.instance[0] >= launch.cols
 
 
-KERNELS = {
-    "NormForwardRegisters": row_registers,
-    "NormForwardReread": row_reread,
-    "NormBackwardRegisters": norm_backward_registers,
-    "NormBackwardRows": row_registers,
-    "NormBackwardMeans": norm_backward_means,
-    "NormBackwardTiles": norm_backward_tiles,
-    "SumColumns": sum_columns,
-    "SoftmaxRegisters": row_registers,
-    "SoftmaxReread": row_reread,
-    "SoftmaxBackwardRegisters": row_registers,
-    "SoftmaxBackwardReread": row_reread,
-    "GluForwardKernel": glu,
-    "GluBackwardKernel": glu,
-    "RopeKernel": rope,
-    "CountTargets": block_sum,
-    "Forward": logit_row,
-    "Backward": logit_tiles,
-    "InPlace": logit_row,
-    "InPlaceRegisters": logit_row_held,
-    "SumLosses": block_sum,
-    "AddLosses": one_each,
-    "Fill": pieces,
-    "Scale": pieces,
-    "PartialColumns": partial_columns,
-    "Product": scalar,
-    "StreamCopyKernel": stream_copy,
-    **ops.PLAN_MODELS,
-}
-
-
-def check_coverage(launch, call: dict) -> None:
-    KERNELS[launch.kernel](launch, call)
+SHARED = {"SumColumns": sum_columns, "StreamCopyKernel": stream_copy}  # no op's own

@@ -8,6 +8,7 @@ There, too: what is launched is what ``_C.plans`` says, of the built-in plans an
 import ctypes
 from dataclasses import replace
 
+import instances
 import pytest
 import torch
 from cases import host_target, leaves_of, losses_of
@@ -71,25 +72,28 @@ host_only = pytest.mark.skipif(not host_target(), reason="the host target tells 
 
 
 def launched():
-    """(kernel, blocks, threads, shared memory) of each launch since the last call."""
+    """(kernel and its instance, blocks, threads, shared memory) of each launch since the last call."""
     tell = ctypes.CDLL(str(_load.library_folder() / "libliger_ext_cpu.so")).liger_ext_host_launched
     tell.restype = ctypes.c_char_p
     lines = [line.split(" ", 3) for line in tell().decode().splitlines()]
-    return [(name.partition("<")[0].rpartition("::")[2], *map(int, numbers)) for *numbers, name in lines]
+    return [(instances.key_of(name), *map(int, numbers)) for *numbers, name in lines]
 
 
-def run(op):
-    made = RECORDS[op].inputs(Make(torch.bfloat16), CASES[op].size)
+def run(op, options=None):
+    made = RECORDS[op].inputs(Make(torch.bfloat16), CASES[op].size) | (options or {})
     launched()
     outputs = losses_of(OPS[op].run(**made))
     torch.autograd.grad([t.float().sum() for t in outputs], leaves_of(made))
     return launched()
 
 
-def planned(op, knobs):
+def planned(op, knobs, options=None):
     device = _devices.running_profile(0)
-    made = RECORDS[op].plans(device, CASES[op].size, torch.bfloat16, knobs=_C.Knobs(**knobs), chunk_rows=0)
-    return [(launch.kernel, launch.plan.grid, launch.plan.block, launch.plan.smem) for launch in made]
+    made = RECORDS[op].plans(device, CASES[op].size, torch.bfloat16, knobs=_C.Knobs(**knobs), options=options)
+    return [
+        ((launch.kernel, tuple(launch.instance)), launch.plan.grid, launch.plan.block, launch.plan.smem)
+        for launch in made
+    ]
 
 
 @host_only
@@ -100,6 +104,23 @@ def test_what_is_planned_is_launched(op):
         with forced_plans(**knobs):
             assert run(op) == planned(op, knobs)
     assert run(op) == planned(op, {})
+
+
+@host_only
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("layer_norm", {"bias": None}),
+        ("cross_entropy", {"softcap": 10.0}),
+        ("cross_entropy", {"reduction": "none"}),
+        ("fused_linear_cross_entropy", {"softcap": 10.0}),
+        ("fused_linear_cross_entropy", {"use_token_scaling": True}),
+        ("fused_linear_cross_entropy", {"reduction": "none"}),
+    ],
+    ids=str,
+)
+def test_what_is_planned_with_options_is_launched(op, options):
+    assert run(op, options) == planned(op, {}, options)
 
 
 @host_only

@@ -9,6 +9,7 @@ from cases import host_target
 from gpu_paths import DTYPES, NORMS, PATHS, arguments, profile_of_this_machine
 
 from liger_ext import _C
+from liger_ext.records import RECORDS, Make, Size
 from liger_ext.testing import judge
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
@@ -41,11 +42,7 @@ def test_these_rows_are_read_again():
         assert not names, (op, names)
 
 
-TENSORS = {
-    "rms_norm": ("x", "weight"),
-    "add_rms_norm": ("x", "residual", "weight"),
-    "layer_norm": ("x", "weight", "bias"),
-}
+TENSORS = {op: tuple(RECORDS[op].inputs(Make(torch.float32), Size(1, 8))) for op in NORMS}
 
 
 def subsets(names):

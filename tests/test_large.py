@@ -4,6 +4,7 @@ the real thing."""
 import pytest
 import torch
 from cases import normal, random_targets
+from ops import LARGE
 
 from liger_ext import _C, _devices
 from liger_ext import functional as F
@@ -17,40 +18,36 @@ def far_apart(*, seed, cols=64, dtype=torch.bfloat16):
     return rows.copy_(normal(3, cols, dtype=dtype, seed=seed))
 
 
-CALLS = {
-    "rms_norm": lambda a, b: F.rms_norm(a),
-    "add_rms_norm": lambda a, b: F.add_rms_norm(a, b, None)[0],
-    "layer_norm": lambda a, b: F.layer_norm(a, None, None),
-    "swiglu": lambda a, b: F.swiglu(a, b),
-    "swiglu_packed": lambda a, b: F.swiglu_packed(a),
-    "softmax": lambda a, b: F.softmax(a),
-    "cross_entropy": lambda a, b: F.cross_entropy(a, torch.arange(3), reduction="none"),
-    "fused_linear_cross_entropy": lambda a, b: F.fused_linear_cross_entropy(a, b.contiguous(), torch.arange(3) % 3),
-    "rope": lambda a, b: F.rope(a[None, None], b[None, None], torch.ones(1, 3, 64), torch.ones(1, 3, 64))[0],
-}
+def by_rows(op):
+    """Is a row of its result of the same rows of its inputs alone?"""
+    x = normal(5, 64)
+    return LARGE[op](x, x, None).shape[:1] == x.shape[:1]
 
 
-@pytest.mark.parametrize("op", CALLS)
+OF_ROWS = [op for op in LARGE if by_rows(op)]
+
+
+@pytest.mark.parametrize("op", LARGE)
 def test_rows_far_apart(op):
     a, b = far_apart(seed=0).requires_grad_(), far_apart(seed=1)
     near = a.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-    y, expected = CALLS[op](a, b), CALLS[op](near, b.contiguous())
+    y, expected = LARGE[op](a, b, None), LARGE[op](near, b.contiguous(), None)
     assert torch.equal(y, expected)
     dy = normal(*y.shape, dtype=y.dtype, seed=2)
     assert torch.equal(torch.autograd.grad(y, a, dy)[0], torch.autograd.grad(expected, near, dy)[0])
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "swiglu_packed", "softmax"])
+@pytest.mark.parametrize("op", OF_ROWS)
 def test_outputs_that_the_system_maps_afresh(op):
     """Of more than 32 MiB, whose pages are asked for ahead of the kernel: all of it is written, as in small pieces."""
     rows, cols = 1301, 8210  # 41 MiB; neither whole pages nor whole vectors
     a, b = normal(rows, cols, dtype=torch.float32, seed=0).requires_grad_(), normal(rows, cols, seed=1).float()
-    y = CALLS[op](a, b)
+    y = LARGE[op](a, b, None)
     dy = normal(*y.shape, dtype=y.dtype, seed=2)
     (dx,) = torch.autograd.grad(y, a, dy)
     for part in (slice(0, 3), slice(650, 653), slice(rows - 3, rows)):
         x = a[part].detach().requires_grad_()
-        small = CALLS[op](x, b[part])
+        small = LARGE[op](x, b[part], None)
         assert torch.equal(y[part], small)
         assert torch.equal(dx[part], torch.autograd.grad(small, x, dy[part])[0])
 
@@ -74,34 +71,26 @@ def large(rows=ROWS, cols=COLS):
 
 @pytest.mark.cuda
 @pytest.mark.large
-@pytest.mark.parametrize(
-    "op", ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "swiglu_packed", "geglu", "softmax"]
-)
+@pytest.mark.parametrize("op", OF_ROWS)
 def test_row_ops(op, free_memory):
     """The last rows are what the op makes of them alone; dweight has counted every row."""
     x = large().requires_grad_()
     weight = torch.ones(COLS, device="cuda").requires_grad_()
-    calls = {
-        "rms_norm": lambda t: F.rms_norm(t, weight),
-        "add_rms_norm": lambda t: F.add_rms_norm(t, t.detach(), weight)[0],
-        "layer_norm": lambda t: F.layer_norm(t, weight, None),
-        "swiglu": lambda t: F.swiglu(t, t.detach()),
-        "geglu": lambda t: F.geglu(t, t.detach()),
-        "swiglu_packed": lambda t: F.swiglu_packed(t),
-        "softmax": lambda t: F.softmax(t),
-    }
-    y = calls[op](x)
-    dy = torch.ones(1, 1, dtype=y.dtype, device="cuda").expand_as(y).contiguous()
-    with_weight = "norm" in op
-    dx, *dweight = torch.autograd.grad(y, (x, weight) if with_weight else (x,), dy)
+
+    def call(t):
+        return LARGE[op](t, t.detach(), weight)
+
+    y = call(x)
+    dy = torch.ones_like(y)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy, allow_unused=True)
     tail = x.detach()[-LAST:].clone().requires_grad_()
-    expected = calls[op](tail)
+    expected = call(tail)
     # Few rows have another plan: the bits may differ, by no more than a rounding.
     torch.testing.assert_close(y[-LAST:], expected)
     torch.testing.assert_close(dx[-LAST:], torch.autograd.grad(expected, tail, dy[-LAST:])[0])
-    if with_weight:
-        total = sum(calls[op](part).double().sum(0) for part in x.detach().split(2**16))
-        assert ((dweight[0].double() - total).abs() / ROWS**0.5).max() < 0.02
+    if dweight is not None:
+        total = sum(call(part).double().sum(0) for part in x.detach().split(2**16))
+        assert ((dweight.double() - total).abs() / ROWS**0.5).max() < 0.02
 
 
 @pytest.mark.cuda

@@ -17,14 +17,25 @@ from functools import partial
 
 import instances
 import pytest
+from gpu_paths import NORMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_model import KERNELS, check_coverage, reduction_bytes
+from ops import PLAN_MODELS
+from plan_model import SHARED, reduction_bytes
 
 from liger_ext import _C, _load
+from liger_ext.records import RECORDS
 
 PROFILES = list(_C.profiles())
 OPS = _C.planned_ops()
+MODELS = SHARED | PLAN_MODELS
+RECORD_OF = {  # of an op or its backward; the copy has none
+    name: record
+    for record in RECORDS.values()
+    for name in (record.kernels, f"{record.kernels}_backward")
+    if record.kernels == record.name
+}
+WITH_HEADS = {name for name, record in RECORD_OF.items() if any(record.llama.heads)}
 INSTANCES = instances.table()
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -56,11 +67,11 @@ def calls(draw, op):
     call = {"rows": draw(rows), "cols": draw(cols), "dtype": draw(st.sampled_from(sorted(BYTES)))}
     for name in ("aligned", "contiguous", "mixed", "full", "per_row", "bias", "frozen"):
         call[name] = draw(st.booleans())
-    if op.startswith("rope"):
+    if op in WITH_HEADS:
         call["cols"] = 2 * draw(st.integers(1, 256))
         call["rotary_dim"] = draw(st.sampled_from([0, 2 * draw(st.integers(1, call["cols"] // 2))]))
         call["q_heads"], call["k_heads"] = draw(st.integers(1, 200)), draw(st.integers(1, 64))
-    if op.startswith("fused"):
+    if op in RECORD_OF and RECORD_OF[op].llama.hidden:
         call["hidden"] = draw(st.integers(1, 16_384))
         call["chunk_rows"] = draw(st.sampled_from([0, 128, 1024, 4096]))
         call["chunk_classes"] = draw(st.sampled_from([0, 0, 64, 1024]))
@@ -110,13 +121,13 @@ def check_call(op, device, call):
     made = launches(op, device, call) or []
     for launch in made:
         check_legal(launch, device)
-        facts = {**call, "op": op, "device": device, "element_bytes": BYTES[call["dtype"]]}
-        if op.startswith("rope"):
+        facts = {**call, "record": RECORD_OF.get(op), "device": device, "element_bytes": BYTES[call["dtype"]]}
+        if op in WITH_HEADS:
             sizes = (call[name] for name in ("rows", "q_heads", "k_heads", "cols"))
             rotary = call["rotary_dim"] or call["cols"]
             chosen = {"knobs": call["knobs"]} if "knobs" in call else {}
             facts["rope_plan"] = partial(_C.plan_rope_heads, device, *sizes, rotary, **chosen)
-        check_coverage(launch, facts)
+        MODELS[launch.kernel](launch, facts)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -141,13 +152,13 @@ def test_plans_with_any_knobs_are_legal_and_cover_everything(op):
     every_profile()
 
 
-@pytest.mark.parametrize("op", ["rms_norm_backward", "add_rms_norm_backward", "layer_norm_backward"])
+@pytest.mark.parametrize("op", [f"{op}_backward" for op in NORMS])
 @settings(max_examples=200)
 @given(data=st.data(), knobs=some_knobs)
 def test_the_workspace_of_column_sums_is_enough(op, data, knobs):
     call = data.draw(calls(op)) | {"knobs": knobs}
     for device in PROFILES:
-        most = _C.norm_partial_rows(device, call["rows"], call["cols"], op.startswith("layer"))
+        most = _C.norm_partial_rows(device, call["rows"], call["cols"], len(RECORD_OF[op].parameters) > 1)
         for launch in launches(op, device, call) or []:
             assert launch.plan.partial_rows <= most
 
@@ -158,39 +169,36 @@ def plan_of(launch):
 
 
 @pytest.mark.parametrize(
-    ("op", "cols", "knobs"),
+    ("op", "cols", "knobs", "elsewhere"),
     [
-        ("rms_norm", 4096, {"threads": 256}),
-        ("rms_norm", 4096, {"block": 512}),
-        ("layer_norm", 16_384, {"cluster": 2}),
-        ("add_rms_norm", 65_536, {"cluster": 8}),
-        ("rms_norm", 65_536, {"threads": 1024}),
-        ("rms_norm_backward", 4096, {"threads": 512}),
-        ("rms_norm_backward", 4096, {"stages": 4}),
-        ("layer_norm_backward", 4096, {"resident": 2}),
-        ("swiglu", 11_008, {"block": 128}),
-        ("geglu_backward", 11_008, {"block": 256}),
-        ("rope", 128, {"block": 256}),
-        ("rope_backward", 128, {"block": 64}),
-        ("softmax", 32_768, {"threads": 1024}),
-        ("softmax_backward", 1024, {"threads": 128}),
-        ("cross_entropy", 32_000, {"threads": 512}),
-        ("cross_entropy_backward", 32_000, {"block": 128}),
-        ("fused_linear_cross_entropy", 32_000, {"threads": 1024}),
-        ("fused_linear_cross_entropy", 32_000, {"cluster": 4}),
+        ("rms_norm", 4096, {"threads": 256}, {"stages": 4}),
+        ("rms_norm", 4096, {"block": 512}, {"stages": 4}),
+        ("layer_norm", 16_384, {"cluster": 2}, {"stages": 4}),
+        ("add_rms_norm", 65_536, {"cluster": 8}, {"stages": 4}),
+        ("rms_norm", 65_536, {"threads": 1024}, {"stages": 4}),
+        ("rms_norm_backward", 4096, {"threads": 512}, {}),
+        ("rms_norm_backward", 4096, {"stages": 4}, {}),
+        ("layer_norm_backward", 4096, {"resident": 2}, {}),
+        ("swiglu", 11_008, {"block": 128}, {"cluster": 4}),
+        ("geglu_backward", 11_008, {"block": 256}, {"cluster": 4}),
+        ("rope", 128, {"block": 256}, {"cluster": 4}),
+        ("rope_backward", 128, {"block": 64}, {"cluster": 4}),
+        ("softmax", 32_768, {"threads": 1024}, {"stages": 4}),
+        ("softmax_backward", 1024, {"threads": 128}, {"stages": 4}),
+        ("cross_entropy", 32_000, {"threads": 512}, {"stages": 4}),
+        ("cross_entropy_backward", 32_000, {"block": 128}, {"stages": 4}),
+        ("fused_linear_cross_entropy", 32_000, {"threads": 1024}, {"stages": 4}),
+        ("fused_linear_cross_entropy", 32_000, {"cluster": 4}, {"stages": 4}),
     ],
 )
-def test_knobs_change_the_tunable_launch_alone(op, cols, knobs):
-    """On an H200; knobs that are for other kernels change nothing."""
+def test_knobs_change_the_tunable_launch_alone(op, cols, knobs, elsewhere):
+    """On an H200; ``elsewhere``, knobs for other kernels, change nothing: none for kernels that take all."""
     device, heads = _C.profile("H200"), {"q_heads": 32, "k_heads": 8}
     own = _C.plans(op, device, 8192, cols, **heads)
     tuned = _C.plans(op, device, 8192, cols, **heads, knobs=_C.Knobs(**knobs))
     assert [launch.tunable for launch in own] == [launch.tunable for launch in tuned]
     for a, b in zip(own, tuned, strict=True):
         assert a.kernel == "SumColumns" or (plan_of(a) != plan_of(b)) == (a.tunable != _C.Tunable.none), a.kernel
-    if op.endswith("norm_backward"):  # takes all of them
-        return
-    elsewhere = {"cluster": 4} if op.startswith(("rope", "swiglu", "geglu")) else {"stages": 4}
     for a, b in zip(own, _C.plans(op, device, 8192, cols, **heads, knobs=_C.Knobs(**elsewhere)), strict=True):
         assert plan_of(a) == plan_of(b)
 
@@ -212,9 +220,9 @@ def test_all_profiles_take_llama_sizes():
     """No error, also where HIP's limit is: hidden sizes and vocabularies of Llama, a million tokens."""
     for device in PROFILES:
         for op in OPS:
-            # More logits than 2^18 rows of them fit in no GPU.
-            rows, size = (2**20, 128) if op.startswith("rope") else (2**18, 128_256) if "cross" in op else (2**20, 8192)
-            assert _C.plans(op, device, rows, size, q_heads=64, k_heads=8, hidden=8192, chunk_rows=4096)
+            cols = RECORD_OF[op].llama.cols if op in RECORD_OF else 8192
+            rows = 2**18 if cols > 2**16 else 2**20  # more rows of logits fit in no GPU
+            assert _C.plans(op, device, rows, cols, q_heads=64, k_heads=8, hidden=8192, chunk_rows=4096)
 
 
 # What is wrong is found ----------------------------------------------------------------------------------------------
@@ -247,10 +255,10 @@ def changed(launch, **fields):
 def test_the_model_finds_wrong_plans(op, wrong):
     device = _C.profile("H200")
     first = _C.plans(op, device, 1000, 4096)[0]
-    facts = {"op": op, "device": device, "element_bytes": 2}
-    check_coverage(changed(first), facts)
+    facts = {"record": RECORD_OF.get(op), "device": device, "element_bytes": 2}
+    MODELS[first.kernel](changed(first), facts)
     with pytest.raises(AssertionError):
-        check_coverage(changed(first, **wrong), facts)
+        MODELS[first.kernel](changed(first, **wrong), facts)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +330,7 @@ def sweep():
         ),
     )
     for device, op, rows, cols, (aligned, dtype), options in choices:
-        cols = min(cols, 512) if op.startswith("rope") else cols
+        cols = min(cols, 512) if op in WITH_HEADS else cols
         options = {"aligned": aligned, "bias": True, "chunk_rows": 1024, **options}
         yield from ((device, launch) for launch in _C.plans(op, device, rows, cols, dtype, **options))
 
@@ -333,7 +341,7 @@ BENCHMARKED = {("StreamCopyKernel", (k,)) for k in (1, 2, 8)}  # sizes of a copy
 def test_every_instance_is_planned_and_known_to_the_model():
     planned = {(launch.kernel, tuple(launch.instance)) for _, launch in sweep()}
     assert planned == INSTANCES.keys() - BENCHMARKED
-    assert {kernel for kernel, _ in planned} == KERNELS.keys()
+    assert {kernel for kernel, _ in planned} == MODELS.keys()
 
 
 def test_registers_of_the_built_library():

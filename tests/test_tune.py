@@ -232,28 +232,16 @@ def test_each_class_of_calls_is_measured_once():
     made = [(name, dtype) for _, name, dtype, _ in tune.jobs(cases, H200, ["bf16", "fp16", "fp32"])]
     # fp16's plans are bf16's; rope's backward is its forward's kernel.
     kernels = ["rms_norm", "rms_norm_backward"]
-    assert made == [(name, dtype) for dtype in ("bf16", "fp32") for name in kernels] + [
-        ("rope", "bf16"),
-        ("rope", "fp32"),
-    ]
+    rope = [("rope", "bf16"), ("rope", "fp32")]
+    assert made == [(name, dtype) for dtype in ("bf16", "fp32") for name in kernels] + rope
 
 
 # The command ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_needs_no_gpu():
-    command = [
-        sys.executable,
-        "-m",
-        "liger_ext",
-        "tune",
-        "--dry-run",
-        "--profile",
-        "mi300x",
-        "--shapes",
-        "64x512,8x4096",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = "-m liger_ext tune --dry-run --profile mi300x --shapes 64x512,8x4096"
+    done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "rms_norm_backward 64x512 bf16" in lines and "swiglu 8x4096 bf16" in lines
@@ -360,9 +348,8 @@ def test_the_table():
         "| softmax | 1x1 | bf16 | OutOfMemoryError: no | | | |",
     ]
     assert len({line.count("|") for line in lines}) == 1
-    assert "another plan won 1 times; 1 could not be measured" in tune.summary(RESULTS) and "25.0 %" in tune.summary(
-        RESULTS
-    )
+    assert "another plan won 1 times; 1 could not be measured" in tune.summary(RESULTS)
+    assert "25.0 %" in tune.summary(RESULTS)
 
 
 def test_only_winners_are_kept(file):

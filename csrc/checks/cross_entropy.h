@@ -12,11 +12,17 @@ inline void check_loss_options(const char* op, int64_t reduction, double label_s
           ", expected None or a number from 1e-18 to 1e18");
 }
 
+// One for each row.
+inline void check_labels(const char* op, const Tensor& labels, const char* name, const Size& rows, const Tensor& like,
+                         const char* like_name) {
+  check_device(op, labels, name, like, like_name);
+  require(type_of(labels) == ScalarType::Long, op, ": ", name, " has dtype ", dtype_name(type_of(labels)), ", expected torch.int64");
+  check_shape(op, labels, name, {rows});
+}
+
 inline void check_targets(const char* op, const Tensor& target, const OptionalTensor& weight, const char* weight_name, const Size& rows,
                           const Size& vocab, Dtype accumulator, const Tensor& like, const char* like_name) {
-  check_device(op, target, "target", like, like_name);
-  require(type_of(target) == ScalarType::Long, op, ": target has dtype ", dtype_name(type_of(target)), ", expected torch.int64");
-  check_shape(op, target, "target", {rows});
+  check_labels(op, target, "target", rows, like, like_name);
   if (!weight) return;
   check_device(op, *weight, weight_name, like, like_name);
   check_shape(op, *weight, weight_name, {vocab});
@@ -32,11 +38,15 @@ inline void check_loss_gradient(const char* op, const Tensor& dloss, int64_t red
   dtype_of(dloss, "dloss");
 }
 
+// Rows of what is there for each class.
+inline Dtype check_classes(const char* op, const Tensor& t, const char* name) {
+  check_defined(op, t, name);
+  require(t.dim() == 2 && t.size(1) > 0, op, ": ", name, " has shape ", shape_text(t), ", expected (rows, vocab_size) with vocab_size > 0");
+  return dtype_of(t, name);
+}
+
 inline Dtype check_logits(const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
-  check_defined(op, logits, "logits");
-  require(logits.dim() == 2 && logits.size(1) > 0, op, ": logits has shape ", shape_text(logits),
-          ", expected (rows, vocab_size) with vocab_size > 0");
-  const Dtype made = accumulator(dtype_of(logits, "logits"));
+  const Dtype made = accumulator(check_classes(op, logits, "logits"));
   check_targets(op, target, weight, "weight", logits.size(0), logits.size(1), made, logits, "logits");
   return made;
 }

@@ -63,7 +63,7 @@ void cross_entropy_counts(const CrossEntropyCounts& a, Stream) {
     using A = decltype(acc);
     const A* const weight = static_cast<const A*>(a.class_weight.data);
     const auto counted = [&](int64_t y) { return y != a.options.ignore_index && y >= 0 && y < a.vocab; };
-    const double valid = blocked_sum(a.rows, [&](int64_t i) { return counted(a.target[i]) ? 1.0 : 0.0; });
+    const double valid = blocked_sum(a.rows, [&](int64_t i) { return a.target[i] != a.options.ignore_index ? 1.0 : 0.0; });
     const double target_weight =
         weight ? blocked_sum(a.rows, [&](int64_t i) { return counted(a.target[i]) ? double(weight[a.target[i]]) : 0.0; }) : valid;
     const double weight_sum = weight ? blocked_sum(a.vocab, [&](int64_t j) { return double(weight[j]); }) : double(a.vocab);

@@ -64,7 +64,7 @@ void sum_columns(const PartialSums& partial, ColumnTotals totals, Stream stream)
   if (totals.first.cols + totals.second.cols == 0) return;
   const launch::Launch made = launch::sum_columns(device_profile(stream.device), partial.rows, totals.first.cols, totals.second.cols);
   const int width = made.plan.threads_per_row;
-  launch<SumColumns>(made.plan, {partial, totals, launch::ceil_div(totals.first.cols, width), width}, stream);
+  launch<SumColumns>(made, {partial, totals, launch::ceil_div(totals.first.cols, width), width}, stream);
 }
 
 }  // namespace liger::gpu

@@ -108,7 +108,7 @@ void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
       launch::cross_entropy_forward(device_profile(stream.device), logits_shape(op, !full || vectors_fit(op), full), op.after_counts);
   const ForwardArgs args{logit_rows(op, op.vocab, made.plan, stream), row_outputs(op)};
   with_logits<launch::cross_entropy_forward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    launch<Forward<T, I.vec, Full, I.threads>>(made.plan, args, stream);
+    launch<Forward<T, I.vec, Full, I.threads>>(made, args, stream);
   });
 }
 
@@ -123,7 +123,7 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   const int64_t tiles = launch::ceil_div(op.vocab, int64_t{made.plan.threads_per_row} * launch::logit_tile_k(vec) * vec);
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Backward<T, I.vec, Full>>(
-        made.plan,
+        made,
         {logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse), static_cast<const float*>(op.token), op.grad,
          float(op.gradient_scale), op.dlogits.data, op.dlogits.stride, tiles, op.classes},
         stream);

@@ -203,11 +203,11 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
                          .at_once_from = float(op.batch_rows) * 15 / 16};
   if (made.of(launch::in_place_kernel))
     return with_logits<launch::in_place_kernel>(
-        made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() { launch<InPlace<T, I.vec, Full>>(made.plan, args, stream); });
+        made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() { launch<InPlace<T, I.vec, Full>>(made, args, stream); });
   dispatch(row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    with_instance<launch::in_place_registers, fits<T>>(
-        made, [&]<Instance I>() { launch<InPlaceRegisters<T, I.vec, I.k>>(made.plan, args, stream); });
+    with_instance<launch::in_place_registers, fits<T>>(made,
+                                                       [&]<Instance I>() { launch<InPlaceRegisters<T, I.vec, I.k>>(made, args, stream); });
   });
 }
 

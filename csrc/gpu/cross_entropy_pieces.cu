@@ -113,15 +113,14 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
       launch::cross_entropy_statistics(device_profile(stream.device), logits_shape(row, !full || vectors_fit(row), full));
   with_logits<launch::statistics_kernel>(made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Statistics<T, I.vec, Full>>(
-        made.plan, {logit_rows(row, op.classes.all, made.plan, stream), op.classes, static_cast<float*>(op.statistics), op.best_class},
-        stream);
+        made, {logit_rows(row, op.classes.all, made.plan, stream), op.classes, static_cast<float*>(op.statistics), op.best_class}, stream);
   });
 }
 
 void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
   if (op.row.rows == 0) return;
   const launch::Launch made = launch::cross_entropy_merge(device_profile(stream.device), op.row.rows);
-  launch<Merge>(made.plan,
+  launch<Merge>(made,
                 {logit_rows(op.row, op.row.vocab, made.plan, stream), row_outputs(op.row), op.pieces,
                  static_cast<const float*>(op.statistics), op.best_class, static_cast<float*>(op.token)},
                 stream);

@@ -195,7 +195,7 @@ CountTargets::Args args_of(const CrossEntropyCounts& op) {
 }  // namespace
 
 void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) {
-  launch<CountTargets>(launch::count_targets(device_profile(stream.device), op.rows, op.vocab).plan, args_of(op), stream);
+  launch<CountTargets>(launch::count_targets(device_profile(stream.device), op.rows, op.vocab), args_of(op), stream);
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
@@ -204,12 +204,12 @@ void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
   auto *loss = static_cast<float*>(op.loss), *z_loss = static_cast<float*>(op.z_loss);
   if (op.reduction == Reduction::none) {
     if (op.counting) cross_entropy_counts(*op.counting, stream);
-    if (op.rows > 0) launch<AddLosses>(launch::add_losses(device, op.rows).plan, {op.rows, ce, z, loss, z_loss}, stream);
+    if (op.rows > 0) launch<AddLosses>(launch::add_losses(device, op.rows), {op.rows, ce, z, loss, z_loss}, stream);
     return;
   }
   CountTargets::Args counting{.rows = op.rows, .counts = const_cast<float*>(static_cast<const float*>(op.counts))};
   if (op.counting) counting = args_of(*op.counting);
-  launch<SumLosses>(launch::sum_losses(device, op.rows).plan,
+  launch<SumLosses>(launch::sum_losses(device, op.rows),
                     {counting, op.counting != nullptr, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
 }
 

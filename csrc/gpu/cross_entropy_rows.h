@@ -170,10 +170,11 @@ template <class T, int N> struct RowWalk {
   LIGER_DEVICE int slots() const { return (vectors + threads - 1) / threads; }
 
   // Slots begin to end; K vectors are fetched before the first of the K before them is used, so that a thread always has loads under
-  // way. fetch(vector, slot, column), use(vector, slot, column).
-  template <int K, class Fetch, class Use> LIGER_DEVICE void walk(int begin, int end, Fetch fetch, Use use) const {
+  // way. fetch(vector, slot, column), use(vector, slot, column). Vectors: one, or one of each of several tensors.
+  template <int K, class Vectors = Packed<T, N>, class Fetch, class Use>
+  LIGER_DEVICE void walk(int begin, int end, Fetch fetch, Use use) const {
     const int last = end * threads < vectors ? end * threads : vectors;
-    Packed<T, N> next[K];
+    Vectors next[K];
     const auto fetch_batch = [&](int slot, int v) {
 #pragma unroll
       for (int k = 0; k < K; ++k)
@@ -182,7 +183,7 @@ template <class T, int N> struct RowWalk {
     int v = index + begin * threads;
     fetch_batch(begin, v);
     for (int slot = begin; v < last; slot += K, v += K * threads) {
-      Packed<T, N> raw[K];
+      Vectors raw[K];
 #pragma unroll
       for (int k = 0; k < K; ++k) raw[k] = next[k];
       fetch_batch(slot + K, v + K * threads);
@@ -191,7 +192,9 @@ template <class T, int N> struct RowWalk {
         if (v + k * threads < last) use(raw[k], slot + k, head + (v + k * threads) * N);
     }
   }
-  template <int K, class Fetch, class Use> LIGER_DEVICE void walk(Fetch fetch, Use use) const { walk<K>(0, slots(), fetch, use); }
+  template <int K, class Vectors = Packed<T, N>, class Fetch, class Use> LIGER_DEVICE void walk(Fetch fetch, Use use) const {
+    walk<K, Vectors>(0, slots(), fetch, use);
+  }
   // Every owned column of `out` becomes `value`.
   LIGER_DEVICE void fill(T* out, float value) const {
     const Packed<T, N> same = same_value(Packed<T, N>{}, value);

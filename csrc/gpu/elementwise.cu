@@ -192,7 +192,7 @@ void scale_cast(const ScaleCast& op, Stream stream) {
   dispatch(op.in.dtype, [&](auto tag) {
     with_instance<launch::scale_kernel>(made, [&]<Instance I>() {
       launch<Scale<decltype(tag), I.vec>>(
-          made.plan, {flat.cols, made.plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
+          made, {flat.cols, made.plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
     });
   });
 }
@@ -203,7 +203,7 @@ void fill_rows(const FillRows& op, Stream stream) {
   const launch::Launch made = launch::pieces(device_profile(stream.device), launch::fill_kernel, op.rows, op.cols, wide ? width : 1);
   dispatch(op.matrix.dtype, [&](auto tag) {
     with_instance<launch::fill_kernel>(made, [&]<Instance I>() {
-      launch<Fill<decltype(tag), I.vec>>(made.plan, {op.cols, made.plan.grid / op.rows, op.matrix, op.values}, stream);
+      launch<Fill<decltype(tag), I.vec>>(made, {op.cols, made.plan.grid / op.rows, op.matrix, op.values}, stream);
     });
   });
 }
@@ -220,8 +220,7 @@ void column_sum(const ColumnSum& op, Stream stream) {
   dispatch(op.in.dtype, [&](auto tag) {
     with_instance<launch::partial_columns_kernel>(made, [&]<Instance I>() {
       launch<PartialColumns<decltype(tag), I.vec>>(
-          made.plan, {op.rows, op.cols, launch::ceil_div(op.rows, parts), made.plan.grid / parts, op.in, op.row_scale, partial, stride},
-          stream);
+          made, {op.rows, op.cols, launch::ceil_div(op.rows, parts), made.plan.grid / parts, op.in, op.row_scale, partial, stride}, stream);
     });
   });
   sum_columns({partial, parts, stride}, {{0, op.cols, {op.sum, Dtype::f32}, op.accumulate}, {}}, stream);
@@ -229,8 +228,7 @@ void column_sum(const ColumnSum& op, Stream stream) {
 
 void scalar_product(const ScalarProduct& op, Stream stream) {
   const launch::Launch made = launch::product(device_profile(stream.device), op.factors.data ? op.rows : 1);
-  launch<Product>(made.plan, {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out), op.factors, op.rows},
-                  stream);
+  launch<Product>(made, {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out), op.factors, op.rows}, stream);
 }
 
 }  // namespace liger::gpu

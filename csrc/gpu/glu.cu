@@ -127,9 +127,9 @@ void start(const Glu& a, Stream stream, const Tensors&... tensors) {
   dispatch(a.gate.dtype, [&](auto tag) {
     using T = decltype(tag);
     with_instance<Instances, fits<T>>(made, [&]<Instance I>() {
-      if (silu) launch<Kernel<T, I.vec, Activation::silu>>(made.plan, {tiles, a}, stream);
-      else if (a.activation == Activation::gelu) launch<Kernel<T, I.vec, Activation::gelu>>(made.plan, {tiles, a}, stream);
-      else launch<Kernel<T, I.vec, Activation::gelu_tanh>>(made.plan, {tiles, a}, stream);
+      if (silu) launch<Kernel<T, I.vec, Activation::silu>>(made, {tiles, a}, stream);
+      else if (a.activation == Activation::gelu) launch<Kernel<T, I.vec, Activation::gelu>>(made, {tiles, a}, stream);
+      else launch<Kernel<T, I.vec, Activation::gelu_tanh>>(made, {tiles, a}, stream);
     });
   });
 }

@@ -56,9 +56,9 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
   if (main.of(launch::norm_backward_tiles)) {
     a.rows_per_block = launch::ceil_div(a.rows, plan.partial_rows);
     if (a.dz.data)
-      with_instance<launch::norm_backward_means>(
-          made.means, [&]<Instance I>() { launch<NormBackwardMeans<I.vec, Centered>>(made.means.plan, a, stream); });
-    with_instance<launch::norm_backward_tiles>(main, [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(plan, a, stream); });
+      with_instance<launch::norm_backward_means>(made.means,
+                                                 [&]<Instance I>() { launch<NormBackwardMeans<I.vec, Centered>>(made.means, a, stream); });
+    with_instance<launch::norm_backward_tiles>(main, [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(main, a, stream); });
   } else {
     a.threads_per_row = plan.threads_per_row;
     a.stages = plan.stages;
@@ -67,10 +67,10 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
       using T = decltype(tag);
       if (main.of(launch::norm_backward_rows))
         with_instance<launch::norm_backward_rows, fits<T>>(
-            main, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(plan, a, stream); });
+            main, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(main, a, stream); });
       else
         with_instance<launch::norm_backward_registers, norm_backward_fits<T, Centered>>(
-            main, [&]<Instance I>() { launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered>>(plan, a, stream); });
+            main, [&]<Instance I>() { launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered>>(main, a, stream); });
     });
   }
   const PartialSums sums{a.partial, plan.partial_rows, Centered ? 2 * a.cols : a.cols};

@@ -335,10 +335,10 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& of, Stre
       constexpr auto fitting = norm_forward_fits<T, Kind>;
       if (made.of(launch::norm_forward_reread))
         with_instance<launch::norm_forward_reread, fitting>(
-            made, [&]<Instance I>() { launch<NormForwardReread<T, I.vec, Kind>>(made.plan, a, stream); });
+            made, [&]<Instance I>() { launch<NormForwardReread<T, I.vec, Kind>>(made, a, stream); });
       else
         with_instance<launch::norm_forward_registers, fitting>(
-            made, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(made.plan, a, stream); });
+            made, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(made, a, stream); });
     };
     if (!usual) of_kind.template operator()<NormKind{Centered, false, !Centered}>();
     else if (Centered || !two) of_kind.template operator()<NormKind{Centered, true, false}>();

@@ -1,7 +1,7 @@
 // The programming model of every GPU kernel, and the only door to CUDA, HIP and the host target: no kernel names a vendor's word.
 //
 // A kernel is  struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
-// and is started by launch<K>(plan, args, stream). Collectives need the whole warp and barriers the whole block: rows past the
+// and is started by launch<K>(made, args, stream). Collectives need the whole warp and barriers the whole block: rows past the
 // end are a `live` flag, never an early return, and loop trip counts are the same for all threads of a block.
 #pragma once
 #include <cstdint>

@@ -55,6 +55,8 @@ LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor(v, mask, warp_wid
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // One instruction, 1 ulp; results below the normal range become 0.
 LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
+// One instruction, of normal numbers, 1 ulp.
+LIGER_DEVICE float fast_log2(float v) { return __builtin_amdgcn_logf(v); }
 // 1 / sqrt(v), 1 ulp.
 LIGER_DEVICE float fast_rsqrt(float v) { return __builtin_amdgcn_rsqf(v); }
 // A pointer to global memory, which the compiler cannot always tell by itself: without this its accesses may become flat ones, which
@@ -121,7 +123,8 @@ template <class K> __global__ void __launch_bounds__(K::max_threads, waves_per_u
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);
 
-template <class K> void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream stream) {
+template <class K> void launch(const launch::Launch& made, const typename K::Args& args, Stream stream) {
+  const launch::LaunchPlan& plan = made.plan;
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
   const auto code = hipLaunchKernel(reinterpret_cast<const void*>(&entry<K>), dim3(plan.grid), dim3(plan.block), parameters, plan.smem,
                                     static_cast<hipStream_t>(stream.handle));

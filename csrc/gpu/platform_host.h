@@ -68,6 +68,7 @@ LIGER_DEVICE float fast_exp2(float v) {
   const float out = exp2f(v);
   return out < 0x1p-126f ? 0 : out;
 }
+LIGER_DEVICE float fast_log2(float v) { return log2f(v); }
 LIGER_DEVICE float fast_rsqrt(float v) { return 1 / sqrtf(v); }
 LIGER_DEVICE float fast_reciprocal(float v) { return 1 / v; }
 
@@ -98,9 +99,9 @@ LIGER_DEVICE void publish_to_host() {}
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);
 
-template <class K> void launch(const launch::LaunchPlan& plan, const typename K::Args& args, Stream) {
+template <class K> void launch(const launch::Launch& made, const typename K::Args& args, Stream) {
   const auto run = [](const void* a) { K::run(*static_cast<const typename K::Args*>(a)); };
-  simt::run({simt::Known<K>::index, K::max_threads, run, &args, sizeof(args)}, plan);
+  simt::run({simt::Known<K>::index, K::max_threads, run, &args, sizeof(args)}, made);
 }
 
 }  // namespace liger::gpu

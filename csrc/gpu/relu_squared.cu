@@ -65,7 +65,7 @@ void start(const Op& a, Stream stream, const Tensors&... tensors) {
   const ThreadTiles tiles(made);
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);
-    with_instance<Instances, fits<T>>(made, [&]<Instance I>() { launch<Kernel<T, I.vec>>(made.plan, {tiles, a}, stream); });
+    with_instance<Instances, fits<T>>(made, [&]<Instance I>() { launch<Kernel<T, I.vec>>(made, {tiles, a}, stream); });
   });
 }
 

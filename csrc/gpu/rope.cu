@@ -133,7 +133,7 @@ void rope(const Rope& a, Stream stream) {
       using T = decltype(tag);
       with_instance<launch::rope_kernel, fits<T>>(made, [&]<Instance I>() {
         launch<RopeKernel<T, I.vec>>(
-            made.plan,
+            made,
             {a, int(done), int(made.rows * threads), made.q_slots, made.k_slots, Divisor(threads), Divisor(made.lanes), Divisor(a.seq)},
             stream);
       });

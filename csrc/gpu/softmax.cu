@@ -208,8 +208,8 @@ void start(SoftmaxArgs a, Stream stream, Plan plan) {
   a.threads_per_row = made.plan.threads_per_row;
   dispatch(a.out.dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (made.of(Long)) with_instance<Long, fits<T>>(made, [&]<Instance I>() { launch<Reread<T, I.vec>>(made.plan, a, stream); });
-    else with_instance<Held, fits<T>>(made, [&]<Instance I>() { launch<Registers<T, I.vec, I.k>>(made.plan, a, stream); });
+    if (made.of(Long)) with_instance<Long, fits<T>>(made, [&]<Instance I>() { launch<Reread<T, I.vec>>(made, a, stream); });
+    else with_instance<Held, fits<T>>(made, [&]<Instance I>() { launch<Registers<T, I.vec, I.k>>(made, a, stream); });
   });
 }
 

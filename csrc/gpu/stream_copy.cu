@@ -33,7 +33,7 @@ void stream_copy(const StreamCopy& a, Stream stream) {
   const int64_t vectors = a.bytes / 16;
   const launch::Launch made = launch::stream_copy(device_profile(stream.device), vectors, int(a.per_thread));
   with_instance<launch::stream_copy_kernel>(made, [&]<Instance I>() {
-    launch<StreamCopyKernel<I.k>>(made.plan, {vectors, static_cast<const float*>(a.in), static_cast<float*>(a.out)}, stream);
+    launch<StreamCopyKernel<I.k>>(made, {vectors, static_cast<const float*>(a.in), static_cast<float*>(a.out)}, stream);
   });
 }
 

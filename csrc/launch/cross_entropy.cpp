@@ -67,7 +67,7 @@ Launch cross_entropy_merge(const DeviceProfile& device, int64_t rows) {
 
 Launch count_targets(const DeviceProfile& device, int64_t rows, int64_t vocab) {
   const LaunchPlan plan = plan_block_sum(device, std::max(rows, vocab), 3 * int(sizeof(double)));
-  return {&count_targets_kernel, count_targets_kernel.instance(), rows, vocab, plan};
+  return {&count_targets_kernel, count_targets_kernel.instance(), rows, 1, plan};
 }
 
 Launch sum_losses(const DeviceProfile& device, int64_t rows) {

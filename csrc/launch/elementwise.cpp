@@ -32,7 +32,7 @@ Launch partial_columns(const DeviceProfile& device, int64_t rows, int64_t cols, 
 }
 
 Launch sum_columns(const DeviceProfile& device, int64_t partial_rows, int64_t first_cols, int64_t second_cols) {
-  return {&sum_columns_kernel, sum_columns_kernel.instance(), partial_rows, std::max(first_cols, second_cols),
+  return {&sum_columns_kernel, sum_columns_kernel.instance(), partial_rows, first_cols + second_cols,
           plan_column_sum(device, partial_rows, first_cols, second_cols)};
 }
 

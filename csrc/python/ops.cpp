@@ -2,6 +2,7 @@
 #include "checks/cross_entropy.h"
 #include "checks/fused_linear_cross_entropy.h"
 #include "checks/glu.h"
+#include "checks/jsd.h"
 #include "checks/norms.h"
 #include "checks/rope.h"
 #include "checks/rows.h"
@@ -17,6 +18,7 @@ void bind_ops(py::module_& m) {
   checks.def("layer_norm", check_layer_norm).def("layer_norm_backward", check_layer_norm_backward);
   checks.def("glu", check_glu).def("glu_backward", check_glu_backward);
   checks.def("glu_packed", check_glu_packed).def("glu_packed_backward", check_glu_packed_backward);
+  checks.def("jsd", check_jsd).def("jsd_backward", check_jsd_backward);
   checks.def("relu_squared", check_relu_squared).def("relu_squared_backward", check_relu_squared_backward);
   checks.def("rope", check_rope).def("rope_backward", check_rope_backward);
   checks.def("softmax", check_softmax).def("softmax_backward", check_softmax_backward);

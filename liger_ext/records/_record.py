@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,11 +135,11 @@ class Record:
 
     # What it costs: of the bytes of an element, those that must be moved forward, and backward; what is timed; the op
     # whose kernels it runs, "" being its own; what ``_C.plans`` asks of a call beside rows and columns, on a GPU with
-    # so many bytes of memory; and the call, and its options, that tune measures for the Llama's.
+    # so many bytes of memory and with such options; and the call, and its options, that tune measures for the Llama's.
     moved: Callable[[Size, int], tuple[int, int]]
     timed: tuple[Timed, ...]
     launched_as: str = ""
-    launch_options: Callable[[Size, torch.dtype, int], Mapping[str, Any]] = lambda size, dtype, memory_bytes: {}
+    launch_options: Callable[[Size, torch.dtype, int, Mapping[str, Any]], Mapping[str, Any]] = lambda size, *of: {}
     as_tuned: Callable[[Size, torch.dtype, int], tuple[Size, Mapping[str, Any]]] = lambda size, *of: (size, {})
 
     @property
@@ -154,14 +154,27 @@ class Record:
         dtype: torch.dtype,
         name: str = "",
         knobs: _C.Knobs | None = None,
-        **call: Any,
+        options: Mapping[str, Any] | None = None,
+        frozen: Collection[str] = (),
     ) -> list[_C.NamedLaunch]:
-        """The launches of a call: forward, then backward; or those of the op, or its backward, called ``name``.
-        ``call``: what else is known of it, as ``_C.plans`` takes it."""
-        options = {**self.launch_options(size, dtype, profile.memory_bytes), **call, "knobs": knobs or _C.Knobs()}
+        """The launches of a call: forward, then backward; or those of the op, or its backward, called ``name``. With
+        ``options`` of the function, and without gradients of ``frozen`` inputs."""
+        options = options or {}
+        missing = any(name in options and options[name] is None for name in self.parameters)
+        call = {
+            "frozen": bool(self.parameters) and not missing and set(self.parameters) <= set(frozen),
+            "per_row": options.get("reduction") == "none",
+            **self.launch_options(size, dtype, profile.memory_bytes, options),
+        }
         named, rows = str(dtype).removeprefix("torch."), size.batch * size.rows
-        names = (name,) if name else (self.kernels, f"{self.kernels}_backward")
-        return [launch for n in names for launch in _C.plans(n, profile, rows, size.cols, named, **options)]
+        forward, backward = self.kernels, f"{self.kernels}_backward"
+        return [
+            launch
+            for n in ((name,) if name else (forward, backward))
+            for launch in _C.plans(
+                n, profile, rows, size.cols, named, **call, mixed=missing and n == forward, knobs=knobs or _C.Knobs()
+            )
+        ]
 
     def run(self, **arguments: Any) -> Any:
         """The public function."""

@@ -164,6 +164,14 @@ def _inputs(make: Make, size: Size) -> dict[str, Any]:
     return {"logits": make.leaf(size.rows, size.cols, scale=3), "target": make.targets(size.rows, size.cols)}
 
 
+_COSTLY = ("softcap", "label_smoothing", "return_token_accuracy", "return_predicted_tokens")
+
+
+def costly(options: Mapping[str, Any]) -> bool:
+    """Are there options that cost instructions for each logit?"""
+    return any(options.get(name) for name in _COSTLY)
+
+
 CROSS_ENTROPY = Record(
     name="cross_entropy",
     reference=cross_entropy,
@@ -177,4 +185,8 @@ CROSS_ENTROPY = Record(
     timed=(Timed(sizes((4096, 128256), (8192, 32000), (8192, 152064), (8192, 32001)), sizes((1024, 49152))),),
     outputs=("loss",),
     constants=("weight",),
+    launch_options=lambda size, dtype, memory_bytes, options: {
+        "full": costly(options),
+        "aligned": size.cols * dtype.itemsize % 16 == 0,
+    },
 )

@@ -12,10 +12,16 @@ from torch import Tensor
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops.fused_linear_cross_entropy import rows_within
+from liger_ext.ops.fused_linear_cross_entropy import chunk_classes, rows_within
 from liger_ext.records._record import Make, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
-from liger_ext.records.cross_entropy import LOSS_ROUNDINGS, cross_entropy, cross_entropy_scales, torch_cross_entropy
+from liger_ext.records.cross_entropy import (
+    LOSS_ROUNDINGS,
+    costly,
+    cross_entropy,
+    cross_entropy_scales,
+    torch_cross_entropy,
+)
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -98,9 +104,15 @@ def _inputs(make: Make, size: Size) -> dict[str, Any]:
     return made | {"target": make.targets(size.rows, size.cols)}
 
 
-def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int) -> dict[str, int]:
-    at_a_time = rows_within(size.cols, size.hidden, dtype, "auto", memory_bytes, True)
-    return {"hidden": size.hidden, "chunk_rows": at_a_time}
+def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    memory = options.get("memory", "auto")
+    return {
+        "hidden": size.hidden,
+        "chunk_rows": rows_within(size.cols, size.hidden, dtype, memory, memory_bytes, True),
+        "chunk_classes": chunk_classes(size.cols, dtype, memory),
+        "full": costly(options) or bool(options.get("use_token_scaling")),
+        "bias": options.get("bias") is not None,
+    }
 
 
 def _as_tuned(size: Size, dtype: torch.dtype, memory_bytes: int) -> tuple[Size, dict[str, int]]:

@@ -81,8 +81,10 @@ _SWIGLU = {"out": Roundings(12), "dgate": Roundings(24), "dup": Roundings(12), "
 _GEGLU = {"out": Roundings(16), "dgate": Roundings(32), "dup": Roundings(16), "dgate_up": Roundings(32)}
 
 
-def _record(name: str, scales: Callable, roundings: Mapping[str, Roundings], *timed: Timed) -> Record:
-    packed = name.endswith("_packed")
+def _record(
+    name: str, scales: Callable, roundings: Mapping[str, Roundings], *timed: Timed, kernels: str = ""
+) -> Record:
+    packed = bool(kernels)  # its own are those of two tensors
 
     def inputs(make: Make, size: Size) -> dict[str, Any]:
         if packed:
@@ -101,7 +103,7 @@ def _record(name: str, scales: Callable, roundings: Mapping[str, Roundings], *ti
         llama=Size(8192, 14_336),
         moved=matrices(3, 5),
         timed=timed,
-        launched_as=name.removesuffix("_packed"),
+        launched_as=kernels,
     )
 
 
@@ -110,5 +112,7 @@ _EXACT = Timed(_SIZES[:1], _SMALL, {"approximate": "none"}, "exact", peers=False
 
 SWIGLU = _record("swiglu", swiglu_scales, _SWIGLU, Timed(_SIZES, _SMALL))
 GEGLU = _record("geglu", geglu_scales, _GEGLU, Timed(_SIZES, _SMALL), _EXACT)
-SWIGLU_PACKED = _record("swiglu_packed", swiglu_packed_scales, _SWIGLU, Timed(_SIZES[:1], _SMALL, tuned=False))
-GEGLU_PACKED = _record("geglu_packed", geglu_packed_scales, _GEGLU)
+SWIGLU_PACKED = _record(
+    "swiglu_packed", swiglu_packed_scales, _SWIGLU, Timed(_SIZES[:1], _SMALL, tuned=False), kernels="swiglu"
+)
+GEGLU_PACKED = _record("geglu_packed", geglu_packed_scales, _GEGLU, kernels="geglu")

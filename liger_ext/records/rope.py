@@ -73,7 +73,5 @@ ROPE = Record(
     ),
     outputs=("out0", "out1"),
     constants=("cos", "sin"),
-    launch_options=lambda size, dtype, memory_bytes: dict(
-        zip(("q_heads", "k_heads", "rotary_dim"), size.heads, strict=True)
-    ),
+    launch_options=lambda size, *of: dict(zip(("q_heads", "k_heads", "rotary_dim"), size.heads, strict=True)),
 )

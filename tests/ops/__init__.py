@@ -5,10 +5,15 @@
 * ``kernel_cases(dtype)``: (op, name, is it one of a few, function that makes the inputs, frozen inputs ...): small, odd
   and large enough for every kernel to run at least once, on the host target and in an emulator;
 * ``DRAWS``: for each op a function that draws any call of it, for the nets of layouts and fuzz;
+* ``BAD``: (op, name, arguments that it refuses, parts that the error must have: argument, value, what was expected); a
+  tuple among the arguments is a tensor of this shape;
+* ``LARGE``: for each op a function of two matrices of one shape and a vector of so many columns, or None, that calls it
+  with them as inputs and parameter, as far as it has such, and returns one result;
 * ``PROMISED``: for an op whose result is not one tensor like its first argument, a function of its arguments that says
   the shape and the dtype (None: not said) of each result, by name.
-* ``PLAN_MODELS`` and ``STREAMS``: of kernels that tests/plan_model.py and tests/test_amd_objects.py do not have, a
-  function that checks which elements a launch takes, and which of its accesses ("load", "store") should bypass caches.
+* ``PLAN_MODELS``: of each of its kernels a function that checks which elements a launch takes (tests/plan_model.py);
+* ``STREAMS``: of kernels that tests/test_amd_objects.py does not have, which accesses ("load", "store") should bypass
+  caches.
 
 An op with a record and without one of these fails here, at collection.
 """
@@ -22,13 +27,19 @@ from typing import Any
 
 import torch
 from calls import Call, Draw
-from cases import Example
+from cases import Example, normal
 
 from liger_ext.records import RECORDS
 
 FAMILIES = [importlib.import_module(f"ops.{module.name}") for module in pkgutil.iter_modules(__path__)]
 EXAMPLES: list[Example] = [example for family in FAMILIES for example in family.EXAMPLES]
 DRAWS = {op: draw for family in FAMILIES for op, draw in family.DRAWS.items()}
+BAD = [
+    (op, name, {key: normal(*v) if isinstance(v, tuple) else v for key, v in arguments.items()}, parts)
+    for family in FAMILIES
+    for op, name, arguments, parts in getattr(family, "BAD", [])
+]
+LARGE = {op: call for family in FAMILIES for op, call in getattr(family, "LARGE", {}).items()}
 PROMISED = {op: told for family in FAMILIES for op, told in getattr(family, "PROMISED", {}).items()}
 PLAN_MODELS = {name: model for family in FAMILIES for name, model in getattr(family, "PLAN_MODELS", {}).items()}
 STREAMS = {name: kinds for family in FAMILIES for name, kinds in getattr(family, "STREAMS", {}).items()}
@@ -59,6 +70,8 @@ def promised(op: str, arguments: dict[str, Any]) -> dict[str, tuple[tuple[int, .
 _PARTS = {
     "an example with its defaults (EXAMPLES)": {example.op for example in ONE_OF_EACH},
     "a draw (DRAWS)": set(DRAWS),
+    "a call that it refuses (BAD)": {op for op, *_ in BAD},
+    "a call with large tensors (LARGE)": set(LARGE),
     "kernel cases (kernel_cases)": {op for op, *_ in kernel_cases(torch.float32)},
 }
 for _part, _ops in _PARTS.items():

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
+from plan_model import row_tiles
 from torch import Tensor
+
+from liger_ext import functional as F
 
 EXAMPLES = [
     example("swiglu", gate=(3, 5, 33), up=(3, 5, 33)),
@@ -81,3 +84,26 @@ def _half(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 PROMISED = {"swiglu_packed": _half, "geglu_packed": _half}
+
+
+BAD = [
+    ("swiglu", "shapes", {"gate": (3, 8), "up": (3, 7)}, ["up", "(3, 7)", "(3, 8)"]),
+    ("swiglu", "dtypes", {"gate": (3, 8), "up": normal(3, 8, dtype=torch.bfloat16)}, ["up", "torch.bfloat16"]),
+    ("geglu", "integers", {"gate": normal(3, 8).int(), "up": normal(3, 8).int()}, ["gate", "torch.int32"]),
+    ("geglu", "approximate", {"gate": (3, 8), "up": (3, 8), "approximate": "erf"}, ["approximate", "erf", "tanh"]),
+    ("swiglu_packed", "odd", {"gate_up": (3, 7)}, ["gate_up", "7", "even"]),
+    ("geglu_packed", "odd", {"gate_up": (3, 7)}, ["gate_up", "7", "even"]),
+]  # fmt: skip
+
+LARGE = {
+    "swiglu": lambda a, b, _: F.swiglu(a, b),
+    "geglu": lambda a, b, _: F.geglu(a, b),
+    "swiglu_packed": lambda a, b, _: F.swiglu_packed(a),
+    "geglu_packed": lambda a, b, _: F.geglu_packed(a),
+}
+
+
+# Which elements a launch takes --------------------------------------------------------------------------------------
+
+
+PLAN_MODELS = dict.fromkeys(("GluForwardKernel", "GluBackwardKernel"), lambda launch, call: row_tiles(launch, 2))

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from calls import COLUMNS, LEADING, Call, Draw
 from cases import class_weights, example, laid_out, normal, random_targets
+from plan_model import (
+    ceil_div,
+    check_held,
+    check_ranges,
+    check_rows,
+    check_tiles,
+    reduction_bytes,
+)
 from torch import Tensor
+
+from liger_ext import functional as F
 
 _ALL_RESULTS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 _ALL_OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 5.0, "reduction": "sum"}
@@ -123,6 +133,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         ("pieces, all", True, (130, 8, 2500, True, True), options | results | chunks),
         ("pieces, tokens scaled", False, (5, 8, 2048), chunks | {"use_token_scaling": True, "lse_square_scale": 1e-2}),
         ("pieces per token", False, (130, 7, 1100, True), chunks | {"reduction": "none", "label_smoothing": 0.1}),
+        ("pieces, offset class weights", True, (9, 8, 1100, True, True), options | chunks | {"layout": "offset"}),
         ("pieces, odd vocabulary", False, (3, 8, 2051), chunks | {"ce_weight": class_weights(2051)("cpu", dtype)}),
         (
             "held in registers, few ignored",
@@ -218,19 +229,131 @@ def _results(arguments: dict[str, Any]) -> dict[str, Any]:
 PROMISED = dict.fromkeys(DRAWS, _results)
 
 
-def _statistics(launch, call) -> None:
-    from plan_model import check_rows, check_singles, reduction_bytes  # which takes its models from here
+_FUSED_LOSS, _TARGET = "fused_linear_cross_entropy", torch.tensor([1, 2, 3])
+_LOSS = {"logits": (3, 8), "target": _TARGET}
+_FUSED = {"x": (3, 8), "weight": (9, 8), "target": _TARGET}
+_LEARNED = normal(1).requires_grad_()
 
-    check_rows(launch.plan, launch.rows)
-    check_singles(launch.plan.threads_per_row, launch.instance[0], launch.cols)
-    assert launch.plan.cluster == 1 and launch.plan.k == 0 and launch.plan.smem >= reduction_bytes(2)
+BAD = [
+    ("cross_entropy", "target_rows", {"logits": (4, 8), "target": _TARGET}, ["target", "(3", "(4"]),
+    ("cross_entropy", "target_dtype", {**_LOSS, "target": _TARGET.int()}, ["target", "torch.int32", "torch.int64"]),
+    ("cross_entropy", "probabilities", {"logits": (3, 8), "target": (3, 8)}, ["target", "(3, 8)"]),
+    ("cross_entropy", "no_classes", {"logits": (3, 0), "target": _TARGET}, ["logits", "(3, 0)"]),
+    ("cross_entropy", "class_weight", {**_LOSS, "weight": (7,)}, ["weight", "(7)", "(8)"]),
+    ("cross_entropy", "reduction", {**_LOSS, "reduction": "avg"}, ["reduction", "avg", "mean"]),
+    ("cross_entropy", "smoothing", {**_LOSS, "label_smoothing": 1.5}, ["label_smoothing", "1.5"]),
+    ("cross_entropy", "smoothing_negative", {**_LOSS, "label_smoothing": -0.5}, ["label_smoothing", "-0.5"]),
+    ("cross_entropy", "softcap", {**_LOSS, "softcap": 0.0}, ["softcap", "0"]),
+    ("cross_entropy", "logits_dtype", {"logits": normal(3, 8).int(), "target": _TARGET}, ["logits", "torch.int32"]),
+    (_FUSED_LOSS, "hidden", {"x": (3, 8), "weight": (9, 7), "target": _TARGET}, ["weight", "(9, 7)", "8"]),
+    (_FUSED_LOSS, "weight_dim", {"x": (3, 8), "weight": (8,), "target": _TARGET}, ["weight", "(8)"]),
+    (_FUSED_LOSS, "bias", {**_FUSED, "bias": (8,)}, ["bias", "(8)", "(9)"]),
+    (_FUSED_LOSS, "ce_weight", {**_FUSED, "ce_weight": (8,)}, ["ce_weight", "(8)", "(9)"]),
+    (_FUSED_LOSS, "target_rows", {"x": (4, 8), "weight": (9, 8), "target": _TARGET}, ["target", "(3", "(4"]),
+    (_FUSED_LOSS, "target_dtype", {**_FUSED, "target": _TARGET.int()}, ["target", "torch.int32"]),
+    (_FUSED_LOSS, "memory", {**_FUSED, "memory": "tiny"}, ["memory", "tiny", "auto"]),
+    (_FUSED_LOSS, "memory_zero", {**_FUSED, "memory": 0}, ["memory", "0"]),
+    (_FUSED_LOSS, "accum", {**_FUSED, "accum_dtype": torch.float16}, ["accum_dtype", "torch.float16"]),
+    (_FUSED_LOSS, "softcap", {**_FUSED, "softcap": -1.0}, ["softcap", "-1"]),
+    (_FUSED_LOSS, "infinite_softcap", {**_FUSED, "softcap": float("inf")}, ["softcap", "inf"]),
+    ("cross_entropy", "tiny_softcap", {**_LOSS, "softcap": 1e-300}, ["softcap", "1e-300"]),
+    (_FUSED_LOSS, "normalizer_of_none", {**_FUSED, "normalizer": 3, "reduction": "none"}, ["normalizer", "3", "none"]),
+    (_FUSED_LOSS, "normalizer_learned", {**_FUSED, "normalizer": _LEARNED}, ["normalizer", "gradient", "detach"]),
+    (_FUSED_LOSS, "reduction", {**_FUSED, "reduction": "max"}, ["reduction", "max"]),
+]  # fmt: skip
 
 
-def _merge(launch, call) -> None:
-    from plan_model import one_each
-
-    one_each(launch, call)
+def _fused_loss(a: Tensor, b: Tensor, _: None) -> Tensor:
+    return F.fused_linear_cross_entropy(a, b[:3].contiguous(), torch.arange(len(a), device=a.device) % 3)
 
 
-PLAN_MODELS = {"Statistics": _statistics, "Merge": _merge}
+LARGE = {
+    "cross_entropy": lambda a, b, _: F.cross_entropy(a, a.detach()[:, :8].argmin(-1), reduction="none"),
+    "fused_linear_cross_entropy": _fused_loss,
+}
+
+
+# Which elements a launch takes --------------------------------------------------------------------------------------
+
+
+def check_singles(threads: int, vec: int, cols: int) -> None:
+    """The elements before the first and behind the last whole vector of a row, wherever it starts: a thread's each."""
+    for head in range(min(vec, cols + 1)):
+        assert head + (cols - head) % vec <= threads
+
+
+def logit_tiles(launch, call) -> None:
+    plan, vec = launch.plan, launch.instance[0]
+    width = plan.threads_per_row * vec * (2 if vec == 1 else 4)
+    tiles, lines = ceil_div(launch.cols, width), plan.block // plan.threads_per_row
+    assert plan.grid % tiles == 0
+    assert (plan.grid // tiles - 1) * lines < launch.rows <= plan.grid // tiles * lines
+    check_singles(plan.threads_per_row, vec, launch.cols)
+
+
+def logit_row_held(launch, call) -> None:
+    plan, (vec, k) = launch.plan, launch.instance
+    check_rows(plan, launch.rows)
+    assert k == plan.k and (k == 8 or plan.cluster > 1) and plan.smem >= reduction_bytes(2, plan.cluster)
+    check_held(plan.threads_per_row, k, vec, launch.cols // vec * vec)
+    assert launch.cols % vec <= plan.threads_per_row
+
+
+def logit_row(launch, call) -> None:
+    plan, vec = launch.plan, launch.instance[0]
+    check_rows(plan, launch.rows)
+    check_singles(plan.threads_per_row, vec, launch.cols)
+    if launch.kernel == "InPlace":
+        assert plan.smem >= reduction_bytes(2) + plan.k * plan.block * vec * call["element_bytes"]
+        assert 0 <= plan.k <= ceil_div(ceil_div(launch.cols, vec), plan.threads_per_row)
+    else:
+        (threads,) = launch.instance[1:] or (0,)  # what the kernel knows of its rows' and blocks' threads
+        assert threads == 0 or threads == plan.block == plan.threads_per_row == launch.max_threads
+        assert plan.k == 0 and plan.smem >= reduction_bytes(2)
+
+
+def block_sum(launch, call) -> None:
+    assert launch.plan.grid == 1 and launch.plan.block // launch.plan.warp <= min(32, launch.plan.warp)
+    assert launch.plan.smem >= 3 * 8 * 32
+
+
+def one_each(launch, call) -> None:
+    check_tiles(launch.plan.grid, launch.plan.block, launch.rows)
+
+
+def pieces(launch, call) -> None:
+    plan, vec, in_flight = launch.plan, launch.instance[0], 4
+    blocks_per_row, vectors = plan.grid // launch.rows, launch.cols // vec
+    assert plan.grid == blocks_per_row * launch.rows
+    assert vectors <= blocks_per_row * plan.block * in_flight
+    assert launch.cols - vectors * vec <= plan.block
+
+
+def partial_columns(launch, call) -> None:
+    plan, vec = launch.plan, launch.instance[0]
+    check_ranges(launch.rows, plan.partial_rows)
+    assert plan.grid % plan.partial_rows == 0
+    vectors = launch.cols // vec
+    check_tiles(plan.grid // plan.partial_rows, plan.block, vectors + launch.cols - vectors * vec)
+
+
+def scalar(launch, call) -> None:
+    assert launch.plan.grid == 1 and launch.plan.block // launch.plan.warp <= min(32, launch.plan.warp)
+
+
+PLAN_MODELS = {
+    "CountTargets": block_sum,
+    "Forward": logit_row,
+    "Backward": logit_tiles,
+    "InPlace": logit_row,
+    "InPlaceRegisters": logit_row_held,
+    "Statistics": logit_row,
+    "Merge": one_each,
+    "SumLosses": block_sum,
+    "AddLosses": one_each,
+    "Fill": pieces,
+    "Scale": pieces,
+    "PartialColumns": partial_columns,
+    "Product": scalar,
+}
 STREAMS = {"Statistics": {"load"}, "Merge": set()}

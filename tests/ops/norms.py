@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
+from plan_model import (
+    ceil_div,
+    check_batches,
+    check_ranges,
+    check_ring,
+    check_shares,
+    groups_of,
+    reduction_bytes,
+    row_registers,
+    row_reread,
+)
+
+from liger_ext import functional as F
 
 EXAMPLES = [
     example("rms_norm", x=(3, 5, 33), weight=(33,)),
@@ -127,3 +141,69 @@ def _like_both(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 PROMISED = {"add_rms_norm": _like_both}
+
+
+_COMPLEX = normal(8).cfloat()
+BAD = [
+    ("rms_norm", "weight_shape", {"x": (3, 8), "weight": (7,)}, ["weight", "(7)", "(8)"]),
+    ("rms_norm", "weight_dim", {"x": (3, 8), "weight": (1, 8)}, ["weight", "(1, 8)", "(8)"]),
+    ("rms_norm", "integer_x", {"x": normal(3, 8).int(), "weight": (8,)}, ["x", "torch.int32", "float32"]),
+    ("rms_norm", "integer_weight", {"x": (3, 8), "weight": normal(8).int()}, ["weight", "torch.int32"]),
+    ("rms_norm", "scalar_x", {"x": ()}, ["x", "dimensions"]),
+    ("rms_norm", "mode", {"x": (3, 8), "casting_mode": "lama"}, ["casting_mode", "lama", "llama"]),
+    ("add_rms_norm", "residual_shape", {"x": (3, 8), "residual": (3, 7), "weight": (8,)}, ["residual", "(3, 7)"]),
+    ("add_rms_norm", "no_broadcast", {"x": (3, 8), "residual": (1, 8), "weight": (8,)}, ["residual", "(1, 8)"]),
+    ("layer_norm", "weight_shape", {"x": (3, 8), "weight": (7,), "bias": None}, ["weight", "(7)", "(8)"]),
+    ("layer_norm", "bias_shape", {"x": (3, 8), "weight": (8,), "bias": (9,)}, ["bias", "(9)", "(8)"]),
+    ("layer_norm", "bias_dtype", {"x": (3, 8), "weight": (8,), "bias": _COMPLEX}, ["bias", "torch.complex64"]),
+]  # fmt: skip
+
+LARGE = {
+    "rms_norm": lambda a, b, weight: F.rms_norm(a, weight),
+    "add_rms_norm": lambda a, b, weight: F.add_rms_norm(a, b, weight)[0],
+    "layer_norm": lambda a, b, weight: F.layer_norm(a, weight, None),
+}
+
+
+# Which elements a launch takes --------------------------------------------------------------------------------------
+
+
+def norm_backward_registers(launch, call) -> None:
+    plan, (vec, k, threads) = launch.plan, launch.instance
+    groups, teams = groups_of(plan), plan.grid // plan.cluster
+    assert threads in (0, min(plan.threads_per_row, plan.block))  # what the kernel knows of its rows' threads
+    assert k == plan.k
+    check_shares(plan.threads_per_row, plan.warp, k, launch.cols // vec)
+    device, sums, inputs = call["device"], len(call["record"].parameters), 1 + len(call["record"].outputs)
+    assert (plan.stages > 0) == (vec > 1 and (device.bulk_copies or (device.async_copies and sums == 1)))
+    if plan.stages:
+        inboxes = plan.block // plan.warp * 8 if device.bulk_copies else 0
+        check_ring(plan, inputs, k, reduction_bytes(2, plan.cluster), inboxes)  # the saved row, and a gradient of each
+        assert plan.stages <= 4 or not device.async_copies
+    assert teams == plan.partial_rows and (teams - 1) * groups < launch.rows
+    first = np.add.outer(np.arange(teams) * groups, np.arange(groups)).ravel()  # then every teams * groups rows
+    assert np.array_equal(first, np.arange(teams * groups))
+    if groups > 1:
+        assert plan.smem >= reduction_bytes(2) + groups * sums * launch.cols * 4
+
+
+def norm_backward_means(launch, call) -> None:
+    row_reread(launch, call, k=2 if launch.instance[0] == 8 else 4)
+
+
+def norm_backward_tiles(launch, call) -> None:
+    plan, vec = launch.plan, launch.instance[0]
+    tiles = ceil_div(launch.cols, plan.block * vec)
+    assert plan.grid == tiles * plan.partial_rows
+    check_ranges(launch.rows, plan.partial_rows)
+    check_batches(plan.block, 1, vec, launch.cols)
+
+
+PLAN_MODELS = {
+    "NormForwardRegisters": row_registers,
+    "NormForwardReread": row_reread,
+    "NormBackwardRegisters": norm_backward_registers,
+    "NormBackwardRows": row_registers,
+    "NormBackwardMeans": norm_backward_means,
+    "NormBackwardTiles": norm_backward_tiles,
+}

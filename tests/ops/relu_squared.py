@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
+from plan_model import row_tiles
+
+from liger_ext import functional as F
 
 EXAMPLES = [example("relu_squared", x=(3, 5, 33))]
 
@@ -26,12 +29,13 @@ def relu_squared(draw: Draw) -> Call:
 DRAWS = {"relu_squared": relu_squared}
 
 
-def _tiles(launch, call) -> None:
-    from plan_model import row_tiles  # which takes its models from here
+BAD = [
+    ("relu_squared", "integers", {"x": normal(3, 8).int()}, ["x", "torch.int32"]),
+]  # fmt: skip
 
-    row_tiles(launch, 4)
+LARGE = {"relu_squared": lambda a, b, _: F.relu_squared(a)}
 
 
 _KERNELS = ("ReluSquaredForwardKernel", "ReluSquaredBackwardKernel")
-PLAN_MODELS = dict.fromkeys(_KERNELS, _tiles)
+PLAN_MODELS = dict.fromkeys(_KERNELS, lambda launch, call: row_tiles(launch, 4))
 STREAMS = {kernel: {"load", "store"} for kernel in _KERNELS}

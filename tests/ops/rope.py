@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
+from plan_model import ceil_div
 from torch import Tensor
+
+from liger_ext import functional as F
 
 
 def tables(device: Any, dtype: torch.dtype, batch: int = 1, seq: int = 5, rotary: int = 8) -> dict[str, Tensor]:
@@ -71,3 +74,54 @@ PROMISED = {
         f"out{i}": (tuple(arguments[n].shape), arguments[n].dtype) for i, n in enumerate(("q", "k"))
     }
 }
+
+
+_Q, _K = normal(2, 3, 5, 8), normal(2, 1, 5, 8)
+_TABLES = {"cos": (1, 5, 8), "sin": (1, 5, 8)}
+BAD = [
+    ("rope", "q_dim", {"q": (3, 5, 8), "k": _K, **_TABLES}, ["q", "(3, 5, 8)"]),
+    ("rope", "k_seq", {"q": _Q, "k": (2, 1, 4, 8), **_TABLES}, ["k", "(2, 1, 4, 8)"]),
+    ("rope", "k_dtype", {"q": _Q, "k": _K.bfloat16(), **_TABLES}, ["k", "torch.bfloat16"]),
+    ("rope", "table_seq", {"q": _Q, "k": _K, "cos": (1, 6, 8), "sin": (1, 6, 8)}, ["cos", "(1, 6, 8)"]),
+    ("rope", "table_batch", {"q": _Q, "k": _K, "cos": (3, 5, 8), "sin": (3, 5, 8)}, ["cos", "(3, 5, 8)"]),
+    ("rope", "rotary_odd", {"q": _Q, "k": _K, "cos": (1, 5, 7), "sin": (1, 5, 7)}, ["cos", "7", "even"]),
+    ("rope", "rotary_wide", {"q": _Q, "k": _K, "cos": (1, 5, 10), "sin": (1, 5, 10)}, ["cos", "10", "8"]),
+    ("rope", "cos_sin", {"q": _Q, "k": _K, "cos": (1, 5, 8), "sin": (1, 5, 6)}, ["cos", "sin"]),
+    ("rope", "table_dtype", {"q": _Q, "k": _K, "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos", "torch.int32"]),
+    ("rope", "no_heads", {"q": _Q[:, :0], "k": _K[:, :0], "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos"]),
+    ("rope", "unsqueeze", {"q": _Q, "k": _K, **_TABLES, "unsqueeze_dim": 3}, ["unsqueeze_dim", "3"]),
+]  # fmt: skip
+
+
+def _rope(a: Tensor, b: Tensor, _: None) -> Tensor:
+    table = torch.ones(1, *a.shape, device=a.device)
+    return F.rope(a[None, None], b[None, None], table, table)[0]
+
+
+LARGE = {"rope": _rope}
+
+
+# Which elements a launch takes --------------------------------------------------------------------------------------
+
+
+def rope_heads(launch, call) -> None:
+    vec, rotary = launch.instance[0], call.get("rotary_dim") or launch.cols
+    plan = call["rope_plan"](vec)
+    assert launch.plan.grid * launch.plan.block <= 2**31 and launch.rows <= call["rows"]
+    threads = launch.rows * plan.lanes * (plan.q_slots + plan.k_slots)
+    assert (launch.plan.grid - 1) * launch.plan.block < threads <= launch.plan.grid * launch.plan.block
+    for heads, slots in ((call["q_heads"], plan.q_slots), (call["k_heads"], plan.k_slots)):
+        taken = sorted(h for first in range(slots) for h in (first, first + slots) if h < heads)
+        assert taken == list(range(heads))
+    half, rotating, passing = rotary // 2, rotary // 2 // vec, (launch.cols - rotary) // vec
+    pairs, taken = ceil_div(passing, 2), []
+    assert plan.lanes == max(1, rotating + pairs)
+    for place in range(rotating + pairs):
+        passed = place - rotating
+        low = place * vec if place < rotating else 2 * half + passed * vec
+        pair = half if place < rotating else pairs * vec if passed + pairs < passing else 0
+        taken += [low, low + pair] if pair else [low]
+    assert sorted(taken) == list(range(0, launch.cols, vec)), "head"
+
+
+PLAN_MODELS = {"RopeKernel": rope_heads}

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
+from plan_model import row_registers, row_reread
+
+from liger_ext import functional as F
 
 EXAMPLES = [
     example("softmax", x=(3, 5, 33)),
@@ -46,3 +49,22 @@ def softmax(draw: Draw) -> Call:
 
 
 DRAWS = {"softmax": softmax}
+
+
+BAD = [
+    ("softmax", "integers", {"x": normal(3, 8).int()}, ["x", "torch.int32"]),
+    ("softmax", "scalar", {"x": ()}, ["x", "dimensions"]),
+]  # fmt: skip
+
+LARGE = {"softmax": lambda a, b, _: F.softmax(a)}
+
+
+# Which elements a launch takes --------------------------------------------------------------------------------------
+
+
+PLAN_MODELS = {
+    "SoftmaxRegisters": row_registers,
+    "SoftmaxReread": row_reread,
+    "SoftmaxBackwardRegisters": row_registers,
+    "SoftmaxBackwardReread": row_reread,
+}

@@ -13,22 +13,37 @@ using gpu::simt::Buffer;
 using gpu::simt::Buffers;
 using gpu::simt::Content;
 
-inline Buffer in(const char* name, const void* data, int64_t bytes) { return {name, data, bytes, Content::input}; }
-inline Buffer out(const char* name, const void* data, int64_t bytes, Content content = Content::output) {
-  return {name, data, bytes, content};
+constexpr int64_t f32 = sizeof(float), i64 = sizeof(int64_t);
+
+// n elements of so many bytes.
+inline Buffer in(const char* name, const void* data, int64_t n, int64_t element) {
+  return {name, data, n * element, Content::input, {}, element};
 }
-inline Buffer in(const char* name, const Vector& v, int64_t n) { return in(name, v.data, n * size_of(v.dtype)); }
-inline Buffer out(const char* name, const MutableVector& v, int64_t n) { return out(name, v.data, n * size_of(v.dtype)); }
-// Rows without gaps are one run: a vector may cross from one into the next.
+inline Buffer out(const char* name, const void* data, int64_t n, int64_t element, Content content = Content::output) {
+  return {name, data, n * element, content, {}, element};
+}
+inline Buffer in(const char* name, const Vector& v, int64_t n) { return in(name, v.data, n, size_of(v.dtype)); }
+inline Buffer out(const char* name, const MutableVector& v, int64_t n) { return out(name, v.data, n, size_of(v.dtype)); }
+// Rows without gaps are one run: a vector may cross from one into the next. A launch's rows x columns are this matrix's, but for a single
+// column, which is a number for each row.
 template <class AnyRows> Buffer matrix(const char* name, const AnyRows& r, int64_t rows, int64_t cols, Content content) {
-  const int64_t bytes = size_of(r.dtype);
-  if (r.stride == cols) return {name, r.data, rows * cols * bytes, content};
-  return {name, r.data, cols * bytes, content, {{rows, r.stride * bytes}}};
+  const int64_t bytes = size_of(r.dtype), row = r.stride * bytes, each = cols > 1;
+  if (r.stride == cols) return {name, r.data, rows * cols * bytes, content, {}, bytes, row, each};
+  return {name, r.data, cols * bytes, content, {{rows, row}}, bytes, row, each};
 }
 inline Buffer in(const char* name, const Rows& r, int64_t rows, int64_t cols) { return matrix(name, r, rows, cols, Content::input); }
 inline Buffer out(const char* name, const MutableRows& r, int64_t rows, int64_t cols) {
   return matrix(name, r, rows, cols, Content::output);
 }
-constexpr int64_t f32 = sizeof(float), i64 = sizeof(int64_t);
+// All of it, or rows of a matrix, or elements, of which `which` is true, need not be read, or written.
+inline Buffer optional(Buffer buffer) {
+  buffer.optional = [](int64_t) { return true; };
+  return buffer;
+}
+template <class Which> Buffer optional_rows(Buffer buffer, Which which) {
+  buffer.optional = [which, row = buffer.row > 0 ? buffer.row : buffer.element](int64_t offset) { return which(offset / row); };
+  return buffer;
+}
+inline Buffer workspace(const void* data, int64_t bytes) { return optional(out("workspace", data, bytes / f32, f32)); }
 
 }  // namespace liger::cpu

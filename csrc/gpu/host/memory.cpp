@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <memory>
+#include <stdexcept>
 
 #include "gpu/host/simt.h"
 #include "kernels/errors.h"
@@ -53,9 +55,14 @@ struct Region {
   Range range;
   std::vector<Buffer> buffers;
   Cells cells;
+
+  const Cell& cell(const Buffer& buffer, int64_t offset) const {
+    return cells[int64_t(reinterpret_cast<uintptr_t>(buffer.data) - range.begin + uintptr_t(offset)) / granule];
+  }
 };
 
 std::vector<Region> regions;
+std::vector<std::string> launched;  // kernels, since there are these regions
 std::vector<Range> allowed;
 Range stacks, arguments;
 
@@ -158,13 +165,6 @@ void touch_shared(const Access& access) {
   }
 }
 
-std::string described(const Buffer& buffer, int64_t offset) {
-  std::string shape = text(buffer.bytes, " bytes");
-  for (const Dimension& d : buffer.dimensions)
-    if (d.count > 1) shape += text(", ", d.count, " times ", d.stride, " apart");
-  return text("at ", buffer.name, " + ", offset, " (", shape, ")");
-}
-
 void touch_global(const Access& access) {
   static Region* last = nullptr;
   if (last == nullptr || last < regions.data() || last >= regions.data() + regions.size() || !last->range.touches(access.at)) {
@@ -191,11 +191,10 @@ void touch_global(const Access& access) {
           const int64_t offset = offset_in(buffer), distance = offset < 0 ? -offset : offset - buffer.extent();
           if (distance < closest) closest = distance, near = &buffer;
         }
-    report(access.code,
-           text("out of bounds: ", access.verb(), " ", access.size, " bytes ",
-                near ? "outside of all buffers, " + described(*near, offset_in(*near)) : "of global memory without any buffer"));
+    report(access.code, text("out of bounds: ", access.verb(), " ", access.size, " bytes ",
+                             near ? "outside of all buffers, " + near->at(offset_in(*near)) : "of global memory without any buffer"));
   }
-  const auto name = [&] { return described(*inside, offset_in(*inside)); };
+  const auto name = [&] { return inside->at(offset_in(*inside)); };
   if (access.writes && inside->content == Content::input)
     report(access.code, text("out of bounds: stores ", access.size, " bytes ", name(), ", an input"));
   check_alignment(access, name);
@@ -220,27 +219,31 @@ void check(const Access& access) {
   if (running >= 0 && !stacks.touches(at)) check({at, size, writes, aligned, __builtin_return_address(0)});
 }
 
-}  // namespace
+std::string kernels_launched() {
+  std::string lines;
+  for (const std::string& kernel : launched) lines += "\n  kernel " + kernel;
+  return lines.empty() ? "\n  no kernel was launched" : lines;
+}
 
-bool Buffer::empty() const {
-  return data == nullptr || bytes <= 0 ||
-         std::any_of(std::begin(dimensions), std::end(dimensions), [](Dimension d) { return d.count <= 0; });
+// What the op's kernels, which are all there are, have left out; empty: nothing.
+std::string unfinished() {
+  for (const Region& region : regions)
+    for (const Buffer& buffer : region.buffers) {
+      const bool input = buffer.content == Content::input;
+      int64_t missing = 0, first = 0;
+      buffer.visit(granule, [&](int64_t offset) {
+        const Cell& cell = region.cell(buffer, offset);
+        if ((input ? cell.first_read : cell.write_block) != 0 || (buffer.optional && buffer.optional(offset))) return;
+        if (missing++ == 0) first = offset;
+      });
+      if (missing > 0)
+        return text("host target: ", input ? "unread: " : "unwritten: ", missing * granule, " bytes, the first ", buffer.at(first),
+                    kernels_launched());
+    }
+  return {};
 }
-int64_t Buffer::extent() const {
-  int64_t end = bytes;
-  for (const Dimension& d : dimensions) end += (d.count - 1) * d.stride;
-  return end;
-}
-// Rows may overlap, so that an offset may be reached by several indices: all are tried, the largest first.
-static bool reaches(const Dimension* d, const Dimension* end, int64_t offset, int64_t size, int64_t bytes) {
-  if (d == end) return offset + size <= bytes;
-  for (int64_t i = d->stride > 0 ? std::min(offset / d->stride, d->count - 1) : 0; i >= 0; --i)
-    if (reaches(d + 1, end, offset - i * d->stride, size, bytes)) return true;
-  return false;
-}
-bool Buffer::holds(int64_t offset, int64_t size) const {
-  return offset >= 0 && reaches(std::begin(dimensions), std::end(dimensions), offset, size, bytes);
-}
+
+}  // namespace
 
 Buffers::Buffers(std::initializer_list<Buffer> given) {
   std::vector<Buffer> buffers;
@@ -260,7 +263,12 @@ Buffers::Buffers(std::initializer_list<Buffer> given) {
     region.cells = make_cells(int64_t(region.range.end - region.range.begin));
   }
 }
-Buffers::~Buffers() { regions.clear(); }
+Buffers::~Buffers() noexcept(false) {
+  const std::string finding = std::uncaught_exceptions() > 0 ? "" : unfinished();
+  regions.clear();
+  launched.clear();
+  if (!finding.empty()) throw std::runtime_error(finding);
+}
 
 void allow(const void* data, size_t bytes) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
@@ -269,13 +277,38 @@ void allow(const void* data, size_t bytes) {
 
 namespace memory {
 
-void begin_launch(const void* args, size_t args_bytes, const unsigned char* stack, size_t stack_bytes, int warp, int shared) {
+void begin_launch(const std::string& kernel, const void* args, size_t args_bytes, const unsigned char* stack, size_t stack_bytes, int warp,
+                  int shared) {
   const uintptr_t first = reinterpret_cast<uintptr_t>(args), low = reinterpret_cast<uintptr_t>(stack);
   arguments = {first, first + args_bytes};
   stacks = {low, low + stack_bytes};
   warp_size = warp;
   shared_bytes = shared;
   launch_start = now + 1;
+  launched.push_back(kernel);
+}
+// Every matrix that the launch has touched must agree, and there must be one, or anything else of as many elements.
+void check_launch(int64_t rows, int64_t cols) {
+  bool any = rows * cols == 0;
+  for (const Region& region : regions)
+    for (const Buffer& buffer : region.buffers) {
+      int64_t touched = 0, left_out = 0;
+      buffer.visit(buffer.element, [&](int64_t offset) {
+        const Cell& cell = region.cell(buffer, offset);
+        const bool is = cell.write_block >= launch_start || cell.first_read >= launch_start;
+        touched += is;
+        left_out += !is && buffer.each > 0 && buffer.optional && buffer.optional(offset);
+      });
+      const int64_t elements = rows * cols * std::max<int64_t>(buffer.each, 1);
+      any = any || touched + left_out == elements;
+      if (buffer.each > 0 && touched > 0 && touched + left_out != elements)
+        throw std::runtime_error(text("host target: uncovered: the launch declares ", rows, " rows of ", cols,
+                                      " columns, its threads touch ", touched, " elements ", buffer.at(0), ", not ", elements - left_out,
+                                      "\n  kernel ", launched.back()));
+    }
+  if (!any)
+    throw std::runtime_error(text("host target: uncovered: the launch declares ", rows, " rows of ", cols,
+                                  " columns, its threads touch so many elements of no buffer\n  kernel ", launched.back()));
 }
 void begin_block() {
   at_block_barrier();

@@ -7,10 +7,15 @@
 //   out of bounds        shared memory beyond what the launch asked for; global memory that is no part of the op's buffers, gaps
 //                        between rows included; stores to an input
 //   misaligned           an access of 2 to 16 bytes at an address that is not a multiple of that
+// and, when they end,
+//   uncovered            a launch that touches other elements of an op's matrices than the rows x columns that it declares
+//   unwritten, unread    an op's call that has not written all of an output, or not read all of an input
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
+#include <string>
 #include <vector>
 
 namespace liger::gpu::simt {
@@ -27,17 +32,29 @@ struct Buffer {
   int64_t bytes;
   Content content;
   Dimension dimensions[3] = {};
+  int64_t element = 1;  // bytes
+  int64_t row = 0;  // bytes from a row to the next; 0: none, for words about an offset
+  int64_t each = 0;  // elements of it for each of the rows x columns of any launch that touches it; 0: not to be compared
+  std::function<bool(int64_t offset)> optional = nullptr;  // says what need not be touched; null: nothing
 
   bool empty() const;
   int64_t extent() const;  // bytes from data to the end of the last run
   bool holds(int64_t offset, int64_t size) const;
+  std::string at(int64_t offset) const;  // in words
+  template <class F> void visit(int64_t step, const F& f) const {  // f(offset) in all runs, in steps
+    const auto& [a, b, c] = dimensions;
+    for (int64_t i = 0; i < a.count; ++i)
+      for (int64_t j = 0; j < b.count; ++j)
+        for (int64_t k = 0; k < c.count; ++k)
+          for (int64_t at = 0; at < bytes; at += step) f(i * a.stride + j * b.stride + k * c.stride + at);
+  }
 };
 
 // The buffers that launches may touch for as long as this lives; one at a time in a process.
 class Buffers {
  public:
   Buffers(std::initializer_list<Buffer>);
-  ~Buffers();
+  ~Buffers() noexcept(false);  // throws std::runtime_error, unless an exception is on its way, about what is unwritten or unread
   Buffers(const Buffers&) = delete;
 };
 
@@ -46,8 +63,10 @@ void allow(const void* data, size_t bytes);
 
 // Between the scheduler and the watch.
 namespace memory {
-void begin_launch(const void* args, size_t args_bytes, const unsigned char* stacks, size_t stack_bytes, int warp, int shared_bytes);
+void begin_launch(const std::string& kernel, const void* args, size_t args_bytes, const unsigned char* stacks, size_t stack_bytes, int warp,
+                  int shared_bytes);
 void begin_block();
+void check_launch(int64_t rows, int64_t cols);  // after the last block; throws std::runtime_error
 void end_launch();
 void begin_thread(int thread);  // accesses are this thread's from here on; -1: nobody's, they are not watched
 void at_block_barrier();

@@ -90,8 +90,9 @@ class Machine {
   Place place{};
   std::string launched;  // a line for each launch
 
-  void run(const Kernel& kernel, const launch::LaunchPlan& plan) {
+  void run(const Kernel& kernel, const launch::Launch& made) {
     const std::lock_guard lock(mutex_);
+    const launch::LaunchPlan& plan = made.plan;
     kernel_ = &kernel;
     warp_ = warp_width();
     check(plan);
@@ -99,12 +100,13 @@ class Machine {
     ++known.launches;
     launched += text(plan.grid, " ", plan.block, " ", plan.smem, " ", known.name, "\n");
     make_stacks();
-    memory::begin_launch(kernel.args, kernel.args_bytes, stacks_, stack_bytes * max_threads, warp_, plan.smem);
+    memory::begin_launch(known.name, kernel.args, kernel.args_bytes, stacks_, stack_bytes * max_threads, warp_, plan.smem);
     struct End {
       ~End() { memory::end_launch(); }
     } end;
     place = {0, plan.block, 0, plan.grid};
     for (place.block = 0; place.block < plan.grid; ++place.block) run_block();
+    memory::check_launch(made.rows, made.cols);
   }
 
   // Called by the running thread: back to the scheduler, until it is resumed.
@@ -306,7 +308,7 @@ int know(const char* name) {
   known_kernels().push_back({readable ? readable.get() : name});
   return int(known_kernels().size()) - 1;
 }
-void run(const Kernel& kernel, const launch::LaunchPlan& plan) { machine.run(kernel, plan); }
+void run(const Kernel& kernel, const launch::Launch& made) { machine.run(kernel, made); }
 
 void block_barrier(const std::source_location& where) { machine.suspend(Stop::block_barrier, where); }
 void group_barrier(int group, int threads, const std::source_location& where) { machine.group_barrier(group, threads, where); }

@@ -4,6 +4,7 @@
 //   divergence      threads of a warp at different collectives, of a block at different barriers, or returned before one
 //   shuffles        a partner outside the warp
 //   launches        more threads than the kernel was compiled for, part of a warp, more shared memory than the device has
+//   declarations    rows x columns of a launch (launch/launch.h) that are not what its threads have touched
 //   memory          see gpu/host/memory.h
 #pragma once
 #include <cstddef>
@@ -12,7 +13,7 @@
 #include <string>
 #include <typeinfo>
 
-#include "launch/plan.h"
+#include "launch/launch.h"
 
 namespace liger::gpu::simt {
 
@@ -50,7 +51,7 @@ struct Kernel {
   size_t args_bytes;
 };
 // Throws std::runtime_error at the first finding.
-void run(const Kernel&, const launch::LaunchPlan&);
+void run(const Kernel&, const launch::Launch&);
 
 // The running thread, which does not come back, did what `finding` says, by the instruction before `code`.
 [[noreturn]] void report(const void* code, const std::string& finding);

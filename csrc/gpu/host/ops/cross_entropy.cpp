@@ -15,8 +15,8 @@ decltype(cpu::cross_entropy_reduce) cross_entropy_reduce;
 namespace liger::cpu {
 
 void cross_entropy_counts(const CrossEntropyCounts& a, Stream stream) {
-  const Buffers buffers{in("target", a.target, a.rows * i64), in("weight", a.class_weight, a.vocab), in("normalizer", a.normalizer, f32),
-                        out("counts", a.counts, CrossEntropyCounts::slots * f32)};
+  const Buffers buffers{in("target", a.target, a.rows, i64), in("weight", a.class_weight, a.vocab), in("normalizer", a.normalizer, 1, f32),
+                        out("counts", a.counts, CrossEntropyCounts::slots, f32)};
   gpu::cross_entropy_counts(a, stream);
 }
 
@@ -31,17 +31,21 @@ Vector all_weights(const Vector& piece, const Classes& of) {
 template <class Op, class... More>
 Buffers logit_buffers(const Op& a, const Classes& of, const CrossEntropyRows& results, const void* lse, const Rows& grad,
                       const MutableRows& gradient, const More&... more) {
-  return {in("logits", a.logits, a.rows, a.vocab),
-          in("target", a.target, a.rows * i64),
-          in("weight", all_weights(a.class_weight, of), of.all),
-          in("counts", a.counts, CrossEntropyCounts::slots * f32),
-          in("saved lse", lse, 2 * a.rows * f32),
+  const auto skipped = [rows = a.rows, classes = of.all, target = a.target, ignored = a.options.ignore_index](int64_t row) {
+    const int64_t wanted = target[row % rows];
+    return wanted == ignored || wanted < 0 || wanted >= classes;
+  };
+  return {optional_rows(in("logits", a.logits, a.rows, a.vocab), skipped),
+          in("target", a.target, a.rows, i64),
+          optional(in("weight", all_weights(a.class_weight, of), of.all)),  // of classes that are nobody's target
+          optional(in("counts", a.counts, CrossEntropyCounts::slots, f32)),  // each for some options
+          optional_rows(in("saved lse", lse, 2 * a.rows, f32), skipped),
           in("grad", grad, a.rows, 1),
-          out("ce", results.ce, a.rows * f32),
-          out("z", results.z, a.rows * f32),
-          out("lse", results.lse, 2 * a.rows * f32),
-          out("accuracy", results.accuracy, a.rows * f32),
-          out("predicted", results.predicted, a.rows * i64),
+          out("ce", results.ce, a.rows, f32),
+          out("z", results.z, a.rows, f32),
+          out("lse", results.lse, 2 * a.rows, f32),
+          out("accuracy", results.accuracy, a.rows, f32),
+          out("predicted", results.predicted, a.rows, i64),
           out("gradient", gradient, a.rows, a.vocab),
           more...};
 }
@@ -55,7 +59,7 @@ void cross_entropy_forward(const CrossEntropyRows& a, Stream stream) {
   gpu::raise_reported_targets();
 }
 void cross_entropy_backward(const CrossEntropyBackward& a, Stream stream) {
-  const Buffers buffers = logit_buffers(a, a.classes, {}, a.lse, a.grad, a.dlogits, in("token", a.token, a.rows * f32));
+  const Buffers buffers = logit_buffers(a, a.classes, {}, a.lse, a.grad, a.dlogits, in("token", a.token, a.rows, f32));
   gpu::cross_entropy_backward(a, stream);
   gpu::raise_reported_targets();
 }
@@ -66,35 +70,40 @@ void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream stream) {
 }
 
 void cross_entropy_statistics(const CrossEntropyStatistics& a, Stream stream) {
-  const Buffers buffers = logit_buffers(a.row, a.classes, {}, nullptr, {}, {},
-                                        out("statistics", a.statistics, CrossEntropyStatistics::slots * a.row.rows * f32),
-                                        out("best class", a.best_class, a.row.rows * i64));
+  const Buffers buffers =
+      logit_buffers(a.row, a.classes, {}, nullptr, {}, {}, out("statistics", a.statistics, CrossEntropyStatistics::slots * a.row.rows, f32),
+                    out("best class", a.best_class, a.row.rows, i64));
   gpu::cross_entropy_statistics(a, stream);
   gpu::raise_reported_targets();
 }
 
 void cross_entropy_merge(const CrossEntropyMerge& a, Stream stream) {
+  using Slots = CrossEntropyStatistics;
+  const auto of_predictions = [rows = a.row.rows, wanted = a.best_class != nullptr](int64_t at) {
+    return !wanted && at / rows % Slots::slots == Slots::best;
+  };
   const Buffers buffers =
       logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, {},
-                    in("statistics", a.statistics, a.pieces * CrossEntropyStatistics::slots * a.row.rows * f32),
-                    in("best class", a.best_class, a.pieces * a.row.rows * i64), out("token", a.token, a.row.rows * f32));
+                    optional_rows(in("statistics", a.statistics, a.pieces * Slots::slots * a.row.rows, f32), of_predictions),
+                    in("best class", a.best_class, a.pieces * a.row.rows, i64), out("token", a.token, a.row.rows, f32));
   gpu::cross_entropy_merge(a, stream);
   gpu::raise_reported_targets();
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
   const int64_t losses = a.reduction == Reduction::none ? a.rows : 1;
+  const Buffer accuracy = in("accuracy", a.accuracy, a.rows, f32);
   const CrossEntropyCounts counting = a.counting ? *a.counting : CrossEntropyCounts{};
-  const Buffers buffers{in("ce", a.ce, a.rows * f32),
-                        in("target", counting.target, counting.rows * i64),
+  const Buffers buffers{in("ce", a.ce, a.rows, f32),
+                        in("target", counting.target, counting.rows, i64),
                         in("weight", counting.class_weight, counting.vocab),
-                        out("counts", counting.counts, CrossEntropyCounts::slots * f32),
-                        in("z", a.z, a.rows * f32),
-                        in("accuracy", a.accuracy, a.rows * f32),
-                        in("counts", a.counts, CrossEntropyCounts::slots * f32),
-                        out("loss", a.loss, losses * f32),
-                        out("z_loss", a.z_loss, losses * f32),
-                        out("token_accuracy", a.token_accuracy, f32)};
+                        out("counts", counting.counts, CrossEntropyCounts::slots, f32),
+                        in("z", a.z, a.rows, f32),
+                        a.token_accuracy ? accuracy : optional(accuracy),
+                        optional(in("counts", a.counts, CrossEntropyCounts::slots, f32)),
+                        out("loss", a.loss, losses, f32),
+                        out("z_loss", a.z_loss, losses, f32),
+                        out("token_accuracy", a.token_accuracy, 1, f32)};
   gpu::cross_entropy_reduce(a, stream);
 }
 

@@ -11,9 +11,10 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>&, Strea
 namespace liger::cpu {
 
 template <bool Centered> void norm_forward(const NormForward<Centered>& a, Stream stream) {
-  const Buffers buffers{in("x", a.x, a.rows, a.cols),      in("residual", a.residual, a.rows, a.cols), in("weight", a.weight, a.cols),
-                        in("bias", a.bias, a.cols),        out("sum", a.sum, a.rows, a.cols),          out("y", a.y, a.rows, a.cols),
-                        out("mean", a.mean, a.rows * f32), out("rstd", a.rstd, a.rows * f32)};
+  const Buffers buffers{in("x", a.x, a.rows, a.cols),      in("residual", a.residual, a.rows, a.cols),
+                        in("weight", a.weight, a.cols),    in("bias", a.bias, a.cols),
+                        out("sum", a.sum, a.rows, a.cols), out("y", a.y, a.rows, a.cols),
+                        out("mean", a.mean, a.rows, f32),  out("rstd", a.rstd, a.rows, f32)};
   gpu::norm_forward(a, stream);
 }
 
@@ -22,11 +23,12 @@ template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Cent
 }
 
 template <bool Centered> void norm_backward(const NormBackward<Centered>& a, Stream stream) {
-  const Buffers buffers{in("dy", a.dy, a.rows, a.cols),   in("dsum", a.dsum, a.rows, a.cols),
-                        in("z", a.z, a.rows, a.cols),     in("weight", a.weight, a.cols),
-                        in("mean", a.mean, a.rows * f32), in("rstd", a.rstd, a.rows * f32),
-                        out("dz", a.dz, a.rows, a.cols),  out("dweight", a.dweight, a.cols),
-                        out("dbias", a.dbias, a.cols),    out("workspace", a.workspace, gpu::norm_backward_workspace(a, stream))};
+  const Buffer dsum = in("dsum", a.dsum, a.rows, a.cols);
+  const Buffers buffers{in("dy", a.dy, a.rows, a.cols),  in("dsum", a.dsum, a.rows, a.cols),
+                        in("z", a.z, a.rows, a.cols),    in("weight", a.weight, a.cols),
+                        in("mean", a.mean, a.rows, f32), in("rstd", a.rstd, a.rows, f32),
+                        out("dz", a.dz, a.rows, a.cols), out("dweight", a.dweight, a.cols),
+                        out("dbias", a.dbias, a.cols),   workspace(a.workspace, gpu::norm_backward_workspace(a, stream))};
   gpu::norm_backward(a, stream);
 }
 

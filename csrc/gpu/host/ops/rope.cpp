@@ -12,10 +12,12 @@ void rope(const Rope& a, Stream stream) {
   const int64_t bytes = size_of(a.dtype), table = size_of(a.table_dtype);
   const auto heads = [&](const char* name, const void* data, Content content, const RopeHeads& h, int64_t batch, int64_t head,
                          int64_t seq) {
-    return Buffer{name, data, a.head_dim * bytes, content, {{a.batch, batch * bytes}, {h.heads, head * bytes}, {a.seq, seq * bytes}}};
+    return Buffer{
+        name, data,   a.head_dim * bytes, content, {{a.batch, batch * bytes}, {h.heads, head * bytes}, {a.seq, seq * bytes}}, bytes,
+        0,    h.heads};
   };
   const auto angles = [&](const char* name, const void* data, int64_t batch, int64_t seq) {
-    return Buffer{name, data, a.rotary_dim * table, Content::input, {{a.batch, batch * table}, {a.seq, seq * table}}};
+    return Buffer{name, data, a.rotary_dim * table, Content::input, {{a.batch, batch * table}, {a.seq, seq * table}}, table};
   };
   const Buffers buffers{heads("q", a.q.in, Content::input, a.q, a.q.in_batch, a.q.in_head, a.q.in_seq),
                         heads("k", a.k.in, Content::input, a.k, a.k.in_batch, a.k.in_head, a.k.in_seq),

@@ -9,7 +9,7 @@ decltype(cpu::stream_copy) stream_copy;
 namespace liger::cpu {
 
 void stream_copy(const StreamCopy& a, Stream stream) {
-  const Buffers buffers{in("in", a.in, a.bytes), out("out", a.out, a.bytes)};
+  const Buffers buffers{in("in", a.in, a.bytes / 16, 16), out("out", a.out, a.bytes / 16, 16)};
   gpu::stream_copy(a, stream);
 }
 

@@ -1,0 +1,196 @@
+// The generalised Jensen-Shannon divergence of rows of log-probabilities: the rows' sums (forward) and the student's gradient (backward).
+//
+// The bound is memory, with instructions close behind: three exponentials or logarithms an element, which is why each direction computes
+// what it needs from the two inputs instead of storing anything of the size of the vocabulary. The forward reads both once; a row
+// belongs to one group of threads, at most one block, and each thread walks over 16-byte vectors of both tensors one group width apart.
+// The backward reads both once more and writes the gradient, in tiles of rows in the order of memory.
+//
+// Rows may begin at any address, as in cross_entropy.cu; where the tensors' rows begin at different ones, they are read one element at a
+// time. The rows' mean is cross_entropy_reduce.cu's.
+#include "kernels/jsd.h"
+
+#include <initializer_list>
+
+#include "gpu/cross_entropy_launch.h"
+#include "launch/jsd.h"
+#include "math/jsd.h"
+
+namespace liger::gpu {
+namespace {
+
+using math::Divergence;
+
+template <class T> struct JsdMath {
+  using scalar = float;
+  static LIGER_DEVICE float exp(float v) { return exp_as<T>(v); }
+  static LIGER_DEVICE float log(float v) { return fast_log2(v) * 0.6931472f; }
+  static LIGER_DEVICE float log_mixture(float m, float rest, float c, float t, float e) {
+    if constexpr (sizeof(T) == 2) return math::short_log_mixture<JsdMath>(m, rest, c, t);
+    else return math::log_mixture<JsdMath>(m, c, t, e);
+  }
+};
+
+struct JsdArgs {
+  JsdRows in;
+  math::JsdWeights<float> weights;
+  Divergence divergence;
+  int threads_per_row;
+
+  // One branch for all elements of a vector; f with the divergence as a template argument.
+  template <class F> LIGER_DEVICE void with_divergence(F f) const {
+    if (divergence == Divergence::mixture) f.template operator()<Divergence::mixture>();
+    else if (divergence == Divergence::forward_kl) f.template operator()<Divergence::forward_kl>();
+    else f.template operator()<Divergence::reverse_kl>();
+  }
+  LIGER_DEVICE bool counts(int64_t row) const { return in.labels == nullptr || in.labels[row] != in.ignore_index; }
+};
+
+template <class T, int N> struct Pair {
+  Packed<T, N> x, y;
+};
+
+template <class T, int N> struct JsdForwardKernel {
+  struct Args {
+    JsdArgs of;
+    float *losses, *counts;
+  };
+  static constexpr int max_threads = launch::jsd_forward_kernel.instance(N).max_threads, min_blocks = 2;
+
+  static LIGER_DEVICE void run(const Args& args) {
+    const JsdArgs& a = args.of;
+    let_next_kernel_start();
+    RowGroup group(a.threads_per_row);
+    const int64_t row = group.first_row();
+    const bool live = row < a.in.rows, counts = live && a.counts(row);
+    const T* const x = opaque(static_cast<const T*>(a.in.log_q.data) + row * a.in.log_q.stride);
+    const T* const y = opaque(static_cast<const T*>(a.in.log_p.data) + row * a.in.log_p.stride);
+    const RowWalk<T, N> own(counts ? a.in.vocab : 0, group, counts ? unaligned_head(x, a.in.vocab) : 0);
+    float sum = 0;
+    const auto add = [&]<int M>(const Pair<T, M>& pair) {
+      a.with_divergence([&]<Divergence D>() {
+        float part = 0;
+#pragma unroll
+        for (int i = 0; i < M; ++i) part += math::jsd_term<JsdMath<T>, D>(pair.x[i], pair.y[i], a.weights);
+        sum += part;
+      });
+    };
+    own.template walk<launch::jsd_in_flight, Pair<T, N>>(
+        [&](auto& pair, int, int column) {
+          load<Hint::stream>(pair.x, x + column);
+          load<Hint::stream>(pair.y, y + column);
+        },
+        [&](const auto& pair, int, int) { add(pair); });
+    if (own.single >= 0) {
+      Pair<T, 1> one;
+      load(one.x, x + own.single);
+      load(one.y, y + own.single);
+      add(one);
+    }
+    sum = group.sum(sum);
+    if (group.index == 0 && live) args.losses[row] = sum;
+    if (a.in.labels == nullptr && block_id() == 0 && thread_id() == 0) count_all(args.counts, a.in.rows);
+  }
+  // Every row counts.
+  static LIGER_DEVICE void count_all(float* counts, int64_t rows) {
+    using Counts = CrossEntropyCounts;
+    counts[Counts::valid] = counts[Counts::target_weight] = float(rows);
+    counts[Counts::weight] = 0;
+    counts[Counts::ce_scale] = counts[Counts::z_scale] = counts[Counts::scale] = float(1 / double(rows));
+  }
+};
+
+template <class T, int N> struct JsdBackwardKernel {
+  struct Args {
+    JsdArgs of;
+    const float* counts;
+    Vector grad;
+    void* dlog_q;
+    int64_t dlog_q_stride, tiles;  // tiles: of a row
+  };
+  static constexpr int max_threads = launch::jsd_backward_kernel.instance(N).max_threads, K = launch::jsd_tile_k;
+
+  static LIGER_DEVICE void run(const Args& args) {
+    const JsdArgs& a = args.of;
+    const int threads = a.threads_per_row, index = thread_id() & (threads - 1);
+    const int64_t lines = quotient(block_id(), args.tiles), tile = block_id() - lines * args.tiles;
+    const int64_t row = lines * (block_threads() / threads) + thread_id() / threads;
+    if (row >= a.in.rows) return;
+    const T* const x = static_cast<const T*>(a.in.log_q.data) + row * a.in.log_q.stride;
+    const T* const y = static_cast<const T*>(a.in.log_p.data) + row * a.in.log_p.stride;
+    const int head = unaligned_head(x, a.in.vocab);
+    const int64_t whole = (a.in.vocab - head) / N * N;
+    const Columns<N, K> columns(index, threads, tile * threads * K * N, whole);
+    const int64_t single = index < head ? index : whole + index < a.in.vocab ? whole + index : -1;
+    const bool has_single = tile == args.tiles - 1 && single >= 0;
+    T* const out = opaque(static_cast<T*>(args.dlog_q) + row * args.dlog_q_stride);
+    if (!a.counts(row)) {
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (columns.has(k)) store<Hint::stream>(out + (head + columns.first + k * columns.step), same_value(Packed<T, N>{}, 0.f));
+      if (has_single) out[single] = from_float<T>(0.f);
+      return;
+    }
+    Packed<T, N> student[K], teacher[K];
+    Packed<T, 1> one_student{}, one_teacher{};
+    columns.template load<Hint::stream>(student, x + head);
+    columns.template load<Hint::stream>(teacher, y + head);
+    if (has_single) load(one_student, x + single), load(one_teacher, y + single);
+    const float scale = load_one(args.grad.data, args.grad.dtype, 0) * args.counts[CrossEntropyCounts::ce_scale];
+    const auto write = [&]<int M>(Packed<T, M>& of, const Packed<T, M>& to, int64_t column) {
+      a.with_divergence([&]<Divergence D>() {
+        float g[M];
+#pragma unroll
+        for (int i = 0; i < M; ++i) g[i] = scale * math::jsd_slope<JsdMath<T>, D>(of[i], to[i], a.weights);
+        of.set(g);
+      });
+      store<Hint::stream>(out + column, of);
+    };
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns.has(k)) write(student[k], teacher[k], head + columns.first + k * columns.step);
+    if (has_single) write(one_student, one_teacher, single);
+  }
+};
+
+JsdArgs args_of(const JsdRows& in, const launch::LaunchPlan& plan) {
+  return {in, math::JsdWeights<float>(in.beta), math::divergence_of(in.beta), plan.threads_per_row};
+}
+
+// Elements of an access: 16 bytes where the others' rows begin within 16 bytes where the student's do.
+int vec_of(const JsdRows& in, std::initializer_list<Rows> others) {
+  require(in.vocab <= int64_t{1} << 30, "jsd: vocab_size is ", in.vocab, ", more columns than the GPU kernels address (2^30)");
+  for (const Rows& other : others)
+    if (!equally_aligned(in.log_q, other)) return 1;
+  return 16 / int(size_of(in.log_q.dtype));
+}
+
+}  // namespace
+
+void jsd_forward(const JsdForward& op, Stream stream) {
+  const launch::Launch made = launch::jsd_forward(device_profile(stream.device), op.in.rows, op.in.vocab, int(size_of(op.in.log_q.dtype)),
+                                                  vec_of(op.in, {op.in.log_p}));
+  dispatch(op.in.log_q.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    with_instance<launch::jsd_forward_kernel, fits<T>>(made, [&]<Instance I>() {
+      launch<JsdForwardKernel<T, I.vec>>(made, {args_of(op.in, made.plan), static_cast<float*>(op.losses), static_cast<float*>(op.counts)},
+                                         stream);
+    });
+  });
+}
+
+void jsd_backward(const JsdBackward& op, Stream stream) {
+  const Rows out{op.dlog_q.data, op.dlog_q.stride, op.dlog_q.dtype};
+  const launch::Launch made =
+      launch::jsd_backward(device_profile(stream.device), op.in.rows, op.in.vocab, vec_of(op.in, {op.in.log_p, out}));
+  const int64_t tiles = launch::ceil_div(op.in.vocab, int64_t{made.plan.threads_per_row} * launch::jsd_tile_k * made.instance.vec);
+  dispatch(op.in.log_q.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    with_instance<launch::jsd_backward_kernel, fits<T>>(made, [&]<Instance I>() {
+      launch<JsdBackwardKernel<T, I.vec>>(
+          made, {args_of(op.in, made.plan), static_cast<const float*>(op.counts), op.grad, op.dlog_q.data, op.dlog_q.stride, tiles},
+          stream);
+    });
+  });
+}
+
+}  // namespace liger::gpu

@@ -1,0 +1,45 @@
+#include "launch/jsd.h"
+
+#include "launch/cross_entropy.h"
+#include "launch/op_plans.h"
+
+namespace liger::launch {
+
+Launch jsd_forward(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, const Knobs* given) {
+  const Knobs knobs = chosen_knobs(given, device, {Tunable::jsd, vec, rows, vocab});
+  const LaunchPlan plan = plan_logits(device, rows, vocab, element_bytes, vec, reduction_bytes(1), false, knobs);
+  check_threads(device, plan);
+  return {&jsd_forward_kernel, jsd_forward_kernel.instance(vec), rows, vocab, plan, Tunable::jsd};
+}
+
+Launch jsd_backward(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec, const Knobs* given) {
+  const Knobs knobs = chosen_knobs(given, device, {Tunable::jsd_backward, vec, rows, vocab});
+  const LaunchPlan plan = plan_row_tiles(device, rows, vocab, vec, jsd_tile_k, min_logit_threads, knobs);
+  check_threads(device, plan);
+  return {&jsd_backward_kernel, jsd_backward_kernel.instance(vec), rows, vocab, plan, Tunable::jsd_backward};
+}
+
+// For op_plans.h.
+namespace {
+
+// Rows need no whole vectors, nor an aligned start.
+int vec_of(const Call& call) { return call.aligned ? wide_vec(call) : 1; }
+
+Launches divergence(const DeviceProfile& device, const Call& call) {
+  Launches made;
+  if (!empty(call)) made.push_back(jsd_forward(device, call.rows, call.cols, call.element_bytes, vec_of(call), &call.knobs));
+  made.push_back(sum_losses(device, call.rows));
+  return made;
+}
+
+Launches gradient(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  return {jsd_backward(device, call.rows, call.cols, vec_of(call), &call.knobs)};
+}
+
+const Planned forward{"jsd", divergence, {&jsd_forward_kernel, &sum_losses_kernel}};
+const Planned backward{"jsd_backward", gradient, {&jsd_backward_kernel}};
+
+}  // namespace
+
+}  // namespace liger::launch

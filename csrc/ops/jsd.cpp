@@ -1,0 +1,56 @@
+#include "kernels/jsd.h"
+
+#include "checks/jsd.h"
+#include "ops/loss.h"
+
+namespace liger::LIGER_BACKEND {
+namespace {
+
+// What both directions take. The views keep tensors alive.
+struct Inputs {
+  RowsView log_q, log_p;
+  OptionalTensor labels;
+  JsdRows rows;
+};
+
+Inputs inputs(const char* op, const Tensor& log_q, const Tensor& log_p, const OptionalTensor& labels, double beta, int64_t ignore_index) {
+  Inputs in{as_rows(op, log_q, "log_q"), as_rows(op, log_p, "log_p"), contiguous(op, labels), {}};
+  in.rows = {in.log_q.rows, in.log_q.cols, in.log_q, in.log_p, labels ? static_cast<const int64_t*>(in.labels->data_ptr()) : nullptr,
+             ignore_index,  beta};
+  return in;
+}
+
+std::tuple<Tensor, Tensor> jsd_op(Tensor log_q, Tensor log_p, OptionalTensor shift_labels, double beta, int64_t ignore_index) {
+  const Scope scope("jsd", log_q);
+  const Inputs in = inputs(scope.op(), log_q, log_p, shift_labels, beta, ignore_index);
+  const Dtype acc = accumulator(in.rows.log_q.dtype);
+  const Tensor loss = allocate(scope, {}, acc, log_q), counts = allocate(scope, {CrossEntropyCounts::slots}, acc, log_q),
+               losses = allocate(scope, {in.rows.rows}, acc, log_q);
+  const CrossEntropyCounts counting{in.rows.rows, in.rows.vocab,    in.rows.labels, {}, nullptr, {.ignore_index = ignore_index},
+                                    acc,          counts.data_ptr()};
+  const bool counted = in.rows.labels == nullptr && in.rows.rows > 0;
+  if (in.rows.rows > 0) jsd_forward({in.rows, losses.data_ptr(), counts.data_ptr()}, scope);
+  cross_entropy_reduce({in.rows.rows, losses.data_ptr(), nullptr, nullptr, counts.data_ptr(), Reduction::mean, acc, loss.data_ptr(),
+                        nullptr, nullptr, counted ? nullptr : &counting},
+                       scope);
+  return {loss, counts};
+}
+
+Tensor jsd_backward_op(Tensor dloss, Tensor log_q, Tensor log_p, OptionalTensor shift_labels, Tensor counts, double beta,
+                       int64_t ignore_index) {
+  const Scope scope("jsd_backward", log_q);
+  const Inputs in = inputs(scope.op(), log_q, log_p, shift_labels, beta, ignore_index);
+  Tensor dlog_q = allocate_like(scope, log_q);
+  if (in.rows.rows > 0)
+    jsd_backward({in.rows, counts.data_ptr(), {dloss.data_ptr(), dtype_of(dloss, "dloss")}, mutable_rows(dlog_q, "log_q")}, scope);
+  return dlog_q;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
+  m.impl("jsd", boxed<jsd_op, check_jsd>);
+  m.impl("jsd_backward", boxed<jsd_backward_op, check_jsd_backward>);
+}
+
+}  // namespace liger::LIGER_BACKEND

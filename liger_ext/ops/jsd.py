@@ -1,0 +1,93 @@
+"""The generalised Jensen-Shannon divergence of a student's and a teacher's log-probabilities."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_ext import _C
+from liger_ext.ops._checks import accumulator, check_tensors, require, shape_text
+from liger_ext.ops._register import register
+
+_jsd_backward = torch.ops.liger_ext.jsd_backward.default
+
+
+def jsd(
+    log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence between rows of log-probabilities, for distillation (Agarwal et al., 2023,
+    arXiv:2306.13649; Lin, 1991).
+
+    With the student's ``x = log_q``, ``Q = exp(x)``, the teacher's ``y = log_p``, ``P = exp(y)`` and the mixture
+    ``M = beta * P + (1 - beta) * Q``, the loss is the mean over rows of the sum over columns of::
+
+        0 < beta < 1:  beta * P * (y - log M) + (1 - beta) * Q * (x - log M)
+        beta = 0:      P * (y - x), the forward KL divergence
+        beta = 1:      Q * (x - y), the reverse KL divergence
+
+    A probability of 0 (a log-probability of -inf, as of a masked class) contributes nothing: the divergence of
+    ``0 < beta < 1`` is always finite, the forward KL divergence infinite where only the student excludes a class, and
+    the reverse one where only the teacher does. Nothing of the size of the vocabulary is stored but the gradient. The
+    result is computed and returned in float32 (float64 for float64 inputs).
+
+    Args:
+        log_q: the student's log-probabilities, ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the
+            CPU).
+        log_p: the teacher's, in the shape and dtype of log_q. It has no gradient.
+        shift_labels: the shape of log_q without its last dimension, int64, or None. Rows whose label is ignore_index
+            count for nothing and are not read: loss and gradient are 0. If none counts, so is the mean. Other labels
+            have no effect.
+        beta: the teacher's weight in the mixture, in [0, 1].
+        ignore_index: the label of rows that do not count.
+
+    Returns:
+        The loss, one number, differentiable with respect to log_q.
+
+    Raises:
+        ValueError: beta outside its range, or shapes, dtypes or devices that do not fit together.
+        RuntimeError: log_p requires a gradient.
+    """
+    check_tensors("jsd", log_q=log_q, log_p=log_p)
+    require(log_q.dim() >= 1, "jsd: log_q has no dimensions, expected (..., vocab_size)")
+    if log_p.shape != log_q.shape:
+        raise ValueError(f"jsd: log_p has shape {shape_text(log_p)}, expected that of log_q, {shape_text(log_q)}")
+    if shift_labels is not None:
+        check_tensors("jsd", shift_labels=shift_labels)
+        if shift_labels.shape != log_q.shape[:-1]:
+            raise ValueError(
+                f"jsd: shift_labels has shape {shape_text(shift_labels)}, expected that of log_q {shape_text(log_q)} "
+                "but for the last"
+            )
+        shift_labels = shift_labels if shift_labels.dim() == 1 else shift_labels.reshape(-1)
+    if log_q.dim() != 2:
+        rows = log_q.shape[:-1].numel()
+        log_q, log_p = (t.reshape(rows, t.shape[-1]) for t in (log_q, log_p))
+    return _jsd(log_q, log_p, shift_labels, beta, ignore_index)[0]
+
+
+def _fake(log_q, log_p, shift_labels, beta, ignore_index):
+    dtype = accumulator(log_q.dtype)
+    return log_q.new_empty((), dtype=dtype), log_q.new_empty(_C.cross_entropy_counts, dtype=dtype)
+
+
+def _fake_backward(dloss, log_q, log_p, shift_labels, counts, beta, ignore_index):
+    return log_q.new_empty(log_q.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    if ctx.needs_input_grad[1]:
+        raise RuntimeError("liger_ext::jsd has no gradient for the teacher's log-probabilities: pass log_p.detach()")
+    log_q, log_p, shift_labels, *options = inputs
+    counts = output[1]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(counts)
+    ctx.save_for_backward(log_q, log_p, shift_labels, counts)
+    ctx.options = options
+
+
+def _backward(ctx, saved, dloss, _):
+    dlog_q = None if dloss is None else _jsd_backward(dloss, *saved, *ctx.options)
+    return dlog_q, None, None, None, None
+
+
+_jsd = register("jsd", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)

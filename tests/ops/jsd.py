@@ -1,0 +1,122 @@
+"""Calls of the generalised Jensen-Shannon divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from calls import COLUMNS, Call, Draw
+from cases import Example, laid_out, normal, random_targets
+from plan_model import ceil_div, check_rows, reduction_bytes
+from torch import Tensor
+
+from liger_ext import functional as F
+from ops.losses import check_singles
+
+BETAS = (0.5, 0.1, 0.9, 0.0, 1.0)
+
+
+def log_probabilities(
+    *shape: int, dtype: torch.dtype, seed: int, device: Any = "cpu", scale: float = 2.0, masked: int = 0
+) -> Tensor:
+    """Of logits of this scale. ``masked``: every so many classes have the probability 0, but never the first."""
+    logits = normal(*shape, dtype=torch.float64, seed=seed, scale=scale)
+    if masked:
+        logits[..., 1::masked] = -torch.inf
+    return torch.log_softmax(logits, -1).to(dtype).to(device)
+
+
+def _example(name: str = "", labels: bool = False, **options: Any) -> Example:
+    def arguments(device: Any, dtype: torch.dtype) -> dict[str, Any]:
+        made = {
+            "log_q": log_probabilities(7, 33, dtype=dtype, seed=0, device=device).requires_grad_(),
+            "log_p": log_probabilities(7, 33, dtype=dtype, seed=1, device=device),
+        }
+        return made | ({"shift_labels": random_targets(7, 33, device=device, seed=4)} if labels else {}) | options
+
+    return Example("jsd", arguments, f"jsd_{name}" if name else "jsd")
+
+
+EXAMPLES = [
+    _example(),
+    _example("labels", labels=True, beta=0.1),
+    _example("forward_kl", beta=0.0),
+    _example("reverse_kl", beta=1.0),
+]
+
+
+def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
+    def pair(rows: int, vocab: int, student="contiguous", teacher="contiguous", masked=(0, 0), labels=False, beta=0.5):
+        made: dict[str, Any] = {
+            "log_q": laid_out(log_probabilities(rows, vocab, dtype=dtype, seed=0, masked=masked[0]), student),
+            "log_p": laid_out(log_probabilities(rows, vocab, dtype=dtype, seed=1, masked=masked[1]), teacher),
+            "beta": beta,
+        }
+        return made | ({"shift_labels": random_targets(rows, vocab, seed=4)} if labels else {})
+
+    def case(name: str, *shape: int, quick: bool = False, **more: Any) -> tuple[str, str, bool, Callable]:
+        return "jsd", name, quick, lambda: pair(*shape, **more)
+
+    for vocab in (1, 7, 100, 1003, 5000):
+        yield case(f"{vocab}", 5, vocab, quick=vocab == 1003)
+    for beta in (0.0, 0.1, 1.0):
+        yield case(f"beta {beta}", 3, 1003, labels=True, beta=beta, quick=beta == 0.1)
+    yield case("32001", 2, 32_001)
+    yield case("40x300", 40, 300, labels=True)
+    yield case("masked by both", 3, 100, masked=(3, 3))
+    yield case("masked by the student", 3, 100, masked=(3, 0), beta=0.9)
+    yield case("masked by the teacher", 3, 100, masked=(0, 3), beta=0.9)
+    for layout in ("offset", "padded"):
+        yield case(f"both {layout}", 3, 1000, student=layout, teacher=layout)
+        yield case(f"teacher {layout}", 3, 40, teacher=layout, labels=True)
+
+
+def jsd(draw: Draw) -> Call:
+    (lead, _), dtype, ignore_index = draw.rows(), draw.dtype(), draw.rng.choice([-100, 0, 2])
+    classes = draw.rng.choice(COLUMNS[1:])
+
+    def log_probability() -> Tensor:
+        return torch.log_softmax(draw.normal(*lead, classes, dtype=torch.float32, scale=2), -1).to(dtype)
+
+    arguments = {
+        "log_q": log_probability(),
+        "log_p": log_probability(),
+        "shift_labels": draw.maybe(draw.targets(lead, classes, ignore_index), 7),
+        "beta": draw.rng.choice(BETAS),
+        "ignore_index": ignore_index,
+    }
+    return Call("jsd", arguments, ("log_p",))
+
+
+DRAWS = {"jsd": jsd}
+PROMISED = {"jsd": lambda arguments: {"loss": ((), None)}}
+
+
+BAD = [
+    ("jsd", "shapes", {"log_q": (3, 8), "log_p": (3, 7)}, ["log_p", "(3, 7)", "(3, 8)"]),
+    ("jsd", "dtypes", {"log_q": (3, 8), "log_p": normal(3, 8, dtype=torch.bfloat16)}, ["log_p", "torch.bfloat16"]),
+    ("jsd", "labels", {"log_q": (3, 8), "log_p": (3, 8), "shift_labels": normal(3)}, ["shift_labels", "torch.float"]),
+    ("jsd", "beta", {"log_q": (3, 8), "log_p": (3, 8), "beta": 2.0}, ["beta", "2", "[0, 1]"]),
+]  # fmt: skip
+
+LARGE = {"jsd": lambda a, b, _: F.jsd(a, b.to(a.dtype))}
+
+
+def _rows(launch, call) -> None:
+    plan = launch.plan
+    check_rows(plan, launch.rows)
+    check_singles(plan.threads_per_row, launch.instance[0], launch.cols)
+    assert plan.k == 0 and plan.smem >= reduction_bytes(1)
+
+
+def _tiles(launch, call) -> None:
+    plan, vec = launch.plan, launch.instance[0]
+    tiles, lines = ceil_div(launch.cols, plan.threads_per_row * vec * 2), plan.block // plan.threads_per_row
+    assert plan.grid % tiles == 0
+    assert (plan.grid // tiles - 1) * lines < launch.rows <= plan.grid // tiles * lines
+    check_singles(plan.threads_per_row, vec, launch.cols)
+
+
+PLAN_MODELS = {"JsdForwardKernel": _rows, "JsdBackwardKernel": _tiles}
+STREAMS = {"JsdForwardKernel": {"load"}, "JsdBackwardKernel": {"load", "store"}}
