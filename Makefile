@@ -80,7 +80,7 @@ fuzz: build
 
 # The libraries, built against constraints.txt's torch, with the newest torch in front of the environment's.
 NEWEST := build/torch-newest
-NEWEST_TESTS := autocast bad_input compile cross_entropy doctor errors fused_linear_cross_entropy glu gradients layer_norm library llama_causal_lm \
+NEWEST_TESTS := autocast bad_input checks compile cross_entropy doctor errors fused_linear_cross_entropy glu gradients layer_norm library llama_causal_lm \
   llama_compile llama_heads modules opcheck patch patch_auto patch_wrappers relu_squared rms_norm rope sanitizer softmax threads training
 test-newest: build $(NEWEST)/.installed
 	PYTHONPATH=$(abspath $(NEWEST)) $(PY) -c "import torch; print('torch', torch.__version__)"

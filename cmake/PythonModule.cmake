@@ -6,9 +6,9 @@ if(NOT pybind11_FOUND)
   find_package(pybind11 CONFIG REQUIRED)
 endif()
 function(liger_python_module name folder)
-  pybind11_add_module(${name} ${ARGN} csrc/python/module.cpp ${launch_sources})
+  pybind11_add_module(${name} ${ARGN} csrc/python/module.cpp csrc/python/ops.cpp ${launch_sources})
   target_include_directories(${name} PRIVATE csrc)
-  target_compile_definitions(${name} PRIVATE
+  target_compile_definitions(${name} PRIVATE LIGER_BACKEND=python
     LIGER_EXT_VERSION="${PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
     LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}"
     LIGER_GPU_COMPILER="${LIGER_GPU_COMPILER_TEXT}")

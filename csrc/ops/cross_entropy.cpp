@@ -19,24 +19,18 @@ CrossEntropyRows rows_of(const Scope& scope, const RowsView& logits, const Tenso
   return args;
 }
 
-void check_logits(const char* op, const Tensor& logits) {
-  require(logits.dim() == 2 && logits.size(1) > 0, op, ": logits has shape ", shape_text(logits),
-          ", expected (rows, vocab_size) with vocab_size > 0");
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tensor logits, Tensor target, OptionalTensor weight,
                                                                             int64_t ignore_index, int64_t reduction, double label_smoothing,
                                                                             double lse_square_scale, std::optional<double> softcap,
                                                                             bool return_z_loss, bool return_token_accuracy,
                                                                             bool return_predicted_tokens) {
-  const Scope scope("cross_entropy", logits, "logits");
-  const CrossEntropyOptions options =
-      checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, /*token_scaling=*/false);
-  check_logits(scope.op(), logits);
+  const Scope scope("cross_entropy", logits);
+  const CrossEntropyOptions options{ignore_index,        label_smoothing,         lse_square_scale,
+                                    softcap.value_or(0), /*token_scaling=*/false, Reduction(reduction)};
   const RowsView rows = as_rows(scope.op(), logits, "logits");
   const Dtype acc = accumulator(rows.view.dtype);
-  target = checked_target(scope.op(), target, rows.rows, logits, "logits");
-  weight = checked_class_weight(scope.op(), weight, "weight", rows.cols, acc, logits);
+  target = contiguous(scope.op(), target);
+  weight = contiguous(scope.op(), weight);
 
   const Counts counts = counts_of(scope, target, weight, nullptr, rows.cols, options, acc);
   const bool count_first = options.reduction == Reduction::none || options.label_smoothing != 0;  // a row needs the sum of all weights
@@ -55,21 +49,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tens
 Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, OptionalTensor weight, Tensor lse, Tensor counts,
                                  int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
                                  std::optional<double> softcap) {
-  const Scope scope("cross_entropy_backward", logits, "logits");
-  const CrossEntropyOptions options =
-      checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, false);
-  check_logits(scope.op(), logits);
+  const Scope scope("cross_entropy_backward", logits);
+  const CrossEntropyOptions options{ignore_index, label_smoothing, lse_square_scale, softcap.value_or(0), false, Reduction(reduction)};
   const RowsView rows = as_rows(scope.op(), logits, "logits");
-  const Dtype acc = accumulator(rows.view.dtype);
-  target = checked_target(scope.op(), target, rows.rows, logits, "logits");
-  weight = checked_class_weight(scope.op(), weight, "weight", rows.cols, acc, logits);
+  target = contiguous(scope.op(), target);
+  weight = contiguous(scope.op(), weight);
   const bool per_row = options.reduction == Reduction::none;
-  for (const auto& [t, name] : {std::pair{&dloss, "dloss"}, std::pair{&lse, "lse"}, std::pair{&counts, "counts"}})
-    check_device(scope.op(), *t, name, logits, "logits");
-  require(dloss.numel() == (per_row ? rows.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
-  require(lse.numel() == 2 * rows.rows && lse.is_contiguous() && dtype_of(lse, "lse") == acc &&
-              counts.numel() == CrossEntropyCounts::slots && counts.is_contiguous() && dtype_of(counts, "counts") == acc,
-          scope.op(), ": lse and counts are not what the forward returned for these logits");
 
   Tensor dlogits = allocate_like(scope, logits);
   if (rows.rows == 0) return dlogits;
@@ -85,8 +70,8 @@ Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, Opt
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("cross_entropy", boxed<cross_entropy_op>);
-  m.impl("cross_entropy_backward", boxed<cross_entropy_backward_op>);
+  m.impl("cross_entropy", boxed<cross_entropy_op, check_cross_entropy>);
+  m.impl("cross_entropy_backward", boxed<cross_entropy_backward_op, check_cross_entropy_backward>);
 }
 
 }  // namespace liger::LIGER_BACKEND

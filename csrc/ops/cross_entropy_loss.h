@@ -11,8 +11,8 @@ class CrossEntropyLoss {
 
   CrossEntropyLoss(const Head& head, const CrossEntropyOptions& options, const Tensor& target, const OptionalTensor& class_weight)
       : options(options),
-        target(checked_target(head.scope.op(), target, head.rows, head.x(), "x")),
-        class_weight(checked_class_weight(head.scope.op(), class_weight, "ce_weight", head.vocab, head.acc, head.x())),
+        target(contiguous(head.scope.op(), target)),
+        class_weight(contiguous(head.scope.op(), class_weight)),
         gradient_scale(head.compute == Dtype::f16 ? 64.0 : 1.0),
         head_(head) {}
 

@@ -2,26 +2,13 @@
 
 namespace liger::LIGER_BACKEND {
 
-Schedule checked_schedule(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows,
-                          int64_t chunk_classes) {
-  const char* op = head.scope.op();
-  require(gradients >= 0 && gradients <= int64_t(Gradients::recomputed), op, ": gradients is ", gradients,
-          ", expected 0 (none), 1 (deferred), 2 (accumulated) or 3 (recomputed)");
-  require(chunk_rows >= 1 || head.rows == 0, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
-  require(chunk_classes >= 1, op, ": chunk_classes is ", chunk_classes, ", expected at least 1");
-  Schedule made{dx,
-                dweight,
-                dbias && head.has_bias(),
-                Gradients(gradients),
-                launch::equal_chunks(head.rows, chunk_rows),
-                std::min(chunk_classes, head.vocab)};
-  const bool parameters = made.dweight || made.dbias;
-  require(made.gradients != Gradients::deferred || (made.rows >= head.rows && !made.in_pieces(head)), op,
-          ": gradients is 1 (deferred), for which all logits have to exist at a time, not ", chunk_rows, " of ", head.rows, " rows and ",
-          chunk_classes, " of ", head.vocab, " classes");
-  require((made.gradients == Gradients::none) == !(made.dx || parameters), op, ": gradients is ", gradients,
-          ", which does not fit need_dx ", dx, ", need_dweight ", dweight, " and need_dbias ", dbias);
-  return made;
+Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes) {
+  return {dx,
+          dweight,
+          dbias && head.has_bias(),
+          Gradients(gradients),
+          launch::equal_chunks(head.rows, chunk_rows),
+          std::min(chunk_classes, head.vocab)};
 }
 
 GradientSums::GradientSums(const Head& head, const Schedule& schedule, bool wanted) : head_(head), schedule_(schedule) {
@@ -79,7 +66,7 @@ void Backward::from_saved_gradient(const Tensor& saved) {
   }
   if (schedule_.dweight) {
     const Tensor scaled = scaled_x_buffer(head_.rows);
-    const Rows x = per_row_ ? scaled_x(head_.all_rows(), scaled) : head_.x_rows();
+    const Rows x = scaled_x(head_.all_rows(), scaled);
     into(dweight,
          [&](const MutableRows& out) { head_.weight_gradient(head_.all_classes(), head_.rows, gradient, x, out, dweight_alpha(), false); });
   }
@@ -104,8 +91,9 @@ Tensor Backward::scaled_x_buffer(int64_t rows) const {
   return allocate(head_.scope, {per_row_ && schedule_.dweight ? rows : 0, head_.hidden}, head_.compute, scales_);
 }
 
-// Rows of x times their grad_output, relative to the largest grad_output of all.
+// Rows of x, times their grad_output if each has its own, relative to the largest grad_output of all.
 Rows Backward::scaled_x(Range rows, const Tensor& buffer) const {
+  if (!per_row_) return from_row(head_.x_rows(), rows.first);
   const MutableRows out = mutable_rows(buffer, "x");
   scale_cast({rows.count, head_.hidden, from_row(head_.x_rows(), rows.first), out, x_scale(), from_row(row_grad_, rows.first)},
              head_.scope);

@@ -37,9 +37,8 @@ struct Schedule {
   int64_t stride() const { return launch::padded_vocab(classes); }
 };
 
-// Throws ValueError. chunk_rows, chunk_classes: at most so many rows, in the fewest equal chunks, and classes.
-Schedule checked_schedule(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows,
-                          int64_t chunk_classes);
+// chunk_rows, chunk_classes: at most so many rows, in the fewest equal chunks, and classes.
+Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes);
 
 // The losses of all rows into `results`, unless it is null, and, if wanted, use(rows, classes, gradient) with each chunk's, or piece's,
 // gradient of the logits, which lies in the buffer.

@@ -1,4 +1,5 @@
 // The language-model head and cross entropy as one op: fused_linear.h says how.
+#include "checks/fused_linear_cross_entropy.h"
 #include "ops/cross_entropy_loss.h"
 #include "ops/fused_linear.h"
 
@@ -12,11 +13,12 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
                          std::optional<double> softcap, bool use_token_scaling, bool return_z_loss, bool return_token_accuracy,
                          bool return_predicted_tokens, std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
                          int64_t gradients, int64_t chunk_rows, int64_t chunk_classes, bool need_dx, bool need_dweight, bool need_dbias) {
-  const Scope scope("fused_linear_cross_entropy", x, "x");
-  const auto options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
+  const Scope scope("fused_linear_cross_entropy", x);
+  const CrossEntropyOptions options{ignore_index,        label_smoothing,   lse_square_scale,
+                                    softcap.value_or(0), use_token_scaling, Reduction(reduction)};
   const Head head(scope, x, weight, bias, accum_dtype, compute_dtype);
   const CrossEntropyLoss loss(head, options, target, ce_weight);
-  const Schedule schedule = checked_schedule(head, need_dx, need_dweight, need_dbias, gradients, chunk_rows, chunk_classes);
+  const Schedule schedule = schedule_of(head, need_dx, need_dweight, need_dbias, gradients, chunk_rows, chunk_classes);
 
   const Counts counts = counts_of(scope, loss.target, loss.class_weight, get(normalizer), head.vocab, options, head.acc);
   cross_entropy_counts(counts.how, scope);
@@ -50,24 +52,12 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
                                                std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
                                                int64_t gradients, int64_t chunk_rows, int64_t chunk_classes, bool need_dx,
                                                bool need_dweight, bool need_dbias) {
-  const Scope scope("fused_linear_cross_entropy_backward", x, "x");
-  const auto options = checked_options(scope.op(), ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
+  const Scope scope("fused_linear_cross_entropy_backward", x);
+  const CrossEntropyOptions options{ignore_index,        label_smoothing,   lse_square_scale,
+                                    softcap.value_or(0), use_token_scaling, Reduction(reduction)};
   const Head head(scope, x, weight, bias, accum_dtype, compute_dtype);
   const CrossEntropyLoss loss(head, options, target, ce_weight);
-  const Schedule schedule = checked_schedule(head, need_dx, need_dweight, need_dbias, gradients, chunk_rows, chunk_classes);
-  check_device(scope.op(), dloss, "dloss", x, "x");
-  require(dloss.numel() == (loss.per_row() ? head.rows : 1), scope.op(), ": dloss has shape ", shape_text(dloss),
-          ", expected that of the loss");
-  check_device(scope.op(), counts, "counts", x, "x");
-  require(counts.numel() == CrossEntropyCounts::slots && counts.is_contiguous() && dtype_of(counts, "counts") == head.acc, scope.op(),
-          ": counts is not what the forward returned");
-  const auto expect = [&](const Tensor& t, const char* name, bool wanted, std::initializer_list<int64_t> sizes, Dtype dtype) {
-    if (!wanted) return;
-    check_device(scope.op(), t, name, x, "x");
-    check_shape(scope.op(), t, name, sizes);
-    require(t.is_contiguous() && dtype_of(t, name) == dtype, scope.op(), ": ", name,
-            " is not what the forward returned for these arguments");
-  };
+  const Schedule schedule = schedule_of(head, need_dx, need_dweight, need_dbias, gradients, chunk_rows, chunk_classes);
 
   Backward backward(head, schedule, x, weight, bias, dloss, loss.per_row(), loss.scale(counts), 1 / loss.gradient_scale);
   if (head.rows == 0) {
@@ -78,16 +68,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
     case Gradients::none:
       break;
     case Gradients::deferred:
-      check_device(scope.op(), saved, "saved", x, "x");
-      check_shape(scope.op(), saved, "saved", {head.rows, head.vocab});
-      require(dtype_of(saved, "saved") == head.compute, scope.op(), ": saved has dtype ", dtype_name(type_of(saved)), ", expected ",
-              dtype_name(scalar_type(head.compute)));
       backward.from_saved_gradient(saved);
       break;
     case Gradients::accumulated:
-      expect(dx, "dx", schedule.dx, {head.rows, head.hidden}, head.compute);
-      expect(dweight, "dweight", schedule.dweight, {head.vocab, head.hidden}, head.accum);
-      expect(dbias, "dbias", schedule.dbias, {head.vocab}, head.acc);
       backward.from_sums(dx, dweight, dbias);
       break;
     case Gradients::recomputed:
@@ -100,8 +83,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("fused_linear_cross_entropy", boxed<forward_op>);
-  m.impl("fused_linear_cross_entropy_backward", boxed<backward_op>);
+  m.impl("fused_linear_cross_entropy", boxed<forward_op, check_fused_linear_cross_entropy>);
+  m.impl("fused_linear_cross_entropy_backward", boxed<backward_op, check_fused_linear_cross_entropy_backward>);
 }
 
 }  // namespace liger::LIGER_BACKEND

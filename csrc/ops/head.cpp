@@ -18,23 +18,13 @@ Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const Opti
            std::optional<ScalarType> compute_dtype)
     : scope(scope) {
   const char* op = scope.op();
-  require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, hidden_size)");
   rows = x.size(0);
   hidden = x.size(1);
-  require(weight.dim() == 2 && weight.size(1) == hidden && weight.size(0) > 0, op, ": weight has shape ", shape_text(weight),
-          ", expected (vocab_size, ", hidden, ")");
   vocab = weight.size(0);
-  check_device(op, weight, "weight", x, "x");
-  compute = compute_dtype ? dtype_of(*compute_dtype, "compute_dtype") : promote(dtype_of(x, "x"), dtype_of(weight, "weight"));
-  acc = accumulator(compute);
-  accum = accum_dtype ? dtype_of(*accum_dtype, "accum_dtype") : acc;
-  require(accum == acc || accum == compute, op, ": accum_dtype is ", dtype_name(scalar_type(accum)), ", expected ",
-          dtype_name(scalar_type(acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(compute)));
-  if (bias) {
-    check_device(op, *bias, "bias", x, "x");
-    check_shape(op, *bias, "bias", {vocab});
-    dtype_of(*bias, "bias");
-  }
+  const HeadDtypes dtypes = head_dtypes(x, weight, accum_dtype, compute_dtype);
+  compute = dtypes.compute;
+  acc = dtypes.acc;
+  accum = dtypes.accum;
   bias_ = contiguous(op, bias);
   x_ = as_matrix(op, x, "x");
   weight_ = as_matrix(op, weight, "weight");

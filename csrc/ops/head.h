@@ -1,6 +1,7 @@
 // A language-model head of rows x, logits = x @ weight^T + bias, and the gradients of its inputs: all matmuls of a fused loss, each of a
 // range of rows and a range of classes. A faster matmul, or one of fewer rows, has its place here.
 #pragma once
+#include "checks/head.h"
 #include "kernels/gemm.h"
 #include "ops/tensor.h"
 
@@ -24,7 +25,7 @@ RowsView as_matrix(const char* op, const Tensor& t, const char* name);
 
 class Head {
  public:
-  // Throws ValueError for operands that do not fit together. The matmuls run in compute_dtype, or in the dtype that x and weight promote
+  // The matmuls run in compute_dtype, or in the dtype that x and weight promote
   // to; the gradient of the weight is summed over chunks in accum_dtype, or in the accumulator's.
   Head(const Scope& scope, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::optional<ScalarType> accum_dtype,
        std::optional<ScalarType> compute_dtype);

@@ -1,5 +1,6 @@
 #include "kernels/jsd.h"
 
+#include "checks/jsd.h"
 #include "ops/loss.h"
 
 namespace liger::LIGER_BACKEND {
@@ -12,30 +13,16 @@ struct Inputs {
   JsdRows rows;
 };
 
-Inputs checked_inputs(const char* op, const Tensor& log_q, const Tensor& log_p, const OptionalTensor& labels, double beta,
-                      int64_t ignore_index) {
-  require(beta >= 0 && beta <= 1, op, ": beta is ", beta, ", expected a number in [0, 1]");
-  require(log_q.dim() == 2 && log_q.size(1) > 0, op, ": log_q has shape ", shape_text(log_q),
-          ", expected (rows, vocab_size) with vocab_size > 0");
-  check_device(op, log_p, "log_p", log_q, "log_q");
-  check_same_shape(op, log_p, "log_p", log_q, "log_q");
-  require(type_of(log_p) == type_of(log_q), op, ": log_p has dtype ", dtype_name(type_of(log_p)), ", expected that of log_q, ",
-          dtype_name(type_of(log_q)));
-  Inputs in{as_rows(op, log_q, "log_q"), as_rows(op, log_p, "log_p"), labels, {}};
-  if (labels) {
-    check_device(op, *labels, "shift_labels", log_q, "log_q");
-    require(type_of(*labels) == ScalarType::Long, op, ": shift_labels has dtype ", dtype_name(type_of(*labels)), ", expected torch.int64");
-    check_shape(op, *labels, "shift_labels", {log_q.size(0)});
-    in.labels = contiguous(op, labels);
-  }
-  const auto* const label_data = labels ? static_cast<const int64_t*>(in.labels->data_ptr()) : nullptr;
-  in.rows = {in.log_q.rows, in.log_q.cols, in.log_q, in.log_p, label_data, ignore_index, beta};
+Inputs inputs(const char* op, const Tensor& log_q, const Tensor& log_p, const OptionalTensor& labels, double beta, int64_t ignore_index) {
+  Inputs in{as_rows(op, log_q, "log_q"), as_rows(op, log_p, "log_p"), contiguous(op, labels), {}};
+  in.rows = {in.log_q.rows, in.log_q.cols, in.log_q, in.log_p, labels ? static_cast<const int64_t*>(in.labels->data_ptr()) : nullptr,
+             ignore_index,  beta};
   return in;
 }
 
 std::tuple<Tensor, Tensor> jsd_op(Tensor log_q, Tensor log_p, OptionalTensor shift_labels, double beta, int64_t ignore_index) {
-  const Scope scope("jsd", log_q, "log_q");
-  const Inputs in = checked_inputs(scope.op(), log_q, log_p, shift_labels, beta, ignore_index);
+  const Scope scope("jsd", log_q);
+  const Inputs in = inputs(scope.op(), log_q, log_p, shift_labels, beta, ignore_index);
   const Dtype acc = accumulator(in.rows.log_q.dtype);
   const Tensor loss = allocate(scope, {}, acc, log_q), counts = allocate(scope, {CrossEntropyCounts::slots}, acc, log_q),
                losses = allocate(scope, {in.rows.rows}, acc, log_q);
@@ -56,14 +43,8 @@ std::tuple<Tensor, Tensor> jsd_op(Tensor log_q, Tensor log_p, OptionalTensor shi
 
 Tensor jsd_backward_op(Tensor dloss, Tensor log_q, Tensor log_p, OptionalTensor shift_labels, Tensor counts, double beta,
                        int64_t ignore_index) {
-  const Scope scope("jsd_backward", log_q, "log_q");
-  const Inputs in = checked_inputs(scope.op(), log_q, log_p, shift_labels, beta, ignore_index);
-  for (const auto& [t, name] : {std::pair{&dloss, "dloss"}, std::pair{&counts, "counts"}})
-    check_device(scope.op(), *t, name, log_q, "log_q");
-  require(dloss.numel() == 1, scope.op(), ": dloss has shape ", shape_text(dloss), ", expected that of the loss, ()");
-  require(counts.numel() == CrossEntropyCounts::slots && counts.is_contiguous() &&
-              dtype_of(counts, "counts") == accumulator(in.rows.log_q.dtype),
-          scope.op(), ": counts is not what the forward returned for these log-probabilities");
+  const Scope scope("jsd_backward", log_q);
+  const Inputs in = inputs(scope.op(), log_q, log_p, shift_labels, beta, ignore_index);
   Tensor dlog_q = allocate_like(scope, log_q);
   if (in.rows.rows > 0)
     jsd_backward({in.rows, counts.data_ptr(), {dloss.data_ptr(), dtype_of(dloss, "dloss")}, mutable_rows(dlog_q, "log_q")}, scope);
@@ -73,8 +54,8 @@ Tensor jsd_backward_op(Tensor dloss, Tensor log_q, Tensor log_p, OptionalTensor 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("jsd", boxed<jsd_op>);
-  m.impl("jsd_backward", boxed<jsd_backward_op>);
+  m.impl("jsd", boxed<jsd_op, check_jsd>);
+  m.impl("jsd_backward", boxed<jsd_backward_op, check_jsd_backward>);
 }
 
 }  // namespace liger::LIGER_BACKEND

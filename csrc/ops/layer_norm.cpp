@@ -1,21 +1,13 @@
+#include "checks/norms.h"
 #include "kernels/norms.h"
 #include "ops/tensor.h"
 
 namespace liger::LIGER_BACKEND {
 namespace {
 
-void check_parameter(const char* op, const OptionalTensor& parameter, const char* name, const Tensor& x, int64_t cols) {
-  if (!parameter) return;
-  check_device(op, *parameter, name, x, "x");
-  check_shape(op, *parameter, name, {cols});
-  dtype_of(*parameter, name);
-}
-
 std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight, OptionalTensor bias, double eps) {
-  const Scope scope("layer_norm", x, "x");
+  const Scope scope("layer_norm", x);
   const RowsView rows = as_rows(scope.op(), x, "x");
-  check_parameter(scope.op(), weight, "weight", x, rows.cols);
-  check_parameter(scope.op(), bias, "bias", x, rows.cols);
   weight = contiguous(scope.op(), weight);
   bias = contiguous(scope.op(), bias);
 
@@ -43,18 +35,13 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x, OptionalTensor weight, Tensor mean, Tensor rstd,
                                                           std::optional<ScalarType> bias_dtype, bool need_dx, bool need_dweight,
                                                           bool need_dbias) {
-  const Scope scope("layer_norm_backward", x, "x");
+  const Scope scope("layer_norm_backward", x);
   const RowsView rows = as_rows(scope.op(), x, "x");
-  check_same_shape(scope.op(), dy_in, "dy", x, "x");
-  check_device(scope.op(), dy_in, "dy", x, "x");
-  check_parameter(scope.op(), weight, "weight", x, rows.cols);
   weight = contiguous(scope.op(), weight);
   need_dweight = need_dweight && weight.has_value();
   need_dbias = need_dbias && bias_dtype.has_value();
-  const Dtype stats = accumulator(rows.view.dtype);
-  for (const auto& [t, name] : {std::pair{&mean, "mean"}, std::pair{&rstd, "rstd"}})
-    require(t->defined() && t->numel() == rows.rows && dtype_of(*t, name) == stats && t->is_contiguous(), scope.op(), ": ", name,
-            " is not what the forward returned for x of shape ", shape_text(x));
+  mean = contiguous(scope.op(), mean);
+  rstd = contiguous(scope.op(), rstd);
 
   Tensor dx = need_dx ? allocate_like(scope, x) : empty_output(scope, x);
   Tensor dweight = need_dweight ? allocate_like(scope, *weight) : empty_output(scope, weight ? *weight : x);
@@ -86,8 +73,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy_in, Tensor x
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("layer_norm", boxed<layer_norm_op>);
-  m.impl("layer_norm_backward", boxed<layer_norm_backward_op>);
+  m.impl("layer_norm", boxed<layer_norm_op, check_layer_norm>);
+  m.impl("layer_norm_backward", boxed<layer_norm_backward_op, check_layer_norm_backward>);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -2,39 +2,8 @@
 
 namespace liger::LIGER_BACKEND {
 
-CrossEntropyOptions checked_options(const char* op, int64_t ignore_index, int64_t reduction, double label_smoothing,
-                                    double lse_square_scale, std::optional<double> softcap, bool token_scaling) {
-  require(reduction >= 0 && reduction <= 2, op, ": reduction is ", reduction, ", expected 0 (none), 1 (mean) or 2 (sum)");
-  require(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing is ", label_smoothing, ", expected a number in [0, 1]");
-  require(!softcap || (*softcap >= 1e-18 && *softcap <= 1e18), op, ": softcap is ", softcap.value_or(0),
-          ", expected None or a number from 1e-18 to 1e18");
-  return {ignore_index, label_smoothing, lse_square_scale, softcap.value_or(0), token_scaling, static_cast<Reduction>(reduction)};
-}
-
-Tensor checked_target(const char* op, const Tensor& target, int64_t rows, const Tensor& like, const char* like_name) {
-  check_device(op, target, "target", like, like_name);
-  require(type_of(target) == ScalarType::Long, op, ": target has dtype ", dtype_name(type_of(target)), ", expected torch.int64");
-  check_shape(op, target, "target", {rows});
-  return contiguous(op, target);
-}
-
-OptionalTensor checked_class_weight(const char* op, const OptionalTensor& weight, const char* name, int64_t vocab, Dtype accumulator,
-                                    const Tensor& like) {
-  if (!weight) return weight;
-  check_device(op, *weight, name, like, "the logits");
-  check_shape(op, *weight, name, {vocab});
-  require(type_of(*weight) == scalar_type(accumulator), op, ": ", name, " has dtype ", dtype_name(type_of(*weight)), ", expected ",
-          dtype_name(scalar_type(accumulator)));
-  return contiguous(op, weight);
-}
-
 Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const Tensor* normalizer, int64_t vocab,
                  const CrossEntropyOptions& options, Dtype accumulator) {
-  if (normalizer != nullptr) {
-    require(normalizer->numel() == 1 && type_of(*normalizer) == scalar_type(accumulator), scope.op(),
-            ": normalizer must be one number of dtype ", dtype_name(scalar_type(accumulator)));
-    check_device(scope.op(), *normalizer, "normalizer", target, "target");
-  }
   const Tensor values = allocate(scope, {CrossEntropyCounts::slots}, accumulator, target);
   return {values,
           {target.size(0), vocab, static_cast<const int64_t*>(target.data_ptr()), vector_of(class_weight, "weight"),

@@ -1,19 +1,11 @@
-// What cross_entropy and fused_linear_cross_entropy share: checked options, the sums over all targets, per-row results and
+// What cross_entropy and fused_linear_cross_entropy share: the sums over all targets, per-row results and
 // their reduction.
 #pragma once
+#include "checks/cross_entropy.h"
 #include "kernels/cross_entropy.h"
 #include "ops/tensor.h"
 
 namespace liger::LIGER_BACKEND {
-
-// Throws ValueError for values outside their range; softcap absent is 0.
-CrossEntropyOptions checked_options(const char* op, int64_t ignore_index, int64_t reduction, double label_smoothing,
-                                    double lse_square_scale, std::optional<double> softcap, bool token_scaling);
-
-// A target of int64, one per row, and class weights of the accumulator dtype, one per class; both contiguous.
-Tensor checked_target(const char* op, const Tensor& target, int64_t rows, const Tensor& like, const char* like_name);
-OptionalTensor checked_class_weight(const char* op, const OptionalTensor& weight, const char* name, int64_t vocab, Dtype accumulator,
-                                    const Tensor& like);
 
 // The counts' memory and how they are made; cross_entropy_counts, or the reduction, makes them.
 struct Counts {

@@ -1,25 +1,13 @@
+#include "checks/norms.h"
 #include "kernels/norms.h"
 #include "ops/tensor.h"
 
 namespace liger::LIGER_BACKEND {
 namespace {
 
-void check_weight(const char* op, const OptionalTensor& weight, const Tensor& x, const char* x_name, int64_t cols) {
-  if (!weight) return;
-  check_device(op, *weight, "weight", x, x_name);
-  check_shape(op, *weight, "weight", {cols});
-  dtype_of(*weight, "weight");
-}
-
-void check_casting_mode(const char* op, int64_t mode) {
-  require(mode >= -1 && mode <= 1, op, ": casting_mode is ", mode, ", expected 0 (llama), 1 (gemma) or -1 (none)");
-}
-
 std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double eps, double offset, int64_t casting_mode) {
-  const Scope scope("rms_norm", x, "x");
+  const Scope scope("rms_norm", x);
   const RowsView rows = as_rows(scope.op(), x, "x");
-  check_weight(scope.op(), weight, x, "x", rows.cols);
-  check_casting_mode(scope.op(), casting_mode);
   weight = contiguous(scope.op(), weight);
 
   Tensor y = allocate_like(scope, x);
@@ -43,13 +31,9 @@ std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double e
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, OptionalTensor weight, double eps, double offset,
                                                    int64_t casting_mode) {
-  const Scope scope("add_rms_norm", x, "x");
-  check_device(scope.op(), residual, "residual", x, "x");
-  check_same_shape(scope.op(), residual, "residual", x, "x");
+  const Scope scope("add_rms_norm", x);
   const RowsView rows = as_rows(scope.op(), x, "x");
   const RowsView residual_rows = as_rows(scope.op(), residual, "residual");
-  check_weight(scope.op(), weight, x, "x", rows.cols);
-  check_casting_mode(scope.op(), casting_mode);
   weight = contiguous(scope.op(), weight);
 
   const Dtype dtype = promote(rows.view.dtype, residual_rows.view.dtype);
@@ -76,40 +60,23 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, Op
 
 // Both backwards: z is what was normalised.
 std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy_in, const OptionalTensor& dsum, const Tensor& z,
-                                    const char* z_name, OptionalTensor weight, const Tensor& rstd, double offset, bool need_dx,
-                                    bool need_dweight) {
-  const RowsView z_rows = as_rows(scope.op(), z, z_name);
-  check_weight(scope.op(), weight, z, z_name, z_rows.cols);
+                                    OptionalTensor weight, const Tensor& rstd, double offset, bool need_dx, bool need_dweight) {
+  const RowsView z_rows = as_rows(scope.op(), z, "z");
   weight = contiguous(scope.op(), weight);
   need_dweight = need_dweight && weight.has_value();
-  check_device(scope.op(), rstd, "rstd", z, z_name);
-  require(rstd.numel() == z_rows.rows, scope.op(), ": rstd has ", rstd.numel(), " elements, expected one for each of ", z_rows.rows,
-          " rows");
   const Tensor rstd_rows = contiguous(scope.op(), rstd);
-  require(dtype_of(rstd, "rstd") == accumulator(z_rows.view.dtype), scope.op(), ": rstd has dtype ", dtype_name(type_of(rstd)),
-          ", expected what the forward returned");
 
   // Only the sum was used: its gradient passes through unchanged (as a fresh tensor).
   if (!dy_in) {
-    require(dsum.has_value(), scope.op(), ": neither dy nor dsum is given");
-    check_device(scope.op(), *dsum, "dsum", z, z_name);
-    check_same_shape(scope.op(), *dsum, "dsum", z, z_name);
-    dtype_of(*dsum, "dsum");
     Tensor dz = need_dx ? allocate_like(scope, z) : empty_output(scope, z);
     if (need_dx) torch::stable::copy_(dz, *dsum);
     Tensor dweight = need_dweight ? allocate_like(scope, *weight) : empty_output(scope, weight ? *weight : z);
     torch::stable::zero_(dweight);
     return {dz, dweight};
   }
-  check_same_shape(scope.op(), *dy_in, "dy", z, z_name);
-  check_device(scope.op(), *dy_in, "dy", z, z_name);
   const RowsView dy = as_rows(scope.op(), *dy_in, "dy");
   RowsView dsum_rows;
-  if (dsum) {
-    check_same_shape(scope.op(), *dsum, "dsum", z, z_name);
-    check_device(scope.op(), *dsum, "dsum", z, z_name);
-    dsum_rows = as_rows(scope.op(), *dsum, "dsum");
-  }
+  if (dsum) dsum_rows = as_rows(scope.op(), *dsum, "dsum");
 
   Tensor dz = need_dx ? allocate_like(scope, z) : empty_output(scope, z);
   Tensor dweight = need_dweight ? allocate_like(scope, *weight) : empty_output(scope, weight ? *weight : z);
@@ -136,21 +103,21 @@ std::tuple<Tensor, Tensor> backward(const Scope& scope, const OptionalTensor& dy
 
 std::tuple<Tensor, Tensor> rms_norm_backward_op(Tensor dy, Tensor x, OptionalTensor weight, Tensor rstd, double offset, bool need_dx,
                                                 bool need_dweight) {
-  return backward(Scope("rms_norm_backward", x, "x"), dy, std::nullopt, x, "x", weight, rstd, offset, need_dx, need_dweight);
+  return backward(Scope("rms_norm_backward", x), dy, std::nullopt, x, weight, rstd, offset, need_dx, need_dweight);
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_backward_op(OptionalTensor dy, OptionalTensor dsum, Tensor sum, OptionalTensor weight, Tensor rstd,
                                                     double offset, bool need_dx, bool need_dweight) {
-  return backward(Scope("add_rms_norm_backward", sum, "sum"), dy, dsum, sum, "sum", weight, rstd, offset, need_dx, need_dweight);
+  return backward(Scope("add_rms_norm_backward", sum), dy, dsum, sum, weight, rstd, offset, need_dx, need_dweight);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("rms_norm", boxed<rms_norm_op>);
-  m.impl("rms_norm_backward", boxed<rms_norm_backward_op>);
-  m.impl("add_rms_norm", boxed<add_rms_norm_op>);
-  m.impl("add_rms_norm_backward", boxed<add_rms_norm_backward_op>);
+  m.impl("rms_norm", boxed<rms_norm_op, check_rms_norm>);
+  m.impl("rms_norm_backward", boxed<rms_norm_backward_op, check_rms_norm_backward>);
+  m.impl("add_rms_norm", boxed<add_rms_norm_op, check_add_rms_norm>);
+  m.impl("add_rms_norm_backward", boxed<add_rms_norm_backward_op, check_add_rms_norm_backward>);
 }
 
 }  // namespace liger::LIGER_BACKEND

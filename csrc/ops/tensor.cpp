@@ -2,6 +2,7 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include "checks/tensor.h"
 #include "kernels/device.h"
 
 // The shim declares it for builds with a GPU's toolkit alone; it is called in those alone.
@@ -9,59 +10,44 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 
 namespace liger::LIGER_BACKEND {
 
+namespace {
+
+constexpr std::pair<ScalarType, const char*> names[] = {
+    {ScalarType::Float, "torch.float32"},
+    {ScalarType::Double, "torch.float64"},
+    {ScalarType::BFloat16, "torch.bfloat16"},
+    {ScalarType::Half, "torch.float16"},
+    {ScalarType::Long, "torch.int64"},
+    {ScalarType::Float8_e4m3fn, "torch.float8_e4m3fn"},
+    {ScalarType::Float8_e4m3fnuz, "torch.float8_e4m3fnuz"},
+    {ScalarType::Float8_e5m2, "torch.float8_e5m2"},
+    {ScalarType::Float8_e5m2fnuz, "torch.float8_e5m2fnuz"},
+    {ScalarType::Int, "torch.int32"},
+    {ScalarType::Short, "torch.int16"},
+    {ScalarType::Char, "torch.int8"},
+    {ScalarType::Byte, "torch.uint8"},
+    {ScalarType::UInt16, "torch.uint16"},
+    {ScalarType::UInt32, "torch.uint32"},
+    {ScalarType::UInt64, "torch.uint64"},
+    {ScalarType::Bool, "torch.bool"},
+    {ScalarType::ComplexHalf, "torch.complex32"},
+    {ScalarType::ComplexFloat, "torch.complex64"},
+    {ScalarType::ComplexDouble, "torch.complex128"},
+};
+constexpr ScalarType of_kernels[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Double};  // as in Dtype
+
+}  // namespace
+
 const char* dtype_name(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return "torch.float32";
-    case ScalarType::Double:
-      return "torch.float64";
-    case ScalarType::BFloat16:
-      return "torch.bfloat16";
-    case ScalarType::Half:
-      return "torch.float16";
-    case ScalarType::Long:
-      return "torch.int64";
-    case ScalarType::Int:
-      return "torch.int32";
-    case ScalarType::Short:
-      return "torch.int16";
-    case ScalarType::Char:
-      return "torch.int8";
-    case ScalarType::Byte:
-      return "torch.uint8";
-    case ScalarType::Bool:
-      return "torch.bool";
-    case ScalarType::ComplexFloat:
-      return "torch.complex64";
-    case ScalarType::ComplexDouble:
-      return "torch.complex128";
-    default:
-      return "an unsupported dtype";
-  }
+  for (const auto& [named, name] : names)
+    if (named == type) return name;
+  return "an unsupported dtype";
 }
-
-std::ostream& operator<<(std::ostream& out, const ShapeText& shape) {
-  out << "(";
-  for (int64_t i = 0; i < shape.tensor.dim(); ++i) out << (i ? ", " : "") << shape.tensor.size(i);
-  return out << ")";
-}
-
-Dtype dtype_of(ScalarType type, const char* name) {
-  switch (type) {
-    case ScalarType::Float:
-      return Dtype::f32;
-    case ScalarType::BFloat16:
-      return Dtype::bf16;
-    case ScalarType::Half:
-      return Dtype::f16;
-    case ScalarType::Double:
-      if (has_float64) return Dtype::f64;
-      break;
-    default:
-      break;
-  }
-  throw std::invalid_argument(text(name, " has dtype ", dtype_name(type), ", expected float32, bfloat16 or float16",
-                                   has_float64 ? ", or float64" : " (float64 works on the CPU only)"));
+ScalarType scalar_type(Dtype dtype) { return of_kernels[static_cast<int>(dtype)]; }
+std::optional<Dtype> kernel_dtype(ScalarType type) {
+  for (int i = 0; i < int(std::size(of_kernels)); ++i)
+    if (of_kernels[i] == type) return Dtype(i);
+  return {};
 }
 ScalarType type_of(const Tensor& t) {
   try {
@@ -70,49 +56,12 @@ ScalarType type_of(const Tensor& t) {
     return ScalarType::Undefined;
   }
 }
-Dtype dtype_of(const Tensor& t, const char* name) { return dtype_of(type_of(t), name); }
 
-ScalarType scalar_type(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::f32:
-      return ScalarType::Float;
-    case Dtype::bf16:
-      return ScalarType::BFloat16;
-    case Dtype::f16:
-      return ScalarType::Half;
-    default:
-      return ScalarType::Double;
-  }
+bool same_device(const Tensor& t, const Tensor& like) {
+  return t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && t.get_device_index() == like.get_device_index();
 }
 
-void check_defined(const char* op, const Tensor& t, const char* name) {
-  require(t.defined(), op, ": ", name, " is None, expected a tensor");
-}
-
-void check_device(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
-  check_defined(op, t, name);
-  require(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && t.get_device_index() == like.get_device_index(), op, ": ", name,
-          " is on another device than ", like_name, "; move both to one device");
-}
-
-void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
-  check_defined(op, t, name);
-  const auto sizes = t.sizes();
-  if (std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) return;
-  std::string expected;
-  for (const int64_t n : shape) expected += text(expected.empty() ? "" : ", ", n);
-  throw std::invalid_argument(text(op, ": ", name, " has shape ", shape_text(t), ", expected (", expected, ")"));
-}
-
-void check_same_shape(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
-  check_defined(op, t, name);
-  const auto sizes = t.sizes(), expected = like.sizes();
-  require(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), op, ": ", name, " has shape ", shape_text(t),
-          ", expected that of ", like_name, ", ", shape_text(like));
-}
-
-Scope::Scope(const char* op, const Tensor& t, const char* name) : op_(op) {
-  check_defined(op, t, name);
+Scope::Scope(const char* op, const Tensor& t) : op_(op) {
   if constexpr (has_streams) {
     stream_.device = t.get_device_index();
     guard_.emplace(stream_.device);
@@ -193,8 +142,6 @@ Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like) {
 }
 
 RowsView as_rows(const char* op, const Tensor& t, const char* name) {
-  check_defined(op, t, name);
-  require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected (..., hidden_size)");
   RowsView out{t, 1, t.size(t.dim() - 1), {}};
   for (int64_t i = 0; i + 1 < t.dim(); ++i) out.rows *= t.size(i);
   // One stride for all rows: every leading dimension longer than 1 must continue the one inside it.

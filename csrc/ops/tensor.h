@@ -1,5 +1,5 @@
-// Tensors for ops/: checks, views as rows, allocation, the caller's stream. The only header that joins torch's stable ABI to
-// the backends. Each ops file is compiled once for the CPU library and once for the GPU library.
+// Tensors for ops/: what checks ask of them, views as rows, allocation, the caller's stream. The only header that joins torch's stable ABI
+// to the backends. Each ops file is compiled once for the CPU library and once for the GPU library.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -20,33 +20,21 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // What the tensors of this library's dispatch key have.
-constexpr bool has_streams = LIGER_IS_GPU, has_float64 = !LIGER_IS_GPU;
+constexpr bool has_streams = LIGER_IS_GPU;
 
+// What checks ask: python/tensor.h has the same names.
+using Size = int64_t;
 const char* dtype_name(ScalarType type);
-// Prints as "(2, 3)", when it is printed: checks that hold must cost nothing.
-struct ShapeText {
-  const Tensor& tensor;
-};
-std::ostream& operator<<(std::ostream& out, const ShapeText& shape);
-inline ShapeText shape_text(const Tensor& t) { return {t}; }
-
-ScalarType type_of(const Tensor& t);  // Undefined for a dtype that no kernel takes
-// Throws ValueError (as all checks here), naming the argument, when the dtype is none that kernels take.
-Dtype dtype_of(const Tensor& t, const char* name);
-Dtype dtype_of(ScalarType type, const char* name);
+ScalarType type_of(const Tensor& t);  // Undefined for one that the stable ABI has no name for
 ScalarType scalar_type(Dtype dtype);
-
-// torch's dispatcher lets None pass for a tensor.
-void check_defined(const char* op, const Tensor& t, const char* name);
-// Same device as `like`, and on this backend's kind of device.
-void check_device(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name);
-void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<int64_t> shape);
-void check_same_shape(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name);
+std::optional<Dtype> kernel_dtype(ScalarType type);
+bool same_device(const Tensor& t, const Tensor& like);
+inline bool takes_float64(const Tensor&) { return !LIGER_IS_GPU; }
 
 // A guard for the tensor's device and its current stream, for as long as an op runs.
 class Scope {
  public:
-  Scope(const char* op, const Tensor& t, const char* name);
+  Scope(const char* op, const Tensor& t);
   operator Stream() const { return stream_; }
   const char* op() const { return op_; }
 
@@ -67,7 +55,7 @@ Tensor empty_output(const Scope& scope, const Tensor& like);                    
 Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like);
 std::vector<int64_t> sizes_of(const Tensor& t);
 
-// A tensor seen as a matrix of rows over its last dimension. Keeps a contiguous copy alive where its strides allow no such view.
+// A checked tensor seen as a matrix of rows over its last dimension. Keeps a contiguous copy alive where its strides allow no such view.
 struct RowsView {
   Tensor tensor;
   int64_t rows = 0, cols = 0;

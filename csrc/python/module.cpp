@@ -1,4 +1,4 @@
-// liger_ext._C: what was built, device profiles and launch plans, for Python. Knows nothing of torch.
+// liger_ext._C: what was built, device profiles and launch plans, the ops' checks, for Python. Knows nothing of torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,6 +17,10 @@
 
 namespace py = pybind11;
 using namespace liger::launch;
+
+namespace liger::python {
+void bind_ops(py::module_& m);  // ops.cpp
+}
 
 namespace {
 
@@ -227,7 +231,7 @@ void bind_plans(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Build information, device profiles and launch plans of liger_ext";
+  m.doc() = "Build information, device profiles, launch plans and argument checks of liger_ext";
   m.attr("version") = LIGER_EXT_VERSION;
   m.attr("torch_version") = LIGER_TORCH_VERSION;
   m.attr("gpu_backend") = LIGER_GPU_BACKEND;
@@ -236,4 +240,5 @@ PYBIND11_MODULE(_C, m) {
   bind_profiles(m);
   bind_knobs(m);
   bind_plans(m);
+  liger::python::bind_ops(m);
 }

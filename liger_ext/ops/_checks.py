@@ -1,6 +1,7 @@
-"""Argument checks of the fake implementations, in the words of the C++ ops, and the names of their integer modes.
+"""What the public functions check themselves, and the names of the ops' integer modes.
 
-They run while a graph is traced; the C++ ops check at run time. Sizes may be symbolic: nothing converts one to int.
+An op's own arguments are checked in C++ (``csrc/checks``), in every call and while a graph is traced. Here is what has
+to hold before an op can be called; torch.compile traces it. Sizes may be symbolic: nothing converts one to int.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-REDUCTIONS: Mapping[object, int] = {"none": 0, "mean": 1, "sum": 2}
+from liger_ext import _C
+
+REDUCTIONS: Mapping[object, int] = {name: int(code) for name, code in _C.Reduction.__members__.items()}
 
 # Upstream also takes the integers.
 CASTING_MODES: Mapping[object, int] = {"llama": 0, "gemma": 1, "none": -1, 0: 0, 1: 1, -1: -1}
@@ -50,60 +53,6 @@ def require(ok: bool, *parts: object) -> None:
 
 def shape_text(t: Tensor) -> str:
     return "(" + ", ".join(map(str, t.shape)) + ")"
-
-
-def check_dtype(dtype: torch.dtype, name: str, device: torch.device) -> None:
-    if dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return
-    on_gpu = device.type == "cuda"
-    if dtype == torch.float64 and not on_gpu:
-        return
-    raise ValueError(
-        f"{name} has dtype {dtype}, expected float32, bfloat16 or float16"
-        + (" (float64 works on the CPU only)" if on_gpu else ", or float64")
-    )
-
-
-def check_rows(op: str, t: Tensor, name: str) -> None:
-    """A floating tensor of rows over its last dimension."""
-    require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected (..., hidden_size)")
-    check_dtype(t.dtype, name, t.device)
-
-
-def check_device(op: str, t: Tensor, name: str, like: Tensor, like_name: str) -> None:
-    require(
-        t.device == like.device, op, ": ", name, " is on another device than ", like_name, "; move both to one device"
-    )
-
-
-def check_same_shape(op: str, t: Tensor, name: str, like: Tensor, like_name: str) -> None:
-    if t.shape != like.shape:
-        raise ValueError(f"{op}: {name} has shape {shape_text(t)}, expected that of {like_name}, {shape_text(like)}")
-
-
-def check_same_dtype(op: str, t: Tensor, name: str, like: Tensor, like_name: str) -> None:
-    require(
-        t.dtype == like.dtype,
-        op,
-        ": ",
-        name,
-        " has dtype ",
-        t.dtype,
-        ", expected that of ",
-        like_name,
-        ", ",
-        like.dtype,
-    )
-
-
-def check_parameter(op: str, parameter: Tensor | None, name: str, like: Tensor, size, like_name: str = "x") -> None:
-    """An optional vector of ``size`` elements."""
-    if parameter is None:
-        return
-    check_device(op, parameter, name, like, like_name)
-    if parameter.dim() != 1 or parameter.shape[0] != size:
-        raise ValueError(f"{op}: {name} has shape {shape_text(parameter)}, expected ({size})")
-    check_dtype(parameter.dtype, name, like.device)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 For an op ``name`` and its ``name_backward``, both implemented in C++:
 
-* fake implementations: shapes, dtypes and strides without data, for ``torch.compile`` and meta tensors;
+* fake implementations: the op's checks (``csrc/checks``), then shapes, dtypes and strides without data, for
+  ``torch.compile`` and meta tensors;
 * autograd on the forward, as one ``autograd.Function``: our own functions call it directly, and the dispatcher does
   where the op is called otherwise or traced. ``torch.library.register_autograd`` takes two more trips through Python.
   The backward op carries a formula that refuses, since without one a double backward would silently take the first
@@ -19,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch.autograd import forward_ad
 
-from liger_ext import _load
+from liger_ext import _C, _load
 
 LIBRARY = torch.library.Library("liger_ext", "IMPL")
 
@@ -44,7 +45,7 @@ def register(
     the backward op, then run with autocast off, so that no matmul inside is cast.
     """
     for op, implementation in ((name, fake), (f"{name}_backward", fake_backward)):
-        torch.library.register_fake(f"liger_ext::{op}", _refusing_none(op, implementation), lib=LIBRARY)
+        register_fake(op, implementation)
         LIBRARY.impl(op, _refuse_transforms(op), "FuncTorchDynamicLayerFrontMode")
         if not _load.gpu_available():
             LIBRARY.impl(op, _gpu_missing, "CUDA")
@@ -55,6 +56,55 @@ def register(
             LIBRARY.impl(op, rule, key.name)
     torch.library.register_autograd(f"liger_ext::{name}_backward", _refuse_double_backward(name), lib=LIBRARY)
     return _register_autograd(name, setup_context, backward, casts=autocast is not None)
+
+
+def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bool = False) -> Callable:
+    """:func:`register` for an op of tensors, then options, with one result, by default of the first one's shape and
+    dtype. The backward takes its gradient, the tensors that were given (or the output), and the options."""
+    backward_op = getattr(torch.ops.liger_ext, f"{name}_backward").default
+    types = [str(a.type) for a in getattr(torch.ops.liger_ext, name).default._schema.arguments]
+    tensors = types.count("Tensor")
+    options = (None,) * (len(types) - tensors)  # their gradients
+
+    def fake_backward(dy, *kept):
+        made = tuple(t.new_empty(t.shape) for t in kept[:tensors])
+        return made if tensors > 1 else made[0]
+
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        if keeps_output:
+            ctx.save_for_backward(output)
+        else:
+            ctx.save_for_backward(*inputs[:tensors])
+        if options:
+            ctx.options = inputs[tensors:]
+
+    def backward(ctx, saved, dy):
+        if dy is None:
+            return (None,) * len(types)
+        if not options:
+            return backward_op(dy, *saved)
+        made = backward_op(dy, *saved, *ctx.options)
+        return (*made, *options) if tensors > 1 else (made, *options)
+
+    return register(
+        name,
+        fake=fake or (lambda x, *_: x.new_empty(x.shape)),
+        fake_backward=fake_backward,
+        setup_context=setup_context,
+        backward=backward,
+    )
+
+
+def register_fake(op: str, fake: Callable) -> None:
+    """Shapes, dtypes and strides of results, behind the checks of the op's arguments."""
+    check = getattr(_C.checks, op)
+
+    def checked(*args):
+        check(*args)
+        return fake(*args)
+
+    torch.library.register_fake(f"liger_ext::{op}", checked, lib=LIBRARY)
 
 
 def _register_autograd(name: str, setup_context: Callable, backward: Callable, casts: bool) -> Callable:
@@ -114,20 +164,6 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
             return op(*args)
 
     return call
-
-
-def _refusing_none(op: str, fake: Callable) -> Callable:
-    """torch's dispatcher lets None pass for a tensor; the C++ ops refuse it in the same words."""
-    arguments = getattr(torch.ops.liger_ext, op).default._schema.arguments
-    needed = [(i, a.name) for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
-
-    def checked(*args):
-        for i, name in needed:
-            if args[i] is None:
-                raise ValueError(f"{op}: {name} is None, expected a tensor")
-        return fake(*args)
-
-    return checked
 
 
 def _refuse_double_backward(name: str) -> Callable:

@@ -23,29 +23,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from liger_ext import _C
-from liger_ext.ops._checks import (
-    REDUCTIONS,
-    accumulator,
-    check_device,
-    check_dtype,
-    check_parameter,
-    check_tensors,
-    code_of,
-    holds,
-    require,
-    shape_text,
-)
+from liger_ext.ops._checks import REDUCTIONS, accumulator, check_tensors, code_of, holds, require, shape_text
 from liger_ext.ops._register import register
-from liger_ext.ops.cross_entropy import (
-    COUNTS,
-    CrossEntropyOutput,
-    check_class_weight,
-    check_options,
-    check_target,
-    class_weight,
-    fake_results,
-    results,
-)
+from liger_ext.ops.cross_entropy import CrossEntropyOutput, class_weight, fake_results, results
 
 _forward_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
 _backward_op = torch.ops.liger_ext.fused_linear_cross_entropy_backward.default
@@ -117,10 +97,6 @@ def fused_linear_cross_entropy(
         raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last")
     if normalizer is not None and reduction == "none":
         raise ValueError(f"{op}: normalizer is {normalizer}, expected None: reduction 'none' has no denominator")
-    check_dtype(x.dtype, f"{op}: x", x.device)
-    check_dtype(weight.dtype, f"{op}: weight", x.device)
-    if weight.dim() != 2 or weight.shape[0] == 0:
-        raise ValueError(f"{op}: weight has shape {shape_text(weight)}, expected (vocab_size, {x.shape[-1]})")
     if bias is not None:
         check_tensors(op, bias=bias)
     rows = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
@@ -130,11 +106,14 @@ def fused_linear_cross_entropy(
         ce_weight = class_weight(op, ce_weight, "ce_weight", dtype)
     grad = torch.is_grad_enabled()
     need_dweight = grad and weight.requires_grad
-    chunk = chunk_rows(weight.shape[0], weight.shape[-1], dtype, memory, x.device, need_dweight)
-    classes = chunk_classes(weight.shape[0], dtype, memory)
+    chunk = classes = 1
+    is_head = weight.dim() == 2 and weight.shape[0] > 0  # else the op says what is wrong
+    if is_head:
+        chunk = chunk_rows(weight.shape[0], weight.shape[1], dtype, memory, x.device, need_dweight)
+        classes = chunk_classes(weight.shape[0], dtype, memory)
     need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
     # Where it is not known while a graph is made whether one chunk will do, sums over chunks are right for any number.
-    at_once = holds(rows.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
+    at_once = is_head and holds(rows.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
     gradients = _gradients_of(need_dx, need_dweight or need_dbias, at_once, reduction == "none")
     outputs = _call(
         rows,
@@ -263,29 +242,10 @@ def _autocast(device_type, *args):
     return *args[:_COMPUTE_DTYPE], _autocast_dtype(device_type, args[0], args[1]), *args[_COMPUTE_DTYPE + 1 :]
 
 
-def _check(op, x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap, accum_dtype, compute_dtype):
-    """Checks, and returns the dtypes (compute, accumulator, sum of dweight)."""
-    check_options(op, reduction, label_smoothing, softcap)
-    require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, hidden_size)")
-    rows, hidden = x.shape
-    if weight.dim() != 2 or weight.shape[1] != hidden or weight.shape[0] == 0:
-        raise ValueError(f"{op}: weight has shape {shape_text(weight)}, expected (vocab_size, {hidden})")
-    check_device(op, weight, "weight", x, "x")
-    check_dtype(x.dtype, "x", x.device)
-    check_dtype(weight.dtype, "weight", x.device)
+def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """Of the matmuls and of the losses."""
     compute = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
-    check_dtype(compute, "compute_dtype", x.device)
-    acc = accumulator(compute)
-    accum = acc if accum_dtype is None else accum_dtype
-    check_dtype(accum, "accum_dtype", x.device)
-    require(
-        accum in (acc, compute),
-        op, ": accum_dtype is ", accum, ", expected ", acc, " or the dtype of the matmuls, ", compute,
-    )  # fmt: skip
-    check_target(op, target, rows, x, "x")
-    check_class_weight(op, ce_weight, "ce_weight", weight.shape[0], acc, x)
-    check_parameter(op, bias, "bias", x, weight.shape[0])
-    return compute, acc, accum
+    return compute, accumulator(compute)
 
 
 def _fake(
@@ -293,37 +253,27 @@ def _fake(
     use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
     gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias,
 ):  # fmt: skip
-    compute, acc, accum = _check(
-        "fused_linear_cross_entropy", x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap,
-        accum_dtype, compute_dtype,
-    )  # fmt: skip
+    compute, acc = _dtypes(x, weight, compute_dtype)
     rows, hidden = x.shape
     vocab = weight.shape[0]
     need_dbias = need_dbias and bias is not None
     deferred, accumulated = gradients == _DEFERRED, gradients == _ACCUMULATED
     saved = x.new_empty(0, dtype=compute)
     if deferred:
-        # Rows start at whole 64 elements, so that those of an odd vocabulary are aligned.
         saved = x.new_empty_strided((rows, vocab), (_padded(vocab), 1), dtype=compute)
     return (
         *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
-        x.new_empty(COUNTS, dtype=acc),
+        x.new_empty(_C.cross_entropy_counts, dtype=acc),
         saved,
         x.new_empty((rows, hidden) if accumulated and need_dx else 0, dtype=compute),
-        x.new_empty((vocab, hidden) if accumulated and need_dweight else 0, dtype=accum),
+        x.new_empty((vocab, hidden) if accumulated and need_dweight else 0, dtype=accum_dtype or acc),
         x.new_empty(vocab if accumulated and need_dbias else 0, dtype=acc),
     )
 
 
-def _fake_backward(
-    dloss, x, weight, target, bias, ce_weight, counts, saved, dx, dweight, dbias, ignore_index, reduction,
-    label_smoothing, lse_square_scale, softcap, use_token_scaling, accum_dtype, compute_dtype, gradients, chunk_rows,
-    chunk_classes, need_dx, need_dweight, need_dbias,
-):  # fmt: skip
-    _, acc, _ = _check(
-        "fused_linear_cross_entropy_backward", x, weight, target, bias, ce_weight, reduction, label_smoothing, softcap,
-        accum_dtype, compute_dtype,
-    )  # fmt: skip
+def _fake_backward(dloss, x, weight, target, bias, *others):
+    *_, compute_dtype, _, _, _, need_dx, need_dweight, need_dbias = others
+    _, acc = _dtypes(x, weight, compute_dtype)
     need_dbias = need_dbias and bias is not None
     return (
         x.new_empty(x.shape if need_dx else 0),

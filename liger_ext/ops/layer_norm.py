@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_ext.ops._checks import accumulator, check_dtype, check_parameter, check_rows, check_same_shape
+from liger_ext.ops._checks import accumulator
 from liger_ext.ops._register import register
 
 _layer_norm_backward = torch.ops.liger_ext.layer_norm_backward.default
@@ -33,22 +33,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps
 
 
 def _fake(x, weight, bias, eps):
-    check_rows("layer_norm", x, "x")
-    for parameter, name in ((weight, "weight"), (bias, "bias")):
-        check_parameter("layer_norm", parameter, name, x, x.shape[-1])
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype)) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd
 
 
 def _fake_backward(dy, x, weight, mean, rstd, bias_dtype, need_dx, need_dweight, need_dbias):
-    op = "layer_norm_backward"
-    check_rows(op, x, "x")
-    check_same_shape(op, dy, "dy", x, "x")
-    check_parameter(op, weight, "weight", x, x.shape[-1])
     need_dbias = need_dbias and bias_dtype is not None
     if bias_dtype is None:
         bias_dtype = x.dtype
-    check_dtype(bias_dtype, "bias", x.device)
     dweight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape if need_dweight else 0)
     dbias = x.new_empty(x.shape[-1:] if need_dbias else 0, dtype=bias_dtype)
     return x.new_empty(x.shape if need_dx else 0), dweight, dbias

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from liger_ext.ops._checks import check_device, check_rows, check_same_dtype, check_same_shape
-from liger_ext.ops._register import register
-
-_relu_squared_backward = torch.ops.liger_ext.relu_squared_backward.default
+from liger_ext.ops._register import register_row_op
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -29,29 +25,4 @@ def relu_squared(x: Tensor) -> Tensor:
     return _relu_squared(x)
 
 
-def _fake(x):
-    check_rows("relu_squared", x, "x")
-    return x.new_empty(x.shape)
-
-
-def _fake_backward(dy, x):
-    op = "relu_squared_backward"
-    check_device(op, dy, "dy", x, "x")
-    check_same_shape(op, dy, "dy", x, "x")
-    check_same_dtype(op, dy, "dy", x, "x")
-    check_rows(op, x, "x")
-    return x.new_empty(x.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, saved, dy):
-    return None if dy is None else _relu_squared_backward(dy, *saved)
-
-
-_relu_squared = register(
-    "relu_squared", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward
-)
+_relu_squared = register_row_op("relu_squared")

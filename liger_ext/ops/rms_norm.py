@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_ext.ops._checks import (
-    CASTING_MODES,
-    accumulator,
-    check_device,
-    check_parameter,
-    check_rows,
-    check_same_shape,
-    code_of,
-    require,
-)
+from liger_ext.ops._checks import CASTING_MODES, accumulator, code_of
 from liger_ext.ops._register import register
 
 _rms_norm_backward = torch.ops.liger_ext.rms_norm_backward.default
@@ -73,18 +64,7 @@ def add_rms_norm(
     return _add_rms_norm(x, residual, weight, eps, offset, code_of("casting_mode", casting_mode, CASTING_MODES))[:2]
 
 
-def _check(op: str, x: Tensor, weight: Tensor | None, name: str = "x") -> None:
-    check_rows(op, x, name)
-    check_parameter(op, weight, "weight", x, x.shape[-1], name)
-
-
-def _check_casting_mode(op: str, mode: int) -> None:
-    require(-1 <= mode <= 1, op, ": casting_mode is ", mode, ", expected 0 (llama), 1 (gemma) or -1 (none)")
-
-
 def _fake(x, weight, eps, offset, casting_mode):
-    _check("rms_norm", x, weight)
-    _check_casting_mode("rms_norm", casting_mode)
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))
 
 
@@ -96,8 +76,6 @@ def _fake_gradients(x, weight, need_dx, need_dweight):
 
 
 def _fake_backward(dy, x, weight, rstd, offset, need_dx, need_dweight):
-    _check("rms_norm_backward", x, weight)
-    check_same_shape("rms_norm_backward", dy, "dy", x, "x")
     return _fake_gradients(x, weight, need_dx, need_dweight)
 
 
@@ -125,24 +103,12 @@ _rms_norm = register(
 
 
 def _fake_add(x, residual, weight, eps, offset, casting_mode):
-    op = "add_rms_norm"
-    check_device(op, residual, "residual", x, "x")
-    check_same_shape(op, residual, "residual", x, "x")
-    check_rows(op, residual, "residual")
-    _check(op, x, weight)
-    _check_casting_mode(op, casting_mode)
     dtype = torch.promote_types(x.dtype, residual.dtype)
     y, total = (x.new_empty(x.shape, dtype=dtype) for _ in range(2))
     return y, total, x.new_empty(x.shape[:-1], dtype=accumulator(dtype))
 
 
 def _fake_add_backward(dy, dsum, total, weight, rstd, offset, need_dx, need_dweight):
-    op = "add_rms_norm_backward"
-    _check(op, total, weight, "sum")
-    require(dy is not None or dsum is not None, op, ": neither dy nor dsum is given")
-    for grad, name in ((dy, "dy"), (dsum, "dsum")):
-        if grad is not None:
-            check_same_shape(op, grad, name, total, "sum")
     return _fake_gradients(total, weight, need_dx, need_dweight)
 
 

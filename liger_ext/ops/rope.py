@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_ext.ops._checks import check_device, check_dtype, check_same_dtype, check_tensors, require, shape_text
+from liger_ext import _C
+from liger_ext.ops._checks import check_tensors, shape_text
 from liger_ext.ops._register import register
 
 _rope_backward = torch.ops.liger_ext.rope_backward.default
@@ -54,55 +55,10 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
 
-def _check_table(op: str, table: Tensor, name: str, q: Tensor, q_name: str) -> None:
-    check_device(op, table, name, q, q_name)
-    batch, _, seq, head_dim = q.shape
-    if table.dim() != 3 or (table.shape[0] != 1 and table.shape[0] != batch) or table.shape[1] != seq:
-        raise ValueError(f"{op}: {name} has shape {shape_text(table)}, expected (1 or {batch}, {seq}, rotary_dim)")
-    size = table.shape[2]
-    require(
-        size % 2 == 0 and size <= head_dim,
-        op, ": ", name, " has rotary_dim ", size, ", expected an even number of at most head_dim ", head_dim,
-    )  # fmt: skip
-    check_dtype(table.dtype, name, q.device)
-
-
-def _fake_of(op: str, q_name: str, k_name: str):
-    def fake(q, k, cos, sin):
-        require(
-            q.dim() == 4, op, ": ", q_name, " has shape ", shape_text(q), ", expected (batch, heads, seq, head_dim)"
-        )
-        batch, _, seq, head_dim = q.shape
-        if k.dim() != 4 or k.shape[0] != batch or k.shape[2] != seq or k.shape[3] != head_dim:
-            raise ValueError(f"{op}: {k_name} has shape {shape_text(k)}, expected ({batch}, heads, {seq}, {head_dim})")
-        check_device(op, k, k_name, q, q_name)
-        check_same_dtype(op, k, k_name, q, q_name)
-        _check_table(op, cos, "cos", q, q_name)
-        _check_table(op, sin, "sin", q, q_name)
-        require(
-            cos.shape[2] == sin.shape[2] and cos.dtype == sin.dtype, op, ": cos and sin differ in rotary_dim or dtype"
-        )
-        check_dtype(q.dtype, q_name, q.device)
-        return _empty_like(q), _empty_like(k)
-
-    return fake
-
-
-def _empty_like(t: Tensor) -> Tensor:
-    # The kernels write a head's columns one after the other, so the last stride of an output has to be 1.
-    if t.is_contiguous() or (t.shape[3] > 1 and t.stride(3) != 1) or not _dense(t):
-        return t.new_empty(t.shape)
-    return t.new_empty_strided(t.shape, t.stride())
-
-
-def _dense(t: Tensor) -> bool:
-    # Do the strides place every element in its own slot with no gaps, in some order of dimensions?
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
-        if stride != expected:
-            return False
-        expected = expected * size
-    return True
+def _fake(q, k, cos, sin):
+    return tuple(
+        t.new_empty_strided(t.shape, t.stride()) if _C.rope_keeps_strides(t) else t.new_empty(t.shape) for t in (q, k)
+    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -117,10 +73,4 @@ def _backward(ctx, saved, dq, dk):
     return dq if need_dq else None, dk if need_dk else None, None, None
 
 
-_rope = register(
-    "rope",
-    fake=_fake_of("rope", "q", "k"),
-    fake_backward=_fake_of("rope_backward", "dq", "dk"),
-    setup_context=_setup_context,
-    backward=_backward,
-)
+_rope = register("rope", fake=_fake, fake_backward=_fake, setup_context=_setup_context, backward=_backward)

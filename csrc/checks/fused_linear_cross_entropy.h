@@ -1,0 +1,46 @@
+// Arguments of fused_linear_cross_entropy.
+#pragma once
+#include "checks/cross_entropy.h"
+#include "checks/head.h"
+
+namespace liger::LIGER_BACKEND {
+
+inline void check_fused_linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+                                             const OptionalTensor& ce_weight, const OptionalTensor& normalizer, int64_t ignore_index,
+                                             int64_t reduction, double label_smoothing, double lse_square_scale,
+                                             const std::optional<double>& softcap, bool use_token_scaling, bool return_z_loss,
+                                             bool return_token_accuracy, bool return_predicted_tokens,
+                                             const std::optional<ScalarType>& accum_dtype, const std::optional<ScalarType>& compute_dtype,
+                                             int64_t gradients, const Size& chunk_rows, const Size& chunk_classes, bool need_dx,
+                                             bool need_dweight, bool need_dbias) {
+  const char* op = "fused_linear_cross_entropy";
+  check_loss_options(op, reduction, label_smoothing, softcap);
+  const HeadDtypes dtypes = check_head(op, x, weight, bias, accum_dtype, compute_dtype);
+  check_targets(op, target, ce_weight, "ce_weight", x.size(0), weight.size(0), dtypes.acc, x, "x");
+  check_schedule(op, x.size(0), weight.size(0), gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias && bias);
+  if (!normalizer) return;
+  check_device(op, *normalizer, "normalizer", x, "x");
+  require(normalizer->numel() == 1 && type_of(*normalizer) == scalar_type(dtypes.acc), op, ": normalizer must be one number of dtype ",
+          dtype_name(scalar_type(dtypes.acc)));
+}
+
+inline void check_fused_linear_cross_entropy_backward(const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
+                                                      const OptionalTensor& bias, const OptionalTensor& ce_weight, const Tensor& counts,
+                                                      const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
+                                                      int64_t ignore_index, int64_t reduction, double label_smoothing,
+                                                      double lse_square_scale, const std::optional<double>& softcap, bool use_token_scaling,
+                                                      const std::optional<ScalarType>& accum_dtype,
+                                                      const std::optional<ScalarType>& compute_dtype, int64_t gradients,
+                                                      const Size& chunk_rows, const Size& chunk_classes, bool need_dx, bool need_dweight,
+                                                      bool need_dbias) {
+  const char* op = "fused_linear_cross_entropy_backward";
+  check_loss_options(op, reduction, label_smoothing, softcap);
+  const HeadDtypes dtypes = check_head(op, x, weight, bias, accum_dtype, compute_dtype);
+  check_targets(op, target, ce_weight, "ce_weight", x.size(0), weight.size(0), dtypes.acc, x, "x");
+  check_schedule(op, x.size(0), weight.size(0), gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias && bias);
+  check_loss_gradient(op, dloss, reduction, x.size(0), x, "x");
+  check_made(op, counts, "counts", {CrossEntropyCounts::slots}, dtypes.acc, x, "x");
+  check_gradient_sums(op, x, weight, dtypes, gradients, saved, dx, dweight, dbias, need_dx, need_dweight, need_dbias && bias);
+}
+
+}  // namespace liger::LIGER_BACKEND

@@ -1,0 +1,47 @@
+// Arguments of glu and glu_packed.
+#pragma once
+#include "checks/tensor.h"
+
+namespace liger::LIGER_BACKEND {
+
+inline void check_activation(const char* op, int64_t code) {
+  require(code >= 0 && code <= 2, op, ": activation is ", code, ", expected 0 (silu), 1 (gelu by tanh) or 2 (exact gelu)");
+}
+
+inline void check_gate_and_up(const char* op, const Tensor& gate, const Tensor& up, int64_t activation) {
+  check_rows(op, gate, "gate");
+  check_same(op, up, "up", gate, "gate");
+  check_activation(op, activation);
+}
+
+inline void check_glu(const Tensor& gate, const Tensor& up, int64_t activation, double gate_multiplier, double down_multiplier) {
+  check_gate_and_up("glu", gate, up, activation);
+}
+
+inline void check_glu_backward(const Tensor& dh, const Tensor& gate, const Tensor& up, int64_t activation, double gate_multiplier,
+                               double down_multiplier) {
+  check_gate_and_up("glu_backward", gate, up, activation);
+  check_same("glu_backward", dh, "dh", gate, "gate");
+}
+
+inline void check_halves(const char* op, const Tensor& gate_up, int64_t activation) {
+  check_rows(op, gate_up, "gate_up");
+  require(cols_of(gate_up) % 2 == 0, op, ": gate_up has ", cols_of(gate_up), " columns, expected an even number (gate, then up)");
+  check_activation(op, activation);
+}
+
+inline void check_glu_packed(const Tensor& gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
+  check_halves("glu_packed", gate_up, activation);
+}
+
+inline void check_glu_packed_backward(const Tensor& dh, const Tensor& gate_up, int64_t activation, double gate_multiplier,
+                                      double down_multiplier) {
+  const char* op = "glu_packed_backward";
+  check_halves(op, gate_up, activation);
+  check_device(op, dh, "dh", gate_up, "gate_up");
+  require(dh.dim() >= 1 && rows_of(dh) == rows_of(gate_up) && cols_of(dh) * 2 == cols_of(gate_up), op, ": dh has shape ", shape_text(dh),
+          ", expected that of gate_up, ", shape_text(gate_up), ", with half its columns");
+  check_same_dtype(op, dh, "dh", gate_up, "gate_up");
+}
+
+}  // namespace liger::LIGER_BACKEND

@@ -1,0 +1,65 @@
+// Arguments of rope, whose backward takes the gradients of q and k for them, and the strides of its outputs.
+#pragma once
+#include <utility>
+#include <vector>
+
+#include "checks/tensor.h"
+
+namespace liger::LIGER_BACKEND {
+
+inline void check_rope_table(const char* op, const Tensor& table, const char* name, const Tensor& q, const char* q_name) {
+  check_device(op, table, name, q, q_name);
+  require(table.dim() == 3 && (table.size(0) == 1 || table.size(0) == q.size(0)) && table.size(1) == q.size(2), op, ": ", name,
+          " has shape ", shape_text(table), ", expected (1 or ", q.size(0), ", ", q.size(2), ", rotary_dim)");
+  require(table.size(2) % 2 == 0 && table.size(2) <= q.size(3), op, ": ", name, " has rotary_dim ", table.size(2),
+          ", expected an even number of at most head_dim ", q.size(3));
+  dtype_of(table, name);
+}
+
+inline void check_rope_heads(const char* op, const Tensor& q, const char* q_name, const Tensor& k, const char* k_name, const Tensor& cos,
+                             const Tensor& sin) {
+  check_defined(op, q, q_name);
+  require(q.dim() == 4, op, ": ", q_name, " has shape ", shape_text(q), ", expected (batch, heads, seq, head_dim)");
+  dtype_of(q, q_name);
+  check_device(op, k, k_name, q, q_name);
+  require(k.dim() == 4 && k.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(3) == q.size(3), op, ": ", k_name, " has shape ",
+          shape_text(k), ", expected (", q.size(0), ", heads, ", q.size(2), ", ", q.size(3), ")");
+  check_same_dtype(op, k, k_name, q, q_name);
+  check_rope_table(op, cos, "cos", q, q_name);
+  check_rope_table(op, sin, "sin", q, q_name);
+  require(cos.size(2) == sin.size(2) && type_of(cos) == type_of(sin), op, ": cos and sin differ in rotary_dim or dtype");
+}
+
+inline void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
+  check_rope_heads("rope", q, "q", k, "k", cos, sin);
+}
+
+inline void check_rope_backward(const Tensor& dq, const Tensor& dk, const Tensor& cos, const Tensor& sin) {
+  check_rope_heads("rope_backward", dq, "dq", dk, "dk", cos, sin);
+}
+
+// Do the strides place every element in its own slot with no gaps, in some order of dimensions? Then an output can have them.
+inline bool dense(const Tensor& t) {
+  std::vector<std::pair<Size, Size>> dims;  // stride, size
+  for (int64_t i = 0; i < t.dim(); ++i)
+    if (t.size(i) != 1) dims.emplace_back(t.stride(i), t.size(i));
+  std::sort(dims.begin(), dims.end());
+  Size expected = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride != expected) return false;
+    expected = expected * size;
+  }
+  return true;
+}
+
+// Kernels take the columns of a head one after the other.
+inline bool contiguous_heads(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  return t.size(last) <= 1 || t.stride(last) == 1;
+}
+
+// Has the output the input's strides? Where they are dense and the kernels can write them (Hugging Face's transposed layout); else it is
+// contiguous.
+inline bool keeps_strides(const Tensor& t) { return !t.is_contiguous() && contiguous_heads(t) && dense(t); }
+
+}  // namespace liger::LIGER_BACKEND

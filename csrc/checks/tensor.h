@@ -1,0 +1,113 @@
+// The checks of arguments, once for each op: checks/<op>.h has a function of the op's own arguments, which runs before the op (boxed in
+// ops/boxed.h) and before its fake implementation (register in liger_ext/ops/_register.py). A tensor is torch's there, and here one of
+// Python's without data, whose sizes may be symbols: ops/tensor.h and python/tensor.h have the same names for both.
+//
+// A check throws std::invalid_argument, which names the argument, what it is and what was expected. One that holds makes no text.
+#pragma once
+#ifdef LIGER_IS_GPU
+#include "ops/tensor.h"
+#else
+#include "python/tensor.h"
+#endif
+
+#include <algorithm>
+#include <initializer_list>
+#include <ostream>
+
+#include "kernels/errors.h"
+
+namespace liger::LIGER_BACKEND {
+
+// Prints as "(2, 3)", when it is printed.
+struct ShapeText {
+  const Tensor& tensor;
+};
+inline std::ostream& operator<<(std::ostream& out, const ShapeText& shape) {
+  const char* separator = "(";
+  for (const Size& size : shape.tensor.sizes()) {
+    out << separator << size;
+    separator = ", ";
+  }
+  return out << (shape.tensor.dim() == 0 ? "()" : ")");
+}
+inline ShapeText shape_text(const Tensor& t) { return {t}; }
+
+// Of a tensor, or of an argument that is a dtype itself; throws where kernels take no such dtype on the device of `like`.
+inline Dtype dtype_of(const ScalarType& type, const char* name, const Tensor& like, const char* is = " is ") {
+  const std::optional<Dtype> found = kernel_dtype(type);
+  const bool float64 = takes_float64(like);
+  require(found && (float64 || *found != Dtype::f64), name, is, dtype_name(type), ", expected float32, bfloat16 or float16",
+          float64 ? ", or float64" : " (float64 works on the CPU only)");
+  return *found;
+}
+inline Dtype dtype_of(const Tensor& t, const char* name) { return dtype_of(type_of(t), name, t, " has dtype "); }
+
+// torch's dispatcher lets None pass for a tensor.
+inline void check_defined(const char* op, const Tensor& t, const char* name) {
+  require(t.defined(), op, ": ", name, " is None, expected a tensor");
+}
+
+inline void check_device(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
+  check_defined(op, t, name);
+  require(same_device(t, like), op, ": ", name, " is on another device than ", like_name, "; move both to one device");
+}
+
+inline void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape) {
+  const auto sizes = t.sizes();
+  if (std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) return;
+  std::string expected;
+  for (const Size& n : shape) expected += text(expected.empty() ? "" : ", ", n);
+  throw std::invalid_argument(text(op, ": ", name, " has shape ", shape_text(t), ", expected (", expected, ")"));
+}
+
+inline void check_same_dtype(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
+  const ScalarType found = type_of(t), expected = type_of(like);
+  require(found == expected, op, ": ", name, " has dtype ", dtype_name(found), ", expected that of ", like_name, ", ",
+          dtype_name(expected));
+}
+
+// Rows over the last dimension, in a dtype of kernels.
+inline void check_rows(const char* op, const Tensor& t, const char* name) {
+  check_defined(op, t, name);
+  require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected (..., hidden_size)");
+  dtype_of(t, name);
+}
+inline Size cols_of(const Tensor& t) { return t.size(t.dim() - 1); }
+inline Size rows_of(const Tensor& t) {
+  Size rows = 1;
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) rows = rows * t.size(i);
+  return rows;
+}
+
+// The device and the shape of another tensor; any dtype of kernels.
+inline void check_like(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
+  check_device(op, t, name, like, like_name);
+  const auto sizes = t.sizes(), expected = like.sizes();
+  require(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), op, ": ", name, " has shape ", shape_text(t),
+          ", expected that of ", like_name, ", ", shape_text(like));
+  dtype_of(t, name);
+}
+// The dtype, too.
+inline void check_same(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
+  check_like(op, t, name, like, like_name);
+  check_same_dtype(op, t, name, like, like_name);
+}
+
+// An optional vector of parameters, in any dtype of kernels.
+inline void check_parameter(const char* op, const OptionalTensor& parameter, const char* name, const Size& size, const Tensor& like,
+                            const char* like_name) {
+  if (!parameter) return;
+  check_device(op, *parameter, name, like, like_name);
+  check_shape(op, *parameter, name, {size});
+  dtype_of(*parameter, name);
+}
+
+// What only a forward makes.
+inline void check_made(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape, Dtype dtype,
+                       const Tensor& like, const char* like_name) {
+  check_device(op, t, name, like, like_name);
+  check_shape(op, t, name, shape);
+  require(type_of(t) == scalar_type(dtype) && t.is_contiguous(), op, ": ", name, " is not what the forward returned");
+}
+
+}  // namespace liger::LIGER_BACKEND
