@@ -96,6 +96,12 @@ def check_ranges(rows: int, parts: int) -> None:
     assert (parts - 1) * each < rows <= parts * each
 
 
+def check_singles(threads: int, vec: int, cols: int) -> None:
+    """The elements before the first and behind the last whole vector of a row, wherever it starts: a thread's each."""
+    for head in range(min(vec, cols + 1)):
+        assert head + (cols - head) % vec <= threads
+
+
 def row_registers(launch, call) -> None:
     check_rows(launch.plan, launch.rows)
     vec, k, *bound = launch.instance  # the forward of the norms has a kernel of its own for clusters
