@@ -28,7 +28,7 @@ COUNTED = ROOT / "liger_ext/lib/counted"
 HOST_TESTS = ("host_kernels.py", "test_forced_plans.py", "test_gpu_paths.py")
 HOST_SETTINGS = ({"WARP": "32"}, {"WARP": "64"})
 FOR_PYTHON = "// For op_plans.h"  # from this line on a file only tells Python of launches
-NO_PLANNER = ("op_plans", "profiles", "chunks")
+NO_PLANNER = ("op_plans", "profiles", "knobs", "launch", "chunks")  # what plans are made of, and chunks.h: see above
 WITHOUT_LAUNCH = ("norm_partial_rows", "plan_norm_backward(")  # on the host target
 
 

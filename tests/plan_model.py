@@ -96,6 +96,12 @@ def check_ranges(rows: int, parts: int) -> None:
     assert (parts - 1) * each < rows <= parts * each
 
 
+def check_singles(threads: int, vec: int, cols: int) -> None:
+    """The elements before the first and behind the last whole vector of a row, wherever it starts: a thread's each."""
+    for head in range(min(vec, cols + 1)):
+        assert head + (cols - head) % vec <= threads
+
+
 def row_registers(launch, call) -> None:
     check_rows(launch.plan, launch.rows)
     vec, k, *bound = launch.instance  # the forward of the norms has a kernel of its own for clusters
@@ -114,9 +120,10 @@ def reduction_bytes(values: int, cluster: int = 1) -> int:
 
 
 def sum_columns(launch, call) -> None:
-    plan, groups = launch.plan, launch.cols // call["cols"]  # dweight and dbias
-    assert plan.grid % groups == 0 and power_of_two(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
-    check_tiles(plan.grid // groups, plan.threads_per_row, call["cols"])
+    plan, sums = launch.plan, max(1, len(call["record"].parameters)) if call["bias"] else 1
+    assert plan.grid % sums == 0 and power_of_two(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
+    assert launch.cols % sums == 0
+    check_tiles(plan.grid // sums, plan.threads_per_row, launch.cols // sums)
     assert plan.block % plan.warp == 0 and plan.smem >= 4 * plan.block
 
 

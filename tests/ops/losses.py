@@ -14,6 +14,7 @@ from plan_model import (
     check_held,
     check_ranges,
     check_rows,
+    check_singles,
     check_tiles,
     reduction_bytes,
 )
@@ -274,12 +275,6 @@ LARGE = {
 
 
 # Which elements a launch takes --------------------------------------------------------------------------------------
-
-
-def check_singles(threads: int, vec: int, cols: int) -> None:
-    """The elements before the first and behind the last whole vector of a row, wherever it starts: a thread's each."""
-    for head in range(min(vec, cols + 1)):
-        assert head + (cols - head) % vec <= threads
 
 
 def logit_tiles(launch, call) -> None:
