@@ -147,7 +147,10 @@ def norm_backward_tiles(launch, call) -> None:
 
 
 def sum_columns(launch, call) -> None:
-    plan, groups = launch.plan, 2 if call["op"].startswith("layer") and call["bias"] else 1  # dweight and dbias
+    plan, groups = (
+        launch.plan,
+        2 if call["op"].startswith(("layer", "group")) and call["bias"] else 1,
+    )  # dweight and dbias
     assert plan.grid % groups == 0 and power_of_two(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
     check_tiles(plan.grid // groups, plan.threads_per_row, launch.cols)
     assert plan.block % plan.warp == 0 and plan.smem >= 4 * plan.block
