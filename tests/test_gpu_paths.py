@@ -21,7 +21,10 @@ def test_path(path):
 
 
 # More columns than the registers of a cluster hold, and of the fused loss, which has the most of them in place.
-LONG = {**dict.fromkeys((*NORMS, "softmax", "cross_entropy"), 262_160), "fused_linear_cross_entropy": 524_400}
+LONG = {
+    **dict.fromkeys((*NORMS, "softmax", "cross_entropy", "group_norm"), 262_160),
+    "fused_linear_cross_entropy": 524_400,
+}
 
 
 # On the host target the cases of kernel_cases.py are as long as that, by what a block holds.
@@ -45,6 +48,7 @@ TENSORS = {
     "rms_norm": ("x", "weight"),
     "add_rms_norm": ("x", "residual", "weight"),
     "layer_norm": ("x", "weight", "bias"),
+    "group_norm": ("x", "weight", "bias"),
 }
 
 
@@ -72,6 +76,7 @@ def test_some_gradients(device, op, wanted, dtype, mixed):
             if mixed and name in made:
                 other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
                 made[name] = made[name].detach().to(other)
-        for name, tensor in made.items():
-            tensor.requires_grad_(name in wanted)
+        for name, value in made.items():
+            if isinstance(value, torch.Tensor):
+                value.requires_grad_(name in wanted)
         judge(op, made)

@@ -34,7 +34,7 @@ LIGER_DEVICE void write_normalised(const GroupNormForwardArgs& a, const Columns<
     float y[VEC];
     const float scale = rstd * weight[k];
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) y[i] = (x[k][i] - mean) * scale + bias[k];
+    for (int i = 0; i < VEC; ++i) y[i] = fmaf(x[k][i] - mean, scale, bias[k]);
     if (split) {
       const int64_t column = columns.first + k * columns.step, channel = channel_of(column);
       const int64_t own = (channel - a.of.first_channel(row) + 1) * a.of.channel - column;  // elements of the first channel
@@ -43,7 +43,7 @@ LIGER_DEVICE void write_normalised(const GroupNormForwardArgs& a, const Columns<
         const float next_bias = a.bias.data ? load_one(a.bias.data, a.bias.dtype, channel + 1) : 0;
 #pragma unroll
         for (int i = 0; i < VEC; ++i)
-          if (i >= own) y[i] = (x[k][i] - mean) * next_scale + next_bias;
+          if (i >= own) y[i] = fmaf(x[k][i] - mean, next_scale, next_bias);
       }
     }
     Packed<T, VEC> packed;
@@ -65,7 +65,9 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
     const Columns<VEC, K> columns(group.index, group.threads_per_row, live ? int(a.of.cols) : 0);
     Packed<T, VEC> x[K];
     columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
-    float mean = live ? to_float(static_cast<const T*>(a.x)[row * a.of.cols]) : 0, variance;
+    Packed<T, VEC> first[1];  // of the row
+    Columns<VEC, 1>(0, 1, live ? VEC : 0).load(first, a.x, row * a.of.cols);
+    float mean = mean_of(first[0]), variance;
     const auto channel_of = [&](int64_t column) { return first_channel + a.of.by_channel(int(column)); };
     float weight[Together], bias[Together];
     const auto load_parameters = [&](const Columns<VEC, Together>& of) {
@@ -73,7 +75,7 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
       load_channels(bias, a.bias, 0, of, channel_of);
     };
     if constexpr (early) load_parameters(columns);
-    held_moments(group, columns, x, a.of, mean, variance);
+    held_moments<sizeof(T) == 4>(group, columns, x, a.of, mean, variance);
     const float rstd = fast_rsqrt(variance + a.eps);
     if constexpr (K >= 4)
 #pragma unroll

@@ -202,13 +202,7 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
     using First = NormTile<T, VEC, 1, Kind, false>;
     typename First::Values values;
     First{a, {0, 1, tile.row < a.rows ? VEC : 0}, tile.row}.load_as_t(values, a.x);
-    const Packed<T, VEC>& first = values[0];
-    mean = first[0];
-    if constexpr (VEC > 1) {  // exact for a constant row
-      mean = 0;
-#pragma unroll
-      for (int i = 0; i < VEC / 2; ++i) mean += (first[i] + first[i + VEC / 2]) * (1.0f / VEC);
-    }
+    mean = mean_of(values[0]);
     held_moments(group, tile.columns, z, a, mean, variance);
   }
   // The widened values of so many vectors would spill while an exchange is under way: they are made again from the packed ones.

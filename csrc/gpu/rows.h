@@ -215,11 +215,19 @@ template <int VEC, int K> struct Columns {
   }
 };
 
+// Exact where all values are the same.
+template <class T, int VEC> LIGER_DEVICE float mean_of(const Packed<T, VEC>& values) {
+  if constexpr (VEC == 1) return values[0];
+  float mean = 0;
+#pragma unroll
+  for (int i = 0; i < VEC / 2; ++i) mean += (values[i] + values[i + VEC / 2]) * (1.0f / VEC);
+  return mean;
+}
 // Mean and variance of a row that its threads hold, in one pass and one exchange: relative to `mean` as it is given, one of the row's
 // values or a mean of some; and where that is so far from the others that the variance would have lost digits, once more, relative to the
 // mean that was found. Rows that share a block have one barrier for all and decide together: a 16-bit row of up to 8,192 columns cannot
-// lose so many digits that it matters.
-template <class T, int VEC, int K, class Group, class Args>
+// lose so many digits that it matters. Twice: in any case. `a` has the row's cols and inverse_cols.
+template <bool Twice = false, class T, int VEC, int K, class Group, class Args>
 LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], const Args& a, float& mean,
                                float& variance) {
   constexpr float far = sizeof(T) == 2 ? 256 : 4;  // squared, in variances
@@ -239,6 +247,7 @@ LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, con
     const float off = sums[0] * a.inverse_cols;
     mean += off;
     variance = sums[1] * a.inverse_cols - off * off;
+    if (Twice) continue;
     if (group.rows_per_block() == 1 ? !(off * off > far * variance) : sizeof(T) == 2 && a.cols <= 8192) break;
   }
   if (variance < 0) variance = 0;  // NaN stays

@@ -67,6 +67,14 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         yield "group_norm", layout, False, lambda how=layout: inputs(2, 2, 3, 40, how)
 
 
+def exact_cases() -> Iterator[tuple]:
+    for shape, groups in (((8, 64, 1024), 32), ((64, 128, 49), 8), ((4, 64, 10_000), 32)):
+        x = normal(*shape).requires_grad_()
+        weight, bias = (normal(shape[1], seed=seed, scale=0.3, mean=3 - seed).requires_grad_() for seed in (2, 3))
+        inputs = {"x": x, "num_groups": groups, "weight": weight, "bias": bias}
+        yield f"group_norm {'x'.join(map(str, shape))}", "group_norm", inputs
+
+
 def group_norm(draw: Draw) -> Call:
     batch, groups, channels = (draw.rng.choice(of) for of in ((0, 1, 2, 3, 7), (1, 2, 3, 8), (1, 2, 3, 5, 8)))
     elements = draw.rng.choice([(), (), (1,), (5,), (8,), (0,), (64,), (3, 4), (7, 7), (2, 3, 4)])
