@@ -52,7 +52,7 @@ def cases(settings: suite.Settings) -> Iterator[Case]:
 
 
 def _step(function: Callable, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    wanted = [t for t in inputs if t.requires_grad]
+    wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     gradients = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in outputs]

@@ -20,6 +20,11 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, ScalarType? bias_dtype, bool need_dx,"
       " bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
 
+  m.def("group_norm(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "group_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, ScalarType? bias_dtype, int num_groups,"
+      " bool need_dx, bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+
   m.def("glu(Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
   m.def(
       "glu_backward(Tensor dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier)"

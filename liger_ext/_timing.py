@@ -96,7 +96,7 @@ def forward_call(function: Callable, inputs: tuple) -> Callable[[], object]:
 
 def backward_call(function: Callable, inputs: tuple) -> Callable[[], object]:
     """Through autograd, from random gradients of all outputs."""
-    wanted = [t for t in inputs if t.requires_grad]
+    wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
     outputs = function(*inputs)
     outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t.requires_grad]
     gradients = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in outputs]

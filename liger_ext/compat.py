@@ -29,6 +29,18 @@ def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) 
     return F.layer_norm(X, W, B, eps)
 
 
+def liger_group_norm(
+    X: Tensor,
+    affine_scaling_weight: Tensor | None,
+    affine_shifting_bias: Tensor | None,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> Tensor:
+    """:func:`liger_ext.functional.group_norm`; ``num_channels`` has no effect, X has so many."""
+    return F.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
+
+
 def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:

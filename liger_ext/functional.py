@@ -9,6 +9,7 @@ from liger_ext.ops.check_errors import check_errors
 from liger_ext.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_ext.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_ext.ops.glu import geglu, geglu_packed, swiglu, swiglu_packed
+from liger_ext.ops.group_norm import group_norm
 from liger_ext.ops.jsd import jsd
 from liger_ext.ops.layer_norm import layer_norm
 from liger_ext.ops.relu_squared import relu_squared
@@ -24,6 +25,7 @@ __all__ = [
     "fused_linear_cross_entropy",
     "geglu",
     "geglu_packed",
+    "group_norm",
     "jsd",
     "layer_norm",
     "relu_squared",

@@ -113,6 +113,41 @@ class LigerLayerNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
 
 
+class LigerGroupNorm(nn.Module):
+    """:func:`liger_ext.functional.group_norm` with its weight and bias.
+
+    Args:
+        num_channels: of the input, ``(batch, num_channels, *)``.
+        num_groups: a divisor of ``num_channels``.
+        eps: added to the variance.
+        bias: accepted for compatibility: there is a bias parameter either way, as upstream's checkpoints have it, and
+            it begins with zeros either way (upstream begins with random values if True).
+        init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
+
+    Raises:
+        ValueError: ``num_groups`` does not divide ``num_channels``; when it is called, an input with another number of
+            channels.
+    """
+
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+    ):
+        super().__init__()
+        if num_groups <= 0 or num_channels % num_groups:
+            raise ValueError(f"num_groups is {num_groups}, expected a divisor of the {num_channels} channels")
+        self.num_channels = num_channels
+        self.num_groups = num_groups
+        self.weight = _parameter(init_fn, num_channels)
+        self.bias = nn.Parameter(torch.zeros(num_channels))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.group_norm(hidden_states, self.num_groups, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}"
+
+
 class _GatedMLP(nn.Module):
     def __init__(self, config):
         super().__init__()

@@ -104,7 +104,12 @@ WATCHED = [
         for dtype in DTYPES
         for cols in (64, 576, 2048, 3072, 4096, 8192, 16_384, 65_536)
     ),
-    *(Path(op, cols, dtype, "many") for op in (*NORMS, "softmax") for dtype in DTYPES for cols in (32_768, 131_072)),
+    *(
+        Path(op, cols, dtype, "many")
+        for op in (*NORMS, "softmax", "group_norm")
+        for dtype in DTYPES
+        for cols in (32_768, 131_072)
+    ),
     *(Path("softmax", cols, dtype, "many") for dtype in DTYPES for cols in (16_384, 65_536)),
     *(
         Path("fused_linear_cross_entropy", cols, dtype, "many", options)
@@ -126,7 +131,7 @@ WATCHED = [
 
 # Rows that no cluster holds.
 LONG = [
-    *(Path(op, 300_000, dtype, "few") for op in (*NORMS, "softmax", "cross_entropy") for dtype in DTYPES),
+    *(Path(op, 300_000, dtype, "few") for op in (*NORMS, "softmax", "cross_entropy", "group_norm") for dtype in DTYPES),
     *(Path("fused_linear_cross_entropy", 600_000, dtype, "few") for dtype in DTYPES),
 ]
 
@@ -134,14 +139,14 @@ LONG = [
 USUAL = [
     *(
         Path(op, cols, dtype, kind)
-        for op in (*NORMS, "softmax", "cross_entropy", "fused_linear_cross_entropy")
+        for op in (*NORMS, "softmax", "cross_entropy", "fused_linear_cross_entropy", "group_norm")
         for dtype in DTYPES
         for kind in ("few", "many")
         for cols in (100, 1001, 5120, 40_001)
     ),
     *(
         Path(op, cols, dtype, kind, frozen=True)
-        for op in NORMS
+        for op in (*NORMS, "group_norm")
         for dtype in DTYPES
         for kind in ("few", "many")
         for cols in (576, 4096, 8192, 16_384, 65_536)

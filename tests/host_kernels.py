@@ -63,7 +63,9 @@ def row_op(op, rows, cols, dtype, *, layout="contiguous", weight_dtype=None, oth
     """Judges a row op; all of its tensors want gradients."""
     made = RECORDS[op].inputs(Make(dtype), Size(rows, cols))
     for i, (name, t) in enumerate(made.items()):
-        if t.dim() == 2:
+        if not isinstance(t, torch.Tensor):
+            continue
+        if t.dim() > 1:
             made[name] = laid_out(t.detach().to(other_dtype if i and other_dtype else dtype), layout).requires_grad_()
         elif weight_dtype:
             made[name] = t.detach().to(weight_dtype).requires_grad_()

@@ -4,6 +4,7 @@ The rule of liger_ext.rule adds a rounding and a floor; here is neither. Sizes a
 many to say something. tests/test_host_target.py has GPUs' sums of exponentials, of the host's own exponentials.
 """
 
+import ops
 import pytest
 import torch
 from cases import normal, random_targets
@@ -41,6 +42,7 @@ def _cases():
     head = {"x": rows(0, 512, 128), "weight": rows(1, 4000, 128, scale=0.2), "target": random_targets(512, 4000)}
     for reduction in ("mean", "none"):
         yield f"fused loss, {reduction}", "fused_linear_cross_entropy", {**head, "reduction": reduction}
+    yield from ops.exact_cases()
 
 
 def results(function, inputs, dtype=None):

@@ -99,6 +99,8 @@ def test_upstream_names():
     same(liger_ext.liger_layer_norm(X, weight, bias, 0.1), F.layer_norm(X, weight, bias, 0.1))
     same(liger_ext.liger_swiglu(X, R), F.swiglu(X, R))
     same(liger_ext.liger_geglu(X, R), F.geglu(X, R))
+    groups = X.view(-1, 4, 2)
+    same(liger_ext.liger_group_norm(groups, None, None, 4, 2, 1e-6), F.group_norm(groups, 2))
     same(liger_ext.liger_softmax(X), F.softmax(X))
     same(liger_ext.LigerSoftmax()(X), F.softmax(X))
     same(liger_ext.liger_relu_squared(X), F.relu_squared(X))

@@ -71,6 +71,12 @@ def calls(draw, op):
         call["cols"] = 2 * draw(st.integers(1, 256))
         call["rotary_dim"] = draw(st.sampled_from([0, 2 * draw(st.integers(1, call["cols"] // 2))]))
         call["q_heads"], call["k_heads"] = draw(st.integers(1, 200)), draw(st.integers(1, 64))
+    if op in IN_GROUPS:
+        call["groups"] = draw(st.sampled_from([1, 2, 32]))
+        call["rows"] = call["rows"] // call["groups"] * call["groups"]
+        call["channel"] = draw(st.sampled_from([0, 1, 7, 64, 4096, 16_384]))
+        if call["channel"]:
+            call["cols"] = -(-call["cols"] // call["channel"]) * call["channel"]
     if op in RECORD_OF and RECORD_OF[op].llama.hidden:
         call["hidden"] = draw(st.integers(1, 16_384))
         call["chunk_rows"] = draw(st.sampled_from([0, 128, 1024, 4096]))

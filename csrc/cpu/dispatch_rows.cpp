@@ -11,13 +11,13 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+}  // namespace
+
 void sum_partials(const void* partials, int64_t blocks, int64_t stride, int64_t cols, Dtype accumulator, MutableVector out) {
   if (!out.data) return;
   const SumPartials sum{partials, blocks, stride, cols, accumulator, out};
   parallel_items(sum, ceil_div(cols, partial_columns), blocks * partial_columns);
 }
-
-}  // namespace
 
 // About 128 blocks: enough for the threads of a large machine, while partial rows stay few against the rows they sum. Small problems are
 // one block. No more than 32 rows: rounding errors grow with the rows that are added one after the other.

@@ -16,5 +16,7 @@ struct SumPartials {
   MutableVector out;
 };
 constexpr int64_t partial_columns = 256;
+// By all threads; nothing where out is absent. dispatch_rows.cpp
+void sum_partials(const void* partials, int64_t blocks, int64_t stride, int64_t cols, Dtype accumulator, MutableVector out);
 
 }  // namespace liger::cpu

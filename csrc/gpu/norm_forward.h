@@ -197,42 +197,15 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
   }
 
  private:
-  // LayerNorm's, in one pass and one exchange: relative to the mean of the row's first few values; and where these are so far from the
-  // others that the variance would have lost digits, once more, relative to the mean that was found. Rows that share a block have one
-  // barrier for all and decide together: a 16-bit row of up to 8,192 columns cannot lose so many digits that it matters.
+  // LayerNorm's, relative to the mean of the row's first few values.
   template <class Group>
   LIGER_DEVICE static void statistics(Group& group, const Tile& tile, const typename Tile::Values& z, float& mean, float& variance) {
-    constexpr float far = sizeof(T) == 2 ? 256 : 4;  // squared, in variances
     const NormForwardArgs& a = tile.a;
     using First = NormTile<T, VEC, 1, Kind, false>;
     typename First::Values values;
     First{a, {0, 1, tile.row < a.rows ? VEC : 0}, tile.row}.load_as_t(values, a.x);
-    const Packed<T, VEC>& first = values[0];
-    mean = first[0];
-    if constexpr (VEC > 1) {  // exact for a constant row
-      mean = 0;
-#pragma unroll
-      for (int i = 0; i < VEC / 2; ++i) mean += (first[i] + first[i + VEC / 2]) * (1.0f / VEC);
-    }
-#pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass) {
-      float sums[2] = {};
-#pragma unroll
-      for (int k = 0; k < K; ++k)
-        if (tile.columns.has(k))
-#pragma unroll
-          for (int i = 0; i < VEC; ++i) {
-            const float from_it = z[k][i] - mean;
-            sums[0] += from_it;
-            sums[1] += from_it * from_it;
-          }
-      group.sum(sums);
-      const float off = sums[0] * a.inverse_cols;
-      mean += off;
-      variance = sums[1] * a.inverse_cols - off * off;
-      if (group.rows_per_block() == 1 ? !(off * off > far * variance) : sizeof(T) == 2 && a.cols <= 8192) break;
-    }
-    if (variance < 0) variance = 0;  // NaN stays
+    mean = mean_of(values[0]);
+    held_moments(group, tile.columns, z, a, mean, variance);
   }
   // The widened values of so many vectors would spill while an exchange is under way: they are made again from the packed ones.
   LIGER_DEVICE static void widen_again(typename Tile::Values& z) {

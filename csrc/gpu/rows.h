@@ -1,4 +1,5 @@
-// Rows over threads: which columns of a row a thread owns (Columns), and reductions over the threads of a row (RowGroup).
+// Rows over threads: which columns of a row a thread owns (Columns), reductions over the threads of a row (RowGroup), and a row's mean and
+// variance.
 #pragma once
 #include "gpu/platform.h"
 
@@ -164,6 +165,14 @@ template <int VEC, int K> struct Columns {
   // Of a row that its threads hold.
   LIGER_DEVICE Columns(int index, int threads, int cols) : first(index * VEC), step(threads * VEC), left(cols - index * VEC) {}
   LIGER_DEVICE bool has(int k) const { return k * step < left; }
+  // N of its vectors, from the kth on.
+  template <int N> LIGER_DEVICE Columns<VEC, N> from(int k) const {
+    Columns<VEC, N> some(0, 0, 0);
+    some.first = first + k * step;
+    some.step = step;
+    some.left = left - k * step;
+    return some;
+  }
   template <class F> LIGER_DEVICE static void with_row_dtype(Dtype dtype, F&& f) {
     if constexpr (VEC < 8) with_dtype(dtype, f);
     else if (dtype == Dtype::bf16) f(bf16{});
@@ -205,6 +214,44 @@ template <int VEC, int K> struct Columns {
     });
   }
 };
+
+// Exact where all values are the same.
+template <class T, int VEC> LIGER_DEVICE float mean_of(const Packed<T, VEC>& values) {
+  if constexpr (VEC == 1) return values[0];
+  float mean = 0;
+#pragma unroll
+  for (int i = 0; i < VEC / 2; ++i) mean += (values[i] + values[i + VEC / 2]) * (1.0f / VEC);
+  return mean;
+}
+// Mean and variance of a row that its threads hold, in one pass and one exchange: relative to `mean` as it is given, one of the row's
+// values or a mean of some; and where that is so far from the others that the variance would have lost digits, once more, relative to the
+// mean that was found. Rows that share a block have one barrier for all and decide together: a 16-bit row of up to 8,192 columns cannot
+// lose so many digits that it matters. Twice: in any case. `a` has the row's cols and inverse_cols.
+template <bool Twice = false, class T, int VEC, int K, class Group, class Args>
+LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], const Args& a, float& mean,
+                               float& variance) {
+  constexpr float far = sizeof(T) == 2 ? 256 : 4;  // squared, in variances
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    float sums[2] = {};
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns.has(k))
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          const float from_it = x[k][i] - mean;
+          sums[0] += from_it;
+          sums[1] += from_it * from_it;
+        }
+    group.sum(sums);
+    const float off = sums[0] * a.inverse_cols;
+    mean += off;
+    variance = sums[1] * a.inverse_cols - off * off;
+    if (Twice) continue;
+    if (group.rows_per_block() == 1 ? !(off * off > far * variance) : sizeof(T) == 2 && a.cols <= 8192) break;
+  }
+  if (variance < 0) variance = 0;  // NaN stays
+}
 
 // Elementwise work in tiles of K vectors a thread: a block's threads have a tile of one row, or of a few short rows.
 template <int K> struct Tiles {

@@ -18,10 +18,11 @@ struct Call {
   bool mixed = false;  // norms: a parameter is missing or of another dtype than the result; backward: dtypes of dy, dsum and x differ
   bool full = false;  // losses: options that cost instructions per element
   bool per_row = false;  // losses: reduction "none"
-  bool bias = false;  // layer_norm, fused loss
+  bool bias = false;  // layer_norm, group_norm, fused loss
   bool frozen = false;  // norms, backward: no parameter wants a gradient, and the weight is of x's type
   int64_t q_heads = 1, k_heads = 1, rotary_dim = 0;  // rope; rotary_dim 0: all of the head
   int64_t hidden = 1, chunk_rows = 0, chunk_classes = 0;  // fused loss; 0: all at a time
+  int64_t groups = 1, channel = 0;  // group_norm: groups of a sample, elements of a channel; 0: all of the group
   Knobs knobs;  // for those of its launches that have some
 };
 

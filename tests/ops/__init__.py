@@ -11,6 +11,7 @@
   with them as inputs and parameter, as far as it has such, and returns one result;
 * ``PROMISED``: for an op whose result is not one tensor like its first argument, a function of its arguments that says
   the shape and the dtype (None: not said) of each result, by name.
+* ``exact_cases()``: (name, op, inputs) in fp32, large enough for the largest error of many elements to say something;
 * ``PLAN_MODELS``: of each of its kernels a function that checks which elements a launch takes (tests/plan_model.py);
 * ``STREAMS``: of kernels that tests/test_amd_objects.py does not have, which accesses ("load", "store") should bypass
   caches.
@@ -53,6 +54,11 @@ ONE_OF_EACH = [example for example in EXAMPLES if example.name == example.op]
 def kernel_cases(dtype: torch.dtype) -> Any:
     for family in FAMILIES:
         yield from family.kernel_cases(dtype)
+
+
+def exact_cases() -> Any:
+    for family in FAMILIES:
+        yield from getattr(family, "exact_cases", tuple)()
 
 
 def draw_call(rng: Random, op: str, dtypes: tuple[torch.dtype, ...], device: Any = "cpu") -> Call:

@@ -1,0 +1,25 @@
+#include "cpu/dispatch.h"
+#include "cpu/partials.h"
+#include "kernels/group_norm.h"
+
+namespace liger::cpu {
+
+int64_t group_norm_forward_workspace(const GroupNormForward&, Stream) { return 0; }
+void group_norm_forward(const GroupNormForward& a, Stream) {
+  const int64_t rows = a.shape.rows(), cols = a.shape.cols();
+  parallel_items(a, rows, cols, {{a.y, rows, cols}});
+}
+
+// A partial row for each sample: dweight's, then dbias's. Written also where neither is wanted: it is small against x.
+int64_t group_norm_backward_workspace(const GroupNormBackward& a, Stream) {
+  return a.shape.batch * 2 * a.shape.all_channels() * size_of(accumulator(a.x.dtype));
+}
+void group_norm_backward(const GroupNormBackward& a, Stream) {
+  const int64_t rows = a.shape.rows(), cols = a.shape.cols(), channels = a.shape.all_channels();
+  parallel_items(a, rows, cols, {{a.dx, rows, cols}});
+  const Dtype acc = accumulator(a.x.dtype);
+  sum_partials(a.workspace, a.shape.batch, 2 * channels, channels, acc, a.dweight);
+  sum_partials(static_cast<const char*>(a.workspace) + channels * size_of(acc), a.shape.batch, 2 * channels, channels, acc, a.dbias);
+}
+
+}  // namespace liger::cpu

@@ -1,0 +1,85 @@
+// GroupNorm on the CPU: bound by memory. An item is a group of one sample, whose channels lie one after another in memory: the variance
+// is that of the centred group, a second pass, and each channel has one weight and one bias. The backward adds up dy and dy * (x - mean)
+// of each channel; the group's sums are those, times the weights. A sample has a partial row of dweight and dbias.
+#include "kernels/group_norm.h"
+
+#include "cpu/simd.h"
+
+namespace liger::cpu::LIGER_ISA {
+namespace {
+
+// One value of any type.
+template <class A> LIGER_INLINE A value(const In<any>& in, int64_t at) { return load<A>(in, at, Part{1})[0]; }
+template <class A> LIGER_INLINE A channel_value(const Vector& parameter, int64_t channel, A missing) {
+  return parameter.data ? value<A>(param<any>(parameter), channel) : missing;
+}
+
+template <class T, class A> [[gnu::flatten]] void forward(const GroupNormForward& a, int64_t begin, int64_t end) {
+  const GroupNormShape& of = a.shape;
+  const int64_t cols = of.cols();
+  const bool stream = streams(a.y, of.rows(), cols);
+  for (int64_t i = begin; i < end; ++i) {
+    const auto x = row<T>(a.x, i);
+    const auto y = row<T>(a.y, i, stream && of.channel % lanes<A> == 0);
+    const A mean = sum_columns<A>(cols, [&](int64_t j, auto n) { return load<A>(x, j, n); }) / A(cols);
+    const A squares = sum_columns<A>(cols, [&](int64_t j, auto n) {
+      const auto v = load<A>(x, j, n) - mean;
+      return v * v;
+    });
+    const A rstd = A(1) / Math<A>::sqrt(squares / A(cols) + A(a.eps));
+    static_cast<A*>(a.mean)[i] = mean;
+    static_cast<A*>(a.rstd)[i] = rstd;
+    const int64_t first = i % of.groups * of.channels;
+    for (int64_t c = 0; c < of.channels; ++c) {
+      const A weight = channel_value<A>(a.weight, first + c, A(1)), bias = channel_value<A>(a.bias, first + c, A(0));
+      columns<A>(c * of.channel, (c + 1) * of.channel,
+                 [&](int64_t j, auto n) { store(y, j, n, (load<A>(x, j, n) - mean) * rstd * weight + bias); });
+    }
+  }
+  if (stream) stream_fence();
+}
+
+template <class T, class A> [[gnu::flatten]] void backward(const GroupNormBackward& a, int64_t begin, int64_t end) {
+  const GroupNormShape& of = a.shape;
+  const int64_t cols = of.cols(), all = of.all_channels();
+  for (int64_t i = begin; i < end; ++i) {
+    const auto dy = row<T>(a.dy, i), x = row<T>(a.x, i);
+    const A mean = static_cast<const A*>(a.mean)[i], rstd = static_cast<const A*>(a.rstd)[i];
+    const int64_t first = i % of.groups * of.channels;
+    A* const partial = static_cast<A*>(a.workspace) + i / of.groups * 2 * all + first;
+    A g = 0, gn = 0;
+    for (int64_t c = 0; c < of.channels; ++c) {
+      const int64_t at = c * of.channel;
+      const auto sums = sum_columns<A, 2>(of.channel, [&](int64_t j, auto n, vec<A>(&terms)[2]) {
+        terms[0] = load<A>(dy, at + j, n);
+        terms[1] = terms[0] * (load<A>(x, at + j, n) - mean);
+      });
+      const A weight = channel_value<A>(a.weight, first + c, A(1)), dyn = sums[1] * rstd;
+      partial[c] = dyn;
+      partial[all + c] = sums[0];
+      g += weight * sums[0];
+      gn += weight * dyn;
+    }
+    if (a.dx.data == nullptr) continue;
+    const auto dx = row<T>(a.dx, i);
+    const A g_mean = g / A(cols), gn_mean = gn / A(cols);
+    for (int64_t c = 0; c < of.channels; ++c) {
+      const A weight = channel_value<A>(a.weight, first + c, A(1));
+      columns<A>(c * of.channel, (c + 1) * of.channel, [&](int64_t j, auto n) {
+        const auto normalised = (load<A>(x, j, n) - mean) * rstd;
+        store(dx, j, n, rstd * (load<A>(dy, j, n) * weight - g_mean - normalised * gn_mean));
+      });
+    }
+  }
+}
+
+}  // namespace
+
+template <> void run(const GroupNormForward& a, int64_t begin, int64_t end) {
+  dispatch(a.x.dtype, [&](auto t) { forward<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
+}
+template <> void run(const GroupNormBackward& a, int64_t begin, int64_t end) {
+  dispatch(a.x.dtype, [&](auto t) { backward<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
+}
+
+}  // namespace liger::cpu::LIGER_ISA

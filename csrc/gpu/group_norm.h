@@ -1,0 +1,97 @@
+// What the kernels of GroupNorm share: where the parts of a long row begin, the parameters of a row's channels, sums of channels.
+#pragma once
+#include "gpu/device.h"
+#include "gpu/rows.h"
+#include "launch/group_norm.h"
+
+namespace liger::gpu {
+
+// Of a row: its length, that of a channel, and which channels they are.
+struct GroupNormRow {
+  int64_t cols, channel, channels, groups;
+  Divisor by_channel;  // of rows that registers hold
+  float inverse_cols;
+
+  explicit GroupNormRow(const launch::GroupNormRows& of)
+      : cols(of.cols),
+        channel(of.channel),
+        channels(of.cols / of.channel),
+        groups(of.groups),
+        by_channel(of.channel < INT32_MAX ? of.channel : INT32_MAX),
+        inverse_cols(1 / float(of.cols)) {}
+  LIGER_DEVICE int64_t sample(int64_t row) const { return quotient(row, groups); }
+  // Among the sample's channels.
+  LIGER_DEVICE int64_t first_channel(int64_t row) const { return (row - sample(row) * groups) * channels; }
+};
+
+// A block's part of a row.
+struct PartOfRow {
+  int64_t row, part, begin, end;
+  // The block's number may be another one than its own.
+  LIGER_DEVICE PartOfRow(const launch::RowParts& parts, int64_t block, int64_t cols) : row(quotient(block, parts.per_row)) {
+    part = block - row * parts.per_row;
+    begin = begin_of(parts, part);
+    end = end_of(parts, part, cols);
+  }
+  LIGER_DEVICE static int64_t begin_of(const launch::RowParts& parts, int64_t part) {
+    const int64_t span = quotient(part, parts.per_span);
+    return span * parts.span + (part - span * parts.per_span) * parts.part;
+  }
+  LIGER_DEVICE static int64_t end_of(const launch::RowParts& parts, int64_t part, int64_t cols) {
+    const int64_t span_end = (quotient(part, parts.per_span) + 1) * parts.span, end = begin_of(parts, part) + parts.part;
+    const int64_t within = end < span_end ? end : span_end;
+    return within < cols ? within : cols;
+  }
+};
+
+// A parameter, of any type, of the channel in which each vector begins, channel_of(column): one decision about the type, then all loads.
+// Without one: `missing`.
+template <int VEC, int K, class F>
+LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float missing, const Columns<VEC, K>& columns, F channel_of) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) out[k] = missing;
+  if (parameter.data == nullptr) return;
+  with_dtype(parameter.dtype, [&](auto tag) {
+    using W = std::remove_cvref_t<decltype(tag)>;
+    W raw[K] = {};
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns.has(k)) raw[k] = static_cast<const W*>(parameter.data)[channel_of(columns.first + k * columns.step)];
+#pragma unroll
+    for (int k = 0; k < K; ++k) out[k] = to_float(raw[k]);
+  });
+}
+
+// Two sums for each vector of a block, in shared memory, and from them two for each channel: those of dy * n and of dy.
+struct ChannelSums {
+  static constexpr int offset(int cluster) { return launch::reduction_bytes(2, cluster); }
+  Shared<Vec<float, 2>> pairs;
+
+  LIGER_DEVICE explicit ChannelSums(int cluster = 1) : pairs(shared<Vec<float, 2>>(offset(cluster))) {}
+
+  // `lines` rows of `channels` each, whose vectors begin at line * pitch; of a channel those from nth * length on, as far as they are
+  // within [begin, end), of which the first is the line's first. store(line, nth, sums) by one thread each. All threads of the block.
+  template <class F> LIGER_DEVICE void total(int lines, int pitch, int channels, int length, int begin, int end, F store) const {
+    const int lanes = length >= warp_width() ? warp_width() : length <= 1 ? 1 : 2 << log2_of(length - 1);  // that share a channel
+    const int teams = block_threads() >> log2_of(lanes), team = thread_id() >> log2_of(lanes), lane = thread_id() & (lanes - 1);
+    block_barrier();
+    for (int at = 0; at < lines * channels; at += teams) {  // the same trip count for all threads
+      const int all = at + team, line = all / channels, nth = all - line * channels;
+      const bool live = line < lines;
+      float sums[2] = {};
+      const int first = nth * length, last = first + length;
+      for (int v = (first > begin ? first : begin) + lane; live && v < (last < end ? last : end); v += lanes) {
+        const Vec<float, 2> pair = pairs[line * pitch + v - begin];
+        sums[0] += pair[0];
+        sums[1] += pair[1];
+      }
+      for (int mask = lanes / 2; mask > 0; mask /= 2) {
+        sums[0] += shfl_xor(sums[0], mask);
+        sums[1] += shfl_xor(sums[1], mask);
+      }
+      if (live && lane == 0) store(line, nth, sums);
+    }
+  }
+};
+
+}  // namespace liger::gpu

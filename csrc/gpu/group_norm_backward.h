@@ -1,0 +1,195 @@
+// The backward of GroupNorm. Bound by memory: dy and x are read once and dx written once where a block, or a cluster of blocks, holds a
+// group of both; longer groups are cut into parts of channels, which a first kernel sums up and a second one reads again.
+//
+//   n = (x - mean) * rstd,  g = dy * weight[channel],  dx = rstd * (g - mean(g) - n * mean(g * n))
+//   dweight[channel] = sum of dy * n,  dbias[channel] = sum of dy
+//
+// A vector lies in one channel. Its sums of dy * n and of dy, times the weight, are what the group's means are made of; and they meet in
+// shared memory, where lanes add up those of each channel, in a fixed order. So each sample, or each block that has a part of a channel,
+// has a partial row of the sums of all channels, and column_sum.h adds up these rows.
+#pragma once
+#include "gpu/group_norm.h"
+
+namespace liger::gpu {
+
+struct GroupNormBackwardArgs {
+  int64_t rows;
+  GroupNormRow of;
+  const void *dy, *x;
+  void* dx;  // or nullptr
+  Vector weight;
+  const float *mean, *rstd;
+  float* row_sums;  // [rows, parts, 2]: of g * n and of g
+  float* partial;   // [partial rows, 2, channels of a sample], or nullptr: neither dweight nor dbias is wanted
+  launch::RowParts parts;
+  int threads_per_row = 0;
+
+  // Of the nth partial row of a sample, `rows` in all; channel: of the sample.
+  LIGER_DEVICE void store_partial(int64_t sample, int64_t rows, int64_t nth, int64_t channel, const float (&sums)[2]) const {
+    const int64_t all = of.groups * of.channels;
+    float* const to = partial + (sample * rows + nth) * 2 * all + channel;
+    to[0] = sums[0];
+    to[all] = sums[1];
+  }
+};
+
+// The sums of dy * n and of dy of one vector.
+template <class T, int VEC> LIGER_DEVICE Vec<float, 2> sums_of(const Packed<T, VEC>& dy, const Packed<T, VEC>& x, float mean, float rstd) {
+  Vec<float, 2> sums = {};
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) {
+    sums[0] += dy[i] * (x[i] - mean);
+    sums[1] += dy[i];
+  }
+  sums[0] *= rstd;
+  return sums;
+}
+
+// dx of this thread's vectors, from the row's sums of g * n and of g.
+template <class T, int VEC, int K>
+LIGER_DEVICE void write_gradient(const GroupNormBackwardArgs& a, const Columns<VEC, K>& columns, const Packed<T, VEC> (&dy)[K],
+                                 const Packed<T, VEC> (&x)[K], int64_t row, const float (&sums)[2], float mean, float rstd,
+                                 const float (&weight)[K]) {
+  const float from_n = rstd * rstd * (sums[0] * a.of.inverse_cols), from_g = rstd * (sums[1] * a.of.inverse_cols);
+  T* const to = opaque(static_cast<T*>(a.dx) + (row * a.of.cols + columns.first));
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+    float dx[VEC];
+    const float scale = rstd * weight[k];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) dx[i] = dy[k][i] * scale - (x[k][i] - mean) * from_n - from_g;
+    Packed<T, VEC> packed;
+    packed.set(dx);
+    store<Hint::stream>(to + k * columns.step, packed);
+  }
+}
+
+template <class T, int VEC, int K> struct GroupNormBackwardRegisters {
+  using Args = GroupNormBackwardArgs;
+  static constexpr int max_threads = launch::group_norm_backward_registers.instance(VEC, K).max_threads;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroupOf<0, (VEC > 1 && K == launch::group_norm_backward_k)> group(a.threads_per_row);
+    const int64_t row = group.first_row(), first_channel = a.of.first_channel(row);
+    const bool live = row < a.rows;
+    // A cluster's blocks have a share of the row each, without gaps.
+    const bool in_cluster = group.in_cluster();
+    const int cluster = in_cluster ? cluster_blocks() : 1, rank = in_cluster ? cluster_rank() : 0;
+    const int threads = in_cluster ? block_threads() : group.threads_per_row, index = in_cluster ? thread_id() : group.index;
+    const int cols = int(a.of.cols), share = (cols / VEC + cluster - 1) / cluster * VEC, begin = rank * share;
+    const int end = !live ? begin : begin + share < cols ? begin + share : cols;
+    const Columns<VEC, K> columns(index, threads, begin, end);
+    Packed<T, VEC> dy[K], x[K];
+    columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
+    columns.template load<Hint::stream>(dy, a.dy, row * a.of.cols);
+    const float mean = live ? a.mean[row] : 0, rstd = live ? a.rstd[row] : 0;
+    float weight[K];
+    load_channels(weight, a.weight, 1, columns, [&](int64_t column) { return first_channel + a.of.by_channel(int(column)); });
+    const ChannelSums channels(cluster);
+    float sums[2] = {};
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      const Vec<float, 2> pair = sums_of(dy[k], x[k], mean, rstd);
+      sums[0] += weight[k] * pair[0];
+      sums[1] += weight[k] * pair[1];
+      if (a.partial) channels.pairs[(group.group * K + k) * threads + index] = pair;
+    }
+    if (a.dx) {
+      group.sum(sums);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {  // widened values must not wait in registers for a reduction to end
+        forget(dy[k].data);
+        forget(x[k].data);
+      }
+      write_gradient(a, columns, dy, x, row, sums, mean, rstd, weight);
+    }
+    if (a.partial == nullptr) return;
+    const int64_t first_row = row - group.group, rows_left = a.rows - first_row;
+    const int lines = rows_left < group.rows_per_block() ? int(rows_left) : group.rows_per_block();
+    channels.total(lines, K * threads, int(a.of.channels), int(a.of.channel / VEC), begin / VEC,
+                   (begin + share < cols ? begin + share : cols) / VEC, [&](int line, int nth, const float (&totals)[2]) {
+                     const int64_t of_row = first_row + line;
+                     a.store_partial(a.of.sample(of_row), cluster, rank, a.of.first_channel(of_row) + nth, totals);
+                   });
+  }
+};
+
+template <class T, int VEC> struct GroupNormBackwardSums {
+  using Args = GroupNormBackwardArgs;
+  static constexpr int K = launch::group_norm_part_k, max_threads = launch::group_norm_backward_sums.instance(VEC).max_threads,
+                       min_blocks = launch::group_norm_part_blocks;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(block_threads());
+    const PartOfRow part(a.parts, block_id(), a.of.cols);
+    const int64_t row = part.row, first_channel = a.of.first_channel(row), of_part = quotient(part.begin, a.of.channel);
+    const float mean = a.mean[row], rstd = a.rstd[row];
+    const bool several = a.parts.span > a.of.channel;  // whole channels; then all threads have the part at once
+    const ChannelSums channels;
+    float sums[2] = {}, of_channel[2] = {};
+    for (int64_t begin = part.begin; begin < part.end; begin += int64_t{block_threads()} * K * VEC) {
+      const Columns<VEC, K> columns(group.index, block_threads(), begin, part.end);
+      Packed<T, VEC> dy[K], x[K];
+      columns.load(x, a.x, row * a.of.cols);
+      columns.load(dy, a.dy, row * a.of.cols);
+      float weight[K];
+      load_channels(weight, a.weight, 1, columns, [&](int64_t column) { return first_channel + quotient(column, a.of.channel); });
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        if (!columns.has(k)) continue;
+        const Vec<float, 2> pair = sums_of(dy[k], x[k], mean, rstd);
+        if (several && a.partial) channels.pairs[k * block_threads() + group.index] = pair;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          sums[n] += weight[k] * pair[n];
+          of_channel[n] += pair[n];
+        }
+      }
+    }
+    if (a.dx) {
+      group.sum(sums);
+      if (group.index == 0) {
+        a.row_sums[2 * block_id()] = sums[0];
+        a.row_sums[2 * block_id() + 1] = sums[1];
+      }
+    }
+    if (a.partial == nullptr) return;
+    const int64_t sample = a.of.sample(row), channel = first_channel + of_part;
+    if (several) {
+      const int length = int(a.of.channel / VEC), vectors = int((part.end - part.begin) / VEC);
+      channels.total(1, 0, vectors / length, length, 0, vectors,
+                     [&](int, int nth, const float (&totals)[2]) { a.store_partial(sample, 1, 0, channel + nth, totals); });
+    } else {
+      group.sum(of_channel);
+      if (group.index == 0) a.store_partial(sample, a.parts.per_span, part.part - of_part * a.parts.per_span, channel, of_channel);
+    }
+  }
+};
+
+template <class T, int VEC> struct GroupNormBackwardApply {
+  using Args = GroupNormBackwardArgs;
+  static constexpr int K = launch::group_norm_part_k, max_threads = launch::group_norm_backward_apply.instance(VEC).max_threads,
+                       min_blocks = launch::group_norm_part_blocks;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(block_threads());
+    const PartOfRow part(a.parts, grid_blocks() - 1 - block_id(), a.of.cols);
+    const int64_t row = part.row, first_channel = a.of.first_channel(row);
+    float sums[2] = {};
+    for (int64_t nth = group.index; nth < a.parts.per_row; nth += block_threads())
+#pragma unroll
+      for (int n = 0; n < 2; ++n) sums[n] += a.row_sums[2 * (row * a.parts.per_row + nth) + n];
+    group.sum(sums);
+    const float mean = a.mean[row], rstd = a.rstd[row];
+    for (int64_t begin = part.begin; begin < part.end; begin += int64_t{block_threads()} * K * VEC) {
+      const Columns<VEC, K> columns(group.index, block_threads(), begin, part.end);
+      Packed<T, VEC> dy[K], x[K];
+      columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
+      columns.template load<Hint::stream>(dy, a.dy, row * a.of.cols);
+      float weight[K];
+      load_channels(weight, a.weight, 1, columns, [&](int64_t column) { return first_channel + quotient(column, a.of.channel); });
+      write_gradient(a, columns, dy, x, row, sums, mean, rstd, weight);
+    }
+  }
+};
+
+}  // namespace liger::gpu

@@ -1,0 +1,190 @@
+// The forward of GroupNorm. Bound by memory: x is read once and y written once where the threads of a block, or of a cluster of blocks,
+// hold a group (64 elements of a 16-bit type each). Longer groups are cut into parts, a block's each, so that few of them fill the
+// device: one kernel finds mean and sum of squares of each part, a second one joins those of a group and reads the part again, in the
+// opposite order, since the L2 still has what was read last.
+//
+// Weight and bias are of the channel in which a vector begins; where channels are not whole vectors it may end in the next one.
+#pragma once
+#include "gpu/group_norm.h"
+
+namespace liger::gpu {
+
+struct GroupNormForwardArgs {
+  int64_t rows;
+  GroupNormRow of;
+  const void* x;
+  void* y;
+  Vector weight, bias;
+  float *mean, *rstd;
+  float eps;
+  float* partial;  // [rows, parts, 2]: mean, and sum of squares relative to it
+  launch::RowParts parts;
+  int threads_per_row = 0;
+};
+
+// y of this thread's vectors, channel_of(column) being that in which one begins.
+template <class T, int VEC, int K, class F>
+LIGER_DEVICE void write_normalised(const GroupNormForwardArgs& a, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], int64_t row,
+                                   float mean, float rstd, const float (&weight)[K], const float (&bias)[K], F channel_of) {
+  T* const to = opaque(static_cast<T*>(a.y) + (row * a.of.cols + columns.first));
+  const bool split = VEC > 1 && a.of.channel % VEC != 0;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+    float y[VEC];
+    const float scale = rstd * weight[k];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) y[i] = fmaf(x[k][i] - mean, scale, bias[k]);
+    if (split) {
+      const int64_t column = columns.first + k * columns.step, channel = channel_of(column);
+      const int64_t own = (channel - a.of.first_channel(row) + 1) * a.of.channel - column;  // elements of the first channel
+      if (own < VEC) {
+        const float next_scale = rstd * (a.weight.data ? load_one(a.weight.data, a.weight.dtype, channel + 1) : 1);
+        const float next_bias = a.bias.data ? load_one(a.bias.data, a.bias.dtype, channel + 1) : 0;
+#pragma unroll
+        for (int i = 0; i < VEC; ++i)
+          if (i >= own) y[i] = fmaf(x[k][i] - mean, next_scale, next_bias);
+      }
+    }
+    Packed<T, VEC> packed;
+    packed.set(y);
+    store<Hint::stream>(to + k * columns.step, packed);
+  }
+}
+
+template <class T, int VEC, int K> struct GroupNormRegisters {
+  using Args = GroupNormForwardArgs;
+  static constexpr int max_threads = launch::group_norm_registers.instance(VEC, K).max_threads, min_blocks = 1;
+  // Vectors whose parameters are loaded together; of two before the row's exchange, so that their latency is the row's.
+  static constexpr int Together = K < 4 ? K : 4;
+  static constexpr bool early = VEC == 1 || K < 4;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroupOf<0, (VEC > 1 && K == launch::group_norm_k)> group(a.threads_per_row);
+    const int64_t row = group.first_row(), first_channel = a.of.first_channel(row);
+    const bool live = row < a.rows;
+    const Columns<VEC, K> columns(group.index, group.threads_per_row, live ? int(a.of.cols) : 0);
+    Packed<T, VEC> x[K];
+    columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
+    Packed<T, VEC> first[1];  // of the row
+    Columns<VEC, 1>(0, 1, live ? VEC : 0).load(first, a.x, row * a.of.cols);
+    float mean = mean_of(first[0]), variance;
+    const auto channel_of = [&](int64_t column) { return first_channel + a.of.by_channel(int(column)); };
+    float weight[Together], bias[Together];
+    const auto load_parameters = [&](const Columns<VEC, Together>& of) {
+      load_channels(weight, a.weight, 1, of, channel_of);
+      load_channels(bias, a.bias, 0, of, channel_of);
+    };
+    if constexpr (early) load_parameters(columns);
+    held_moments<sizeof(T) == 4>(group, columns, x, a.of, mean, variance);
+    const float rstd = fast_rsqrt(variance + a.eps);
+    if constexpr (K >= 4)
+#pragma unroll
+      for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);  // widened values would spill
+    if (live && group.index == 0) {
+      a.mean[row] = mean;
+      a.rstd[row] = rstd;
+    }
+    if constexpr (early) {
+      write_normalised(a, columns, x, row, mean, rstd, weight, bias, channel_of);
+    } else {
+#pragma unroll
+      for (int k = 0; k < K; k += Together) {
+        const Columns<VEC, Together> some = columns.template from<Together>(k);
+        load_parameters(some);
+        write_normalised(a, some, reinterpret_cast<const Packed<T, VEC>(&)[Together]>(x[k]), row, mean, rstd, weight, bias, channel_of);
+      }
+    }
+  }
+};
+
+// Count, mean and sum of squared distances from it (Chan, Golub and LeVeque: Algorithms for Computing the Sample Variance, 1983).
+struct Moments {
+  float count = 0, mean = 0, squares = 0;
+
+  LIGER_DEVICE void join(float more, float its_mean, float its_squares) {
+    if (more == 0) return;
+    const float delta = its_mean - mean, share = more / (count + more);
+    squares += its_squares + delta * delta * count * share;
+    mean += delta * share;
+    count += more;
+  }
+  template <class T, int VEC, int K> LIGER_DEVICE void add(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
+    float sum = 0, of_batch = 0;
+    int vectors = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      vectors += columns.has(k);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) sum += x[k][i];
+    }
+    const float here = float(vectors * VEC), batch_mean = vectors ? sum / here : 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns.has(k))
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) of_batch += (x[k][i] - batch_mean) * (x[k][i] - batch_mean);
+    join(here, batch_mean, of_batch);
+  }
+  // Of all threads, which have `total` elements together.
+  LIGER_DEVICE void merge(RowGroup& group, float total) {
+    const float all = group.sum(count * mean) / total;
+    squares = group.sum(squares + count * (mean - all) * (mean - all));
+    mean = all;
+  }
+};
+
+template <class T, int VEC> struct GroupNormMoments {
+  using Args = GroupNormForwardArgs;
+  static constexpr int K = launch::group_norm_part_k, max_threads = launch::group_norm_moments.instance(VEC).max_threads,
+                       min_blocks = launch::group_norm_part_blocks;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(block_threads());
+    const PartOfRow part(a.parts, block_id(), a.of.cols);
+    Moments own;
+    for (int64_t begin = part.begin; begin < part.end; begin += int64_t{block_threads()} * K * VEC) {
+      const Columns<VEC, K> columns(group.index, block_threads(), begin, part.end);
+      Packed<T, VEC> x[K];
+      columns.load(x, a.x, part.row * a.of.cols);
+      own.add(columns, x);
+    }
+    own.merge(group, float(part.end - part.begin));
+    if (group.index == 0) {
+      a.partial[2 * block_id()] = own.mean;
+      a.partial[2 * block_id() + 1] = own.squares;
+    }
+  }
+};
+
+template <class T, int VEC> struct GroupNormApply {
+  using Args = GroupNormForwardArgs;
+  static constexpr int K = launch::group_norm_part_k, max_threads = launch::group_norm_apply.instance(VEC).max_threads,
+                       min_blocks = launch::group_norm_part_blocks;
+  static LIGER_DEVICE void run(const Args& a) {
+    RowGroup group(block_threads());
+    const PartOfRow part(a.parts, grid_blocks() - 1 - block_id(), a.of.cols);
+    const int64_t row = part.row, first_channel = a.of.first_channel(row);
+    Moments own;
+    for (int64_t nth = group.index; nth < a.parts.per_row; nth += block_threads()) {
+      const float* const partial = a.partial + 2 * (row * a.parts.per_row + nth);
+      own.join(float(PartOfRow::end_of(a.parts, nth, a.of.cols) - PartOfRow::begin_of(a.parts, nth)), partial[0], partial[1]);
+    }
+    own.merge(group, float(a.of.cols));
+    const float rstd = fast_rsqrt(own.squares * a.of.inverse_cols + a.eps);
+    if (part.part == 0 && group.index == 0) {
+      a.mean[row] = own.mean;
+      a.rstd[row] = rstd;
+    }
+    const auto channel_of = [&](int64_t column) { return first_channel + quotient(column, a.of.channel); };
+    for (int64_t begin = part.begin; begin < part.end; begin += int64_t{block_threads()} * K * VEC) {
+      const Columns<VEC, K> columns(group.index, block_threads(), begin, part.end);
+      Packed<T, VEC> x[K];
+      columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
+      float weight[K], bias[K];
+      load_channels(weight, a.weight, 1, columns, channel_of);
+      load_channels(bias, a.bias, 0, columns, channel_of);
+      write_normalised(a, columns, x, row, own.mean, rstd, weight, bias, channel_of);
+    }
+  }
+};
+
+}  // namespace liger::gpu

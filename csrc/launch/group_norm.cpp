@@ -1,0 +1,124 @@
+#include "launch/group_norm.h"
+
+#include "launch/elementwise.h"
+#include "launch/op_plans.h"
+
+namespace liger::launch {
+namespace {
+
+// Elements of a part, at least: as many as a block has in flight.
+constexpr int64_t part_elements(int vec) { return int64_t{piece_threads} * group_norm_part_k * vec; }
+// Parts of a row, whose sums every block of the second kernel adds up; rows of more short channels have more.
+constexpr int64_t most_parts = 1024;
+
+RowParts in_parts(int64_t cols, int64_t span, int64_t most, int vec) {
+  RowParts parts;
+  parts.span = span;
+  parts.part = round_up(std::max(part_elements(vec), ceil_div(span, most)), vec);
+  parts.per_span = ceil_div(span, parts.part);
+  parts.part = round_up(ceil_div(span, parts.per_span), vec);  // of equal length
+  parts.per_span = ceil_div(span, parts.part);
+  parts.per_row = ceil_div(cols, span) * parts.per_span;
+  return parts;
+}
+// Parts of a channel, or of several whole ones.
+RowParts in_channels(const GroupNormRows& of, int vec) {
+  const int64_t channels = of.cols / of.channel, together = part_elements(vec) / of.channel;
+  if (together < 2) return in_parts(of.cols, of.channel, std::max<int64_t>(1, most_parts / channels), vec);
+  return in_parts(of.cols, ceil_div(channels, ceil_div(channels, together)) * of.channel, 1, vec);
+}
+
+Launch over_parts(const DeviceProfile& device, const Kernel& kernel, const GroupNormRows& of, int vec, const RowParts& parts, int smem) {
+  LaunchPlan plan = plan_block_per_row(device, of.rows * parts.per_row, std::min(parts.part, part_elements(vec)), vec);
+  plan.smem = smem;
+  check_threads(device, plan);
+  return {&kernel, kernel.instance(vec), of.rows, of.cols, plan};
+}
+
+// A row in registers: of a block; of a cluster where a block cannot hold it, or where few long rows leave multiprocessors idle. Knobs are
+// not for how many blocks share a row: sums of channels take as much workspace with them as without.
+LaunchPlan held(const DeviceProfile& device, const GroupNormRows& of, int vec, int max_k, const Knobs& knobs) {
+  constexpr int64_t long_row = 2048;  // vectors
+  const auto plan = [&](const Knobs& with) { return plan_row_forward(device, of.rows, of.cols, vec, vec == 1 ? 4 : max_k, {}, with); };
+  const auto too_large = [](const LaunchPlan& made) { return made.cluster == 1 && made.k > 4 && made.block > group_norm_k_threads; };
+  LaunchPlan own = plan({});
+  const int64_t for_each = device.multiprocessors / std::max<int64_t>(1, of.rows);
+  if (own.path == Path::regs && (too_large(own) || (for_each >= 2 && own.cluster == 1 && of.cols / vec >= long_row))) {
+    own = plan({.cluster = int(std::clamp<int64_t>(next_pow2(for_each + 1) / 2, 2, 8))});
+    if (too_large(own)) own.path = Path::reread;
+  }
+  if (knobs == Knobs{} || own.path == Path::reread) return own;
+  const LaunchPlan chosen = plan(knobs);
+  return chosen.cluster > own.cluster || too_large(chosen) ? own : chosen;
+}
+
+}  // namespace
+
+GroupNormLaunches group_norm(const DeviceProfile& device, const GroupNormRows& of, int vec, const Knobs* given) {
+  const Knobs knobs = chosen_knobs(given, device, {Tunable::group_norm, vec, of.rows, of.cols});
+  LaunchPlan plan = held(device, of, vec, group_norm_k, knobs);
+  if (plan.path == Path::reread) {
+    const RowParts parts = in_parts(of.cols, of.cols, most_parts, vec);
+    const int smem = reduction_bytes(1);
+    return {over_parts(device, group_norm_moments, of, vec, parts, smem), over_parts(device, group_norm_apply, of, vec, parts, smem),
+            parts};
+  }
+  plan.k = vec == 1 ? 4 : std::max(2, plan.k);
+  plan.smem = reduction_bytes(2, plan.cluster);
+  check_threads(device, plan);
+  return {{&group_norm_registers, group_norm_registers.instance(vec, plan.k), of.rows, of.cols, plan, Tunable::group_norm}};
+}
+
+GroupNormLaunches group_norm_backward(const DeviceProfile& device, const GroupNormRows& of, int vec, bool parameters, const Knobs* given) {
+  const Knobs knobs = chosen_knobs(given, device, {Tunable::group_norm_backward, vec, of.rows, of.cols});
+  LaunchPlan plan = held(device, of, vec, group_norm_backward_k, knobs);
+  const int64_t samples = of.rows / of.groups;
+  const auto bytes = [&](const LaunchPlan& of_plan, int k) {  // of reductions, and of two sums for each vector
+    return reduction_bytes(2, of_plan.cluster) + (parameters ? of_plan.block * k * 2 * int(sizeof(float)) : 0);
+  };
+  if (plan.path == Path::reread) {
+    const RowParts parts = in_channels(of, vec);
+    Launch sums = over_parts(device, group_norm_backward_sums, of, vec, parts, 0);
+    sums.plan.smem = bytes(sums.plan, group_norm_part_k);
+    return {sums, over_parts(device, group_norm_backward_apply, of, vec, parts, reduction_bytes(2)), parts, samples * parts.per_span};
+  }
+  plan.k = vec == 1 ? 4 : std::max(2, plan.k);
+  plan.smem = bytes(plan, plan.k);
+  check_threads(device, plan);
+  const Instance& instance = group_norm_backward_registers.instance(vec, plan.k);
+  return {{&group_norm_backward_registers, instance, of.rows, of.cols, plan, Tunable::group_norm_backward}, {}, {}, samples * plan.cluster};
+}
+
+// For op_plans.h.
+namespace {
+
+GroupNormRows rows_of(const Call& call) { return {call.rows, call.cols, call.groups, call.channel > 0 ? call.channel : call.cols}; }
+
+Launches forward(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  const GroupNormRows of = rows_of(call);
+  const int vec = row_vec(call);
+  const GroupNormLaunches made = group_norm(device, of, of.channel % vec == 0 || of.channel > vec ? vec : 1, &call.knobs);
+  return made.apply.kernel ? Launches{made.main, made.apply} : Launches{made.main};
+}
+
+Launches backward(const DeviceProfile& device, const Call& call) {
+  if (empty(call)) return {};
+  const GroupNormRows of = rows_of(call);
+  const int vec = row_vec(call);
+  const GroupNormLaunches made = group_norm_backward(device, of, of.channel % vec == 0 ? vec : 1, !call.frozen, &call.knobs);
+  Launches out{made.main};
+  if (made.apply.kernel) out.push_back(made.apply);
+  const int64_t channels = of.groups * (of.cols / of.channel);
+  if (!call.frozen) out.push_back(sum_columns(device, made.partial_rows, channels, call.bias ? channels : 0));
+  return out;
+}
+
+const Planned planned_forward{"group_norm", forward, {&group_norm_registers, &group_norm_moments, &group_norm_apply}};
+const Planned planned_backward{
+    "group_norm_backward",
+    backward,
+    {&group_norm_backward_registers, &group_norm_backward_sums, &group_norm_backward_apply, &sum_columns_kernel}};
+
+}  // namespace
+}  // namespace liger::launch

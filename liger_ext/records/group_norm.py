@@ -1,0 +1,120 @@
+"""GroupNorm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ext.records._norms import NORM_DX, NORM_SUMS, gradient_scale
+from liger_ext.records._record import Make, Record, Roundings, Size, Timed
+from liger_ext.records._sizes import Tensors, peak
+
+
+def _rows(t: Tensor, num_groups: int) -> Tensor:
+    """A group of one sample is a row."""
+    batch, channels, *elements = t.shape
+    return t.reshape(batch, num_groups, channels // num_groups * math.prod(elements))
+
+
+def _of_channels(parameter: Tensor, x: Tensor) -> Tensor:
+    return parameter.view(-1, *[1] * (x.dim() - 2)).expand_as(x)
+
+
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    rows = _rows(x, num_groups)
+    centred = rows - rows.mean(-1, keepdim=True)
+    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).view(x.shape)
+    y = y if weight is None else y * _of_channels(weight, x)
+    return y if bias is None else y + _of_channels(bias, x)
+
+
+def torch_group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    if x.numel() == 0:  # PyTorch's has no gradients of weight and bias then
+        return group_norm(x, num_groups, weight, bias, eps)
+    if weight is None and bias is not None:  # nor that of a bias alone
+        return torch_group_norm(x, num_groups, eps=eps) + _of_channels(bias, x)
+    return torch.group_norm(x, num_groups, weight, bias, eps)  # F.group_norm refuses a group of one element
+
+
+def group_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
+    x, num_groups, weight, bias = (inputs.get(name) for name in ("x", "num_groups", "weight", "bias"))
+    rows = _rows(x, num_groups)
+    centred = rows - rows.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + inputs.get("eps", 1e-6))
+    w = torch.ones_like(x) if weight is None else _of_channels(weight, x)
+    b = 0 if bias is None else _of_channels(bias, x).abs()
+    normalised = (rstd * peak(rows)).expand_as(rows).reshape(x.shape)
+    scales = {"out": normalised * w.abs() + b}
+    if "out" in grads:
+        dy = grads["out"]
+        g = _rows(dy * w, num_groups)
+        dx = gradient_scale(centred * rstd, rstd, g, None, 0.0) * (1 + rstd * peak(rows))
+        scales["dx"] = dx.expand_as(rows).reshape(x.shape)
+        # dweight sums dy * n, and n carries the error of x - mean.
+        scales["dweight"] = (dy.abs() * normalised).sum([d for d in range(x.dim()) if d != 1])
+    return scales
+
+
+def _elements(size: Size) -> int:
+    """Of a channel: as many as there are said to be, or nearly."""
+    return math.gcd(size.cols, size.hidden or 4096)
+
+
+def _groups(size: Size) -> int:
+    return math.gcd(size.rows, 32)
+
+
+def _inputs(make: Make, size: Size) -> dict[str, Any]:
+    groups, elements = _groups(size), _elements(size)
+    channels = groups * (size.cols // elements)
+    x = make.leaf(size.rows // groups, channels, elements)
+    weight = {"weight": make.leaf(channels, mean=1, scale=0.3), "bias": make.leaf(channels)}
+    return {"x": x, "num_groups": groups, **weight}
+
+
+def _row_length(inputs: Mapping[str, Any]) -> int:
+    x = inputs["x"]
+    return x.shape[1] // inputs["num_groups"] * math.prod(x.shape[2:])
+
+
+def _feature_maps(*shapes: tuple[int, int, int]) -> tuple[Size, ...]:
+    """(batch, channels, elements of a channel), in 32 groups."""
+    return tuple(Size(32 * batch, channels // 32 * elements, hidden=elements) for batch, channels, elements in shapes)
+
+
+GROUP_NORM = Record(
+    name="group_norm",
+    reference=group_norm,
+    baseline=torch_group_norm,
+    scales=group_norm_scales,
+    roundings={"out": Roundings(10, 1), "dx": NORM_DX, **NORM_SUMS},
+    row_length=_row_length,
+    inputs=_inputs,
+    example=lambda tokens, hidden, vocab: Size(tokens, hidden, hidden=4),
+    llama=Size(8192, 4096),
+    moved=lambda size, width: (
+        2 * size.rows * size.cols * width + 8 * size.rows,
+        3 * size.rows * size.cols * width + 8 * size.rows,
+    ),
+    # A diffusion model's feature maps, from 64 x 64 to 8 x 8, and the last one of an image decoder.
+    timed=(
+        Timed(
+            _feature_maps((16, 320, 4096), (16, 640, 1024), (16, 1280, 256), (16, 1280, 64), (8, 128, 262_144)),
+            _feature_maps((2, 320, 1024), (2, 1280, 64)),
+        ),
+    ),
+    parameters=("weight", "bias"),
+    launch_options=lambda size, *of: {
+        "bias": True,
+        "groups": _groups(size),
+        "channel": _elements(size),
+    },
+)

@@ -1,0 +1,171 @@
+"""Calls of GroupNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from calls import Call, Draw
+from cases import example, laid_out, normal
+
+from liger_ext import functional as F
+
+EXAMPLES = [
+    example("group_norm", x=(3, 6, 5), num_groups=2, weight=(6,), bias=(6,)),
+    example("group_norm", "plain", x=(2, 4, 3, 8), num_groups=4),
+    example("group_norm", "one_element", x=(4, 12), num_groups=3, weight=(12,), bias=(12,)),
+]
+
+# Batch, groups, channels of a group, elements of a channel: channels of whole vectors, of a few elements, of one and of
+# many; rows that share a block, that a block holds, and that are read in parts: of a channel, of several, of neither.
+_SHAPES = [
+    (3, 2, 4, 16),
+    (3, 2, 3, 11),
+    (2, 3, 8, 49),
+    (5, 4, 2, 1),
+    (37, 2, 1, 24),
+    (2, 2, 40, 8),
+    (1, 2, 64, 72),
+    (2, 1, 5, 1000),
+    (2, 1, 1, 12_000),
+    (1, 2, 10, 1024),
+    (1, 1, 3, 20_000),
+    (1, 1, 700, 104),
+    (1, 1, 5000, 7),
+    (1, 1, 12_000, 1),
+    (2, 1, 2, 40_001),
+    (1, 2, 2, 32_768),
+]  # fmt: skip
+
+
+def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+
+    def inputs(batch: int, groups: int, channels: int, elements: int, layout: str = "contiguous", **types: Any):
+        x = laid_out(normal(batch, groups * channels, elements, dtype=dtype, mean=3), layout)
+        made: dict[str, Any] = {"x": x, "num_groups": groups}
+        for seed, name in enumerate(("weight", "bias")):
+            of = types.get(name, dtype)
+            made[name] = None if of is None else normal(groups * channels, dtype=of, seed=9 + seed, scale=0.3, mean=1)
+        return made
+
+    for shape in _SHAPES:
+        name = "x".join(map(str, shape))
+        yield "group_norm", name, shape[3] in (11, 16), lambda of=shape: inputs(*of)
+    few = [(3, 2, 4, 16), (2, 3, 8, 49), (1, 1, 3, 20_000)]
+    for shape in few:
+        name = "x".join(map(str, shape))
+        for what, types in (
+            ("weight of another dtype", {"weight": other}),
+            ("bias of another dtype", {"bias": other}),
+            ("no weight", {"weight": None}),
+            ("no parameters", {"weight": None, "bias": None}),
+        ):
+            yield "group_norm", f"{name} {what}", False, lambda of=shape, t=types: inputs(*of, **t)
+        for frozen in (("x",), ("weight",), ("x", "bias"), ("weight", "bias")):
+            yield "group_norm", f"{name} frozen {' '.join(frozen)}", False, lambda of=shape: inputs(*of), *frozen
+    for layout in ("offset", "padded", "transposed"):
+        yield "group_norm", layout, False, lambda how=layout: inputs(2, 2, 3, 40, how)
+
+
+def exact_cases() -> Iterator[tuple]:
+    for shape, groups in (((8, 64, 1024), 32), ((64, 128, 49), 8), ((4, 64, 10_000), 32)):
+        x = normal(*shape).requires_grad_()
+        weight, bias = (normal(shape[1], seed=seed, scale=0.3, mean=3 - seed).requires_grad_() for seed in (2, 3))
+        inputs = {"x": x, "num_groups": groups, "weight": weight, "bias": bias}
+        yield f"group_norm {'x'.join(map(str, shape))}", "group_norm", inputs
+
+
+def group_norm(draw: Draw) -> Call:
+    batch, groups, channels = (draw.rng.choice(of) for of in ((0, 1, 2, 3, 7), (1, 2, 3, 8), (1, 2, 3, 5, 8)))
+    elements = draw.rng.choice([(), (), (1,), (5,), (8,), (0,), (64,), (3, 4), (7, 7), (2, 3, 4)])
+    dtype = draw.dtype()
+    x = draw.normal(batch, groups * channels, *elements, dtype=dtype)
+    weight, bias = (
+        draw.maybe(draw.normal(groups * channels, dtype=draw.other_dtype(dtype), mean=1), 8) for _ in range(2)
+    )
+    eps = draw.rng.choice([1e-6, 0.1])
+    return Call("group_norm", {"x": x, "num_groups": groups, "weight": weight, "bias": bias, "eps": eps})
+
+
+BAD = [
+    ("group_norm", "num_groups", {"x": (2, 6, 5), "num_groups": 4}, ["num_groups", "4"]),
+    ("group_norm", "weight_shape", {"x": (2, 6, 5), "num_groups": 2, "weight": (5,)}, ["weight", "(5)", "(6)"]),
+]
+LARGE = {"group_norm": lambda a, b, _: F.group_norm(a.unflatten(1, (2, -1)), 2)}
+DRAWS = {"group_norm": group_norm}
+
+
+def _held(launch, call) -> None:
+    from plan_model import reduction_bytes, row_registers  # which takes its models from here
+
+    row_registers(launch, call)
+    assert launch.plan.smem >= reduction_bytes(2, launch.plan.cluster)
+
+
+def _held_by_shares(launch, call) -> None:
+    """In a cluster each block has a share of the row without gaps; shared memory has two sums for each vector."""
+    from plan_model import ceil_div, check_held, check_rows, groups_of, reduction_bytes
+
+    plan, (vec, k) = launch.plan, launch.instance
+    check_rows(plan, launch.rows)
+    assert k == plan.k and launch.cols % vec == 0 and (plan.cluster == 1 or groups_of(plan) == 1)
+    share = ceil_div(launch.cols // vec, plan.cluster) * vec
+    check_held(min(plan.threads_per_row, plan.block), k, vec, min(share, launch.cols))
+    sums = 0 if call["frozen"] else plan.block * k * 8
+    assert plan.smem >= reduction_bytes(2, plan.cluster) + sums
+
+
+def _parts(launch, call, backward: bool) -> None:
+    """Every element is in one part. In the backward a part has whole channels, all of it in flight, or is of one."""
+    from plan_model import ceil_div, check_batches
+
+    plan, vec = launch.plan, launch.instance[0]
+    channel = call.get("channel") or launch.cols
+    at_once, most = 256 * 4 * vec, 1024
+
+    def parts(span: int, most: int) -> tuple[int, int]:
+        part = max(at_once, ceil_div(ceil_div(span, most), vec) * vec)
+        part = ceil_div(ceil_div(span, ceil_div(span, part)), vec) * vec
+        return part, ceil_div(span, part)
+
+    span, of_span = launch.cols, most
+    if backward:
+        channels, together = launch.cols // channel, at_once // channel
+        several = together >= 2
+        span = ceil_div(channels, ceil_div(channels, together)) * channel if several else channel
+        of_span = 1 if several else max(1, most // channels)
+    part, per_span = parts(span, of_span)
+    assert plan.grid == launch.rows * ceil_div(launch.cols, span) * per_span
+    assert (per_span - 1) * part < span <= per_span * part and span % vec == 0 and part % vec == 0
+    check_batches(plan.block, 4, vec, min(part, launch.cols))
+    if backward:
+        assert channel % vec == 0 and (span == channel or (per_span == 1 and plan.block * 4 * vec >= part))
+
+
+def _backward_sums(launch, call) -> None:
+    from plan_model import reduction_bytes
+
+    _parts(launch, call, backward=True)
+    sums = 0 if call["frozen"] else launch.plan.block * 4 * 8
+    assert launch.plan.smem >= reduction_bytes(2) + sums
+
+
+PLAN_MODELS = {
+    "GroupNormRegisters": _held,
+    "GroupNormMoments": lambda launch, call: _parts(launch, call, backward=False),
+    "GroupNormApply": lambda launch, call: _parts(launch, call, backward=False),
+    "GroupNormBackwardRegisters": _held_by_shares,
+    "GroupNormBackwardSums": _backward_sums,
+    "GroupNormBackwardApply": lambda launch, call: _parts(launch, call, backward=True),
+}
+# Parts are read again: the first kernel's loads stay in the caches.
+STREAMS = {
+    "GroupNormRegisters": {"load", "store"},
+    "GroupNormMoments": set(),
+    "GroupNormApply": {"load", "store"},
+    "GroupNormBackwardRegisters": {"load", "store"},
+    "GroupNormBackwardSums": set(),
+    "GroupNormBackwardApply": {"load", "store"},
+}
