@@ -23,7 +23,10 @@ using math::Divergence;
 template <class T> struct JsdMath {
   using scalar = float;
   static LIGER_DEVICE float exp(float v) { return exp_as<T>(v); }
-  static LIGER_DEVICE float log(float v) { return fast_log2(v) * 0.6931472f; }
+  static LIGER_DEVICE float log(float v) {
+    if constexpr (sizeof(T) == 2) return fast_log2(v) * 0.6931472f;
+    else return logf(v);
+  }
   static LIGER_DEVICE float log_mixture(float m, float rest, float c, float t, float e) {
     if constexpr (sizeof(T) == 2) return math::short_log_mixture<JsdMath>(m, rest, c, t);
     else return math::log_mixture<JsdMath>(m, c, t, e);
@@ -45,6 +48,10 @@ struct JsdArgs {
   LIGER_DEVICE bool counts(int64_t row) const { return in.labels == nullptr || in.labels[row] != in.ignore_index; }
 };
 
+template <class T> LIGER_DEVICE const T* row_of(const Rows& rows, int64_t row) {
+  return opaque(static_cast<const T*>(rows.data) + row * rows.stride);
+}
+
 template <class T, int N> struct Pair {
   Packed<T, N> x, y;
 };
@@ -62,8 +69,8 @@ template <class T, int N> struct JsdForwardKernel {
     RowGroup group(a.threads_per_row);
     const int64_t row = group.first_row();
     const bool live = row < a.in.rows, counts = live && a.counts(row);
-    const T* const x = opaque(static_cast<const T*>(a.in.log_q.data) + row * a.in.log_q.stride);
-    const T* const y = opaque(static_cast<const T*>(a.in.log_p.data) + row * a.in.log_p.stride);
+    const T* const x = row_of<T>(a.in.log_q, row);
+    const T* const y = row_of<T>(a.in.log_p, row);
     const RowWalk<T, N> own(counts ? a.in.vocab : 0, group, counts ? unaligned_head(x, a.in.vocab) : 0);
     float sum = 0;
     const auto add = [&]<int M>(const Pair<T, M>& pair) {
@@ -115,8 +122,8 @@ template <class T, int N> struct JsdBackwardKernel {
     const int64_t lines = quotient(block_id(), args.tiles), tile = block_id() - lines * args.tiles;
     const int64_t row = lines * (block_threads() / threads) + thread_id() / threads;
     if (row >= a.in.rows) return;
-    const T* const x = static_cast<const T*>(a.in.log_q.data) + row * a.in.log_q.stride;
-    const T* const y = static_cast<const T*>(a.in.log_p.data) + row * a.in.log_p.stride;
+    const T* const x = row_of<T>(a.in.log_q, row);
+    const T* const y = row_of<T>(a.in.log_p, row);
     const int head = unaligned_head(x, a.in.vocab);
     const int64_t whole = (a.in.vocab - head) / N * N;
     const Columns<N, K> columns(index, threads, tile * threads * K * N, whole);

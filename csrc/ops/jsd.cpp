@@ -15,8 +15,8 @@ struct Inputs {
 
 Inputs inputs(const char* op, const Tensor& log_q, const Tensor& log_p, const OptionalTensor& labels, double beta, int64_t ignore_index) {
   Inputs in{as_rows(op, log_q, "log_q"), as_rows(op, log_p, "log_p"), contiguous(op, labels), {}};
-  in.rows = {in.log_q.rows, in.log_q.cols, in.log_q, in.log_p, labels ? static_cast<const int64_t*>(in.labels->data_ptr()) : nullptr,
-             ignore_index,  beta};
+  const auto* const label_data = labels ? static_cast<const int64_t*>(in.labels->data_ptr()) : nullptr;
+  in.rows = {in.log_q.rows, in.log_q.cols, in.log_q, in.log_p, label_data, ignore_index, beta};
   return in;
 }
 
@@ -26,9 +26,14 @@ std::tuple<Tensor, Tensor> jsd_op(Tensor log_q, Tensor log_p, OptionalTensor shi
   const Dtype acc = accumulator(in.rows.log_q.dtype);
   const Tensor loss = allocate(scope, {}, acc, log_q), counts = allocate(scope, {CrossEntropyCounts::slots}, acc, log_q),
                losses = allocate(scope, {in.rows.rows}, acc, log_q);
-  const CrossEntropyCounts counting{in.rows.rows, in.rows.vocab,    in.rows.labels, {}, nullptr, {.ignore_index = ignore_index},
-                                    acc,          counts.data_ptr()};
-  const bool counted = in.rows.labels == nullptr && in.rows.rows > 0;
+  CrossEntropyCounts counting{};
+  counting.rows = in.rows.rows;
+  counting.vocab = in.rows.vocab;
+  counting.target = in.rows.labels;
+  counting.options.ignore_index = ignore_index;
+  counting.accumulator = acc;
+  counting.counts = counts.data_ptr();
+  const bool counted = in.rows.labels == nullptr && in.rows.rows > 0;  // by jsd_forward
   if (in.rows.rows > 0) jsd_forward({in.rows, losses.data_ptr(), counts.data_ptr()}, scope);
   cross_entropy_reduce({in.rows.rows, losses.data_ptr(), nullptr, nullptr, counts.data_ptr(), Reduction::mean, acc, loss.data_ptr(),
                         nullptr, nullptr, counted ? nullptr : &counting},
