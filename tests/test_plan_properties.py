@@ -17,6 +17,7 @@ from functools import partial
 
 import instances
 import pytest
+import torch
 from gpu_paths import NORMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +37,11 @@ RECORD_OF = {  # of an op or its backward; the copy has none
     if record.kernels == record.name
 }
 WITH_HEADS = {name for name, record in RECORD_OF.items() if any(record.llama.heads)}
+IN_GROUPS = {
+    name
+    for name, record in RECORD_OF.items()
+    if "groups" in record.launch_options(record.llama, torch.float32, 1 << 36, {})
+}
 INSTANCES = instances.table()
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

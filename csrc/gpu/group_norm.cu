@@ -62,8 +62,8 @@ void group_norm_forward(const GroupNormForward& a, Stream stream) {
     }
     with_instance<launch::group_norm_moments, fits<T>>(made.main,
                                                        [&]<Instance I>() { launch<GroupNormMoments<T, I.vec>>(made.main, args, stream); });
-    with_instance<launch::group_norm_apply, fits<T>>(
-        made.apply, [&]<Instance I>() { launch<GroupNormApply<T, I.vec>>(made.apply, args, stream); });
+    with_instance<launch::group_norm_apply, fits<T>>(made.apply,
+                                                     [&]<Instance I>() { launch<GroupNormApply<T, I.vec>>(made.apply, args, stream); });
   });
 }
 

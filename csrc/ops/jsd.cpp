@@ -15,8 +15,8 @@ struct Inputs {
 
 Inputs inputs(const char* op, const Tensor& log_q, const Tensor& log_p, const OptionalTensor& labels, double beta, int64_t ignore_index) {
   Inputs in{as_rows(op, log_q, "log_q"), as_rows(op, log_p, "log_p"), contiguous(op, labels), {}};
-  in.rows = {in.log_q.rows, in.log_q.cols, in.log_q, in.log_p, labels ? static_cast<const int64_t*>(in.labels->data_ptr()) : nullptr,
-             ignore_index,  beta};
+  const auto* const label_data = labels ? static_cast<const int64_t*>(in.labels->data_ptr()) : nullptr;
+  in.rows = {in.log_q.rows, in.log_q.cols, in.log_q, in.log_p, label_data, ignore_index, beta};
   return in;
 }
 

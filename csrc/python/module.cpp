@@ -223,8 +223,8 @@ void bind_plans(py::module_& m) {
       py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(),
       py::arg("aligned") = true, py::arg("contiguous") = true, py::arg("mixed") = false, py::arg("full") = false,
       py::arg("per_row") = false, py::arg("bias") = false, py::arg("frozen") = false, py::arg("q_heads") = 1, py::arg("k_heads") = 1,
-      py::arg("rotary_dim") = 0, py::arg("hidden") = 1, py::arg("chunk_rows") = 0, py::arg("chunk_classes") = 0,
-      py::arg("groups") = 1, py::arg("channel") = 0, py::arg("knobs") = Knobs{},
+      py::arg("rotary_dim") = 0, py::arg("hidden") = 1, py::arg("chunk_rows") = 0, py::arg("chunk_classes") = 0, py::arg("groups") = 1,
+      py::arg("channel") = 0, py::arg("knobs") = Knobs{},
       "The launches that an op makes on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and "
       "head_dim; "
       "fused_linear_cross_entropy: tokens and vocabulary. The other arguments are the fields of Call in csrc/launch/op_plans.h. ValueError "

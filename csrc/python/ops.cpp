@@ -2,6 +2,7 @@
 #include "checks/cross_entropy.h"
 #include "checks/fused_linear_cross_entropy.h"
 #include "checks/glu.h"
+#include "checks/group_norm.h"
 #include "checks/jsd.h"
 #include "checks/norms.h"
 #include "checks/rope.h"
@@ -16,6 +17,7 @@ void bind_ops(py::module_& m) {
   checks.def("rms_norm", check_rms_norm).def("rms_norm_backward", check_rms_norm_backward);
   checks.def("add_rms_norm", check_add_rms_norm).def("add_rms_norm_backward", check_add_rms_norm_backward);
   checks.def("layer_norm", check_layer_norm).def("layer_norm_backward", check_layer_norm_backward);
+  checks.def("group_norm", check_group_norm).def("group_norm_backward", check_group_norm_backward);
   checks.def("glu", check_glu).def("glu_backward", check_glu_backward);
   checks.def("glu_packed", check_glu_packed).def("glu_packed_backward", check_glu_packed_backward);
   checks.def("jsd", check_jsd).def("jsd_backward", check_jsd_backward);
