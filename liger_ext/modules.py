@@ -7,6 +7,19 @@ from torch import Tensor, nn
 
 from liger_ext import functional as F
 
+__all__ = [
+    "LigerCrossEntropyLoss",
+    "LigerFusedAddRMSNorm",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerGEGLUMLP",
+    "LigerGroupNorm",
+    "LigerLayerNorm",
+    "LigerRMSNorm",
+    "LigerReLUSquared",
+    "LigerSoftmax",
+    "LigerSwiGLUMLP",
+]
+
 _INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
 
