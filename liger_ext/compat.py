@@ -10,6 +10,22 @@ from torch.nn import _reduction
 
 from liger_ext import functional as F
 
+__all__ = [
+    "liger_cross_entropy",
+    "liger_fused_add_rms_norm",
+    "liger_fused_linear_cross_entropy",
+    "liger_geglu",
+    "liger_group_norm",
+    "liger_jsd",
+    "liger_layer_norm",
+    "liger_relu_squared",
+    "liger_rms_norm",
+    "liger_rope",
+    "liger_rotary_pos_emb",
+    "liger_softmax",
+    "liger_swiglu",
+]
+
 liger_relu_squared = F.relu_squared
 liger_softmax = F.softmax
 

@@ -7,6 +7,20 @@ from torch import Tensor, nn
 
 from liger_ext import functional as F
 
+__all__ = [
+    "LigerCrossEntropyLoss",
+    "LigerFusedAddRMSNorm",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerGEGLUMLP",
+    "LigerGroupNorm",
+    "LigerJSD",
+    "LigerLayerNorm",
+    "LigerRMSNorm",
+    "LigerReLUSquared",
+    "LigerSoftmax",
+    "LigerSwiGLUMLP",
+]
+
 _INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
 

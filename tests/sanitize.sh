@@ -18,7 +18,10 @@ cmake --build "$build"
 ln -sfn "$PWD"/liger_ext/*.py "$PWD"/liger_ext/{models,ops,records} "$build/liger_ext/"
 
 files=()
-for name in sanitizer threads bad_input checks rms_norm layer_norm glu relu_squared rope softmax cross_entropy fused_linear_cross_entropy gradients; do
+for record in liger_ext/records/[a-z]*.py; do   # of each op or family
+  files+=("$PWD/tests/test_$(basename "$record")")
+done
+for name in sanitizer threads bad_input checks gradients; do
   files+=("$PWD/tests/test_$name.py")
 done
 case $sanitizers in

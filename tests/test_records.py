@@ -2,13 +2,15 @@
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
 
-from liger_ext import _C, functional
+from liger_ext import _C, functional, records
 from liger_ext.records import RECORDS, Make, Record
 
+ROOT = Path(__file__).parents[1]
 EACH = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
 NOT_OPS = {"CrossEntropyOutput", "check_errors"}
 
@@ -21,6 +23,14 @@ def test_every_op_has_a_record():
     assert set(functional.__all__) - NOT_OPS == set(RECORDS)
     planned = {f"{record.kernels}{suffix}" for record in RECORDS.values() for suffix in ("", "_backward")}
     assert set(_C.planned_ops()) == planned | {"stream_copy"}
+
+
+@pytest.mark.parametrize("record", sorted(Path(records.__path__[0]).glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_every_family_has_its_files(record):
+    """Under the record's name; what compiles or links alone is asked for by the build."""
+    files = ("tests/test_{}.py", "liger_ext/ops/{}.py", "csrc/ops/{}.cpp")
+    missing = [file for of in files if not (ROOT / (file := of.format(record.stem))).exists()]
+    assert not missing
 
 
 @EACH

@@ -29,7 +29,7 @@ def group_norm(
 ) -> Tensor:
     rows = _rows(x, num_groups)
     centred = rows - rows.mean(-1, keepdim=True)
-    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).view(x.shape)
+    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
     y = y if weight is None else y * _of_channels(weight, x)
     return y if bias is None else y + _of_channels(bias, x)
 
@@ -41,7 +41,8 @@ def torch_group_norm(
         return group_norm(x, num_groups, weight, bias, eps)
     if weight is None and bias is not None:  # nor that of a bias alone
         return torch_group_norm(x, num_groups, eps=eps) + _of_channels(bias, x)
-    return torch.group_norm(x, num_groups, weight, bias, eps)  # F.group_norm refuses a group of one element
+    # F.group_norm refuses a group of one element; without a gradient of x, torch 2.13 crashes where channels are last.
+    return torch.group_norm(x.contiguous(), num_groups, weight, bias, eps)
 
 
 def group_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
