@@ -183,6 +183,7 @@ def test_rows_far_apart():
 
 
 @pytest.mark.cuda
+@pytest.mark.large
 def test_more_than_2_31_elements():
     few = [log_probabilities(64, 4096, dtype=torch.bfloat16, seed=s, device="cuda") for s in range(2)]
     many = [log.repeat(2**14, 1) for log in few]

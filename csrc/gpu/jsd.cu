@@ -165,7 +165,7 @@ JsdArgs args_of(const JsdRows& in, const launch::LaunchPlan& plan) {
 
 // Elements of an access: 16 bytes where the others' rows begin within 16 bytes where the student's do.
 int vec_of(const JsdRows& in, std::initializer_list<Rows> others) {
-  require(in.vocab <= int64_t{1} << 30, "jsd: vocab_size is ", in.vocab, ", more columns than the GPU kernels address (2^30)");
+  require(in.vocab <= int64_t{1} << 30, "jsd: log_q has ", in.vocab, " columns, vocab_size, more than the GPU kernels address (2^30)");
   for (const Rows& other : others)
     if (!equally_aligned(in.log_q, other)) return 1;
   return 16 / int(size_of(in.log_q.dtype));
