@@ -47,7 +47,7 @@ def cases(settings: suite.Settings) -> Iterator[Case]:
             if any(size.heads):  # as many elements, of heads of 64
                 size = replace(size.at(max(4, rows * cols // (16 * 64)), 64), heads=(12, 4, 64))
             generator = torch.Generator(settings.device).manual_seed(0)
-            made = record.inputs(Make(settings.torch_dtype, settings.device, generator), size)
+            made = record.inputs(Make(settings.torch_dtype, settings.device, generator, ignored=0), size)
             yield Case(name, tuple(made.values()), functions(name))
 
 

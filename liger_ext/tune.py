@@ -182,7 +182,7 @@ class Result:
 
 def _inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Callable, tuple[Any, ...]]:
     """The op as a function of its inputs' values, and these."""
-    made = case.record.inputs(Make(dtype, device, torch.Generator(device).manual_seed(0)), case.size)
+    made = case.record.inputs(Make(dtype, device, torch.Generator(device).manual_seed(0), ignored=0), case.size)
     return lambda *values: case.record.run(**dict(zip(made, values, strict=True)), **case.options), tuple(made.values())
 
 

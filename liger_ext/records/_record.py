@@ -62,12 +62,17 @@ def matrices(forward: int, backward: int, statistics: int = 0) -> Callable[[Size
 
 class Make:
     """Makes tensors for the inputs of an op: in one dtype unless another is said, on one device, from one generator (a
-    CPU's by default: the same values on all devices)."""
+    CPU's by default: the same values on all devices). Every ``ignored``-th target is ignored; 0: none, for a
+    measurement, in which all rows count."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        generator: torch.Generator | None = None,
+        ignored: int = 7,
     ) -> None:
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.ignored = dtype, device, ignored
         self.generator = generator or torch.Generator().manual_seed(0)
 
     def leaf(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -76,9 +81,10 @@ class Make:
         return drawn.mul_(scale).add_(mean).to(self.device, dtype or self.dtype).requires_grad_()
 
     def targets(self, rows: int, classes: int, ignore_index: int = -100) -> Tensor:
-        """int64, every seventh of them ignored."""
+        """int64."""
         drawn = torch.randint(classes, (rows,), generator=self.generator, device=self.generator.device)
-        drawn[3::7] = ignore_index
+        if self.ignored:
+            drawn[3 :: self.ignored] = ignore_index
         return drawn.to(self.device)
 
     def rope_tables(self, rows: int, rotary: int, batch: int = 1) -> dict[str, Tensor]:
