@@ -86,7 +86,7 @@ def watched(op, launch):
 def planned_kernels(profile):
     """The same kernels, of calls of all lengths."""
     lengths = [*range(8, 4096, 56), *range(4096, 600_000, 9992), *(2**i for i in range(12, 20))]
-    ops = (*NORMS, "softmax", "cross_entropy", "fused_linear_cross_entropy")
+    ops = (*NORMS, "softmax", "cross_entropy", "fused_linear_cross_entropy", "group_norm")
     for op, rows, cols, dtype in itertools.product(ops, (1, 40, 300, 65_536), lengths, ("bfloat16", "float32")):
         for planned in (op, f"{op}_backward"):
             for launch in _C.plans(planned, profile, rows, cols, dtype, bias=True, hidden=HIDDEN):
@@ -107,6 +107,8 @@ def test_the_selection_has_every_persistent_kernel_and_every_cluster(name):
         "SoftmaxRegisters",
         "SoftmaxBackwardRegisters",
         "InPlaceRegisters",
+        "GroupNormRegisters",
+        "GroupNormBackwardRegisters",
     }
 
 
