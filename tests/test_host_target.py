@@ -58,7 +58,7 @@ def test_every_kernel(file, warp):
 
 @warp_widths
 def test_sums_of_exponentials_are_as_exact_as_torch(warp):
-    done, _ = run_on_host("test_as_exact_as_torch.py", warp, "-m", "not cuda", "-k", "1000")
+    done, _ = run_on_host("test_as_exact_as_torch.py", warp, "-m", "not cuda", "-k", "1000 and not 10000")
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
 
 

@@ -41,6 +41,7 @@ inline Buffer optional(Buffer buffer) {
   return buffer;
 }
 template <class Which> Buffer optional_rows(Buffer buffer, Which which) {
+  if (buffer.dimensions[0].count > 1 && buffer.dimensions[0].stride < buffer.bytes) return optional(buffer);  // rows in the same memory
   buffer.optional = [which, row = buffer.row > 0 ? buffer.row : buffer.element](int64_t offset) { return which(offset / row); };
   return buffer;
 }
