@@ -41,5 +41,4 @@ const Planned forward{"jsd", divergence, {&jsd_forward_kernel, &sum_losses_kerne
 const Planned backward{"jsd_backward", gradient, {&jsd_backward_kernel}};
 
 }  // namespace
-
 }  // namespace liger::launch

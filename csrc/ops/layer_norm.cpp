@@ -12,10 +12,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight
   bias = contiguous(scope.op(), bias);
 
   Tensor y = allocate_like(scope, x);
-  auto leading = sizes_of(x);
-  leading.pop_back();
-  const Dtype stats = accumulator(rows.view.dtype);
-  Tensor mean = allocate(scope, leading, stats, x), rstd = allocate(scope, leading, stats, x);
+  Tensor mean = allocate_statistics(scope, x, rows.view.dtype), rstd = allocate_statistics(scope, x, rows.view.dtype);
   if (x.numel() == 0)  // rows without columns, perhaps
     for (Tensor* t : {&mean, &rstd}) torch::stable::zero_(*t);
   else

@@ -5,19 +5,17 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double eps, double offset, int64_t casting_mode) {
-  const Scope scope("rms_norm", x);
-  const RowsView rows = as_rows(scope.op(), x, "x");
-  weight = contiguous(scope.op(), weight);
-
-  Tensor y = allocate_like(scope, x);
-  auto leading = sizes_of(x);
-  leading.pop_back();
-  Tensor rstd = allocate(scope, leading, accumulator(rows.view.dtype), x);
+// Both forwards: y and rstd of x, or of x + residual, which goes to `sum`.
+std::tuple<Tensor, Tensor> forward(const Scope& scope, const Tensor& x, const RowsView& rows, const Rows& residual, const MutableRows& sum,
+                                   Dtype dtype, const OptionalTensor& given, double eps, double offset, int64_t casting_mode) {
+  const OptionalTensor weight = contiguous(scope.op(), given);
+  Tensor y = allocate_like(scope, x, dtype), rstd = allocate_statistics(scope, x, dtype);
   if (x.numel() > 0)
     norm_forward(RmsNormForward{.rows = rows.rows,
                                 .cols = rows.cols,
                                 .x = rows,
+                                .residual = residual,
+                                .sum = sum,
                                 .weight = vector_of(weight, "weight"),
                                 .y = mutable_rows(y, "y"),
                                 .rstd = rstd.data_ptr(),
@@ -29,32 +27,19 @@ std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double e
   return {y, rstd};
 }
 
+std::tuple<Tensor, Tensor> rms_norm_op(Tensor x, OptionalTensor weight, double eps, double offset, int64_t casting_mode) {
+  const Scope scope("rms_norm", x);
+  const RowsView rows = as_rows(scope.op(), x, "x");
+  return forward(scope, x, rows, {}, {}, rows.view.dtype, weight, eps, offset, casting_mode);
+}
+
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, OptionalTensor weight, double eps, double offset,
                                                    int64_t casting_mode) {
   const Scope scope("add_rms_norm", x);
-  const RowsView rows = as_rows(scope.op(), x, "x");
-  const RowsView residual_rows = as_rows(scope.op(), residual, "residual");
-  weight = contiguous(scope.op(), weight);
-
+  const RowsView rows = as_rows(scope.op(), x, "x"), residual_rows = as_rows(scope.op(), residual, "residual");
   const Dtype dtype = promote(rows.view.dtype, residual_rows.view.dtype);
-  Tensor y = allocate_like(scope, x, dtype), sum = allocate_like(scope, x, dtype);
-  auto leading = sizes_of(x);
-  leading.pop_back();
-  Tensor rstd = allocate(scope, leading, accumulator(dtype), x);
-  if (x.numel() > 0)
-    norm_forward(RmsNormForward{.rows = rows.rows,
-                                .cols = rows.cols,
-                                .x = rows,
-                                .residual = residual_rows,
-                                .sum = mutable_rows(sum, "sum"),
-                                .weight = vector_of(weight, "weight"),
-                                .y = mutable_rows(y, "y"),
-                                .rstd = rstd.data_ptr(),
-                                .eps = eps,
-                                .offset = offset,
-                                .round_normalized = casting_mode == 0},
-                 scope);
-  else torch::stable::zero_(rstd);
+  Tensor sum = allocate_like(scope, x, dtype);
+  const auto [y, rstd] = forward(scope, x, rows, residual_rows, mutable_rows(sum, "sum"), dtype, weight, eps, offset, casting_mode);
   return {y, sum, rstd};
 }
 

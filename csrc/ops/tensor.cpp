@@ -136,6 +136,11 @@ Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dty
 }
 Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype) { return allocate(scope, sizes_of(like), dtype, like); }
 Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, sizes_of(like), type_of(like), like); }
+Tensor allocate_statistics(const Scope& scope, const Tensor& like, Dtype dtype) {
+  auto leading = sizes_of(like);
+  leading.pop_back();
+  return allocate(scope, leading, accumulator(dtype), like);
+}
 Tensor empty_output(const Scope& scope, const Tensor& like) { return allocate(scope, {0}, type_of(like), like); }
 Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like) {
   return allocate(scope, {(bytes + 3) / 4}, ScalarType::Float, like);

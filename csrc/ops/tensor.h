@@ -51,6 +51,7 @@ Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std
                 const Tensor& like);
 Tensor allocate_like(const Scope& scope, const Tensor& like);                        // contiguous
 Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype);
+Tensor allocate_statistics(const Scope& scope, const Tensor& like, Dtype dtype);     // a number for each row, in dtype's accumulator
 Tensor empty_output(const Scope& scope, const Tensor& like);                         // zero elements: an output not wanted
 Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like);
 std::vector<int64_t> sizes_of(const Tensor& t);

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_ext.ops._checks import accumulator
 from liger_ext.ops._register import register
+from liger_ext.ops.layer_norm import fake_gradients
 
 _group_norm_backward = torch.ops.liger_ext.group_norm_backward.default
 
@@ -44,12 +45,7 @@ def _fake(x, weight, bias, num_groups, eps):
 
 
 def _fake_backward(dy, x, weight, mean, rstd, bias_dtype, num_groups, need_dx, need_dweight, need_dbias):
-    need_dbias = need_dbias and bias_dtype is not None
-    if bias_dtype is None:
-        bias_dtype = x.dtype
-    dweight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape if need_dweight else 0)
-    dbias = x.new_empty(x.shape[1:2] if need_dbias else 0, dtype=bias_dtype)
-    return x.new_empty(x.shape if need_dx else 0), dweight, dbias
+    return fake_gradients(x, weight, x.shape[1:2], bias_dtype, need_dx, need_dweight, need_dbias)
 
 
 def _setup_context(ctx, inputs, output):

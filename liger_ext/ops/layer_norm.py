@@ -38,11 +38,14 @@ def _fake(x, weight, bias, eps):
 
 
 def _fake_backward(dy, x, weight, mean, rstd, bias_dtype, need_dx, need_dweight, need_dbias):
-    need_dbias = need_dbias and bias_dtype is not None
-    if bias_dtype is None:
-        bias_dtype = x.dtype
+    return fake_gradients(x, weight, x.shape[-1:], bias_dtype, need_dx, need_dweight, need_dbias)
+
+
+def fake_gradients(x, weight, bias_shape, bias_dtype, need_dx, need_dweight, need_dbias):
+    """Of a norm's input and parameters: empty where not wanted, or where there is no such parameter."""
     dweight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape if need_dweight else 0)
-    dbias = x.new_empty(x.shape[-1:] if need_dbias else 0, dtype=bias_dtype)
+    need_dbias = need_dbias and bias_dtype is not None
+    dbias = x.new_empty(bias_shape if need_dbias else 0, dtype=x.dtype if bias_dtype is None else bias_dtype)
     return x.new_empty(x.shape if need_dx else 0), dweight, dbias
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_ext.records._norms import NORM_DX, NORM_SUMS, gradient_scale
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed
+from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices
 from liger_ext.records._sizes import Tensors, peak
 
 
@@ -101,10 +101,7 @@ GROUP_NORM = Record(
     inputs=_inputs,
     example=lambda tokens, hidden, vocab: Size(tokens, hidden, hidden=4),
     llama=Size(8192, 4096),
-    moved=lambda size, width: (
-        2 * size.rows * size.cols * width + 8 * size.rows,
-        3 * size.rows * size.cols * width + 8 * size.rows,
-    ),
+    moved=matrices(2, 3, statistics=8),
     # A diffusion model's feature maps, from 64 x 64 to 8 x 8, and the last one of an image decoder.
     timed=(
         Timed(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, sizes
+from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
 # exp(FLOOR) is 0 in float64, and FLOOR has finite differences.
@@ -111,12 +111,6 @@ def _inputs(make: Make, size: Size) -> dict[str, Any]:
     return {"log_q": log_q.requires_grad_(), "log_p": log_p, "shift_labels": make.targets(size.rows, size.cols)}
 
 
-def _moved(size: Size, width: int) -> tuple[int, int]:
-    """Ignored rows are not read."""
-    read = size.rows - len(range(3, size.rows, 7))  # Make.targets
-    return 2 * read * size.cols * width, (2 * read + size.rows) * size.cols * width
-
-
 JSD = Record(
     name="jsd",
     reference=jsd,
@@ -127,7 +121,7 @@ JSD = Record(
     inputs=_inputs,
     example=lambda tokens, hidden, vocab: Size(tokens, vocab),
     llama=Size(4096, 128_256),
-    moved=_moved,
+    moved=matrices(2, 3),
     timed=(
         Timed(sizes((4096, 128_256), (8192, 32_000), (4096, 151_936)), sizes((256, 49_152))),
         Timed(sizes((4096, 128_256)), sizes((256, 49_152)), {"beta": 0.0}, "forward KL", peers=False, tuned=False),

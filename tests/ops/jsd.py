@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from calls import COLUMNS, Call, Draw
 from cases import Example, laid_out, normal, random_targets
-from plan_model import ceil_div, check_rows, reduction_bytes
+from plan_model import check_rows, reduction_bytes
 from torch import Tensor
 
 from liger_ext import functional as F
-from ops.losses import check_singles
+from ops.losses import check_singles, logit_tiles
 
 BETAS = (0.5, 0.1, 0.9, 0.0, 1.0)
 
@@ -110,13 +110,5 @@ def _rows(launch, call) -> None:
     assert plan.k == 0 and plan.smem >= reduction_bytes(1)
 
 
-def _tiles(launch, call) -> None:
-    plan, vec = launch.plan, launch.instance[0]
-    tiles, lines = ceil_div(launch.cols, plan.threads_per_row * vec * 2), plan.block // plan.threads_per_row
-    assert plan.grid % tiles == 0
-    assert (plan.grid // tiles - 1) * lines < launch.rows <= plan.grid // tiles * lines
-    check_singles(plan.threads_per_row, vec, launch.cols)
-
-
-PLAN_MODELS = {"JsdForwardKernel": _rows, "JsdBackwardKernel": _tiles}
+PLAN_MODELS = {"JsdForwardKernel": _rows, "JsdBackwardKernel": lambda launch, call: logit_tiles(launch, call, k=2)}
 STREAMS = {"JsdForwardKernel": {"load"}, "JsdBackwardKernel": {"load", "store"}}

@@ -277,9 +277,9 @@ LARGE = {
 # Which elements a launch takes --------------------------------------------------------------------------------------
 
 
-def logit_tiles(launch, call) -> None:
+def logit_tiles(launch, call, k: int = 0) -> None:
     plan, vec = launch.plan, launch.instance[0]
-    width = plan.threads_per_row * vec * (2 if vec == 1 else 4)
+    width = plan.threads_per_row * vec * (k or (2 if vec == 1 else 4))
     tiles, lines = ceil_div(launch.cols, width), plan.block // plan.threads_per_row
     assert plan.grid % tiles == 0
     assert (plan.grid // tiles - 1) * lines < launch.rows <= plan.grid // tiles * lines
