@@ -5,14 +5,17 @@ if(NOT pybind11_FOUND)
   execute_process(COMMAND "${Python_EXECUTABLE}" -m pybind11 --cmakedir OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE)
   find_package(pybind11 CONFIG REQUIRED)
 endif()
+# One compilation for all ops: what they include takes longer than they do.
+file(GLOB python_ops CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/python/ops/*.cpp")
+set_source_files_properties(${python_ops} PROPERTIES UNITY_GROUP ops)
 function(liger_python_module name folder)
-  pybind11_add_module(${name} ${ARGN} csrc/python/module.cpp csrc/python/ops.cpp ${launch_sources})
+  pybind11_add_module(${name} ${ARGN} csrc/python/module.cpp ${python_ops} ${launch_sources})
   target_include_directories(${name} PRIVATE csrc)
   target_compile_definitions(${name} PRIVATE LIGER_BACKEND=python
     LIGER_EXT_VERSION="${PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
     LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}"
     LIGER_GPU_COMPILER="${LIGER_GPU_COMPILER_TEXT}")
-  set_target_properties(${name} PROPERTIES OUTPUT_NAME _C LIBRARY_OUTPUT_DIRECTORY "${folder}")
+  set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP OUTPUT_NAME _C LIBRARY_OUTPUT_DIRECTORY "${folder}")
 endfunction()
 liger_python_module(_C "${LIGER_EXT_OUTPUT}/..")
 install(TARGETS _C LIBRARY DESTINATION liger_ext)

@@ -29,7 +29,7 @@ class Call:
     """Calls that share their knobs. ``rows`` up to the same power of two; ``vec``: elements of an access, in which
     dtype and alignment come together; ``heads``: RoPE's of q, of k, and the rotary dimension."""
 
-    kernel: str  # a member of _C.Tunable
+    kernel: str  # an op of _C.plans
     vec: int
     rows: int
     cols: int
@@ -97,8 +97,8 @@ def pack(entries: Iterable[Entry]) -> bytes:
     """A table for ``install``."""
     rows = []
     for entry in entries:
-        call, kernel = entry.call, _C.Tunable.__members__[entry.call.kernel]
-        rows.append((entry.device, kernel, call.vec, call.rows, call.cols, call.heads, _C.Knobs(**entry.knobs)))
+        call = entry.call
+        rows.append((entry.device, call.kernel, call.vec, call.rows, call.cols, call.heads, _C.Knobs(**entry.knobs)))
     return _C.pack_knobs(rows)
 
 
@@ -128,7 +128,7 @@ def forced(**knobs: int) -> Iterator[None]:
     """Every plan made meanwhile takes these knobs (those of ``_C.Knobs``; without any, the built-in plans), whatever
     the shape. Then the table is again what it was."""
     before = _in_use
-    install(_C.pack_knobs([("", _C.Tunable.every, 1, 1, 1, (0, 0, 0), _C.Knobs(**knobs))]))
+    install(_C.pack_knobs([("", "every", 1, 1, 1, (0, 0, 0), _C.Knobs(**knobs))]))
     try:
         yield
     finally:

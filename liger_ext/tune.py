@@ -61,9 +61,9 @@ class Case:
         """The launch of the op, or of its backward, called ``name`` that has knobs, if there is one, and the calls that
         share them."""
         for launch in self.record.plans(profile, self.size, dtype, name, knobs, self.options):
-            if launch.tunable != _C.Tunable.none:
+            if launch.tunable:
                 rows, cols, heads = self.size.batch * self.size.rows, self.size.cols, self.size.heads
-                return _tuned.Call(launch.tunable.name, launch.instance[0], rows, cols, heads).row_class(), launch
+                return _tuned.Call(launch.tunable, launch.instance[0], rows, cols, heads).row_class(), launch
         return None
 
 

@@ -175,8 +175,10 @@ def test_clusters_of_the_reference_profiles_are_the_least_there_can_be():
         assert device.resident_clusters == [least(device.multiprocessors, groups, largest, 1 << i) for i in range(4)]
 
 
-def test_plans_of_an_unknown_op_or_dtype():
+def test_plans_of_an_unknown_op_dtype_or_fact():
     with pytest.raises(ValueError, match=r"'norm'; known: .*rms_norm, "):
         _C.plans("norm", _C.profile("T4"), 1, 1)
     with pytest.raises(ValueError, match="'float64', expected float32"):
         _C.plans("rms_norm", _C.profile("T4"), 1, 1, "float64")
+    with pytest.raises(ValueError, match=r"depend on 'q_head'; known: .*k_heads, .*q_heads"):
+        _C.plans("rope", _C.profile("T4"), 1, 128, q_head=8)

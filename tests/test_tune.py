@@ -42,7 +42,7 @@ def keep(*entries, device="H200", driver="NVIDIA 1.2", measured=(CALL,)):
 
 
 def found(table, profile=H200, kernel="rms_norm", vec=8, rows=8192, cols=4096, heads=(0, 0, 0)):
-    return _C.find_knobs(table, profile, _C.Tunable.__members__[kernel], vec, rows, cols, heads)
+    return _C.find_knobs(table, profile, kernel, vec, rows, cols, heads)
 
 
 # The table ------------------------------------------------------------------------------------------------------------

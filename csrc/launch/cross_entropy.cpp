@@ -30,25 +30,25 @@ LaunchPlan plan_rows(const DeviceProfile& device, const LogitsShape& of, bool st
 }  // namespace
 
 Launch cross_entropy_forward(const DeviceProfile& device, const LogitsShape& of, bool after_counts, const Knobs* given) {
-  LaunchPlan plan = plan_rows(device, of, false, chosen_knobs(given, device, {Tunable::cross_entropy, of.vec, of.rows, of.vocab}));
+  constexpr Tunable tunable = "cross_entropy";
+  LaunchPlan plan = plan_rows(device, of, false, chosen_knobs(given, device, {tunable.id, of.vec, of.rows, of.vocab}));
   plan.pdl = device.bulk_copies && after_counts;
   const bool whole_blocks = plan.block == logits_row_threads && plan.threads_per_row == plan.block;
   const int threads = whole_blocks && of.vec > 1 && !of.full ? logits_row_threads : 0;
-  return {&cross_entropy_forward_kernel, cross_entropy_forward_kernel.instance(of.vec, none, threads), of.rows, of.vocab, plan,
-          Tunable::cross_entropy};
+  return {&cross_entropy_forward_kernel, cross_entropy_forward_kernel.instance(of.vec, none, threads), of.rows, of.vocab, plan, tunable};
 }
 
 Launch cross_entropy_backward(const DeviceProfile& device, const LogitsShape& of, const Knobs* given) {
-  const Tunable tunable = Tunable::cross_entropy_backward;
+  constexpr Tunable tunable = "cross_entropy_backward";
   const LaunchPlan plan = plan_row_tiles(device, of.rows, of.vocab, of.vec, logit_tile_k(of.vec), min_logit_threads,
-                                         chosen_knobs(given, device, {tunable, of.vec, of.rows, of.vocab}));
+                                         chosen_knobs(given, device, {tunable.id, of.vec, of.rows, of.vocab}));
   check_threads(device, plan);
   return {&cross_entropy_backward_kernel, cross_entropy_backward_kernel.instance(of.vec), of.rows, of.vocab, plan, tunable};
 }
 
 Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& of, bool plain, const Knobs* given) {
-  const Tunable tunable = Tunable::cross_entropy_in_place;
-  const Knobs knobs = chosen_knobs(given, device, {tunable, of.vec, of.rows, of.vocab});
+  constexpr Tunable tunable = "fused_linear_cross_entropy";
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, of.vec, of.rows, of.vocab});
   if (plain && of.vec > 1) {
     const LaunchPlan held = plan_held(device, of, knobs);
     if (held.path == Path::regs)
@@ -87,8 +87,8 @@ namespace {
 
 Launches loss(const DeviceProfile& device, const Call& call) {
   Launches rows;
-  if (call.rows > 0) rows = {cross_entropy_forward(device, logits(call, call.rows, false), call.per_row, &call.knobs)};
-  return with_sums(device, call, rows, call.per_row);
+  if (call.rows > 0) rows = {cross_entropy_forward(device, logits(call, call.rows, false), call[per_row], &call.knobs)};
+  return with_sums(device, call, rows, call[per_row]);
 }
 
 Launches loss_gradient(const DeviceProfile& device, const Call& call) {

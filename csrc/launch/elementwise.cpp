@@ -8,7 +8,7 @@ namespace liger::launch {
 
 Launch row_tiles(const DeviceProfile& device, const Kernel& kernel, Tunable tunable, int64_t rows, int64_t cols, int vec, int k,
                  bool contiguous, const Knobs* given) {
-  const Knobs knobs = chosen_knobs(given, device, {tunable, vec, rows, cols});
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
   if (contiguous) {
     cols *= rows;
     rows = 1;

@@ -9,12 +9,14 @@
 namespace liger::launch {
 namespace {
 
-bool in_pieces(const Call& call) { return call.chunk_classes > 0 && call.chunk_classes < call.cols; }
+const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_classes"};  // 0: all at a time
+
+bool in_pieces(const Call& call) { return call[chunk_classes] > 0 && call[chunk_classes] < call.cols; }
 // Of a fused loss whose gradients are all wanted.
 Gradients mode_of(const Call& call) {
-  return gradients_of(true, true, (call.chunk_rows == 0 || call.rows <= call.chunk_rows) && !in_pieces(call), call.per_row);
+  return gradients_of(true, true, (call[chunk_rows] == 0 || call.rows <= call[chunk_rows]) && !in_pieces(call), call[per_row] != 0);
 }
-int64_t chunk_of(const Call& call) { return equal_chunks(call.rows, call.chunk_rows ? call.chunk_rows : call.rows); }
+int64_t chunk_of(const Call& call) { return equal_chunks(call.rows, call[chunk_rows] ? call[chunk_rows] : call.rows); }
 int piece_vec_of(const Call& call) { return call.aligned ? piece_vec : 1; }
 
 // Sums of columns of the logits' gradient: dbias.
@@ -32,13 +34,13 @@ void add_chunk(Launches& out, const DeviceProfile& device, const Call& call, boo
   if (call.rows == 0) return;
   const int64_t rows = chunk_of(call);
   Call piece = call;
-  if (in_pieces(call)) piece.cols = call.chunk_classes;
+  if (in_pieces(call)) piece.cols = call[chunk_classes];
   const auto add_bias = [&] {
-    if (call.bias) add_pieces(out, device, call, fill_kernel, rows, piece.cols);
+    if (call[bias]) add_pieces(out, device, call, fill_kernel, rows, piece.cols);
   };
   add_bias();
   if (!in_pieces(call)) {
-    if (gradient) out.push_back(cross_entropy_in_place(device, logits(call, rows, true), !call.full, &call.knobs));
+    if (gradient) out.push_back(cross_entropy_in_place(device, logits(call, rows, true), !call[full], &call.knobs));
     else out.push_back(cross_entropy_forward(device, logits(call, rows, false), false, &call.knobs));
   } else {
     out.push_back(cross_entropy_statistics(device, logits(piece, rows, false)));
@@ -46,9 +48,9 @@ void add_chunk(Launches& out, const DeviceProfile& device, const Call& call, boo
     if (!gradient) return;
     add_bias();
     out.push_back(cross_entropy_backward(device, logits(piece, rows, false), &call.knobs));
-    add_pieces(out, device, call, scale_kernel, rows, call.hidden);
+    add_pieces(out, device, call, scale_kernel, rows, call[hidden]);
   }
-  if (call.bias && sums) add_dbias(out, device, call, rows, piece.cols);
+  if (call[bias] && sums) add_dbias(out, device, call, rows, piece.cols);
 }
 
 Launches fused_loss(const DeviceProfile& device, const Call& call) {
@@ -58,23 +60,23 @@ Launches fused_loss(const DeviceProfile& device, const Call& call) {
 }
 
 Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
-  Launches out{product(device, call.per_row ? call.rows : 1)};
+  Launches out{product(device, call[per_row] ? call.rows : 1)};
   if (call.rows == 0) return out;
   if (mode_of(call) == Gradients::deferred) {
     // Matmuls write the gradients; each row's own factor goes into dx and, for dweight, into a copy of x.
-    for (int i = 0; call.per_row && i < 2; ++i) add_pieces(out, device, call, scale_kernel, call.rows, call.hidden);
-    if (call.bias) add_dbias(out, device, call, call.rows, call.cols);
+    for (int i = 0; call[per_row] && i < 2; ++i) add_pieces(out, device, call, scale_kernel, call.rows, call[hidden]);
+    if (call[bias]) add_dbias(out, device, call, call.rows, call.cols);
   } else {
     if (mode_of(call) == Gradients::recomputed) {
-      add_pieces(out, device, call, scale_kernel, chunk_of(call), call.hidden);
+      add_pieces(out, device, call, scale_kernel, chunk_of(call), call[hidden]);
       add_chunk(out, device, call, true, true);
-      add_pieces(out, device, call, scale_kernel, call.rows, call.hidden);
+      add_pieces(out, device, call, scale_kernel, call.rows, call[hidden]);
     } else {
-      add_pieces(out, device, call, scale_kernel, 1, call.rows * call.hidden);
+      add_pieces(out, device, call, scale_kernel, 1, call.rows * call[hidden]);
     }
-    add_pieces(out, device, call, scale_kernel, 1, call.cols * call.hidden);
+    add_pieces(out, device, call, scale_kernel, 1, call.cols * call[hidden]);
   }
-  if (call.bias) add_pieces(out, device, call, scale_kernel, 1, call.cols);
+  if (call[bias]) add_pieces(out, device, call, scale_kernel, 1, call.cols);
   return out;
 }
 

@@ -7,9 +7,8 @@ namespace liger::launch {
 
 Launch glu(const DeviceProfile& device, const Kernel& kernel, bool silu, int64_t rows, int64_t cols, int vec, bool contiguous,
            const Knobs* knobs) {
-  const bool forward = &kernel == &glu_forward;
-  const Tunable tunable = forward ? (silu ? Tunable::swiglu : Tunable::geglu) : (silu ? Tunable::swiglu_backward : Tunable::geglu_backward);
-  return row_tiles(device, kernel, tunable, rows, cols, vec, glu_k, contiguous, knobs);
+  constexpr Tunable tunables[2][2] = {{"geglu_backward", "swiglu_backward"}, {"geglu", "swiglu"}};
+  return row_tiles(device, kernel, tunables[&kernel == &glu_forward][silu], rows, cols, vec, glu_k, contiguous, knobs);
 }
 
 // For op_plans.h.

@@ -55,7 +55,8 @@ LaunchPlan held(const DeviceProfile& device, const GroupNormRows& of, int vec, i
 }  // namespace
 
 GroupNormLaunches group_norm(const DeviceProfile& device, const GroupNormRows& of, int vec, const Knobs* given) {
-  const Knobs knobs = chosen_knobs(given, device, {Tunable::group_norm, vec, of.rows, of.cols});
+  constexpr Tunable tunable = "group_norm";
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, of.rows, of.cols});
   LaunchPlan plan = held(device, of, vec, group_norm_k, knobs);
   if (plan.path == Path::reread) {
     const RowParts parts = in_parts(of.cols, of.cols, most_parts, vec);
@@ -66,11 +67,12 @@ GroupNormLaunches group_norm(const DeviceProfile& device, const GroupNormRows& o
   plan.k = vec == 1 ? 4 : std::max(2, plan.k);
   plan.smem = reduction_bytes(2, plan.cluster);
   check_threads(device, plan);
-  return {{&group_norm_registers, group_norm_registers.instance(vec, plan.k), of.rows, of.cols, plan, Tunable::group_norm}};
+  return {{&group_norm_registers, group_norm_registers.instance(vec, plan.k), of.rows, of.cols, plan, tunable}};
 }
 
 GroupNormLaunches group_norm_backward(const DeviceProfile& device, const GroupNormRows& of, int vec, bool parameters, const Knobs* given) {
-  const Knobs knobs = chosen_knobs(given, device, {Tunable::group_norm_backward, vec, of.rows, of.cols});
+  constexpr Tunable tunable = "group_norm_backward";
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, of.rows, of.cols});
   LaunchPlan plan = held(device, of, vec, group_norm_backward_k, knobs);
   const int64_t samples = of.rows / of.groups;
   const auto bytes = [&](const LaunchPlan& of_plan, int k) {  // of reductions, and of two sums for each vector
@@ -86,13 +88,15 @@ GroupNormLaunches group_norm_backward(const DeviceProfile& device, const GroupNo
   plan.smem = bytes(plan, plan.k);
   check_threads(device, plan);
   const Instance& instance = group_norm_backward_registers.instance(vec, plan.k);
-  return {{&group_norm_backward_registers, instance, of.rows, of.cols, plan, Tunable::group_norm_backward}, {}, {}, samples * plan.cluster};
+  return {{&group_norm_backward_registers, instance, of.rows, of.cols, plan, tunable}, {}, {}, samples * plan.cluster};
 }
 
 // For op_plans.h.
 namespace {
 
-GroupNormRows rows_of(const Call& call) { return {call.rows, call.cols, call.groups, call.channel > 0 ? call.channel : call.cols}; }
+const Fact groups{"groups", 1}, channel{"channel"};  // of a sample; elements of one, 0: all of the group
+
+GroupNormRows rows_of(const Call& call) { return {call.rows, call.cols, call[groups], call[channel] > 0 ? call[channel] : call.cols}; }
 
 Launches forward(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
@@ -106,11 +110,11 @@ Launches backward(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
   const GroupNormRows of = rows_of(call);
   const int vec = row_vec(call);
-  const GroupNormLaunches made = group_norm_backward(device, of, of.channel % vec == 0 ? vec : 1, !call.frozen, &call.knobs);
+  const GroupNormLaunches made = group_norm_backward(device, of, of.channel % vec == 0 ? vec : 1, !call[frozen], &call.knobs);
   Launches out{made.main};
   if (made.apply.kernel) out.push_back(made.apply);
   const int64_t channels = of.groups * (of.cols / of.channel);
-  if (!call.frozen) out.push_back(sum_columns(device, made.partial_rows, channels, call.bias ? channels : 0));
+  if (!call[frozen]) out.push_back(sum_columns(device, made.partial_rows, channels, call[bias] ? channels : 0));
   return out;
 }
 

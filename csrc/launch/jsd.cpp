@@ -6,17 +6,19 @@
 namespace liger::launch {
 
 Launch jsd_forward(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, const Knobs* given) {
-  const Knobs knobs = chosen_knobs(given, device, {Tunable::jsd, vec, rows, vocab});
+  constexpr Tunable tunable = "jsd";
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, vocab});
   const LaunchPlan plan = plan_logits(device, rows, vocab, element_bytes, vec, reduction_bytes(1), false, knobs);
   check_threads(device, plan);
-  return {&jsd_forward_kernel, jsd_forward_kernel.instance(vec), rows, vocab, plan, Tunable::jsd};
+  return {&jsd_forward_kernel, jsd_forward_kernel.instance(vec), rows, vocab, plan, tunable};
 }
 
 Launch jsd_backward(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec, const Knobs* given) {
-  const Knobs knobs = chosen_knobs(given, device, {Tunable::jsd_backward, vec, rows, vocab});
+  constexpr Tunable tunable = "jsd_backward";
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, vocab});
   const LaunchPlan plan = plan_row_tiles(device, rows, vocab, vec, jsd_tile_k, min_logit_threads, knobs);
   check_threads(device, plan);
-  return {&jsd_backward_kernel, jsd_backward_kernel.instance(vec), rows, vocab, plan, Tunable::jsd_backward};
+  return {&jsd_backward_kernel, jsd_backward_kernel.instance(vec), rows, vocab, plan, tunable};
 }
 
 // For op_plans.h.

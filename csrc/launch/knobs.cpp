@@ -37,7 +37,7 @@ void set_knobs(const KnobEntry* entries, size_t count) {
 Knobs knobs_of(const DeviceProfile& device, const KnobKey& call) {
   const Table* const table = in_use.load(std::memory_order_acquire);
   if (table == nullptr) return {};
-  for (const KnobKey& wanted : {of_class(call), of_class({Tunable::every})}) {
+  for (const KnobKey& wanted : {of_class(call), of_class({every_tunable.id})}) {
     const auto [first, last] = std::equal_range(table->begin(), table->end(), KnobEntry{wanted}, by_key);
     for (auto entry = first; entry != last; ++entry)
       if (entry->device[0] == 0 || std::strncmp(entry->device, device.name, sizeof(entry->device)) == 0) return entry->knobs;

@@ -3,7 +3,7 @@
 #include <compare>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
+#include <string_view>
 
 #include "launch/profile.h"
 
@@ -20,68 +20,26 @@ struct Knobs {
   auto operator<=>(const Knobs&) const = default;
 };
 
-// The kernels that have knobs, by the names of their ops; rope's and the gated linear units' are the same in both directions, or for all
-// kinds of gelu. cross_entropy_in_place: the fused loss's.
-enum class Tunable : int32_t {
-  none,
-  every,  // of an entry: for what has none of its own (tests force plans so)
-  rms_norm,
-  rms_norm_backward,
-  add_rms_norm,
-  add_rms_norm_backward,
-  layer_norm,
-  layer_norm_backward,
-  group_norm,
-  group_norm_backward,
-  swiglu,
-  swiglu_backward,
-  geglu,
-  geglu_backward,
-  relu_squared,
-  relu_squared_backward,
-  jsd,
-  jsd_backward,
-  rope,
-  softmax,
-  softmax_backward,
-  cross_entropy,
-  cross_entropy_backward,
-  cross_entropy_in_place,
-};
+// Whose knobs a launch takes: an op, or the backward of one, by its name in op_plans.h; rope's are the same in both directions.
+// `id` is of the name (FNV-1a), so that every library that reads a table of knobs has the same.
+constexpr uint64_t tunable_id(std::string_view name) {
+  uint64_t id = 0xcbf29ce484222325;
+  for (const char c : name) id = (id ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return id;
+}
+struct Tunable {
+  const char* name = nullptr;  // null: it takes none
+  uint64_t id = 0;
 
-// Their names in Python, in this order.
-constexpr const char* tunable_names[] = {
-    "none",
-    "every",
-    "rms_norm",
-    "rms_norm_backward",
-    "add_rms_norm",
-    "add_rms_norm_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "group_norm",
-    "group_norm_backward",
-    "swiglu",
-    "swiglu_backward",
-    "geglu",
-    "geglu_backward",
-    "relu_squared",
-    "relu_squared_backward",
-    "jsd",
-    "jsd_backward",
-    "rope",
-    "softmax",
-    "softmax_backward",
-    "cross_entropy",
-    "cross_entropy_backward",
-    "cross_entropy_in_place",
+  constexpr Tunable() = default;
+  consteval Tunable(const char* name) : name(name), id(tunable_id(name)) {}
 };
-
-static_assert(std::size(tunable_names) == size_t(Tunable::cross_entropy_in_place) + 1);
+// Of an entry for all that has none of its own: tests force plans so.
+inline constexpr Tunable every_tunable = "every";
 
 // Calls that share their knobs: rows up to the same power of two.
 struct KnobKey {
-  Tunable kernel = Tunable::none;
+  uint64_t kernel = 0;         // the id of a Tunable
   int32_t vec = 1;             // elements of an access, in which dtype and alignment come together
   int64_t rows = 1, cols = 1;  // rope: positions and head_dim
   int32_t q_heads = 0, k_heads = 0, rotary_dim = 0;  // rope

@@ -62,7 +62,7 @@ struct Launch {
   Instance instance;
   int64_t rows = 0, cols = 0;  // what it works on
   LaunchPlan plan;
-  Tunable tunable = Tunable::none;  // whose knobs it takes
+  Tunable tunable;  // whose knobs it takes
 
   bool of(const Kernel& other) const { return kernel == &other; }
 };

@@ -5,10 +5,13 @@
 
 namespace liger::launch {
 
+inline const Fact full{"full"};        // options that cost instructions per element
+inline const Fact per_row{"per_row"};  // reduction "none"
+
 // Rows of logits need no whole vectors; nor, without options that cost instructions, an aligned start, but `in_place`.
 inline LogitsShape logits(const Call& call, int64_t rows, bool in_place) {
-  const bool vectors = call.aligned || (!call.full && !in_place);
-  return {rows, call.cols, call.element_bytes, vectors ? wide_vec(call) : 1, call.full};
+  const bool vectors = call.aligned || (!call[full] && !in_place);
+  return {rows, call.cols, call.element_bytes, vectors ? wide_vec(call) : 1, call[full] != 0};
 }
 
 // counted: before the rows, not by SumLosses.
@@ -16,7 +19,7 @@ inline Launches with_sums(const DeviceProfile& device, const Call& call, const L
   Launches out;
   if (counted) out.push_back(count_targets(device, call.rows, call.cols));
   out.insert(out.end(), over_rows.begin(), over_rows.end());
-  if (!call.per_row) out.push_back(sum_losses(device, call.rows));
+  if (!call[per_row]) out.push_back(sum_losses(device, call.rows));
   else if (call.rows > 0) out.push_back(add_losses(device, call.rows));
   return out;
 }

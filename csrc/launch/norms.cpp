@@ -17,12 +17,12 @@ int backward_threads(const DeviceProfile& device, bool centered, int vec) {
 int backward_max_k(const DeviceProfile& device, bool centered) { return (device.bulk_copies || device.async_copies) && !centered ? 3 : 2; }
 
 Tunable backward_tunable(NormBackwardKind kind) {
-  if (kind.centered) return Tunable::layer_norm_backward;
-  return kind.inputs > 2 ? Tunable::add_rms_norm_backward : Tunable::rms_norm_backward;
+  if (kind.centered) return "layer_norm_backward";
+  return kind.inputs > 2 ? Tunable("add_rms_norm_backward") : Tunable("rms_norm_backward");
 }
 
 NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind, const Knobs& knobs) {
-  const auto main = [&](const Kernel& kernel, const Instance& instance, const LaunchPlan& plan, Tunable tunable) {
+  const auto main = [&](const Kernel& kernel, const Instance& instance, const LaunchPlan& plan, Tunable tunable = {}) {
     return Launch{&kernel, instance, rows, cols, plan, tunable};
   };
   if (kind.frozen && !kind.mixed && vec > 1) {
@@ -34,7 +34,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
       plan.k = std::max(2, plan.k);
       plan.smem = reduction_bytes(kind.centered ? 2 : 1);
       check_threads(device, plan);
-      return {.main = main(norm_backward_rows, norm_backward_rows.instance(vec, plan.k), plan, Tunable::none)};
+      return {.main = main(norm_backward_rows, norm_backward_rows.instance(vec, plan.k), plan)};
     }
   }
   LaunchPlan plan = plan_norm_backward(device, rows, cols, vec, backward_threads(device, kind.centered, vec),
@@ -63,15 +63,15 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
   means.smem = reduction_bytes(2);
   check_threads(device, tiles);
   check_threads(device, means);
-  return {main(norm_backward_means, norm_backward_means.instance(vec), means, Tunable::none),
-          main(norm_backward_tiles, norm_backward_tiles.instance(vec), tiles, Tunable::none)};
+  return {main(norm_backward_means, norm_backward_means.instance(vec), means),
+          main(norm_backward_tiles, norm_backward_tiles.instance(vec), tiles)};
 }
 
 }  // namespace
 
 Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
-  const Tunable tunable = kind.centered ? Tunable::layer_norm : kind.two ? Tunable::add_rms_norm : Tunable::rms_norm;
-  const Knobs knobs = chosen_knobs(given, device, {tunable, vec, rows, cols});
+  const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.two ? Tunable("add_rms_norm") : Tunable("rms_norm");
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
   // Measured on an H200: of two tensors, 2 vectors of each are best, and 8 too many for a thread; of one, 5 are better than 2 or 3 in twice
   // as many threads. Variances take longer to merge: 6 vectors in half the threads, and blocks of 256.
   RowForwardKind row{.half_from = 64};
@@ -87,7 +87,7 @@ Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int
 
 NormBackwardLaunches norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind,
                                    const Knobs* given) {
-  return backward(device, rows, cols, vec, kind, chosen_knobs(given, device, {backward_tunable(kind), vec, rows, cols}));
+  return backward(device, rows, cols, vec, kind, chosen_knobs(given, device, {backward_tunable(kind).id, vec, rows, cols}));
 }
 
 int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
@@ -104,21 +104,24 @@ int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t col
 // For op_plans.h.
 namespace {
 
+// A parameter is missing or of another dtype than the result; backward: dtypes of dy, dsum and x differ.
+const Fact mixed{"mixed"};
+
 Launches norm(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
   if (empty(call)) return {};
   const int vec = row_vec(call);
-  const NormForwardKind kind{.centered = centered, .two = inputs > 1, .usual = vec > 1 && !call.mixed};
+  const NormForwardKind kind{.centered = centered, .two = inputs > 1, .usual = vec > 1 && !call[mixed]};
   return {norm_forward(device, call.rows, call.cols, vec, kind, &call.knobs)};
 }
 
 Launches norm_gradient(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
   if (empty(call)) return {};
   const NormBackwardLaunches made =
-      norm_backward(device, call.rows, call.cols, row_vec(call), {centered, call.mixed, call.frozen, inputs}, &call.knobs);
+      norm_backward(device, call.rows, call.cols, row_vec(call), {centered, call[mixed] != 0, call[frozen] != 0, inputs}, &call.knobs);
   Launches out;
   if (made.means.kernel) out.push_back(made.means);
   out.push_back(made.main);
-  if (!call.frozen) out.push_back(sum_columns(device, made.main.plan.partial_rows, call.cols, centered && call.bias ? call.cols : 0));
+  if (!call[frozen]) out.push_back(sum_columns(device, made.main.plan.partial_rows, call.cols, centered && call[bias] ? call.cols : 0));
   return out;
 }
 

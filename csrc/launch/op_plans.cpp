@@ -1,6 +1,8 @@
 #include "launch/op_plans.h"
 
 #include <algorithm>
+#include <functional>
+#include <set>
 #include <stdexcept>
 
 namespace liger::launch {
@@ -11,8 +13,20 @@ std::vector<const Planned*>& all_planned() {
   static std::vector<const Planned*> all;
   return all;
 }
+std::set<std::string, std::less<>>& all_facts() {
+  static std::set<std::string, std::less<>> all;
+  return all;
+}
+
+std::string listed(const auto& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
 
 }  // namespace
+
+Fact::Fact(const char* name, int64_t otherwise) : name(name), otherwise(otherwise) { all_facts().insert(name); }
 
 Planned::Planned(const char* op, Launches (*launches)(const DeviceProfile&, const Call&), std::vector<const Kernel*> kernels)
     : op(op), launches(launches), kernels(std::move(kernels)) {
@@ -21,12 +35,12 @@ Planned::Planned(const char* op, Launches (*launches)(const DeviceProfile&, cons
 }
 
 Launches plans(std::string_view op, const DeviceProfile& device, const Call& call) {
-  std::string known;
-  for (const Planned* planned : all_planned()) {
+  for (const auto& [name, value] : call.facts)
+    if (!all_facts().contains(name))
+      throw std::invalid_argument("no op's launches depend on '" + name + "'; known: " + listed(all_facts()));
+  for (const Planned* planned : all_planned())
     if (planned->op == op) return planned->launches(device, call);
-    known += (known.empty() ? "" : ", ") + planned->op;
-  }
-  throw std::invalid_argument("no op is called '" + std::string(op) + "'; known: " + known);
+  throw std::invalid_argument("no op is called '" + std::string(op) + "'; known: " + listed(planned_ops()));
 }
 
 std::vector<std::string> planned_ops() {

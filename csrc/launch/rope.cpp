@@ -13,25 +13,26 @@ RopePlan plan_rope_heads(const DeviceProfile& device, int64_t positions, int64_t
 }
 
 RopeLaunch rope(const DeviceProfile& device, const RopeShape& of, int64_t done, int vec, const Knobs* given) {
-  const KnobKey call{Tunable::rope, vec, of.positions, of.head_dim, int32_t(of.q_heads), int32_t(of.k_heads), int32_t(of.rotary_dim)};
+  constexpr Tunable tunable = "rope";
+  const KnobKey call{tunable.id, vec, of.positions, of.head_dim, int32_t(of.q_heads), int32_t(of.k_heads), int32_t(of.rotary_dim)};
   const RopePlan plan = plan_rope_heads(device, of.positions - done, of.q_heads, of.k_heads, of.head_dim, of.rotary_dim, vec,
                                         chosen_knobs(given, device, call));
-  return {{&rope_kernel, rope_kernel.instance(vec), plan.positions, of.head_dim, plan.launch, Tunable::rope},
-          plan.lanes,
-          plan.q_slots,
-          plan.k_slots};
+  return {
+      {&rope_kernel, rope_kernel.instance(vec), plan.positions, of.head_dim, plan.launch, tunable}, plan.lanes, plan.q_slots, plan.k_slots};
 }
 
 // For op_plans.h.
 namespace {
 
+const Fact q_heads{"q_heads", 1}, k_heads{"k_heads", 1}, rotary_dim{"rotary_dim"};  // 0: all of the head
+
 Launches rotary(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
-  const int64_t rotary = call.rotary_dim ? call.rotary_dim : call.cols;
+  const int64_t rotary = call[rotary_dim] ? call[rotary_dim] : call.cols;
   const int vec = call.aligned && call.cols % wide_vec(call) == 0 && rotary / 2 % wide_vec(call) == 0 ? wide_vec(call) : 1;
   Launches out;
   for (int64_t done = 0; done < call.rows; done += out.back().rows)
-    out.push_back(rope(device, {call.rows, call.q_heads, call.k_heads, call.cols, rotary}, done, vec, &call.knobs));
+    out.push_back(rope(device, {call.rows, call[q_heads], call[k_heads], call.cols, rotary}, done, vec, &call.knobs));
   return out;
 }
 

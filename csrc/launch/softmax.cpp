@@ -7,7 +7,7 @@ namespace {
 
 Launch softmax(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, const Kernel& held, const Kernel& reread, int wide_k,
                int cluster_from, Tunable tunable, const Knobs* given) {
-  const Knobs knobs = chosen_knobs(given, device, {tunable, vec, rows, cols});
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
   LaunchPlan plan = plan_row_forward(device, rows, cols, vec, vec == 1 ? 4 : wide_k, {.cluster_from = cluster_from}, knobs);
   plan.smem = reduction_bytes(2, plan.cluster);
   check_threads(device, plan);
@@ -18,11 +18,11 @@ Launch softmax(const DeviceProfile& device, int64_t rows, int64_t cols, int vec,
 }  // namespace
 
 Launch softmax_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, const Knobs* knobs) {
-  return softmax(device, rows, cols, vec, softmax_registers, softmax_reread, softmax_forward_k, two_blocks_from, Tunable::softmax, knobs);
+  return softmax(device, rows, cols, vec, softmax_registers, softmax_reread, softmax_forward_k, two_blocks_from, "softmax", knobs);
 }
 Launch softmax_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, const Knobs* knobs) {
-  return softmax(device, rows, cols, vec, softmax_backward_registers, softmax_backward_reread, softmax_backward_k, 0,
-                 Tunable::softmax_backward, knobs);
+  return softmax(device, rows, cols, vec, softmax_backward_registers, softmax_backward_reread, softmax_backward_k, 0, "softmax_backward",
+                 knobs);
 }
 
 // For op_plans.h.

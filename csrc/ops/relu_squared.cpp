@@ -1,6 +1,6 @@
 #include "kernels/relu_squared.h"
 
-#include "checks/rows.h"
+#include "checks/relu_squared.h"
 #include "ops/rows.h"
 
 namespace liger::LIGER_BACKEND {

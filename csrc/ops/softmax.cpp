@@ -1,6 +1,6 @@
 #include "kernels/softmax.h"
 
-#include "checks/rows.h"
+#include "checks/softmax.h"
 #include "ops/rows.h"
 
 namespace liger::LIGER_BACKEND {

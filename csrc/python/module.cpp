@@ -14,13 +14,24 @@
 #include "launch/op_plans.h"
 #include "launch/profiles.h"
 #include "launch/rope.h"
+#include "python/ops.h"
 
 namespace py = pybind11;
 using namespace liger::launch;
 
 namespace liger::python {
-void bind_ops(py::module_& m);  // ops.cpp
+namespace {
+
+std::vector<void (*)(py::module_&, py::module_&)>& all_bindings() {  // filled before main(), by the files of the ops
+  static std::vector<void (*)(py::module_&, py::module_&)> all;
+  return all;
 }
+
+}  // namespace
+
+OpBindings::OpBindings(void (*bind)(py::module_&, py::module_&)) { all_bindings().push_back(bind); }
+
+}  // namespace liger::python
 
 namespace {
 
@@ -69,18 +80,19 @@ void bind_profiles(py::module_& m) {
 }
 
 // A table as liger_ext_gpu_set_knobs takes it: the bytes of KnobEntry one after another.
-py::bytes packed(const std::vector<std::tuple<std::string, Tunable, int, int64_t, int64_t, std::array<int, 3>, Knobs>>& entries) {
+py::bytes packed(const std::vector<std::tuple<std::string, std::string, int, int64_t, int64_t, std::array<int, 3>, Knobs>>& entries) {
   std::vector<KnobEntry> table;
+  const std::vector<std::string> known = planned_ops();
   for (const auto& [device, kernel, vec, rows, cols, heads, knobs] : entries) {
-    KnobEntry& entry = table.emplace_back(KnobEntry{{kernel, vec, rows, cols, heads[0], heads[1], heads[2]}, knobs});
+    if (kernel != every_tunable.name && std::ranges::find(known, kernel) == known.end())
+      throw std::invalid_argument("no op is called '" + kernel + "'");
+    KnobEntry& entry = table.emplace_back(KnobEntry{{tunable_id(kernel), vec, rows, cols, heads[0], heads[1], heads[2]}, knobs});
     device.copy(entry.device, sizeof(entry.device) - 1);
   }
   return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(KnobEntry)};
 }
 
 void bind_knobs(py::module_& m) {
-  py::enum_<Tunable> tunables(m, "Tunable", "The kernels that have knobs.");
-  for (int i = 0; i < int(std::size(tunable_names)); ++i) tunables.value(tunable_names[i], Tunable(i));
   py::class_<Knobs>(m, "Knobs", "What a measurement may change of a plan (csrc/launch/knobs.h); 0: the planner's own choice.")
       .def(py::init([](int threads, int block, int cluster, int stages, int resident) {
              return Knobs{threads, block, cluster, stages, resident};
@@ -95,15 +107,16 @@ void bind_knobs(py::module_& m) {
       .def_readonly("resident", &Knobs::resident);
   m.attr("knob_entry_bytes") = sizeof(KnobEntry);
   m.def("pack_knobs", &packed, py::arg("entries"),
-        "As the GPU library takes them: (device name or \"\", Tunable, elements of an access, rows, cols, (q_heads, k_heads, rotary_dim), "
+        "As the GPU library takes them: (device name or \"\", an op of plans() or \"every\", elements of an access, rows, cols, (q_heads, "
+        "k_heads, rotary_dim), "
         "Knobs).");
   m.def(
       "find_knobs",
-      [](const py::bytes& table, const DeviceProfile& device, Tunable kernel, int vec, int64_t rows, int64_t cols,
+      [](const py::bytes& table, const DeviceProfile& device, const std::string& kernel, int vec, int64_t rows, int64_t cols,
          std::array<int, 3> heads) {
         const std::string_view bytes = table;
         set_knobs(reinterpret_cast<const KnobEntry*>(bytes.data()), bytes.size() / sizeof(KnobEntry));
-        const Knobs found = knobs_of(device, {kernel, vec, rows, cols, heads[0], heads[1], heads[2]});
+        const Knobs found = knobs_of(device, {tunable_id(kernel), vec, rows, cols, heads[0], heads[1], heads[2]});
         set_knobs(nullptr, 0);
         return found;
       },
@@ -139,7 +152,7 @@ void bind_launches(py::module_& m) {
       .def_readonly("rows", &Launch::rows)
       .def_readonly("cols", &Launch::cols)
       .def_readonly("plan", &Launch::plan)
-      .def_readonly("tunable", &Launch::tunable);
+      .def_property_readonly("tunable", [](const Launch& made) { return made.tunable.name; });
 }
 
 void bind_plans(py::module_& m) {
@@ -197,38 +210,15 @@ void bind_plans(py::module_& m) {
   m.def(
       "plans",
       [](const std::string& op, const DeviceProfile& device, int64_t rows, int64_t cols, const std::string& dtype, bool aligned,
-         bool contiguous, bool mixed, bool full, bool per_row, bool bias, bool frozen, int64_t q_heads, int64_t k_heads, int64_t rotary_dim,
-         int64_t hidden, int64_t chunk_rows, int64_t chunk_classes, int64_t groups, int64_t channel, const Knobs& knobs) {
-        return plans(op, device,
-                     {.rows = rows,
-                      .cols = cols,
-                      .element_bytes = bytes_of(dtype),
-                      .aligned = aligned,
-                      .contiguous = contiguous,
-                      .mixed = mixed,
-                      .full = full,
-                      .per_row = per_row,
-                      .bias = bias,
-                      .frozen = frozen,
-                      .q_heads = q_heads,
-                      .k_heads = k_heads,
-                      .rotary_dim = rotary_dim,
-                      .hidden = hidden,
-                      .chunk_rows = chunk_rows,
-                      .chunk_classes = chunk_classes,
-                      .groups = groups,
-                      .channel = channel,
-                      .knobs = knobs});
+         bool contiguous, const Knobs& knobs, const py::kwargs& facts) {
+        return plans(op, device, {rows, cols, bytes_of(dtype), aligned, contiguous, knobs, py::cast<decltype(Call::facts)>(facts)});
       },
       py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(),
-      py::arg("aligned") = true, py::arg("contiguous") = true, py::arg("mixed") = false, py::arg("full") = false,
-      py::arg("per_row") = false, py::arg("bias") = false, py::arg("frozen") = false, py::arg("q_heads") = 1, py::arg("k_heads") = 1,
-      py::arg("rotary_dim") = 0, py::arg("hidden") = 1, py::arg("chunk_rows") = 0, py::arg("chunk_classes") = 0, py::arg("groups") = 1,
-      py::arg("channel") = 0, py::arg("knobs") = Knobs{},
+      py::arg("aligned") = true, py::arg("contiguous") = true, py::arg("knobs") = Knobs{},
       "The launches that an op makes on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and "
       "head_dim; "
-      "fused_linear_cross_entropy: tokens and vocabulary. The other arguments are the fields of Call in csrc/launch/op_plans.h. ValueError "
-      "lists the ops there are.");
+      "fused_linear_cross_entropy: tokens and vocabulary. Further arguments are facts (Fact in csrc/launch/op_plans.h) of the ops. "
+      "ValueError lists the ops, or the facts, there are.");
 }
 
 }  // namespace
@@ -243,5 +233,6 @@ PYBIND11_MODULE(_C, m) {
   bind_profiles(m);
   bind_knobs(m);
   bind_plans(m);
-  liger::python::bind_ops(m);
+  py::module_ checks = m.def_submodule("checks", "For each op a function of the op's arguments, which raises what the op itself would.");
+  for (const auto bind : liger::python::all_bindings()) bind(m, checks);
 }

@@ -1,0 +1,12 @@
+#include "checks/rope.h"
+
+#include "python/ops.h"
+
+namespace liger::python {
+
+const OpBindings rope_bindings([](py::module_& m, py::module_& checks) {
+  checks.def("rope", check_rope).def("rope_backward", check_rope_backward);
+  m.def("rope_keeps_strides", keeps_strides, "Have rope's outputs the strides of this input? Else they are contiguous.");
+});
+
+}  // namespace liger::python
