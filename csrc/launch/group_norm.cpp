@@ -6,15 +6,22 @@
 namespace liger::launch {
 namespace {
 
-// Elements of a part, at least: as many as a block has in flight.
-constexpr int64_t part_elements(int vec) { return int64_t{piece_threads} * group_norm_part_k * vec; }
+// Elements that a block has in flight.
+constexpr int64_t batch(int vec) { return int64_t{piece_threads} * group_norm_part_k * vec; }
+// Of a part, at least: a batch; several where every multiprocessor would have many blocks one after another, since the sums of a block
+// take as long as a batch of it.
+int64_t part_elements(const DeviceProfile& device, const GroupNormRows& of, int vec) {
+  constexpr int64_t blocks = 8 * group_norm_part_blocks;
+  return round_up(std::max<int64_t>(1, of.rows * of.cols / (device.multiprocessors * blocks)), batch(vec));
+}
 // Parts of a row, whose sums every block of the second kernel adds up; rows of more short channels have more.
 constexpr int64_t most_parts = 1024;
 
-RowParts in_parts(int64_t cols, int64_t span, int64_t most, int vec) {
+// least: elements of a part.
+RowParts in_parts(int64_t cols, int64_t span, int64_t least, int64_t most, int vec) {
   RowParts parts;
   parts.span = span;
-  parts.part = round_up(std::max(part_elements(vec), ceil_div(span, most)), vec);
+  parts.part = round_up(std::max(least, ceil_div(span, most)), vec);
   parts.per_span = ceil_div(span, parts.part);
   parts.part = round_up(ceil_div(span, parts.per_span), vec);  // of equal length
   parts.per_span = ceil_div(span, parts.part);
@@ -22,14 +29,17 @@ RowParts in_parts(int64_t cols, int64_t span, int64_t most, int vec) {
   return parts;
 }
 // Parts of a channel, or of several whole ones.
-RowParts in_channels(const GroupNormRows& of, int vec) {
-  const int64_t channels = of.cols / of.channel, together = part_elements(vec) / of.channel;
-  if (together < 2) return in_parts(of.cols, of.channel, std::max<int64_t>(1, most_parts / channels), vec);
-  return in_parts(of.cols, ceil_div(channels, ceil_div(channels, together)) * of.channel, 1, vec);
+RowParts in_channels(const DeviceProfile& device, const GroupNormRows& of, int vec) {
+  const int64_t channels = of.cols / of.channel, together = batch(vec) / of.channel;
+  if (together < 2) {
+    const int64_t least = part_elements(device, of, vec);
+    return in_parts(of.cols, of.channel, least, std::max<int64_t>(1, most_parts / channels), vec);
+  }
+  return in_parts(of.cols, ceil_div(channels, ceil_div(channels, together)) * of.channel, batch(vec), 1, vec);
 }
 
 Launch over_parts(const DeviceProfile& device, const Kernel& kernel, const GroupNormRows& of, int vec, const RowParts& parts, int smem) {
-  LaunchPlan plan = plan_block_per_row(device, of.rows * parts.per_row, std::min(parts.part, part_elements(vec)), vec);
+  LaunchPlan plan = plan_block_per_row(device, of.rows * parts.per_row, std::min(parts.part, batch(vec)), vec);
   plan.smem = smem;
   check_threads(device, plan);
   return {&kernel, kernel.instance(vec), of.rows, of.cols, plan};
@@ -59,7 +69,7 @@ GroupNormLaunches group_norm(const DeviceProfile& device, const GroupNormRows& o
   const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, of.rows, of.cols});
   LaunchPlan plan = held(device, of, vec, group_norm_k, knobs);
   if (plan.path == Path::reread) {
-    const RowParts parts = in_parts(of.cols, of.cols, most_parts, vec);
+    const RowParts parts = in_parts(of.cols, of.cols, part_elements(device, of, vec), most_parts, vec);
     const int smem = reduction_bytes(1);
     return {over_parts(device, group_norm_moments, of, vec, parts, smem), over_parts(device, group_norm_apply, of, vec, parts, smem),
             parts};
@@ -79,7 +89,7 @@ GroupNormLaunches group_norm_backward(const DeviceProfile& device, const GroupNo
     return reduction_bytes(2, of_plan.cluster) + (parameters ? of_plan.block * k * 2 * int(sizeof(float)) : 0);
   };
   if (plan.path == Path::reread) {
-    const RowParts parts = in_channels(of, vec);
+    const RowParts parts = in_channels(device, of, vec);
     Launch sums = over_parts(device, group_norm_backward_sums, of, vec, parts, 0);
     sums.plan.smem = bytes(sums.plan, group_norm_part_k);
     return {sums, over_parts(device, group_norm_backward_apply, of, vec, parts, reduction_bytes(2)), parts, samples * parts.per_span};

@@ -119,25 +119,29 @@ def _held_by_shares(launch, call) -> None:
 
 
 def _parts(launch, call, backward: bool) -> None:
-    """Every element is in one part. In the backward a part has whole channels, all of it in flight, or is of one."""
+    """Every element is in one part. In the backward a part has whole channels, all of it in flight, or is of one.
+
+    A multiprocessor has three blocks at a time. A part is several batches, of what a block has in flight, where there
+    would be more than eight blocks one after another."""
     from plan_model import ceil_div, check_batches
 
     plan, vec = launch.plan, launch.instance[0]
     channel = call.get("channel") or launch.cols
     at_once, most = 256 * 4 * vec, 1024
+    batches = max(1, ceil_div(launch.rows * launch.cols // (call["device"].multiprocessors * 3 * 8), at_once))
 
-    def parts(span: int, most: int) -> tuple[int, int]:
-        part = max(at_once, ceil_div(ceil_div(span, most), vec) * vec)
+    def parts(span: int, most: int, batches: int) -> tuple[int, int]:
+        part = max(batches * at_once, ceil_div(ceil_div(span, most), vec) * vec)
         part = ceil_div(ceil_div(span, ceil_div(span, part)), vec) * vec
         return part, ceil_div(span, part)
 
-    span, of_span = launch.cols, most
+    span, of_span, several = launch.cols, most, False
     if backward:
         channels, together = launch.cols // channel, at_once // channel
         several = together >= 2
         span = ceil_div(channels, ceil_div(channels, together)) * channel if several else channel
         of_span = 1 if several else max(1, most // channels)
-    part, per_span = parts(span, of_span)
+    part, per_span = parts(span, of_span, 1 if several else batches)
     assert plan.grid == launch.rows * ceil_div(launch.cols, span) * per_span
     assert (per_span - 1) * part < span <= per_span * part and span % vec == 0 and part % vec == 0
     check_batches(plan.block, 4, vec, min(part, launch.cols))
