@@ -18,11 +18,7 @@ _PATCHING = (
     "apply_liger_kernel_to_llama",
 )
 
-# Names are said where they are defined.
-__all__ = [*_PATCHING]
-__all__ += compat.__all__
-__all__ += functional.__all__
-__all__ += modules.__all__
+__all__ = [*_PATCHING, *compat.__all__, *functional.__all__, *modules.__all__]
 
 
 def __getattr__(name: str):

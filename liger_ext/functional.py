@@ -4,34 +4,14 @@ Each computes in float32 (float64 for float64 tensors, which work on the CPU) wi
 float32, bfloat16 and float16 tensors in any mixture of parameter and activation dtypes.
 """
 
-from liger_ext.ops import stream_copy as _stream_copy  # noqa: F401  (registers it)
-from liger_ext.ops.check_errors import check_errors
-from liger_ext.ops.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_ext.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_ext.ops.glu import geglu, geglu_packed, swiglu, swiglu_packed
-from liger_ext.ops.group_norm import group_norm
-from liger_ext.ops.jsd import jsd
-from liger_ext.ops.layer_norm import layer_norm
-from liger_ext.ops.relu_squared import relu_squared
-from liger_ext.ops.rms_norm import add_rms_norm, rms_norm
-from liger_ext.ops.rope import rope
-from liger_ext.ops.softmax import softmax
+import typing as _typing
 
-__all__ = [
-    "CrossEntropyOutput",
-    "add_rms_norm",
-    "check_errors",
-    "cross_entropy",
-    "fused_linear_cross_entropy",
-    "geglu",
-    "geglu_packed",
-    "group_norm",
-    "jsd",
-    "layer_norm",
-    "relu_squared",
-    "rms_norm",
-    "rope",
-    "softmax",
-    "swiglu",
-    "swiglu_packed",
-]
+from liger_ext import compat as _compat
+from liger_ext import modules as _modules
+from liger_ext.ops import PUBLIC as _PUBLIC
+
+if _typing.TYPE_CHECKING:  # editors and type checkers cannot run the code below
+    from liger_ext.ops import *  # noqa: F403
+else:
+    __all__ = [name for name in _PUBLIC if name not in {*_compat.__all__, *_modules.__all__}]
+    globals().update((name, _PUBLIC[name]) for name in __all__)

@@ -1,5 +1,7 @@
-"""The libraries: every instruction set gives right results, and loading fails with a sentence that helps."""
+"""The libraries: every instruction set gives right results, and loading fails with a sentence that helps. And what the
+package makes public."""
 
+import importlib
 import os
 import re
 import shutil
@@ -11,10 +13,11 @@ import pytest
 import torch
 
 import liger_ext
-from liger_ext import _load
+from liger_ext import _load, compat, functional, modules, ops
 
 HERE = Path(__file__).parent
 PACKAGE = Path(liger_ext.__file__).parents[1]
+OPS = [path.stem for path in sorted(Path(ops.__path__[0]).glob("[a-z]*.py"))]
 
 
 def python(*args, **env):
@@ -74,6 +77,28 @@ def test_public_names_exist():
     for name in liger_ext.__all__:
         if name not in liger_ext._PATCHING:
             assert getattr(liger_ext, name).__doc__, name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_list_of_ops_has_every_file(op):
+    """And what a file makes public is in liger_ext and in one of the namespaces."""
+    line = f"from liger_ext.ops.{op} import *"
+    assert line in Path(ops.__file__).read_text().splitlines(), f"liger_ext/ops/__init__.py has no line: {line}"
+    made = importlib.import_module(f"liger_ext.ops.{op}")
+    assert made.__all__ == sorted(set(made.__all__))
+    for name in made.__all__:
+        homes = [space for space in (functional, modules, compat) if hasattr(space, name)]
+        assert len(homes) == 1 and name in homes[0].__all__ and name in liger_ext.__all__, name
+        assert getattr(liger_ext, name) is getattr(made, name), f"another file has {name}, too"
+        assert getattr(homes[0], name) is getattr(made, name)
+
+
+def test_nothing_else_is_public():
+    listed = [name for op in OPS for name in importlib.import_module(f"liger_ext.ops.{op}").__all__]
+    assert sorted(listed) == list(ops.PUBLIC)
+    for space in (functional, modules, compat):
+        assert [name for name in dir(space) if not name.startswith("_")] == space.__all__
+    assert all(name.startswith("Liger") for name in modules.__all__)
 
 
 def test_the_self_test_passes(device):

@@ -129,6 +129,31 @@ def test_modules_are_copied_and_printed():
         assert "eps" in repr(copy.deepcopy(module))
 
 
+@pytest.mark.parametrize("path", ["its own", "liger_ext.modules"])
+def test_modules_saved_whole_load_again(path, monkeypatch, tmp_path):
+    """Also those that are called liger_ext.modules.<name> in the file, as they were when their classes were there."""
+    geglu = SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu_new"})
+    made = [
+        *(liger_ext.LigerRMSNorm(24), liger_ext.LigerFusedAddRMSNorm(24), liger_ext.LigerLayerNorm(24)),
+        *(liger_ext.LigerGroupNorm(24, 3), liger_ext.LigerSwiGLUMLP(CONFIG), liger_ext.LigerGEGLUMLP(geglu)),
+        *(liger_ext.LigerReLUSquared(), liger_ext.LigerSoftmax(), liger_ext.LigerJSD(0.25)),
+        liger_ext.LigerCrossEntropyLoss(CLASSES, **LOSS),
+        liger_ext.LigerFusedLinearCrossEntropyLoss(CLASSES, **FUSED),
+    ]
+    assert {type(module).__name__ for module in made} == set(liger_ext.modules.__all__)
+    with monkeypatch.context() as patch:
+        if path != "its own":
+            for module in made:
+                patch.setattr(type(module), "__module__", path)
+        torch.save(torch.nn.ModuleList(made), tmp_path / "saved.pt")
+    loaded = torch.load(tmp_path / "saved.pt", weights_only=False)
+    assert [type(module) for module in loaded] == [type(module) for module in made]
+    assert repr(loaded) == repr(torch.nn.ModuleList(made))
+    for module, other in zip(made, loaded, strict=True):
+        same(tuple(module.state_dict().values()), tuple(other.state_dict().values()))
+    same(loaded[-2](LOGITS, TARGET), made[-2](LOGITS, TARGET))
+
+
 def test_loss_modules_take_every_option_of_their_function():
     for module, function, own in (
         (liger_ext.LigerCrossEntropyLoss, F.cross_entropy, {"logits", "target"}),

@@ -7,6 +7,8 @@ import torch
 from liger_ext import _load
 from liger_ext.ops.softmax import softmax
 
+__all__ = ["check_errors"]
+
 
 def check_errors() -> None:
     """Waits for every CUDA device in use, and raises what liger_ext's kernels found on them.

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import _reduction
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, check_tensors, code_of, require, shape_text
+from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._register import register
+
+__all__ = ["CrossEntropyOutput", "LigerCrossEntropyLoss", "cross_entropy", "liger_cross_entropy"]
 
 _cross_entropy_backward = torch.ops.liger_ext.cross_entropy_backward.default
 
@@ -94,6 +98,70 @@ def cross_entropy(
         return_predicted_tokens,
     )
     return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
+
+
+class LigerCrossEntropyLoss(nn.Module):
+    """:func:`liger_ext.functional.cross_entropy` with its options; ``forward(_input, target)``.
+
+    Class weights are a buffer, so that they follow ``.to()``, and not part of the state dict.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ):
+        super().__init__()
+        check_loss_options(label_smoothing, reduction, softcap)
+        self.register_buffer("weight", weight, persistent=False)
+        self.ignore_index = ignore_index
+        self.lse_square_scale = lse_square_scale
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.softcap = softcap
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        return cross_entropy(
+            _input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.lse_square_scale,
+            self.softcap, self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+def liger_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """:func:`liger_ext.functional.cross_entropy`.
+
+    ``size_average`` and ``reduce`` mean what they mean in ``torch.nn.functional.cross_entropy``.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    return cross_entropy(
+        input, target, weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
+        return_z_loss, return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
 
 
 def class_weight(op: str, weight: Tensor, name: str, dtype: torch.dtype) -> Tensor:

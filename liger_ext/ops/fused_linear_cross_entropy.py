@@ -19,13 +19,16 @@ import math
 import numbers
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, check_tensors, code_of, holds, require, shape_text
+from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._register import register
 from liger_ext.ops.cross_entropy import CrossEntropyOutput, class_weight, fake_results, results
+
+__all__ = ["LigerFusedLinearCrossEntropyLoss", "fused_linear_cross_entropy", "liger_fused_linear_cross_entropy"]
 
 _forward_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
 _backward_op = torch.ops.liger_ext.fused_linear_cross_entropy_backward.default
@@ -116,31 +119,65 @@ def fused_linear_cross_entropy(
     at_once = is_head and holds(rows.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
     gradients = _gradients_of(need_dx, need_dweight or need_dbias, at_once, reduction == "none")
     outputs = _call(
-        rows,
-        weight,
-        target if target.dim() == 1 else target.reshape(-1),
-        bias,
-        ce_weight,
+        rows, weight, target if target.dim() == 1 else target.reshape(-1), bias, ce_weight,
         None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
-        ignore_index,
-        code_of("reduction", reduction, REDUCTIONS),
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        use_token_scaling,
-        return_z_loss,
-        return_token_accuracy,
-        return_predicted_tokens,
-        accum_dtype,
-        compute_dtype,
-        gradients,
-        chunk,
-        classes,
-        need_dx,
-        need_dweight,
-        need_dbias,
-    )
+        ignore_index, code_of("reduction", reduction, REDUCTIONS), label_smoothing, lse_square_scale, softcap,
+        use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
+        gradients, chunk, classes, need_dx, need_dweight, need_dbias,
+    )  # fmt: skip
     return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """:func:`liger_ext.functional.fused_linear_cross_entropy` with its options.
+
+    ``forward(lin_weight, _input, target, bias=None)``, in this order. Class weights are a buffer, so that they follow
+    ``.to()``, and not part of the state dict.
+    """
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ):
+        super().__init__()
+        check_loss_options(label_smoothing, reduction, softcap)
+        self.register_buffer("ce_weight", ce_weight, persistent=False)
+        self.ignore_index = ignore_index
+        self.lse_square_scale = lse_square_scale
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.softcap = softcap
+        self.return_z_loss = return_z_loss
+        self.accum_dtype = accum_dtype
+        self.use_token_scaling = use_token_scaling
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor | CrossEntropyOutput:
+        return fused_linear_cross_entropy(
+            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.lse_square_scale,
+            self.label_smoothing, self.reduction, self.softcap, self.return_z_loss, self.accum_dtype,
+            self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, *options, **named_options
+) -> Tensor | CrossEntropyOutput:
+    """:func:`liger_ext.functional.fused_linear_cross_entropy`, whose options have upstream's names and order."""
+    return fused_linear_cross_entropy(input, weight, target, *options, **named_options)
 
 
 def chunk_rows(
@@ -154,10 +191,9 @@ def chunk_rows(
     """How many rows of logits may exist at a time; the op makes the fewest equal chunks of at most as many.
 
     ``memory`` is the size of the buffer of logits in bytes (at least 128 rows, of fewer classes where they do not fit:
-    :func:`chunk_classes`). ``"auto"`` is a GPU's memory / 32,
-    but at least 256 MiB; on a CPU 64 MiB, but at least 256 rows. Where the weight's gradient is wanted, ``"auto"`` also
-    takes a single chunk whenever its logits are no larger than the float32 sum of that gradient, which only several
-    chunks need.
+    :func:`chunk_classes`). ``"auto"`` is a GPU's memory / 32, but at least 256 MiB; on a CPU 64 MiB, but at least 256
+    rows. Where the weight's gradient is wanted, ``"auto"`` also takes a single chunk whenever its logits are no larger
+    than the float32 sum of that gradient, which only several chunks need.
 
     Only facts that do not change decide (never how much memory is free), so that the same call gives the same bits; and
     not the number of rows, so that one compiled graph serves every batch.

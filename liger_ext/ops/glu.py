@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_ext import _C
 from liger_ext.ops._checks import code_of
 from liger_ext.ops._register import register_row_op
+
+__all__ = [
+    "LigerGEGLUMLP",
+    "LigerSwiGLUMLP",
+    "geglu",
+    "geglu_packed",
+    "liger_geglu",
+    "liger_swiglu",
+    "swiglu",
+    "swiglu_packed",
+]
 
 _SILU = int(_C.Activation.silu)
 _GELU = {"tanh": int(_C.Activation.gelu_tanh), "none": int(_C.Activation.gelu)}
@@ -70,6 +81,72 @@ def swiglu_packed(gate_up: Tensor, gate_multiplier: float = 1.0, down_multiplier
 def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     """:func:`geglu` of the halves of one tensor; see :func:`swiglu_packed`."""
     return _glu_packed(gate_up, code_of("approximate", approximate, _GELU), 1.0, 1.0)
+
+
+class _GatedMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.hidden_size = config.hidden_size
+        self.intermediate_size = config.intermediate_size
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+
+
+class LigerSwiGLUMLP(_GatedMLP):
+    """``down_proj(silu(gate_proj(x)) * up_proj(x))``, Llama's feed-forward layer.
+
+    Args:
+        config: has ``hidden_size``, ``intermediate_size`` and ``hidden_act``, and may have ``mlp_bias``.
+
+    Raises:
+        ValueError: ``hidden_act`` is neither silu nor swish.
+    """
+
+    def __init__(self, config):
+        if config.hidden_act not in ("silu", "swish"):
+            raise ValueError(f"LigerSwiGLUMLP: config.hidden_act is {config.hidden_act!r}, expected 'silu' or 'swish'")
+        super().__init__(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerGEGLUMLP(_GatedMLP):
+    """``down_proj(gelu(gate_proj(x)) * up_proj(x))``, Gemma's feed-forward layer, with GELU by tanh.
+
+    Args:
+        config: has ``hidden_size`` and ``intermediate_size``, and may have ``mlp_bias`` and ``hidden_activation`` or
+            ``hidden_act``; its value ``"gelu"`` means the tanh form too, as in Gemma's first configurations.
+
+    Raises:
+        ValueError: the activation is no GELU.
+    """
+
+    def __init__(self, config):
+        activation = (
+            getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
+        )
+        if activation not in ("gelu_pytorch_tanh", "gelu_new", "gelu"):
+            raise ValueError(
+                f"LigerGEGLUMLP: the configuration's activation is {activation!r}, expected 'gelu_pytorch_tanh'"
+            )
+        super().__init__(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """:func:`liger_ext.functional.swiglu`."""
+    return swiglu(a, b)
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """:func:`liger_ext.functional.geglu`, by tanh."""
+    return geglu(a, b)
 
 
 _glu = register_row_op("glu")

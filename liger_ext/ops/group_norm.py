@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_ext.ops._checks import accumulator
+from liger_ext.ops._modules import parameter
 from liger_ext.ops._register import register
 from liger_ext.ops.layer_norm import fake_gradients
+
+__all__ = ["LigerGroupNorm", "group_norm", "liger_group_norm"]
 
 _group_norm_backward = torch.ops.liger_ext.group_norm_backward.default
 
@@ -37,6 +40,53 @@ def group_norm(
             supported, or a weight or bias of another shape or device.
     """
     return _group_norm(x, weight, bias, num_groups, eps)[0]
+
+
+class LigerGroupNorm(nn.Module):
+    """:func:`liger_ext.functional.group_norm` with its weight and bias.
+
+    Args:
+        num_channels: of the input, ``(batch, num_channels, *)``.
+        num_groups: a divisor of ``num_channels``.
+        eps: added to the variance.
+        bias: accepted for compatibility: there is a bias parameter either way, as upstream's checkpoints have it, and
+            it begins with zeros either way (upstream begins with random values if True).
+        init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
+
+    Raises:
+        ValueError: ``num_groups`` does not divide ``num_channels``; when it is called, an input with another number of
+            channels.
+    """
+
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+    ):
+        super().__init__()
+        if num_groups <= 0 or num_channels % num_groups:
+            raise ValueError(f"num_groups is {num_groups}, expected a divisor of the {num_channels} channels")
+        self.num_channels = num_channels
+        self.num_groups = num_groups
+        self.weight = parameter(init_fn, num_channels)
+        self.bias = nn.Parameter(torch.zeros(num_channels))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return group_norm(hidden_states, self.num_groups, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}"
+
+
+def liger_group_norm(
+    X: Tensor,
+    affine_scaling_weight: Tensor | None,
+    affine_shifting_bias: Tensor | None,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> Tensor:
+    """:func:`liger_ext.functional.group_norm`; ``num_channels`` has no effect, X has so many."""
+    return group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
 
 
 def _fake(x, weight, bias, num_groups, eps):

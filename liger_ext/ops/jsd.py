@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator, check_tensors, require, shape_text
 from liger_ext.ops._register import register
+
+__all__ = ["LigerJSD", "jsd", "liger_jsd"]
 
 _jsd_backward = torch.ops.liger_ext.jsd_backward.default
 
@@ -63,6 +65,30 @@ def jsd(
         rows = log_q.shape[:-1].numel()
         log_q, log_p = (t.reshape(rows, t.shape[-1]) for t in (log_q, log_p))
     return _jsd(log_q, log_p, shift_labels, beta, ignore_index)[0]
+
+
+class LigerJSD(nn.Module):
+    """:func:`liger_ext.functional.jsd` with its options; ``forward(log_q, log_p, shift_labels=None)``."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100):
+        super().__init__()
+        if not 0 <= beta <= 1:
+            raise ValueError(f"beta is {beta}, expected a number in [0, 1]")
+        self.beta = beta
+        self.ignore_index = ignore_index
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, ignore_index={self.ignore_index}"
+
+
+def liger_jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+) -> Tensor:
+    """:func:`liger_ext.functional.jsd` of the student's log-probabilities, ``input``, and the teacher's."""
+    return jsd(input, target, shift_labels, beta, ignore_index)
 
 
 def _fake(log_q, log_p, shift_labels, beta, ignore_index):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_ext.ops._checks import accumulator
+from liger_ext.ops._modules import parameter
 from liger_ext.ops._register import register
+
+__all__ = ["LigerLayerNorm", "layer_norm", "liger_layer_norm"]
 
 _layer_norm_backward = torch.ops.liger_ext.layer_norm_backward.default
 
@@ -30,6 +33,36 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps
         ValueError: a dtype that is not supported, or a weight or bias of another shape or device.
     """
     return _layer_norm(x, weight, bias, eps)[0]
+
+
+class LigerLayerNorm(nn.Module):
+    """:func:`liger_ext.functional.layer_norm` with its weight and bias.
+
+    Args:
+        hidden_size: size of the last dimension of the input.
+        eps: added to the variance.
+        bias: accepted for compatibility: there is a bias parameter either way, as upstream's checkpoints have it, and
+            it begins with zeros either way (upstream begins with random values if True).
+        init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"):
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.weight = parameter(init_fn, hidden_size)
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}"
+
+
+def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
+    """:func:`liger_ext.functional.layer_norm`."""
+    return layer_norm(X, W, B, eps)
 
 
 def _fake(x, weight, bias, eps):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_ext.ops._register import register_row_op
+
+__all__ = ["LigerReLUSquared", "liger_relu_squared", "relu_squared"]
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -23,6 +25,16 @@ def relu_squared(x: Tensor) -> Tensor:
         ValueError: a tensor without dimensions, or a dtype that is not supported.
     """
     return _relu_squared(x)
+
+
+class LigerReLUSquared(nn.Module):
+    """:func:`liger_ext.functional.relu_squared`: ``max(x, 0)^2``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu_squared(x)
+
+
+liger_relu_squared = relu_squared
 
 
 _relu_squared = register_row_op("relu_squared")

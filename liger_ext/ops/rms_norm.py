@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_ext.ops._checks import CASTING_MODES, accumulator, code_of
+from liger_ext.ops._modules import parameter
 from liger_ext.ops._register import register
+
+__all__ = [
+    "LigerFusedAddRMSNorm",
+    "LigerRMSNorm",
+    "add_rms_norm",
+    "liger_fused_add_rms_norm",
+    "liger_rms_norm",
+    "rms_norm",
+]
 
 _rms_norm_backward = torch.ops.liger_ext.rms_norm_backward.default
 _add_rms_norm_backward = torch.ops.liger_ext.add_rms_norm_backward.default
@@ -62,6 +72,88 @@ def add_rms_norm(
         ValueError: as :func:`rms_norm`, or a residual of another shape or device.
     """
     return _add_rms_norm(x, residual, weight, eps, offset, code_of("casting_mode", casting_mode, CASTING_MODES))[:2]
+
+
+class LigerRMSNorm(nn.Module):
+    """:func:`liger_ext.functional.rms_norm` with its weight.
+
+    Args:
+        hidden_size: size of the last dimension of the input.
+        eps, offset, casting_mode: as in :func:`liger_ext.functional.rms_norm`.
+        init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
+        in_place, row_mode: accepted for compatibility, without effect: no input or gradient is ever written, and the
+            launch is planned from the device and the shape.
+        elementwise_affine: False: no weight.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ):
+        super().__init__()
+        weight = parameter(init_fn, hidden_size)
+        self.register_parameter("weight", weight if elementwise_affine else None)
+        self.variance_epsilon = eps
+        self.offset = offset
+        self.casting_mode = casting_mode
+        self.in_place = in_place
+        self.row_mode = row_mode
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
+
+    def extra_repr(self) -> str:
+        size = "" if self.weight is None else f"{self.weight.shape[0]}, "
+        return f"{size}eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+
+class LigerFusedAddRMSNorm(nn.Module):
+    """:func:`liger_ext.functional.add_rms_norm` with its weight: ``forward(hidden_states, residual) -> (normed, sum)``.
+
+    Arguments as in :class:`LigerRMSNorm`; ``in_place`` has no effect.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ):
+        super().__init__()
+        self.weight = parameter(init_fn, hidden_size)
+        self.variance_epsilon = eps
+        self.offset = offset
+        self.casting_mode = casting_mode
+        self.in_place = in_place
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
+
+    extra_repr = LigerRMSNorm.extra_repr
+
+
+def liger_rms_norm(
+    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> Tensor:
+    """:func:`liger_ext.functional.rms_norm`."""
+    return rms_norm(X, W, eps, offset, casting_mode)
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_ext.functional.add_rms_norm`."""
+    return add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
 def _fake(x, weight, eps, offset, casting_mode):

@@ -9,6 +9,8 @@ from liger_ext import _C
 from liger_ext.ops._checks import check_tensors, shape_text
 from liger_ext.ops._register import register
 
+__all__ = ["liger_rope", "liger_rotary_pos_emb", "rope"]
+
 _rope_backward = torch.ops.liger_ext.rope_backward.default
 
 
@@ -53,6 +55,19 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
             raise ValueError(f"rope: {name} has shape {shape_text(t)}, expected (batch, seq, heads, head_dim)")
     q_out, k_out = _rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+def liger_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_ext.functional.rope`.
+
+    ``position_ids`` has no effect: cos and sin are those of the positions already, as in Hugging Face.
+    """
+    return rope(q, k, cos, sin, unsqueeze_dim)
+
+
+liger_rope = liger_rotary_pos_emb
 
 
 def _fake(q, k, cos, sin):

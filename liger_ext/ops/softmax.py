@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_ext.ops._register import register_row_op
+
+__all__ = ["LigerSoftmax", "liger_softmax", "softmax"]
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -22,6 +24,16 @@ def softmax(x: Tensor) -> Tensor:
         ValueError: a tensor without dimensions, or a dtype that is not supported.
     """
     return _softmax(x)
+
+
+class LigerSoftmax(nn.Module):
+    """:func:`liger_ext.functional.softmax`: softmax over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return softmax(x)
+
+
+liger_softmax = softmax
 
 
 _softmax = register_row_op("softmax", keeps_output=True)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from liger_ext.ops._register import LIBRARY, register_fake
 
+__all__: list[str] = []
+
 
 def _without_gradient(keyset: torch._C.DispatchKeySet, x: Tensor, per_thread: int) -> Tensor:
     with torch._C._AutoDispatchBelowAutograd():
