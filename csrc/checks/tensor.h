@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <ostream>
 
 #include "kernels/errors.h"
 
@@ -22,13 +21,15 @@ namespace liger::LIGER_BACKEND {
 struct ShapeText {
   const Tensor& tensor;
 };
-inline std::ostream& operator<<(std::ostream& out, const ShapeText& shape) {
+inline void append(std::string& text, const ShapeText& shape) {
+  using liger::append;  // of numbers
   const char* separator = "(";
   for (const Size& size : shape.tensor.sizes()) {
-    out << separator << size;
+    text += separator;
+    append(text, size);
     separator = ", ";
   }
-  return out << (shape.tensor.dim() == 0 ? "()" : ")");
+  text += shape.tensor.dim() == 0 ? "()" : ")";
 }
 inline ShapeText shape_text(const Tensor& t) { return {t}; }
 

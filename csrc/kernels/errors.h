@@ -2,9 +2,10 @@
 // std::invalid_argument and std::length_error become ValueError in Python, std::out_of_range IndexError, std::bad_alloc MemoryError,
 // OutOfMemory torch.OutOfMemoryError, any other a RuntimeError (ops/boxed.cpp).
 #pragma once
-#include <sstream>
+#include <charconv>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace liger {
 
@@ -20,10 +21,19 @@ inline bool says_out_of_memory(const std::string& cause) {
   return false;
 }
 
+// No streams: what they print depends on the program's locale, and they crash where libstdc++ is linked into this library a second time.
+inline void append(std::string& text, const char* part) { text += part; }
+inline void append(std::string& text, const std::string& part) { text += part; }
+template <class Number>
+  requires std::is_arithmetic_v<Number>
+void append(std::string& text, Number number) {
+  char digits[32];
+  text.append(digits, std::to_chars(digits, digits + sizeof(digits), +number).ptr);
+}
 template <class... Parts> std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+  std::string all;
+  (append(all, parts), ...);
+  return all;
 }
 
 template <class... Parts> void require(bool ok, const Parts&... parts) {

@@ -12,8 +12,8 @@
 #include "launch/profiles.h"
 
 #include <cctype>
+#include <charconv>
 #include <cstring>
-#include <sstream>
 #include <stdexcept>
 
 namespace liger::launch {
@@ -94,11 +94,11 @@ std::string plain(std::string_view name) {
 }  // namespace
 
 std::string architecture_text(const DeviceProfile& device) {
-  std::ostringstream text;
-  if (device.vendor == Vendor::amd) text << "gfx" << std::hex << device.arch;
-  else if (device.vendor == Vendor::nvidia) text << device.arch / 10 << "." << device.arch % 10;
-  else text << "host";
-  return text.str();
+  char hex[8] = {};
+  std::to_chars(hex, hex + sizeof(hex) - 1, device.arch, 16);
+  if (device.vendor == Vendor::amd) return std::string("gfx") + hex;
+  if (device.vendor == Vendor::nvidia) return std::to_string(device.arch / 10) + "." + std::to_string(device.arch % 10);
+  return "host";
 }
 
 void derive_features(DeviceProfile& device) {
@@ -114,15 +114,14 @@ const std::vector<DeviceProfile>& reference_profiles() {
 }
 
 const DeviceProfile& reference_profile(std::string_view name) {
-  std::ostringstream error;
-  error << "no reference profile is called '" << name << "'; known:";
+  std::string error = "no reference profile is called '" + std::string(name) + "'; known:";
   const char* separator = " ";
   for (const DeviceProfile& profile : reference_profiles()) {
     if (plain(profile.name) == plain(name)) return profile;
-    error << separator << profile.name;
+    error += std::string(separator) + profile.name;
     separator = ", ";
   }
-  throw std::invalid_argument(error.str());
+  throw std::invalid_argument(error);
 }
 
 }  // namespace liger::launch

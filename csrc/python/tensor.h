@@ -5,7 +5,6 @@
 
 #include <iterator>
 #include <optional>
-#include <ostream>
 #include <string>
 #include <vector>
 
@@ -29,7 +28,7 @@ class Size {
   friend bool operator>(const Size& a, const Size& b) { return a.value_ > b.value_; }
   friend Size operator*(const Size& a, const Size& b) { return Size(a.value_ * b.value_); }
   friend Size operator%(const Size& a, const Size& b) { return made(PyNumber_Remainder(a.value_.ptr(), b.value_.ptr())); }
-  friend std::ostream& operator<<(std::ostream& out, const Size& size) { return out << std::string(py::str(size.value_)); }
+  friend void append(std::string& text, const Size& size) { text += std::string(py::str(size.value_)); }
 
  private:
   static Size made(PyObject* value) {
