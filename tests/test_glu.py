@@ -55,6 +55,12 @@ def test_packed_equals_two_tensors(device, op):
 
 
 @pytest.mark.parametrize("op", ["swiglu", "geglu"])
+@pytest.mark.parametrize("shape", [(9001, 1), (1501, 7), (3, 4095)])
+def test_many_short_rows(device, op, shape):
+    judge(op, {name: normal(*shape, device=device, seed=i).requires_grad_() for i, name in enumerate(("gate", "up"))})
+
+
+@pytest.mark.parametrize("op", ["swiglu", "geglu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wide(device, op, dtype):
     gate, up = (normal(2, 70_001, dtype=dtype, device=device, seed=i).requires_grad_() for i in range(2))

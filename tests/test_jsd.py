@@ -107,6 +107,17 @@ def test_zero_probabilities(device, dtype, beta):
         assert loss.item() == pytest.approx(-beta * math.log(beta) - (1 - beta) * math.log1p(-beta), rel=1e-5)
 
 
+@pytest.mark.parametrize("beta", [1e-3, 1e-15, 1e-17, 1e-30])
+def test_a_weight_that_vanishes_beside_the_other(beta):
+    """In float64, where the student excludes a class: 1 - beta may be 1, and M is beta * P there."""
+    log_q, log_p = (torch.tensor([p], dtype=torch.float64).log() for p in ([0.5, 0.5, 0.0], [0.5, 0.0, 0.5]))
+    loss = F.jsd(log_q.requires_grad_(), log_p, beta=beta)
+    (grad,) = torch.autograd.grad(loss, log_q)
+    # Columns: equal probabilities; only the student's; only the teacher's.
+    assert loss.item() == pytest.approx(-0.5 * (1 - beta) * math.log1p(-beta) - 0.5 * beta * math.log(beta), rel=1e-12)
+    assert grad[0].tolist() == pytest.approx([0, -0.5 * (1 - beta) * math.log1p(-beta), 0], rel=1e-12, abs=1e-300)
+
+
 @each_beta
 def test_nan_is_not_lost(device, beta):
     for which in range(2):

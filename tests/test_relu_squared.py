@@ -19,6 +19,12 @@ def test_relu_squared(device, data):
     judge("relu_squared", {"x": laid_out(x, data.draw(layouts)).requires_grad_()})
 
 
+@pytest.mark.parametrize("shape", [(9001, 1), (2048, 2), (1501, 7), (3, 4095), (5, 4097)])
+def test_many_short_rows(device, shape):
+    """Which are one long row, in threads' and vectors' shares."""
+    judge("relu_squared", {"x": normal(*shape, dtype=torch.bfloat16, device=device).requires_grad_()})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_special_values_as_in_pytorch(device, dtype):
     """NaN, infinities, squares that overflow and vanish; the gradient at 0 is 0."""

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 #include "kernels/types.h"
 
@@ -51,13 +52,14 @@ class Written {
  public:
   // Item i writes rows i * rows_per_item and following.
   Written(const MutableRows& out, int64_t rows, int64_t cols, int64_t rows_per_item = 1);
+  Written(const Rows&, int64_t, int64_t) {}  // an input
   // How many items lie on half a megabyte; 0: this memory is not mapped ahead.
   int64_t step() const { return step_; }
   void map(int64_t begin, int64_t end) const;
 
  private:
-  uintptr_t data_;
-  int64_t bytes_, item_bytes_, step_ = 0;
+  uintptr_t data_ = 0;
+  int64_t bytes_ = 0, item_bytes_ = 0, step_ = 0;
 };
 
 template <class Args>
@@ -76,6 +78,31 @@ void parallel_items(const Args& args, int64_t items, int64_t elements_per_item, 
       run(args, first, last);
     }
   });
+}
+
+// The same matrix as rows of another length, or from another element on.
+template <class Matrix> Matrix reshaped(Matrix of, int64_t from, int64_t stride) {
+  using Byte = std::conditional_t<std::is_same_v<Matrix, Rows>, const char, char>;
+  return {static_cast<Byte*>(of.data) + from * size_of(of.dtype), stride, of.dtype};
+}
+
+// Elementwise work on these matrices of args. Short rows without gaps are one, of which threads and vectors have equal shares however it is
+// shaped: rows of another length, and what is left over.
+template <auto... Matrices, class Args> void parallel_elements(const Args& args) {
+  constexpr int64_t cols = 4096;
+  const auto over_rows = [](const Args& a) { parallel_items(a, a.rows, a.cols, {Written(a.*Matrices, a.rows, a.cols)...}); };
+  const bool gaps = (((args.*Matrices).stride != args.cols) || ...);
+  if (args.rows <= 1 || args.cols >= cols || gaps) return over_rows(args);
+  const int64_t numel = args.rows * args.cols, whole = numel / cols * cols;
+  Args flat = args, rest = args;
+  flat.rows = whole / cols;
+  flat.cols = cols;
+  rest.rows = 1;
+  rest.cols = numel - whole;
+  ((flat.*Matrices = reshaped(args.*Matrices, 0, cols)), ...);
+  ((rest.*Matrices = reshaped(args.*Matrices, whole, 0)), ...);
+  if (flat.rows > 0) over_rows(flat);
+  if (rest.cols > 0) kernel<Args>()(rest, 0, 1);
 }
 
 }  // namespace liger::cpu

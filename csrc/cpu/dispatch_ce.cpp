@@ -144,17 +144,7 @@ void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
 
 void scale_cast(const ScaleCast& a, Stream) {
   if (a.cols == 0) return;
-  // Without gaps and row factors the rows are one: threads share it evenly, however it is shaped.
-  if (a.row_scale.data == nullptr && a.in.stride == a.cols && a.out.stride == a.cols && a.rows > 1) {
-    constexpr int64_t cols = 4096;
-    const int64_t numel = a.rows * a.cols, whole = numel / cols * cols;
-    const ScaleCast flat{whole / cols, cols, {a.in.data, cols, a.in.dtype}, {a.out.data, cols, a.out.dtype}, a.scale, {}};
-    parallel_items(flat, flat.rows, cols, {{flat.out, flat.rows, cols}});
-    const Rows rest_in{static_cast<const char*>(a.in.data) + whole * size_of(a.in.dtype), 0, a.in.dtype};
-    const MutableRows rest_out{static_cast<char*>(a.out.data) + whole * size_of(a.out.dtype), 0, a.out.dtype};
-    if (whole < numel) kernel<ScaleCast>()({1, numel - whole, rest_in, rest_out, a.scale, {}}, 0, 1);
-    return;
-  }
+  if (a.row_scale.data == nullptr) return parallel_elements<&ScaleCast::in, &ScaleCast::out>(a);
   parallel_items(a, a.rows, a.cols);
 }
 

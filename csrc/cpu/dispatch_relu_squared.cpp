@@ -3,7 +3,9 @@
 
 namespace liger::cpu {
 
-void relu_squared_forward(const ReluSquaredForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.y, a.rows, a.cols}}); }
-void relu_squared_backward(const ReluSquaredBackward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.dx, a.rows, a.cols}}); }
+void relu_squared_forward(const ReluSquaredForward& a, Stream) { parallel_elements<&ReluSquaredForward::x, &ReluSquaredForward::y>(a); }
+void relu_squared_backward(const ReluSquaredBackward& a, Stream) {
+  parallel_elements<&ReluSquaredBackward::dy, &ReluSquaredBackward::x, &ReluSquaredBackward::dx>(a);
+}
 
 }  // namespace liger::cpu

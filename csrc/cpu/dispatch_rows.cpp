@@ -51,8 +51,10 @@ template void norm_forward(const LayerNormForward&, Stream);
 template int64_t norm_backward_workspace(const LayerNormBackward&, Stream);
 template void norm_backward(const LayerNormBackward&, Stream);
 
-void glu_forward(const GluForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.h, a.rows, a.cols}}); }
-void glu_backward(const GluBackward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.dgate, a.rows, a.cols}, {a.dup, a.rows, a.cols}}); }
+void glu_forward(const GluForward& a, Stream) { parallel_elements<&GluForward::gate, &GluForward::up, &GluForward::h>(a); }
+void glu_backward(const GluBackward& a, Stream) {
+  parallel_elements<&GluBackward::dh, &GluBackward::gate, &GluBackward::up, &GluBackward::dgate, &GluBackward::dup>(a);
+}
 
 void rope(const Rope& a, Stream) { parallel_items(a, a.batch * a.seq, (a.q.heads + a.k.heads) * a.head_dim); }
 

@@ -31,8 +31,11 @@ template <> struct JsdMath<float> : Math<float> {
 };
 
 template <> struct JsdMath<double> : Math<double> {
-  static LIGER_INLINE V log_mixture(V, V, V c, V t, V) {
-    for (int i = 0; i < lanes<double>; ++i) t[i] = __builtin_log1p(c[i] * __builtin_expm1(-t[i]));
+  static LIGER_INLINE V log_mixture(V m, V, V c, V t, V) {
+    for (int i = 0; i < lanes<double>; ++i) {
+      const double u = c[i] * __builtin_expm1(-t[i]);
+      t[i] = u < -0.5 ? __builtin_log(m[i]) : __builtin_log1p(u);  // m has what c of nearly 1 lacks
+    }
     return t;
   }
 };
