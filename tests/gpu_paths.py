@@ -21,6 +21,15 @@ NORMS = [
     for name in _C.planned_ops()
     if any(launch.kernel == "NormBackwardRegisters" for launch in _C.plans(name, _C.profile("H200"), 8, 64))
 ]
+# Ops of matrices, all of whose rows are read; and those that have clusters of blocks.
+ROW_OPS = [
+    op for op, record in RECORDS.items() if record.kernels == op and record.llama.hidden == max(record.llama.heads) == 0
+]
+CLUSTERED = [
+    op
+    for op in ROW_OPS
+    if any(launch.plan.cluster > 1 for launch in RECORDS[op].plans(_C.profile("H200"), Size(8, 32_768), torch.float32))
+]
 HIDDEN = 16  # of the fused loss
 
 
@@ -104,12 +113,7 @@ WATCHED = [
         for dtype in DTYPES
         for cols in (64, 576, 2048, 3072, 4096, 8192, 16_384, 65_536)
     ),
-    *(
-        Path(op, cols, dtype, "many")
-        for op in (*NORMS, "softmax", "group_norm")
-        for dtype in DTYPES
-        for cols in (32_768, 131_072)
-    ),
+    *(Path(op, cols, dtype, "many") for op in CLUSTERED for dtype in DTYPES for cols in (32_768, 131_072)),
     *(Path("softmax", cols, dtype, "many") for dtype in DTYPES for cols in (16_384, 65_536)),
     *(
         Path("fused_linear_cross_entropy", cols, dtype, "many", options)
@@ -131,7 +135,7 @@ WATCHED = [
 
 # Rows that no cluster holds.
 LONG = [
-    *(Path(op, 300_000, dtype, "few") for op in (*NORMS, "softmax", "cross_entropy", "group_norm") for dtype in DTYPES),
+    *(Path(op, 300_000, dtype, "few") for op in ROW_OPS for dtype in DTYPES),
     *(Path("fused_linear_cross_entropy", 600_000, dtype, "few") for dtype in DTYPES),
 ]
 
@@ -139,19 +143,19 @@ LONG = [
 USUAL = [
     *(
         Path(op, cols, dtype, kind)
-        for op in (*NORMS, "softmax", "cross_entropy", "fused_linear_cross_entropy", "group_norm")
+        for op in (*ROW_OPS, "fused_linear_cross_entropy")
         for dtype in DTYPES
         for kind in ("few", "many")
         for cols in (100, 1001, 5120, 40_001)
     ),
     *(
         Path(op, cols, dtype, kind, frozen=True)
-        for op in (*NORMS, "group_norm")
+        for op in ROW_OPS
+        if RECORDS[op].parameters
         for dtype in DTYPES
         for kind in ("few", "many")
         for cols in (576, 4096, 8192, 16_384, 65_536)
     ),
-    *(Path(op, 1000, dtype, "many") for op in ("swiglu", "geglu") for dtype in DTYPES),
     *(Path("rope", 64, dtype, "many") for dtype in DTYPES),
     Path("cross_entropy", 128, torch.bfloat16, "all"),
     Path("cross_entropy", 1003, torch.bfloat16, "many", {"reduction": "none"}),

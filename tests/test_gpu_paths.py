@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from cases import host_target
-from gpu_paths import DTYPES, NORMS, PATHS, arguments, profile_of_this_machine
+from gpu_paths import DTYPES, NORMS, PATHS, ROW_OPS, arguments, profile_of_this_machine
 
 from liger_ext import _C
 from liger_ext.records import RECORDS, Make, Size
@@ -23,7 +23,7 @@ def test_path(path):
 
 # More columns than the registers of a cluster hold, and of the fused loss, which has the most of them in place.
 LONG = {
-    **dict.fromkeys((*NORMS, "softmax", "cross_entropy", "group_norm"), 262_160),
+    **dict.fromkeys(ROW_OPS, 262_160),
     "fused_linear_cross_entropy": 524_400,
 }
 

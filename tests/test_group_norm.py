@@ -6,7 +6,7 @@ from cases import dtypes_of, host_target, laid_out, layouts, normal, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_ext import LigerGroupNorm
+from liger_ext import LigerGroupNorm, liger_group_norm
 from liger_ext import functional as F
 from liger_ext.testing import judge
 
@@ -188,6 +188,7 @@ def test_a_gradient_of_another_dtype_is_refused(device):
 
 def test_the_module(device):
     module, x = LigerGroupNorm(6, 3).to(device), normal(2, 6, 5, device=device)
+    assert torch.equal(liger_group_norm(x, None, None, 6, 3, 1e-6), F.group_norm(x, 3))
     assert torch.equal(module(x), F.group_norm(x, 3, module.weight, module.bias, 1e-6))
     assert {name: p.shape for name, p in module.named_parameters()} == {"weight": (6,), "bias": (6,)}
     with pytest.raises(ValueError, match="num_groups is 4, expected a divisor of the 6 channels"):

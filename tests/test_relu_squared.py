@@ -6,6 +6,7 @@ from cases import dtypes_of, hidden_sizes, laid_out, layouts, leading_shapes, no
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import liger_ext
 from liger_ext import functional as F
 from liger_ext.testing import judge
 
@@ -37,3 +38,9 @@ def test_special_values_as_in_pytorch(device, dtype):
         runs.append((y.detach(), x.grad))
     for ours, theirs in zip(*runs, strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=2e-3, atol=1e-6)
+
+
+def test_upstream_names():
+    x = normal(5, 24)
+    for function in (liger_ext.liger_relu_squared, liger_ext.LigerReLUSquared()):
+        assert torch.equal(function(x), F.relu_squared(x))

@@ -13,6 +13,7 @@
   the shape and the dtype (None: not said) of each result, by name.
 * ``exact_cases()``: (name, op, inputs) in fp32, large enough for the largest error of many elements to say something;
 * ``PLAN_MODELS``: of each of its kernels a function that checks which elements a launch takes (tests/plan_model.py);
+* ``MODULES``: one of each of its modules, if it has some;
 * ``STREAMS``: of kernels that tests/test_amd_objects.py does not have, which accesses ("load", "store") should bypass
   caches.
 
@@ -44,6 +45,7 @@ LARGE = {op: call for family in FAMILIES for op, call in getattr(family, "LARGE"
 PROMISED = {op: told for family in FAMILIES for op, told in getattr(family, "PROMISED", {}).items()}
 PLAN_MODELS = {name: model for family in FAMILIES for name, model in getattr(family, "PLAN_MODELS", {}).items()}
 STREAMS = {name: kinds for family in FAMILIES for name, kinds in getattr(family, "STREAMS", {}).items()}
+MODULES = [module for family in FAMILIES for module in getattr(family, "MODULES", [])]
 OPS = tuple(RECORDS)
 
 BY_NAME = {example.name: example for example in EXAMPLES}

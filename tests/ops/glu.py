@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from cases import example, laid_out, normal
 from plan_model import row_tiles
 from torch import Tensor
 
+import liger_ext
 from liger_ext import functional as F
 
 EXAMPLES = [
@@ -107,3 +109,9 @@ LARGE = {
 
 
 PLAN_MODELS = dict.fromkeys(("GluForwardKernel", "GluBackwardKernel"), lambda launch, call: row_tiles(launch, 2))
+
+_CONFIG = SimpleNamespace(hidden_size=24, intermediate_size=40)
+MODULES = [
+    liger_ext.LigerSwiGLUMLP(SimpleNamespace(**vars(_CONFIG), hidden_act="silu", mlp_bias=True)),
+    liger_ext.LigerGEGLUMLP(SimpleNamespace(**vars(_CONFIG), hidden_act="gelu_new")),
+]

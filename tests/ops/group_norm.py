@@ -9,6 +9,7 @@ import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
 
+import liger_ext
 from liger_ext import functional as F
 
 EXAMPLES = [
@@ -174,3 +175,5 @@ STREAMS = {
     "GroupNormBackwardSums": set(),
     "GroupNormBackwardApply": {"load", "store"},
 }
+
+MODULES = [liger_ext.LigerGroupNorm(24, 3)]

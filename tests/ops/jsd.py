@@ -11,6 +11,7 @@ from cases import Example, laid_out, normal, random_targets
 from plan_model import check_rows, reduction_bytes
 from torch import Tensor
 
+import liger_ext
 from liger_ext import functional as F
 from ops.losses import check_singles, logit_tiles
 
@@ -112,3 +113,5 @@ def _rows(launch, call) -> None:
 
 PLAN_MODELS = {"JsdForwardKernel": _rows, "JsdBackwardKernel": lambda launch, call: logit_tiles(launch, call, k=2)}
 STREAMS = {"JsdForwardKernel": {"load"}, "JsdBackwardKernel": {"load", "store"}}
+
+MODULES = [liger_ext.LigerJSD(0.25)]

@@ -20,6 +20,7 @@ from plan_model import (
 )
 from torch import Tensor
 
+import liger_ext
 from liger_ext import functional as F
 
 _ALL_RESULTS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
@@ -352,3 +353,9 @@ PLAN_MODELS = {
     "Product": scalar,
 }
 STREAMS = {"Statistics": {"load"}, "Merge": set()}
+
+_OPTIONS = {"ignore_index": 3, "label_smoothing": 0.1, "reduction": "sum", "softcap": 5.0, "return_z_loss": True}
+MODULES = [
+    liger_ext.LigerCrossEntropyLoss(normal(24, seed=3).abs(), **_OPTIONS),
+    liger_ext.LigerFusedLinearCrossEntropyLoss(normal(24, seed=3).abs(), **_OPTIONS, use_token_scaling=True),
+]

@@ -21,6 +21,7 @@ from plan_model import (
     row_reread,
 )
 
+import liger_ext
 from liger_ext import functional as F
 
 EXAMPLES = [
@@ -207,3 +208,5 @@ PLAN_MODELS = {
     "NormBackwardMeans": norm_backward_means,
     "NormBackwardTiles": norm_backward_tiles,
 }
+
+MODULES = [liger_ext.LigerRMSNorm(24), liger_ext.LigerFusedAddRMSNorm(24), liger_ext.LigerLayerNorm(24)]

@@ -9,6 +9,7 @@ from calls import Call, Draw
 from cases import example, laid_out, normal
 from plan_model import row_tiles
 
+import liger_ext
 from liger_ext import functional as F
 
 EXAMPLES = [example("relu_squared", x=(3, 5, 33))]
@@ -39,3 +40,5 @@ LARGE = {"relu_squared": lambda a, b, _: F.relu_squared(a)}
 _KERNELS = ("ReluSquaredForwardKernel", "ReluSquaredBackwardKernel")
 PLAN_MODELS = dict.fromkeys(_KERNELS, lambda launch, call: row_tiles(launch, 4))
 STREAMS = {kernel: {"load", "store"} for kernel in _KERNELS}
+
+MODULES = [liger_ext.LigerReLUSquared()]

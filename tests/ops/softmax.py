@@ -9,6 +9,7 @@ from calls import Call, Draw
 from cases import example, laid_out, normal
 from plan_model import row_registers, row_reread
 
+import liger_ext
 from liger_ext import functional as F
 
 EXAMPLES = [
@@ -68,3 +69,5 @@ PLAN_MODELS = {
     "SoftmaxBackwardRegisters": row_registers,
     "SoftmaxBackwardReread": row_reread,
 }
+
+MODULES = [liger_ext.LigerSoftmax()]
