@@ -232,11 +232,21 @@ def test_tuples(device, training):
     stock = build(device=device).train(training)
     model = patched(stock)
     batch = batch_of(device)
-    expected, result = stock(**batch, return_dict=False), model(**batch, return_dict=False)
+    expected, result = (m(**batch, return_dict=False, use_cache=True) for m in (stock, model))
     assert isinstance(result, tuple)
     kinds = [type(item) for item in expected]
     assert [type(item) for item in result] == (kinds[:1] + kinds[2:] if training else kinds)
     torch.testing.assert_close(result[0], expected[0])
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_a_training_step_has_a_cache_only_where_one_is_asked_for(device, asked):
+    model, batch = patched(build(device=device).train()), batch_of(device)
+    assert (model(**batch, use_cache=asked).past_key_values is not None) == (asked is True)
+    cache = model.eval()(batch["input_ids"], use_cache=True).past_key_values
+    assert model(**batch, use_cache=asked).past_key_values is not None or asked is False
+    longer = model.train()(**batch, past_key_values=cache, use_cache=asked).past_key_values
+    assert longer is cache and longer.get_seq_length() == 2 * batch["input_ids"].shape[1]
 
 
 @dtypes

@@ -118,6 +118,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
             shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
 
+        A training step returns no cache of keys and values (`past_key_values`) unless `use_cache=True` asks for it.
         The loss of labels that are all ignored is 0; transformers gives NaN. A loss of the user's own
         (`model.loss_function`) is obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
         """
@@ -137,6 +138,8 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
         logits_to_keep = arguments.pop("logits_to_keep", 0)
+        if self.training and arguments.get("use_cache") is None and arguments.get("past_key_values") is None:
+            arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
         outputs = self.model(**arguments, return_dict=True)
         hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
         if skip_logits:
