@@ -2,7 +2,9 @@
 #include "cpu/dispatch.h"
 #include "cpu/partials.h"
 #include "kernels/glu.h"
+#include "kernels/group_norm.h"
 #include "kernels/norms.h"
+#include "kernels/relu_squared.h"
 #include "kernels/rope.h"
 #include "kernels/softmax.h"
 
@@ -51,6 +53,24 @@ template void norm_forward(const LayerNormForward&, Stream);
 template int64_t norm_backward_workspace(const LayerNormBackward&, Stream);
 template void norm_backward(const LayerNormBackward&, Stream);
 
+int64_t group_norm_forward_workspace(const GroupNormForward&, Stream) { return 0; }
+void group_norm_forward(const GroupNormForward& a, Stream) {
+  const int64_t rows = a.shape.rows(), cols = a.shape.cols();
+  parallel_items(a, rows, cols, {{a.y, rows, cols}});
+}
+
+// A partial row for each sample: dweight's, then dbias's. Written also where neither is wanted: it is small against x.
+int64_t group_norm_backward_workspace(const GroupNormBackward& a, Stream) {
+  return a.shape.batch * 2 * a.shape.all_channels() * size_of(accumulator(a.x.dtype));
+}
+void group_norm_backward(const GroupNormBackward& a, Stream) {
+  const int64_t rows = a.shape.rows(), cols = a.shape.cols(), channels = a.shape.all_channels();
+  parallel_items(a, rows, cols, {{a.dx, rows, cols}});
+  const Dtype acc = accumulator(a.x.dtype);
+  sum_partials(a.workspace, a.shape.batch, 2 * channels, channels, acc, a.dweight);
+  sum_partials(static_cast<const char*>(a.workspace) + channels * size_of(acc), a.shape.batch, 2 * channels, channels, acc, a.dbias);
+}
+
 void glu_forward(const GluForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.h, a.rows, a.cols}}); }
 void glu_backward(const GluBackward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.dgate, a.rows, a.cols}, {a.dup, a.rows, a.cols}}); }
 
@@ -58,5 +78,8 @@ void rope(const Rope& a, Stream) { parallel_items(a, a.batch * a.seq, (a.q.heads
 
 void softmax_forward(const SoftmaxForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.y, a.rows, a.cols}}); }
 void softmax_backward(const SoftmaxBackward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.dx, a.rows, a.cols}}); }
+
+void relu_squared_forward(const ReluSquaredForward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.y, a.rows, a.cols}}); }
+void relu_squared_backward(const ReluSquaredBackward& a, Stream) { parallel_items(a, a.rows, a.cols, {{a.dx, a.rows, a.cols}}); }
 
 }  // namespace liger::cpu

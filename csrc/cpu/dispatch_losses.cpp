@@ -1,4 +1,4 @@
-// Threads, errors and the small sums of cross entropy and its companions (elementwise.h).
+// Threads, errors and the small sums of cross entropy and its companions (elementwise.h), and of jsd.
 #include <algorithm>
 #include <cmath>
 
@@ -6,6 +6,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "kernels/errors.h"
+#include "kernels/jsd.h"
 
 namespace liger::cpu {
 namespace {
@@ -141,6 +142,20 @@ void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
     }
   });
 }
+
+void jsd_forward(const JsdForward& a, Stream) {
+  parallel_items(a, a.in.rows, a.in.vocab);
+  if (a.in.labels != nullptr) return;
+  with_accumulator(accumulator(a.in.log_q.dtype), [&](auto acc) {  // every row counts
+    auto* const counts = static_cast<decltype(acc)*>(a.counts);
+    std::fill_n(counts, CrossEntropyCounts::slots, decltype(acc)(0));
+    counts[CrossEntropyCounts::valid] = counts[CrossEntropyCounts::target_weight] = a.in.rows;
+    counts[CrossEntropyCounts::ce_scale] = counts[CrossEntropyCounts::z_scale] = counts[CrossEntropyCounts::scale] =
+        1.0 / double(a.in.rows);
+  });
+}
+
+void jsd_backward(const JsdBackward& a, Stream) { parallel_items(a, a.in.rows, a.in.vocab, {{a.dlog_q, a.in.rows, a.in.vocab}}); }
 
 void scale_cast(const ScaleCast& a, Stream) {
   if (a.cols == 0) return;
