@@ -47,8 +47,7 @@ PEERS = {
     ),
     "cce": Peer("cut_cross_entropy:linear_cross_entropy"),
     "quack": Peer(
-        "quack.linear_cross_entropy:chunked_linear_cross_entropy",
-        lambda f, x, w, t: f(x, w, t, chunk_size=4096),
+        "quack.linear_cross_entropy:chunked_linear_cross_entropy", lambda f, x, w, t: f(x, w, t, chunk_size=4096)
     ),
 }
 

@@ -58,15 +58,8 @@ def test_cross_entropy(device, data, options):
 def test_large_vocabularies(device, dtype, rows, vocab):
     logits = normal(rows, vocab, dtype=dtype, device=device, scale=3).requires_grad_()
     judge("cross_entropy", {"logits": logits, "target": random_targets(rows, vocab, device=device, ignored=0)})
-    judge(
-        "cross_entropy",
-        {
-            "logits": logits,
-            "target": torch.full((rows,), vocab - 1, device=device),
-            "label_smoothing": 0.1,
-            "softcap": 30.0,
-        },
-    )
+    last = torch.full((rows,), vocab - 1, device=device)
+    judge("cross_entropy", {"logits": logits, "target": last, "label_smoothing": 0.1, "softcap": 30.0})
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -74,11 +67,8 @@ def test_the_gradient_of_a_confident_target_keeps_its_digits(device, dtype):
     """p - 1 next to 1: rounding p to 16 bits first would leave nothing."""
     logits = torch.zeros(4, 100, dtype=dtype, device=device)
     logits[:, 7] = 12.0
-    judge(
-        "cross_entropy",
-        {"logits": logits.requires_grad_(), "target": torch.full((4,), 7, device=device), "reduction": "sum"},
-        grad=1.0,
-    )
+    target = torch.full((4,), 7, device=device)
+    judge("cross_entropy", {"logits": logits.requires_grad_(), "target": target, "reduction": "sum"}, grad=1.0)
 
 
 def test_agrees_with_pytorch_to_the_last_digits_in_fp32(device):
@@ -150,16 +140,10 @@ def test_leading_dimensions_and_strided_targets(device):
 
 
 def test_predictions_take_the_first_of_equals(device):
-    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, 7.0, 7.0, 7.0], [0.0, 0.0, 0.0, 1.0]], device=device).repeat(
-        1, 40
-    )
-    out = F.cross_entropy(
-        logits,
-        torch.tensor([1, 0, 4], device=device),
-        reduction="none",
-        return_predicted_tokens=True,
-        return_token_accuracy=True,
-    )
+    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, 7.0, 7.0, 7.0], [0.0, 0.0, 0.0, 1.0]], device=device)
+    wanted = {"return_predicted_tokens": True, "return_token_accuracy": True}
+    target = torch.tensor([1, 0, 4], device=device)
+    out = F.cross_entropy(logits.repeat(1, 40), target, reduction="none", **wanted)
     assert out.predicted_tokens.tolist() == [1, 0, 3] and out.token_accuracy.tolist() == [1, 1, 0]
 
 

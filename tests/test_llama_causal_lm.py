@@ -291,10 +291,7 @@ def test_loss_options(device):
     expected = {
         "label_smoothing": (0.1, cross_entropy(logits, targets, label_smoothing=0.1)),
         "ce_weight": (weight, cross_entropy(logits, targets, weight)),
-        "lse_square_scale": (
-            1e-2,
-            cross_entropy(logits, targets) + 1e-2 * logits.logsumexp(-1).square()[valid].mean(),
-        ),
+        "lse_square_scale": (1e-2, cross_entropy(logits, targets) + 1e-2 * logits.logsumexp(-1).square()[valid].mean()),
     }
     for name, (value, loss) in expected.items():
         for skip_logits in (None, False):
