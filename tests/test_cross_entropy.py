@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import LOW, dtypes_of, laid_out, layouts, normal, random_targets, seeds
+from cases import LOW, draw_tensor, dtypes_of, normal, random_targets, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,10 +46,8 @@ def draw_target(data, rows, vocab, device):
 def test_cross_entropy(device, data, options):
     rows, vocab = data.draw(st.sampled_from([0, 1, 2, 3, 7, 40])), data.draw(vocabularies)
     dtype = data.draw(st.sampled_from(dtypes_of(device)))
-    logits = normal(
-        rows, vocab, dtype=dtype, device=device, seed=data.draw(seeds), scale=data.draw(st.sampled_from([1, 4]))
-    )
-    inputs = {"logits": laid_out(logits, data.draw(layouts)).requires_grad_(), **draw_target(data, rows, vocab, device)}
+    logits = draw_tensor(data, device, rows, vocab, dtype=dtype, scale=data.draw(st.sampled_from([1, 4])))
+    inputs = {"logits": logits.requires_grad_(), **draw_target(data, rows, vocab, device)}
     judge("cross_entropy", inputs | options | {"weight": draw_weight(data, vocab, device, dtype)})
 
 

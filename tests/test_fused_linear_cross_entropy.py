@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases import LOW, RecordCalls, dtypes_of, laid_out, normal, random_targets, seeds
+from cases import LOW, RecordCalls, draw_leaf, normal, random_targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cross_entropy import draw_target, draw_weight, loss_options
@@ -47,24 +47,16 @@ def head(
 @settings(max_examples=60)
 @given(data=st.data(), options=loss_options)
 def test_fused_linear_cross_entropy(device, data, options):
-    rows, hidden = (
-        data.draw(st.sampled_from([0, 1, 2, 3, 40, 129, ROWS])),
-        data.draw(st.sampled_from([1, 2, 8, 33, 64])),
-    )
-    vocab, seed = data.draw(st.sampled_from([1, 2, 31, 50, 128, 257, 1100])), data.draw(seeds)
-    dtype, weight_dtype = (data.draw(st.sampled_from(dtypes_of(device))) for _ in range(2))
-    x = normal(rows, hidden, dtype=dtype, device=device, seed=seed)
-    weight = normal(vocab, hidden, dtype=weight_dtype, device=device, seed=seed + 1, scale=2 * hidden**-0.5)
+    rows = data.draw(st.sampled_from([0, 1, 2, 3, 40, 129, ROWS]))
+    hidden = data.draw(st.sampled_from([1, 2, 8, 33, 64]))
+    vocab = data.draw(st.sampled_from([1, 2, 31, 50, 128, 257, 1100]))
     layouts = st.sampled_from(["contiguous", "padded", "transposed"])
-    inputs = {
-        "x": laid_out(x, data.draw(layouts)).requires_grad_(data.draw(st.booleans())),
-        "weight": laid_out(weight, data.draw(layouts)).requires_grad_(data.draw(st.booleans())),
-        **draw_target(data, rows, vocab, device),
-    }
+    x = draw_leaf(data, device, rows, hidden, layouts=layouts)
+    weight = draw_leaf(data, device, vocab, hidden, layouts=layouts, scale=2 * hidden**-0.5)
+    inputs = {"x": x, "weight": weight, **draw_target(data, rows, vocab, device)}
     if data.draw(st.booleans()):
-        bias = normal(vocab, dtype=data.draw(st.sampled_from(dtypes_of(device))), device=device, seed=seed + 2)
-        inputs["bias"] = bias.requires_grad_(data.draw(st.booleans()))
-    wide = torch.float64 if torch.float64 in (dtype, weight_dtype) else torch.float32
+        inputs["bias"] = draw_leaf(data, device, vocab, layouts=st.just("contiguous"))
+    wide = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32
     options = {
         **options,
         "ce_weight": draw_weight(data, vocab, device, wide),
