@@ -1,24 +1,13 @@
-#include "gpu/host/buffers.h"
-#include "kernels/relu_squared.h"
 #include "kernels/softmax.h"
 
+#include "gpu/host/buffers.h"
+
 namespace liger::gpu {
-decltype(cpu::relu_squared_forward) relu_squared_forward;
-decltype(cpu::relu_squared_backward) relu_squared_backward;
 decltype(cpu::softmax_forward) softmax_forward;
 decltype(cpu::softmax_backward) softmax_backward;
 }  // namespace liger::gpu
 
 namespace liger::cpu {
-
-void relu_squared_forward(const ReluSquaredForward& a, Stream stream) {
-  const Buffers buffers{in("x", a.x, a.rows, a.cols), out("y", a.y, a.rows, a.cols)};
-  gpu::relu_squared_forward(a, stream);
-}
-void relu_squared_backward(const ReluSquaredBackward& a, Stream stream) {
-  const Buffers buffers{in("dy", a.dy, a.rows, a.cols), in("x", a.x, a.rows, a.cols), out("dx", a.dx, a.rows, a.cols)};
-  gpu::relu_squared_backward(a, stream);
-}
 
 void softmax_forward(const SoftmaxForward& a, Stream stream) {
   const Buffers buffers{in("x", a.x, a.rows, a.cols), out("y", a.y, a.rows, a.cols)};
