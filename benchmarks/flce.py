@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ import liger_ext.functional as LF
 from liger_ext._timing import Timing, failure
 
 from . import suite
+from .installed import Peer, functions_of
 from .timing import peak_mib, time_cpu
 
 SHAPES_CUDA = [
@@ -40,25 +40,21 @@ def _eager(x, w, t):
     return F.cross_entropy((x @ w.T).float(), t)
 
 
+PEERS = {
+    "liger": Peer(
+        "liger_kernel.ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction.apply",
+        lambda f, x, w, t: f(x, w, t)[0],
+    ),
+    "cce": Peer("cut_cross_entropy:linear_cross_entropy"),
+    "quack": Peer(
+        "quack.linear_cross_entropy:chunked_linear_cross_entropy", lambda f, x, w, t: f(x, w, t, chunk_size=4096)
+    ),
+}
+
+
 def providers() -> dict[str, Callable]:
-    out = {
-        "liger_ext": LF.fused_linear_cross_entropy,
-        "torch": _eager,
-        "torch.compile": torch.compile(_eager, dynamic=False),
-    }
-    if torch.cuda.is_available() and importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fn
-
-        out["liger"] = lambda x, w, t: Fn.apply(x, w, t)[0]
-    if torch.cuda.is_available() and importlib.util.find_spec("cut_cross_entropy"):
-        from cut_cross_entropy import linear_cross_entropy
-
-        out["cce"] = lambda x, w, t: linear_cross_entropy(x, w, t)
-    if torch.cuda.is_available() and importlib.util.find_spec("quack"):
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-        out["quack"] = lambda x, w, t: chunked_linear_cross_entropy(x, w, t, chunk_size=4096)
-    return out
+    ours, compiled = LF.fused_linear_cross_entropy, torch.compile(_eager, dynamic=False)
+    return {"liger_ext": ours, "torch": _eager, "torch.compile": compiled, **functions_of(PEERS)}
 
 
 def _time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: int = 3) -> tuple[Timing, Timing]:

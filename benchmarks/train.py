@@ -7,7 +7,6 @@ Each provider trains a model of its own, one after another, since two of a real 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from liger_ext import apply_liger_kernel_to_llama
 from liger_ext._timing import Timing, failure
 
 from . import suite
+from .installed import has
 
 _LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0}
 # name: (configuration, batch, seq)
@@ -75,7 +75,7 @@ def _liger(model: torch.nn.Module) -> torch.nn.Module:
 
 def providers(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
     out = {"Hugging Face": _stock, "liger_ext": _patched, "torch.compile": torch.compile}
-    if device == "cuda" and importlib.util.find_spec("liger_kernel"):
+    if device == "cuda" and has("liger_kernel"):
         out["liger"] = _liger
     return out
 

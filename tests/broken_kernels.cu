@@ -3,10 +3,14 @@
 //   broken_kernels NAME       runs the broken kernel:  prints what was found
 //   broken_kernels NAME ok    runs the kernel as it should be: prints nothing
 // What is broken is broken in block 1 alone, if a block can be blamed.
+#include <cxxabi.h>
+
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <typeinfo>
 
 #include "gpu/host/memory.h"
 #include "gpu/platform.h"
@@ -251,53 +255,25 @@ template <class K> void start(bool ok) {
   launch<K>(made, {in.get(), out, both, ok}, {});
 }
 
-struct Case {
-  const char* name;
-  void (*start)(bool ok);
-};
-constexpr Case cases[] = {
-    {"missing_barrier", start<MissingBarrier>},
-    {"missing_double_buffer", start<MissingDoubleBuffer>},
-    {"race_in_warp", start<RaceInWarp>},
-    {"store_after_loads", start<StoreAfterLoads>},
-    {"store_after_loads_in_warp", start<StoreAfterLoadsInWarp>},
-    {"store_after_loads_of_blocks", start<StoreAfterLoadsOfBlocks>},
-    {"race_on_global", start<RaceOnGlobal>},
-    {"race_of_blocks", start<RaceOfBlocks>},
-    {"conditional_barrier", start<ConditionalBarrier>},
-    {"race_of_groups", start<RaceOfGroups>},
-    {"missing_double_buffer_of_groups", start<MissingDoubleBufferOfGroups>},
-    {"incomplete_group", start<IncompleteGroup>},
-    {"group_of_part_of_a_warp", start<GroupOfPartOfAWarp>},
-    {"two_barriers", start<TwoBarriers>},
-    {"early_return", start<EarlyReturn>},
-    {"shuffle_out_of_range", start<ShuffleOutOfRange>},
-    {"uninitialised_shared", start<UninitialisedShared>},
-    {"uninitialised_global", start<UninitialisedGlobal>},
-    {"shared_out_of_bounds", start<SharedOutOfBounds>},
-    {"global_out_of_bounds", start<GlobalOutOfBounds>},
-    {"gap_between_rows", start<GapBetweenRows>},
-    {"store_to_input", start<StoreToInput>},
-    {"misaligned_vector", start<MisalignedVector>},
-    {"row_left_out", start<RowLeftOut>},
-    {"tail_left_out", start<TailLeftOut>},
-    {"input_left_out", start<InputLeftOut>},
-    {"too_few_rows_declared", start<TooFewRowsDeclared>},
-    {"other_matrix_declared", start<OtherMatrixDeclared>},
-    {"too_many_threads", start<TooManyThreads>},
-    {"part_of_a_warp", start<PartOfAWarp>},
-    {"too_much_shared_memory", start<TooMuchSharedMemory>},
-};
+// Runs the kernel if its name is asked for; prints all names if none is.
+template <class K> void consider(int count, char** arguments) {
+  const std::unique_ptr<char, void (*)(void*)> full(abi::__cxa_demangle(typeid(K).name(), nullptr, nullptr, nullptr), std::free);
+  const char* const name = std::strrchr(full.get(), ':') + 1;
+  if (count < 2) std::puts(name);
+  else if (std::strcmp(arguments[1], name) == 0) try {
+      start<K>(count > 2);
+    } catch (const std::exception& finding) {
+      std::puts(finding.what());
+    }
+}
+template <class... All> void consider_all(int count, char** arguments) { (consider<All>(count, arguments), ...); }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-  for (const Case& one : cases) {
-    if (count < 2) std::puts(one.name);
-    else if (std::strcmp(arguments[1], one.name) == 0) try {
-        one.start(count > 2);
-      } catch (const std::exception& finding) {
-        std::puts(finding.what());
-      }
-  }
+  consider_all<MissingBarrier, MissingDoubleBuffer, RaceInWarp, StoreAfterLoads, StoreAfterLoadsInWarp, StoreAfterLoadsOfBlocks,
+               RaceOnGlobal, RaceOfBlocks, ConditionalBarrier, RaceOfGroups, MissingDoubleBufferOfGroups, IncompleteGroup,
+               GroupOfPartOfAWarp, TwoBarriers, EarlyReturn, ShuffleOutOfRange, UninitialisedShared, UninitialisedGlobal, SharedOutOfBounds,
+               GlobalOutOfBounds, GapBetweenRows, StoreToInput, MisalignedVector, RowLeftOut, TailLeftOut, InputLeftOut, TooFewRowsDeclared,
+               OtherMatrixDeclared, TooManyThreads, PartOfAWarp, TooMuchSharedMemory>(count, arguments);
 }

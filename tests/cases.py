@@ -3,7 +3,12 @@ op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +95,33 @@ def random_targets(
     return target.to(device)
 
 
+def draw_tensor(
+    data: Any,
+    device: torch.device,
+    *shape: int,
+    dtype: torch.dtype | None = None,
+    layouts: st.SearchStrategy[str] = layouts,
+    all_sizes: bool = False,
+    **values: float,
+) -> Tensor:
+    """Normally distributed, in any dtype, unless it is given, and any of the layouts."""
+    dtype, seed = dtype or data.draw(st.sampled_from(dtypes_of(device))), data.draw(seeds)
+    t = normal(*shape, dtype=dtype, device=device, seed=seed, **values)
+    return laid_out(rows_of_all_sizes(t, seed) if all_sizes else t, data.draw(layouts))
+
+
+def draw_leaf(data: Any, device: torch.device, *shape: int, **options: Any) -> Tensor:
+    """Such a tensor, of which a gradient may be wanted."""
+    return draw_tensor(data, device, *shape, **options).requires_grad_(data.draw(st.booleans()))
+
+
+def draw_parameter(data: Any, device: torch.device, size: int, mean: float) -> Tensor | None:
+    if data.draw(st.integers(0, 5)) == 0:
+        return None
+    kinds = st.sampled_from(["contiguous", "offset", "columns"])
+    return draw_leaf(data, device, size, layouts=kinds, mean=mean, scale=0.5)
+
+
 @dataclass(frozen=True)
 class Example:
     """One call of a public function: ``arguments(device, dtype)`` makes its keyword arguments, leaves that require
@@ -141,10 +173,14 @@ def losses_of(result: Any) -> list[Tensor]:
     return [t for t in outputs_of(result).values() if t.requires_grad]
 
 
-def gradients(example: Example, arguments: dict[str, Any], seed: int = 0, **kwargs: Any) -> tuple[Tensor, ...]:
+def grads_for(outputs: list[Tensor]) -> list[Tensor]:
+    """What comes back to a call's outputs."""
+    return [normal(*t.shape, dtype=t.dtype, device=t.device, seed=i) for i, t in enumerate(outputs)]
+
+
+def gradients(example: Example, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     outputs = losses_of(example(arguments))
-    grads = [normal(*t.shape, dtype=t.dtype, device=t.device, seed=seed + i) for i, t in enumerate(outputs)]
-    return torch.autograd.grad(outputs, leaves_of(arguments), grads, **kwargs)
+    return torch.autograd.grad(outputs, leaves_of(arguments), grads_for(outputs))
 
 
 class RecordCalls(TorchDispatchMode):
@@ -158,3 +194,42 @@ class RecordCalls(TorchDispatchMode):
         if func.namespace == "liger_ext":
             self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the ops that were called, such as "rms_norm_backward"."""
+        return [op.__name__.split(".")[0] for op, _ in self.calls]
+
+
+def recorded(example: Example, device: Any, dtype: torch.dtype = torch.float32) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The calls of ops that a forward and a backward make. Forward arguments keep their requires_grad."""
+    with RecordCalls() as record:
+        gradients(example, example.arguments(device, dtype))
+    return record.calls
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """torch has so many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def python(*arguments: Any, **environment: str) -> str:
+    """What another Python with this one's modules prints; it must succeed."""
+    path = os.pathsep.join(filter(None, sys.path))
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    done = subprocess.run([sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def told(function: str) -> list[str]:
+    """The lines that a function of the library of CPU tensors' ops returns."""
+    tell = getattr(ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")), function)
+    tell.restype = ctypes.c_char_p
+    return tell().decode().splitlines()

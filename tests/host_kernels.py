@@ -6,7 +6,6 @@ for each warp width, and shows how many cases each kernel ran in. By hand, after
     LIGER_EXT_LIB=liger_ext/lib/host LIGER_EXT_HOST_WARP=64 python -m pytest tests/host_kernels.py -k softmax
 """
 
-import ctypes
 import json
 import os
 from collections import Counter
@@ -16,10 +15,9 @@ import instances
 import kernel_cases
 import pytest
 import torch
-from cases import LOW, laid_out, normal, random_targets
+from cases import LOW, laid_out, normal, random_targets, told
 from ops import BY_NAME, EXAMPLES, IDS
 
-from liger_ext._load import library_folder
 from liger_ext.records import RECORDS, Make, Size
 from liger_ext.testing import judge
 
@@ -31,17 +29,13 @@ cases_of = Counter()  # by kernel: in how many tests of this process it was laun
 
 def launches():
     """{kernel: how often it was launched}."""
-    kernels = ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")).liger_ext_host_kernels
-    kernels.restype = ctypes.c_char_p
-    lines = (line.split(" ", 1) for line in kernels().decode().splitlines())
+    lines = (line.split(" ", 1) for line in told("liger_ext_host_kernels"))
     return {name: int(count) for count, name in lines}
 
 
 def launched_since():
     """[(kernel, bytes of shared memory)] of the launches since the last call of this."""
-    tell = ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")).liger_ext_host_launched
-    tell.restype = ctypes.c_char_p
-    lines = (line.split(" ", 3) for line in tell().decode().splitlines())
+    lines = (line.split(" ", 3) for line in told("liger_ext_host_launched"))
     return [(name, int(shared_bytes)) for _, _, shared_bytes, name in lines]
 
 

@@ -1,12 +1,9 @@
 """Every op in every dtype at odd sizes, under the rule: ``python isa_subset.py`` prints which instruction set ran.
 test_library runs it with LIGER_EXT_CPU_ISA set, which must happen before the library is loaded."""
 
-import ctypes
-
 import torch
-from cases import LAYOUTS, laid_out, normal, random_targets
+from cases import LAYOUTS, laid_out, normal, random_targets, told
 
-from liger_ext import _load
 from liger_ext.testing import judge, self_test
 
 
@@ -36,9 +33,7 @@ def main() -> None:
         )
     worst = max(measured, key=lambda m: m.ratio)
     assert worst.ratio <= 1, worst
-    name = ctypes.CDLL(str(_load.library_folder() / "libliger_ext_cpu.so")).liger_ext_cpu_isa
-    name.restype = ctypes.c_char_p
-    print("isa", name().decode(), "measured", len(measured), "worst", worst)
+    print("isa", *told("liger_ext_cpu_isa"), "measured", len(measured), "worst", worst)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from cases import RecordCalls, threads
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -30,10 +31,8 @@ TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """These models are too small for more: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 def config(**overrides: Any) -> LlamaConfig:
@@ -128,6 +127,29 @@ def step(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]
         results["loss"].backward()
         results.update({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     return {name: result.detach() for name, result in results.items()}
+
+
+def ops(model: nn.Module, **batch: Any) -> set[str]:
+    """The names of our ops that a forward calls."""
+    with torch.no_grad(), RecordCalls() as record:
+        model(**batch)
+    return set(record.names)
+
+
+def count_calls(model: nn.Module) -> list[None]:
+    """A list that grows with each call of an MLP's last layer."""
+    calls: list[None] = []
+    for name, module in model.named_modules():
+        if name.endswith("down_proj"):
+            module.register_forward_pre_hook(lambda *_: calls.append(None))
+    return calls
+
+
+def checkpoint_layers(model: nn.Module, use_reentrant: bool, **options: Any) -> None:
+    options["use_reentrant"] = use_reentrant
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if use_reentrant:
+        model.enable_input_require_grads()
 
 
 def distance(result: Tensor, reference: Tensor) -> float:

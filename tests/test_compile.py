@@ -3,7 +3,7 @@ many shapes."""
 
 import pytest
 import torch
-from cases import leaves_of, losses_of, normal
+from cases import grads_for, leaves_of, losses_of, normal
 from ops import BY_NAME, ONE_OF_EACH
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -37,8 +37,7 @@ def test_compiled_equals_eager(device, example, sizes):
         runs = []
         for function in (example, compiled):
             outputs = losses_of(function(arguments))
-            grads = [normal(*t.shape, device=device, seed=i) for i, t in enumerate(outputs)]
-            runs.append([*outputs, *torch.autograd.grad(outputs, leaves_of(arguments), grads)])
+            runs.append([*outputs, *torch.autograd.grad(outputs, leaves_of(arguments), grads_for(outputs))])
         for eager, ours in zip(*runs, strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-6)
         frames = frames or counter.frame_count

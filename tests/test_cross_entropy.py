@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import LOW, dtypes_of, laid_out, layouts, normal, random_targets, seeds
+from cases import LOW, draw_tensor, dtypes_of, normal, random_targets, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,10 +46,8 @@ def draw_target(data, rows, vocab, device):
 def test_cross_entropy(device, data, options):
     rows, vocab = data.draw(st.sampled_from([0, 1, 2, 3, 7, 40])), data.draw(vocabularies)
     dtype = data.draw(st.sampled_from(dtypes_of(device)))
-    logits = normal(
-        rows, vocab, dtype=dtype, device=device, seed=data.draw(seeds), scale=data.draw(st.sampled_from([1, 4]))
-    )
-    inputs = {"logits": laid_out(logits, data.draw(layouts)).requires_grad_(), **draw_target(data, rows, vocab, device)}
+    logits = draw_tensor(data, device, rows, vocab, dtype=dtype, scale=data.draw(st.sampled_from([1, 4])))
+    inputs = {"logits": logits.requires_grad_(), **draw_target(data, rows, vocab, device)}
     judge("cross_entropy", inputs | options | {"weight": draw_weight(data, vocab, device, dtype)})
 
 
@@ -58,15 +56,8 @@ def test_cross_entropy(device, data, options):
 def test_large_vocabularies(device, dtype, rows, vocab):
     logits = normal(rows, vocab, dtype=dtype, device=device, scale=3).requires_grad_()
     judge("cross_entropy", {"logits": logits, "target": random_targets(rows, vocab, device=device, ignored=0)})
-    judge(
-        "cross_entropy",
-        {
-            "logits": logits,
-            "target": torch.full((rows,), vocab - 1, device=device),
-            "label_smoothing": 0.1,
-            "softcap": 30.0,
-        },
-    )
+    last = torch.full((rows,), vocab - 1, device=device)
+    judge("cross_entropy", {"logits": logits, "target": last, "label_smoothing": 0.1, "softcap": 30.0})
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -74,11 +65,8 @@ def test_the_gradient_of_a_confident_target_keeps_its_digits(device, dtype):
     """p - 1 next to 1: rounding p to 16 bits first would leave nothing."""
     logits = torch.zeros(4, 100, dtype=dtype, device=device)
     logits[:, 7] = 12.0
-    judge(
-        "cross_entropy",
-        {"logits": logits.requires_grad_(), "target": torch.full((4,), 7, device=device), "reduction": "sum"},
-        grad=1.0,
-    )
+    target = torch.full((4,), 7, device=device)
+    judge("cross_entropy", {"logits": logits.requires_grad_(), "target": target, "reduction": "sum"}, grad=1.0)
 
 
 def test_agrees_with_pytorch_to_the_last_digits_in_fp32(device):
@@ -150,16 +138,10 @@ def test_leading_dimensions_and_strided_targets(device):
 
 
 def test_predictions_take_the_first_of_equals(device):
-    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, 7.0, 7.0, 7.0], [0.0, 0.0, 0.0, 1.0]], device=device).repeat(
-        1, 40
-    )
-    out = F.cross_entropy(
-        logits,
-        torch.tensor([1, 0, 4], device=device),
-        reduction="none",
-        return_predicted_tokens=True,
-        return_token_accuracy=True,
-    )
+    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, 7.0, 7.0, 7.0], [0.0, 0.0, 0.0, 1.0]], device=device)
+    wanted = {"return_predicted_tokens": True, "return_token_accuracy": True}
+    target = torch.tensor([1, 0, 4], device=device)
+    out = F.cross_entropy(logits.repeat(1, 40), target, reduction="none", **wanted)
     assert out.predicted_tokens.tolist() == [1, 0, 3] and out.token_accuracy.tolist() == [1, 1, 0]
 
 

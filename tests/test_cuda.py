@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import LOW, leaves_of, losses_of, normal, random_targets
+from cases import LOW, grads_for, leaves_of, losses_of, normal
+from gpu_paths import arguments as arguments_of
 from ops import EXAMPLES, IDS, ONE_OF_EACH
 
 from liger_ext import functional as F
@@ -19,7 +20,7 @@ def forward_backward(example, arguments, grads):
 def prepared(example, dtype):
     arguments = example.arguments("cuda", dtype)
     outputs = losses_of(example(arguments))
-    return arguments, [normal(*t.shape, dtype=t.dtype, device="cuda", seed=i) for i, t in enumerate(outputs)]
+    return arguments, grads_for(outputs)
 
 
 @each_example
@@ -39,27 +40,12 @@ def test_no_synchronisation(example, dtype):
 def test_a_hundred_times_the_same_bits(op, shape, dtype):
     """Rows that lie in the L2 come sooner than others. Copies that overtook a kernel's reads of what was there before
     gave a few wrong numbers in one of two calls, and in none where nothing was in the L2."""
-    made = {
-        name: normal(*shape, dtype=dtype, device="cuda", seed=i).requires_grad_()
-        for i, name in enumerate(("x", "residual"))
-    }
-    weight, bias = (normal(shape[-1], dtype=dtype, device="cuda", seed=i).requires_grad_() for i in (2, 3))
-    target = random_targets(*shape, device="cuda")
-    arguments = {
-        "rms_norm": lambda x, residual: (x, weight),
-        "add_rms_norm": lambda x, residual: (x, residual, weight),
-        "layer_norm": lambda x, residual: (x, weight, bias),
-        "softmax": lambda x, residual: (x,),
-        "swiglu": lambda x, residual: (x, residual),
-        "cross_entropy": lambda x, residual: (x, target),
-    }[op]
+    made = arguments_of(op, *shape, dtype, "cuda")
 
     def once():
-        given = arguments(*(t.detach().clone().requires_grad_() for t in made.values()))
-        outputs = getattr(F, op)(*given)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        leaves = [t for t in given if t.requires_grad]
-        return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(t).cumsum(-1) for t in outputs])]
+        given = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in made.items()}
+        outputs, grads = losses_of(getattr(F, op)(**given)), lambda t: torch.ones_like(t).cumsum(-1)
+        return [*outputs, *torch.autograd.grad(outputs, leaves_of(given), list(map(grads, outputs)))]
 
     first = once()
     for _ in range(99):

@@ -5,13 +5,12 @@ On a GPU, and on the host target (test_host_target), where a library plans launc
 There, too: what is launched is what ``_C.plans`` says, of the built-in plans and of tuned ones.
 """
 
-import ctypes
 from dataclasses import replace
 
 import instances
 import pytest
 import torch
-from cases import host_target, leaves_of, losses_of
+from cases import host_target, leaves_of, losses_of, told
 from gpu_paths import arguments, size_of
 
 from liger_ext import _C, _devices, _load, _tuned
@@ -73,9 +72,7 @@ host_only = pytest.mark.skipif(not host_target(), reason="the host target tells 
 
 def launched():
     """(kernel and its instance, blocks, threads, shared memory) of each launch since the last call."""
-    tell = ctypes.CDLL(str(_load.library_folder() / "libliger_ext_cpu.so")).liger_ext_host_launched
-    tell.restype = ctypes.c_char_p
-    lines = [line.split(" ", 3) for line in tell().decode().splitlines()]
+    lines = [line.split(" ", 3) for line in told("liger_ext_host_launched")]
     return [(instances.key_of(name), *map(int, numbers)) for *numbers, name in lines]
 
 

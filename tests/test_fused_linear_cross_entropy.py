@@ -1,11 +1,12 @@
 """The fused loss is cross_entropy(linear(x)): under the one rule, for every option and every way it comes to its
 gradients."""
 
+import functools
 import itertools
 
 import pytest
 import torch
-from cases import LOW, RecordCalls, dtypes_of, laid_out, normal, random_targets, seeds
+from cases import LOW, RecordCalls, draw_leaf, normal, random_targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cross_entropy import draw_target, draw_weight, loss_options
@@ -17,6 +18,7 @@ from liger_ext.testing import judge
 
 ONE_CHUNK, CHUNKS = 1 << 30, 1  # memory: everything at once; the smallest chunks, of 128 rows
 ROWS = 300  # three chunks: 128, 128, 44
+judge_fused = functools.partial(judge, "fused_linear_cross_entropy")
 
 
 def head(
@@ -45,24 +47,16 @@ def head(
 @settings(max_examples=60)
 @given(data=st.data(), options=loss_options)
 def test_fused_linear_cross_entropy(device, data, options):
-    rows, hidden = (
-        data.draw(st.sampled_from([0, 1, 2, 3, 40, 129, ROWS])),
-        data.draw(st.sampled_from([1, 2, 8, 33, 64])),
-    )
-    vocab, seed = data.draw(st.sampled_from([1, 2, 31, 50, 128, 257, 1100])), data.draw(seeds)
-    dtype, weight_dtype = (data.draw(st.sampled_from(dtypes_of(device))) for _ in range(2))
-    x = normal(rows, hidden, dtype=dtype, device=device, seed=seed)
-    weight = normal(vocab, hidden, dtype=weight_dtype, device=device, seed=seed + 1, scale=2 * hidden**-0.5)
+    rows = data.draw(st.sampled_from([0, 1, 2, 3, 40, 129, ROWS]))
+    hidden = data.draw(st.sampled_from([1, 2, 8, 33, 64]))
+    vocab = data.draw(st.sampled_from([1, 2, 31, 50, 128, 257, 1100]))
     layouts = st.sampled_from(["contiguous", "padded", "transposed"])
-    inputs = {
-        "x": laid_out(x, data.draw(layouts)).requires_grad_(data.draw(st.booleans())),
-        "weight": laid_out(weight, data.draw(layouts)).requires_grad_(data.draw(st.booleans())),
-        **draw_target(data, rows, vocab, device),
-    }
+    x = draw_leaf(data, device, rows, hidden, layouts=layouts)
+    weight = draw_leaf(data, device, vocab, hidden, layouts=layouts, scale=2 * hidden**-0.5)
+    inputs = {"x": x, "weight": weight, **draw_target(data, rows, vocab, device)}
     if data.draw(st.booleans()):
-        bias = normal(vocab, dtype=data.draw(st.sampled_from(dtypes_of(device))), device=device, seed=seed + 2)
-        inputs["bias"] = bias.requires_grad_(data.draw(st.booleans()))
-    wide = torch.float64 if torch.float64 in (dtype, weight_dtype) else torch.float32
+        inputs["bias"] = draw_leaf(data, device, vocab, layouts=st.just("contiguous"))
+    wide = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32
     options = {
         **options,
         "ce_weight": draw_weight(data, vocab, device, wide),
@@ -71,7 +65,7 @@ def test_fused_linear_cross_entropy(device, data, options):
     }
     if options["reduction"] != "none" and data.draw(st.integers(0, 3)) == 0:
         options["normalizer"] = data.draw(st.sampled_from([1.0, 37.0]))
-    judge("fused_linear_cross_entropy", inputs | options)
+    judge_fused(inputs | options)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -79,10 +73,7 @@ def test_fused_linear_cross_entropy(device, data, options):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_every_way_to_the_gradients(device, dtype, memory, reduction):
     """deferred, accumulated and recomputed, with a bias and a gradient of the loss that is not 1."""
-    judge(
-        "fused_linear_cross_entropy",
-        {**head(dtype=dtype, device=device, bias=True), "memory": memory, "reduction": reduction},
-    )
+    judge_fused({**head(dtype=dtype, device=device, bias=True), "memory": memory, "reduction": reduction})
 
 
 def test_the_chunks_of_these_tests_are_several():
@@ -117,7 +108,7 @@ def test_frozen_inputs(device, needs, memory, reduction):
         **full,
         **{name: full[name].detach().requires_grad_(need) for name, need in zip(names, needs, strict=True)},
     }
-    judge("fused_linear_cross_entropy", {**inputs, "memory": memory, "reduction": reduction})
+    judge_fused({**inputs, "memory": memory, "reduction": reduction})
 
     chunk = chunk_rows(50, 24, torch.float32, memory, device)
     flat = {name: inputs[name].detach() for name in (*names, "target")}
@@ -206,9 +197,9 @@ def test_fp16_gradients_survive_any_loss_scale(device, memory):
     """With 1/N and the loss scale taken off before fp16, neither a long batch nor a scaler loses or overflows
     gradients."""
     made = head(dtype=torch.float16, device=device, vocab=1000, hidden=64)
-    judge("fused_linear_cross_entropy", {**made, "memory": memory}, grad=1.0)
-    judge("fused_linear_cross_entropy", {**made, "memory": memory}, grad=1024.0)
-    judge("fused_linear_cross_entropy", {**made, "memory": memory, "normalizer": 2.0**16}, grad=2.0**16)
+    judge_fused({**made, "memory": memory}, grad=1.0)
+    judge_fused({**made, "memory": memory}, grad=1024.0)
+    judge_fused({**made, "memory": memory, "normalizer": 2.0**16}, grad=2.0**16)
     loss = F.fused_linear_cross_entropy(**made, memory=memory, normalizer=2.0**16) * 2.0**16
     dx, dweight = torch.autograd.grad(loss, (made["x"], made["weight"]))
     assert dx.any(1)[made["target"] != -100].all() and dweight.any(1).float().mean() > 0.9
@@ -253,9 +244,9 @@ def test_the_predicted_token_may_be_any_that_roundings_make_the_largest(device):
         return run
 
     options = {"return_predicted_tokens": True, "reduction": "sum"}
-    judge("fused_linear_cross_entropy", inputs | options | {"bias": bias})
+    judge_fused(inputs | options | {"bias": bias})
     for classes in ([0, 1, 1, -1], [1, 1, 0, -1]):
-        judge("fused_linear_cross_entropy", inputs | options | {"bias": bias}, run=predicts(classes))
+        judge_fused(inputs | options | {"bias": bias}, run=predicts(classes))
     for classes, scale in (
         ([0, 1, 2, -1], 1),
         ([0, 1, -1, -1], 1),
@@ -264,11 +255,7 @@ def test_the_predicted_token_may_be_any_that_roundings_make_the_largest(device):
         ([0, 1, 1, -1], 16),
     ):
         with pytest.raises(AssertionError, match="predicted_tokens"):
-            judge(
-                "fused_linear_cross_entropy",
-                inputs | options | {"bias": bias * scale},
-                run=predicts(classes),
-            )
+            judge_fused(inputs | options | {"bias": bias * scale}, run=predicts(classes))
 
 
 @pytest.mark.parametrize("ignored", ["alternate", "first half", "all but the last", "a few"])
@@ -283,14 +270,14 @@ def test_ignored_rows_between_others(device, ignored):
         "all but the last": nth < rows - 1,
         "a few": nth % 40 == 7,
     }[ignored]
-    judge("fused_linear_cross_entropy", {**made, "target": made["target"].masked_fill(which, -100)})
+    judge_fused({**made, "target": made["target"].masked_fill(which, -100)})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("vocab", [1051, 20_011, 70_001, 100_003, 140_007, 200_003])
 def test_vocabularies(device, dtype, vocab):
     """Rows that a block, or a cluster of blocks, holds in registers, 8, 10 or 16 vectors a thread."""
-    judge("fused_linear_cross_entropy", head(5, 8, vocab, dtype=dtype, device=device, ignored=0))
+    judge_fused(head(5, 8, vocab, dtype=dtype, device=device, ignored=0))
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -298,7 +285,7 @@ def test_vocabularies(device, dtype, vocab):
 def test_factors_of_either_sign(device, dtype, vocab):
     """Each row's gradient with its own factor, in chunks that are computed again."""
     made = head(150, 8, vocab, dtype=dtype, device=device)
-    judge("fused_linear_cross_entropy", {**made, "reduction": "none", "memory": CHUNKS, "lse_square_scale": 1e-4})
+    judge_fused({**made, "reduction": "none", "memory": CHUNKS, "lse_square_scale": 1e-4})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from cases import dtypes_of, hidden_sizes, laid_out, layouts, leading_shapes, normal, seeds
+from cases import draw_leaf, draw_tensor, dtypes_of, hidden_sizes, leading_shapes, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,11 +24,8 @@ def options(data, op):
 @given(data=st.data())
 def test_two_tensors(device, op, data):
     shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
-    seed, dtype = data.draw(seeds), data.draw(st.sampled_from(dtypes_of(device)))
-    made = {}
-    for i, name in enumerate(("gate", "up")):
-        t = normal(*shape, dtype=dtype, device=device, seed=seed + i, scale=2)
-        made[name] = laid_out(t, data.draw(layouts)).requires_grad_(data.draw(st.booleans()))
+    dtype = data.draw(st.sampled_from(dtypes_of(device)))
+    made = {name: draw_leaf(data, device, *shape, dtype=dtype, scale=2) for name in ("gate", "up")}
     judge(op, made | options(data, op))
 
 
@@ -37,10 +34,8 @@ def test_two_tensors(device, op, data):
 @given(data=st.data())
 def test_packed(device, op, data):
     shape = (*data.draw(leading_shapes), 2 * data.draw(hidden_sizes))
-    gate_up = normal(
-        *shape, dtype=data.draw(st.sampled_from(dtypes_of(device))), device=device, seed=data.draw(seeds), scale=2
-    )
-    judge(op, {"gate_up": laid_out(gate_up, data.draw(layouts)).requires_grad_()} | options(data, op))
+    gate_up = draw_tensor(data, device, *shape, scale=2).requires_grad_()
+    judge(op, {"gate_up": gate_up} | options(data, op))
 
 
 @pytest.mark.parametrize("op", ["swiglu", "geglu"])

@@ -2,40 +2,37 @@
 untouched inputs."""
 
 import copy
+import itertools
 
 import pytest
 import torch
-from cases import gradients, leaves_of, losses_of, normal
-from ops import EXAMPLES, IDS, ONE_OF_EACH
+from cases import gradients, grads_for, leaves_of, losses_of, recorded, threads
+from gpu_paths import arguments as arguments_of
+from ops import BY_NAME, EXAMPLES, IDS, ONE_OF_EACH
+
+from liger_ext.records import RECORDS
 
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
 each_op = pytest.mark.parametrize("example", ONE_OF_EACH, ids=[e.op for e in ONE_OF_EACH])
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @each_example
-def test_gradcheck(example, one_thread):
+def test_gradcheck(example):
     arguments = example.arguments("cpu", torch.float64)
     names = [k for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.requires_grad]
 
     def function(*leaves):
         return tuple(losses_of(example({**arguments, **dict(zip(names, leaves, strict=True))})))
 
-    assert torch.autograd.gradcheck(function, leaves_of(arguments))
+    with threads(1):
+        assert torch.autograd.gradcheck(function, leaves_of(arguments))
 
 
 @each_example
 def test_a_second_backward_gives_the_same_gradients(device, example):
     arguments = example.arguments(device, torch.float32)
     outputs = losses_of(example(arguments))
-    grads = [normal(*t.shape, dtype=t.dtype, device=device, seed=i) for i, t in enumerate(outputs)]
+    grads = grads_for(outputs)
     first = torch.autograd.grad(outputs, leaves_of(arguments), grads, retain_graph=True)
     first = [g.clone() for g in first]
     second = torch.autograd.grad(outputs, leaves_of(arguments), grads)
@@ -60,7 +57,7 @@ def test_inputs_are_never_written(device, example, dtype):
     arguments = example.arguments(device, dtype)
     before = {k: v.detach().clone() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
     outputs = losses_of(example(arguments))
-    grads = [normal(*t.shape, dtype=t.dtype, device=device, seed=i) for i, t in enumerate(outputs)]
+    grads = grads_for(outputs)
     given = copy.deepcopy(grads)
     found = torch.autograd.grad(outputs, leaves_of(arguments), grads)
     assert all(torch.equal(arguments[k], v) for k, v in before.items())
@@ -77,7 +74,7 @@ def test_a_double_backward_is_refused(device, example):
     """Silently wrong without the refusal: gradients of gradients, with respect to the inputs and to what came in."""
     arguments = example.arguments(device, torch.float32)
     outputs = losses_of(example(arguments))
-    grads = [normal(*t.shape, device=device, seed=i).requires_grad_() for i, t in enumerate(outputs)]
+    grads = [g.requires_grad_() for g in grads_for(outputs)]
     first = torch.autograd.grad(outputs, leaves_of(arguments), grads, create_graph=True)
     with pytest.raises(RuntimeError, match=r"second derivative"):
         torch.autograd.grad(sum(g.square().sum() for g in first), [*leaves_of(arguments), *grads], allow_unused=True)
@@ -113,27 +110,27 @@ def test_the_same_input_gives_the_same_bits(device, example, dtype):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(example, arguments), strict=True))
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm"])
-def test_norms_do_not_depend_on_the_number_of_threads(op):
-    """Their sums over rows are split by the shape alone."""
-    from liger_ext import functional
-
-    tensors = {"x": (1003, 130), "residual": (1003, 130), "weight": (130,), "bias": (130,)}
-    wanted = {
-        "rms_norm": ("x", "weight"),
-        "add_rms_norm": ("x", "residual", "weight"),
-        "layer_norm": ("x", "weight", "bias"),
-    }[op]
-    made = {k: normal(*tensors[k], seed=i).requires_grad_() for i, k in enumerate(wanted)}
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            out = getattr(functional, op)(**made)
-            y = out[0] if isinstance(out, tuple) else out
-            results.append((y, *torch.autograd.grad(y, list(made.values()), normal(1003, 130, seed=8))))
-    finally:
-        torch.set_num_threads(threads)
+@pytest.mark.parametrize("op", [op for op, record in RECORDS.items() if not record.llama.hidden])
+def test_results_do_not_depend_on_the_number_of_threads(op):
+    """Sums over rows are split by the shape alone. The fused loss's matmuls are a library's."""
+    made, results = arguments_of(op, 1003, 130, torch.float32, "cpu"), []
+    for number in (1, 2, 3):
+        with threads(number):
+            outputs = losses_of(RECORDS[op].run(**made))
+            results.append([*outputs, *torch.autograd.grad(outputs, leaves_of(made), grads_for(outputs))])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm", "group_norm"])
+def test_what_is_not_wanted_is_not_computed(device, op):
+    """Of a backward op, called with each of its flags."""
+    backward, given = recorded(BY_NAME[op], device)[-1]
+    named = dict(zip((argument.name for argument in backward._schema.arguments), given, strict=True))
+    flags, all_of_them = [name for name in named if name.startswith("need_")], backward(*given)
+    assert len(flags) == len(all_of_them) and all(named[flag] for flag in flags)
+    for wanted in itertools.product([False, True], repeat=len(flags)):
+        found = backward(*(named | dict(zip(flags, wanted, strict=True))).values())
+        for gradient, full, want in zip(found, all_of_them, wanted, strict=True):
+            assert want or gradient.numel() == 0
+            torch.testing.assert_close(gradient, full if want else torch.empty_like(gradient))

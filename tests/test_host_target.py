@@ -87,45 +87,45 @@ def test_cases_of_every_kernel(capsys):
 
 # In which thread, and what is found; {warp} is the warp's width, which is also the first thread of the second warp.
 BROKEN = {
-    "missing_barrier": ("{warp}", "race: stores 4 bytes at shared memory"),
-    "missing_double_buffer": (64, "race: loads 4 bytes at shared memory"),
-    "race_in_warp": (1, "race: stores 4 bytes at shared memory + 4; thread 0 has read them, of the same warp"),
-    "store_after_loads": (127, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
-    "store_after_loads_in_warp": (11, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
-    "store_after_loads_of_blocks": (7, "race: stores 4 bytes at both + 4 (16 bytes); another block has read them"),
-    "race_on_global": (5, "race: stores 4 bytes at out + 560", "thread 4 has written them"),
-    "race_of_blocks": (7, "race: stores 4 bytes at out + 28", "another block has written them"),
-    "conditional_barrier": ("{warp}", "divergence: this thread has returned, thread 0 waits at the block barrier"),
-    "race_of_groups": (
+    "MissingBarrier": ("{warp}", "race: stores 4 bytes at shared memory"),
+    "MissingDoubleBuffer": (64, "race: loads 4 bytes at shared memory"),
+    "RaceInWarp": (1, "race: stores 4 bytes at shared memory + 4; thread 0 has read them, of the same warp"),
+    "StoreAfterLoads": (127, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
+    "StoreAfterLoadsInWarp": (11, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
+    "StoreAfterLoadsOfBlocks": (7, "race: stores 4 bytes at both + 4 (16 bytes); another block has read them"),
+    "RaceOnGlobal": (5, "race: stores 4 bytes at out + 560", "thread 4 has written them"),
+    "RaceOfBlocks": (7, "race: stores 4 bytes at out + 28", "another block has written them"),
+    "ConditionalBarrier": ("{warp}", "divergence: this thread has returned, thread 0 waits at the block barrier"),
+    "RaceOfGroups": (
         0,
         "race: loads 4 bytes at shared memory + 256; thread 64 has written them with no barrier between",
     ),
-    "missing_double_buffer_of_groups": (63, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
-    "incomplete_group": ("{warp}", "divergence: this thread has returned, thread 0 waits at the group barrier"),
-    "group_of_part_of_a_warp": (0, "group barrier: group 0 of 16 threads"),
-    "two_barriers": (3, "divergence: this thread waits at the block barrier", "thread 0 waits at the block barrier"),
-    "early_return": (9, "divergence: this thread has returned, thread 0 waits at the shuffle"),
-    "shuffle_out_of_range": (0, "shuffle out of range: lane 0 ^ {warp} is no lane of a warp of {warp}"),
-    "uninitialised_shared": (2, "uninitialised: loads 4 bytes at shared memory + 8"),
-    "uninitialised_global": (6, "uninitialised: loads 4 bytes at out + 568"),
-    "shared_out_of_bounds": (1, "out of bounds: stores 4 bytes at shared memory + 1024"),
-    "global_out_of_bounds": (8, "out of bounds: loads 4 bytes outside of all buffers, at in + 512"),
-    "gap_between_rows": (4, "out of bounds: stores 4 bytes outside of all buffers, at out + 1056"),
-    "store_to_input": (3, "out of bounds: stores 4 bytes at in + 12", ", an input"),
-    "misaligned_vector": (2, "misaligned: stores 16 bytes at out + 552"),
-    "row_left_out": (None, "unwritten: 512 bytes, the first at out + 544", "row 1, column 0)"),
-    "tail_left_out": (None, "unwritten: 16 bytes, the first at out + 1040", "row 1, column 124)"),
-    "input_left_out": (None, "unread: 256 bytes, the first at in + 4 (512 bytes)"),
-    "too_few_rows_declared": (
+    "MissingDoubleBufferOfGroups": (63, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
+    "IncompleteGroup": ("{warp}", "divergence: this thread has returned, thread 0 waits at the group barrier"),
+    "GroupOfPartOfAWarp": (0, "group barrier: group 0 of 16 threads"),
+    "TwoBarriers": (3, "divergence: this thread waits at the block barrier", "thread 0 waits at the block barrier"),
+    "EarlyReturn": (9, "divergence: this thread has returned, thread 0 waits at the shuffle"),
+    "ShuffleOutOfRange": (0, "shuffle out of range: lane 0 ^ {warp} is no lane of a warp of {warp}"),
+    "UninitialisedShared": (2, "uninitialised: loads 4 bytes at shared memory + 8"),
+    "UninitialisedGlobal": (6, "uninitialised: loads 4 bytes at out + 568"),
+    "SharedOutOfBounds": (1, "out of bounds: stores 4 bytes at shared memory + 1024"),
+    "GlobalOutOfBounds": (8, "out of bounds: loads 4 bytes outside of all buffers, at in + 512"),
+    "GapBetweenRows": (4, "out of bounds: stores 4 bytes outside of all buffers, at out + 1056"),
+    "StoreToInput": (3, "out of bounds: stores 4 bytes at in + 12", ", an input"),
+    "MisalignedVector": (2, "misaligned: stores 16 bytes at out + 552"),
+    "RowLeftOut": (None, "unwritten: 512 bytes, the first at out + 544", "row 1, column 0)"),
+    "TailLeftOut": (None, "unwritten: 16 bytes, the first at out + 1040", "row 1, column 124)"),
+    "InputLeftOut": (None, "unread: 256 bytes, the first at in + 4 (512 bytes)"),
+    "TooFewRowsDeclared": (
         None,
         "uncovered: the launch declares 2 rows of 128 columns, its threads touch 384 elements at out",
     ),
-    "other_matrix_declared": (None, "uncovered: the launch declares 3 rows of 136 columns", "elements of no buffer"),
-    "too_many_threads": (0, "launched with 128 threads, compiled for at most 64"),
-    "part_of_a_warp": (0, "threads, which is no multiple of the warp's {warp}"),
-    "too_much_shared_memory": (0, "launched with 65540 bytes of shared memory; the device has 65536"),
+    "OtherMatrixDeclared": (None, "uncovered: the launch declares 3 rows of 136 columns", "elements of no buffer"),
+    "TooManyThreads": (0, "launched with 128 threads, compiled for at most 64"),
+    "PartOfAWarp": (0, "threads, which is no multiple of the warp's {warp}"),
+    "TooMuchSharedMemory": (0, "launched with 65540 bytes of shared memory; the device has 65536"),
 }
-LAUNCHES = ("too_many_threads", "part_of_a_warp", "too_much_shared_memory")  # found before the first block
+LAUNCHES = ("TooManyThreads", "PartOfAWarp", "TooMuchSharedMemory")  # found before the first block
 
 
 @warp_widths
@@ -133,10 +133,9 @@ LAUNCHES = ("too_many_threads", "part_of_a_warp", "too_much_shared_memory")  # f
 def test_a_broken_kernel_is_found(name, warp):
     """By kind, kernel, block and thread, if one did it; and the same kernel mended is not."""
     thread, *findings = BROKEN[name]
-    kernel, block = name.title().replace("_", ""), 0 if name in LAUNCHES else 1
-    found = run(HOST / "broken_kernels", name, warp=warp).stdout
+    found, block = run(HOST / "broken_kernels", name, warp=warp).stdout, 0 if name in LAUNCHES else 1
     who = [] if thread is None else [f"block {block} of 3, thread {thread} of "]
-    for part in [*findings, f"::{kernel}\n", *who]:
+    for part in [*findings, f"::{name}\n", *who]:
         assert part.format(warp=warp) in found, found
     assert run(HOST / "broken_kernels", name, "ok", warp=warp).stdout == ""
 

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 
 import pytest
 import test_as_exact_as_torch
@@ -11,8 +10,6 @@ from cases import LOW, dtypes_of, laid_out, layouts, random_targets, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.jsd import BETAS, log_probabilities
-from test_bad_input import error_of, moved
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import liger_ext
 from liger_ext import functional as F
@@ -211,32 +208,7 @@ def test_upstream_names(device):
 
 # Bad input ------------------------------------------------------------------------------------------------------------
 
-X, LABELS = torch.zeros(3, 8), torch.tensor([1, 2, 3])
-BAD = {
-    "beta": ({"log_q": X, "log_p": X, "beta": 1.5}, ["beta", "1.5", "[0, 1]"]),
-    "negative_beta": ({"log_q": X, "log_p": X, "beta": -0.5}, ["beta", "-0.5"]),
-    "beta_nan": ({"log_q": X, "log_p": X, "beta": math.nan}, ["beta", "nan"]),
-    "shape": ({"log_q": X, "log_p": X[:, :7]}, ["log_p", "(3, 7)", "(3, 8)"]),
-    "rows": ({"log_q": X, "log_p": X[:2]}, ["log_p", "(2, 8)", "(3, 8)"]),
-    "dtypes": ({"log_q": X, "log_p": X.bfloat16()}, ["log_p", "torch.bfloat16", "torch.float32"]),
-    "integers": ({"log_q": X.int(), "log_p": X.int()}, ["log_q", "torch.int32"]),
-    "no_dimensions": ({"log_q": X[0, 0], "log_p": X[0, 0]}, ["log_q", "vocab_size"]),
-    "no_classes": ({"log_q": X[:, :0], "log_p": X[:, :0]}, ["log_q", "(3, 0)", "vocab_size"]),
-    "labels_shape": ({"log_q": X, "log_p": X, "shift_labels": LABELS[:2]}, ["shift_labels", "(2)", "(3, 8)"]),
-    "labels_dtype": ({"log_q": X, "log_p": X, "shift_labels": LABELS.int()}, ["shift_labels", "torch.int32"]),
-}
-each_bad = pytest.mark.parametrize("arguments, parts", BAD.values(), ids=list(BAD))
-
-
-@each_bad
-def test_the_error_names_argument_and_value(device, arguments, parts):
-    real = moved(arguments, lambda t: t.to(device))
-    kind, text = error_of("jsd", real)
-    assert kind is ValueError
-    for part in parts:
-        assert re.search(rf"(?<![\w.]){re.escape(part)}", text), f"no {part!r} in: {text}"
-    with FakeTensorMode() as mode:
-        assert error_of("jsd", moved(real, mode.from_tensor)) == (kind, text)
+X = torch.zeros(3, 8)
 
 
 def test_the_teacher_has_no_gradient(device):

@@ -14,7 +14,18 @@ import os
 
 import pytest
 import torch
-from llama_models import assert_as_good, build, exact, lora, one_thread, patched, step, tokens  # noqa: F401
+from llama_models import (  # noqa: F401
+    assert_as_good,
+    build,
+    checkpoint_layers,
+    count_calls,
+    exact,
+    lora,
+    one_thread,
+    patched,
+    step,
+    tokens,
+)
 from pairs import pairwise, product
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -109,15 +120,6 @@ def test_every_pair_of_settings_is_in_a_case(device_type):
     assert chosen == pairwise(product(settings))
 
 
-def count_calls(model):
-    """A list that grows with each call of an MLP's last layer."""
-    calls = []
-    for name, module in model.named_modules():
-        if name.endswith("down_proj"):
-            module.register_forward_pre_hook(lambda *_: calls.append(None))
-    return calls
-
-
 @functools.cache
 def expected_of(device, attention, heads, dtype, layout):
     """A stock model, its results, and those of a float64 model."""
@@ -144,10 +146,7 @@ def expected_of(device, attention, heads, dtype, layout):
 def forward_of(model, case, device, loss_of=lambda output: output.loss):
     """How the model is called: a function of the model and its batch that returns the loss."""
     if case["checkpoint"] in CHECKPOINTS:
-        options = CHECKPOINTS[case["checkpoint"]]
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        if options["use_reentrant"]:
-            model.enable_input_require_grads()
+        checkpoint_layers(model, **CHECKPOINTS[case["checkpoint"]])
     callee = model
     if case["compiled"]:
         torch._dynamo.reset()

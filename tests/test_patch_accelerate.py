@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from cases import RecordCalls
-from llama_models import batch_of, build, one_thread, tokens  # noqa: F401
+from llama_models import batch_of, build, one_thread, ops, tokens  # noqa: F401
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -16,13 +16,6 @@ accelerate = pytest.importorskip("accelerate")
 hooks = pytest.importorskip("accelerate.hooks")
 
 OURS = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}
-
-
-def ops(model, **options):
-    device = next(model.parameters()).device
-    with torch.no_grad(), RecordCalls() as record:
-        model(**batch_of(device), **options)
-    return {call[0].__name__.split(".")[0] for call in record.calls}
 
 
 @pytest.fixture
@@ -71,7 +64,7 @@ def test_patch_and_revert_under_a_wrapper(accelerator, device, wrap, order):
         model = wrap(accelerator, model)
         handle = apply_liger_kernel_to_llama(model=model)
     for _ in range(2):
-        assert ops(model) == OURS
+        assert ops(model, **batch_of(device)) == OURS
         output = model(**batch_of(device))
         assert output.logits is None
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-2, atol=0)
@@ -80,7 +73,7 @@ def test_patch_and_revert_under_a_wrapper(accelerator, device, wrap, order):
         torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0.2)
         handle.revert()
         assert type(model) is modeling_llama.LlamaForCausalLM
-        assert not ops(model)
+        assert not ops(model, **batch_of(device))
         output = model(**batch_of(device))  # what the wrapper does is done to transformers' forward
         assert torch.equal(output.logits, expected.logits) and torch.equal(output.loss, expected.loss)
         handle = apply_liger_kernel_to_llama(model=model)
@@ -93,21 +86,21 @@ def test_mixed_precision_is_removed_from_a_patched_model(accelerator, device):
     handle = apply_liger_kernel_to_llama(model=model)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     torch.testing.assert_close(model(**batch_of(device)).loss, fp32.loss)
-    assert ops(model) == OURS
+    assert ops(model, **batch_of(device)) == OURS
     handle.revert()
     assert torch.equal(model(**batch_of(device)).logits, fp32.logits)
-    assert not ops(model)
+    assert not ops(model, **batch_of(device))
 
 
 def test_a_copy_has_its_own_wrapper(accelerator, device):
     model = accelerator.prepare(build(device=device).train())
     copied = copy.deepcopy(model)
     handle = apply_liger_kernel_to_llama(model=copied)
-    assert ops(copied) == OURS
-    assert not ops(model)
+    assert ops(copied, **batch_of(device)) == OURS
+    assert not ops(model, **batch_of(device))
     assert type(model) is modeling_llama.LlamaForCausalLM
     handle.revert()
-    assert not ops(copied)
+    assert not ops(copied, **batch_of(device))
 
 
 def test_training_with_mixed_precision(tmp_path, device, accelerator):
@@ -134,7 +127,7 @@ def test_training_with_mixed_precision(tmp_path, device, accelerator):
         )
         with RecordCalls() as record:
             Trainer(model=model, args=arguments, train_dataset=Rows()).train()
-        return {call[0].__name__.split(".")[0] for call in record.calls}
+        return set(record.names)
 
     model = build().train()
     assert not train(model)
@@ -155,7 +148,7 @@ def test_a_wrapper_that_hides_what_it_wraps(device):
     hide(model)
     with pytest.warns(UserWarning, match="LlamaForCausalLM has a forward of its own and is not patched"):
         handle = apply_liger_kernel_to_llama(model=model)
-    assert ops(model) == OURS - {"fused_linear_cross_entropy"}
+    assert ops(model, **batch_of(device)) == OURS - {"fused_linear_cross_entropy"}
     handle.revert()
 
     model = build(device=device).train()
@@ -164,7 +157,7 @@ def test_a_wrapper_that_hides_what_it_wraps(device):
     with pytest.warns(UserWarning, match="wrapped after patching, and keeps the patch"):
         handle.revert()
     assert type(model) is llama.LlamaForCausalLM
-    assert ops(model) == {"fused_linear_cross_entropy"}
+    assert ops(model, **batch_of(device)) == {"fused_linear_cross_entropy"}
     assert model.eval()(**batch_of(device)).logits is not None
 
 

@@ -2,13 +2,11 @@
 
 import copy
 import io
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
+from cases import python
 from llama_models import batch_of, build, one_thread, patched  # noqa: F401
 from test_patch import PATCHED, classes
 from transformers import AutoModelForCausalLM
@@ -53,8 +51,7 @@ assert type(model.model.norm).__module__ == "liger_ext.models.llama"
 torch.set_num_threads(1)
 torch.save(model(**batch).loss, sys.argv[1] + "/loss.pt")
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, env=environment)
+    python("-c", script, tmp_path)
     assert torch.equal(torch.load(tmp_path / "loss.pt"), model(**batch_of("cpu")).loss.detach())
 
 

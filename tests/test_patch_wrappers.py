@@ -5,7 +5,19 @@ import copy
 import pytest
 import torch
 from cases import RecordCalls
-from llama_models import TRANSFORMERS, VOCAB, batch_of, build, compare, lora, one_thread, patched, step, tokens  # noqa: F401
+from llama_models import (  # noqa: F401
+    VOCAB,
+    batch_of,
+    build,
+    checkpoint_layers,
+    compare,
+    count_calls,
+    lora,
+    one_thread,
+    ops,
+    patched,
+    step,
+)
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -14,12 +26,6 @@ from liger_ext.models import llama
 from liger_ext.models.loss import plain_linear
 
 peft = pytest.importorskip("peft")
-
-
-def ops(model, batch):
-    with torch.no_grad(), RecordCalls() as record:
-        model(**batch)
-    return {call[0].__name__.split(".")[0] for call in record.calls}
 
 
 def assert_close(result, expected):
@@ -60,14 +66,14 @@ def test_which_head_peft_uses(device):
     batch = batch_of(device)
     model = patched(lora(build(), target_modules=["q_proj"], modules_to_save=["lm_head"])).to(device).train()
     head = model.base_model.model.lm_head
-    assert "fused_linear_cross_entropy" in ops(model, batch)
+    assert "fused_linear_cross_entropy" in ops(model, **batch)
     nn.init.zeros_(head.modules_to_save["default"].weight)
     torch.testing.assert_close(model(**batch).loss.item(), torch.tensor(float(VOCAB)).log().item())
     with model.disable_adapter():
         torch.testing.assert_close(model(**batch).loss, build(device=device).train()(**batch).loss)
     adapted = patched(lora(build(), target_modules=["lm_head"])).to(device).train()
-    assert "fused_linear_cross_entropy" not in ops(adapted, batch)
-    assert "cross_entropy" in ops(adapted, batch)
+    assert "fused_linear_cross_entropy" not in ops(adapted, **batch)
+    assert "cross_entropy" in ops(adapted, **batch)
     assert adapted(**batch).logits is None
 
 
@@ -137,7 +143,7 @@ def test_fsdp2(mesh, order, head):
         assert ("logits" in result) is not is_patched
         assert result.keys() | {"logits"} == expected.keys()
         assert_close(result, expected)
-        assert ops(model, batch_of("cpu")) == (expected_ops if is_patched else set())
+        assert ops(model, **batch_of("cpu")) == (expected_ops if is_patched else set())
 
     loss = "cross_entropy" if head else "fused_linear_cross_entropy"  # a sharded head must be called to be gathered
     expected_ops = {"rms_norm", "add_rms_norm", "glu", "rope", loss}
@@ -163,12 +169,8 @@ def test_fsdp2_keeps_gradient_checkpointing(mesh, order, use_reentrant):
     model = shard(model, mesh)
     if order == "shard, patch":
         apply_liger_kernel_to_llama(model=model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=use_reentrant))
-    if use_reentrant:
-        model.enable_input_require_grads()
-    calls = []
-    for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(None))
+    checkpoint_layers(model, use_reentrant)
+    calls = count_calls(model)
     result = sharded_step(model)
     assert len(calls) == 4
     assert_close(result, expected)
@@ -193,13 +195,9 @@ def test_accelerate_device_hooks(order):
         mlp(torch.randn(2, 64))
     assert len(record.calls) == 1
     handle.revert()
-    with RecordCalls() as record:
-        assert model(**batch_of("cpu")).logits is not None
-    assert not record.calls
+    assert model(**batch_of("cpu")).logits is not None and not ops(model, **batch_of("cpu"))
     hooks.remove_hook_from_module(model, recurse=True)
-    with RecordCalls() as record:
-        assert model(**batch_of("cpu")).logits is not None
-    assert not record.calls
+    assert model(**batch_of("cpu")).logits is not None and not ops(model, **batch_of("cpu"))
 
 
 def test_inside_another_module():
@@ -253,5 +251,5 @@ def test_parametrized_head_is_called(device):
     model = build(device=device, tie_word_embeddings=False).train()
     nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Doubled())
     compared = patched(model)
-    assert "fused_linear_cross_entropy" not in ops(compared, batch_of(device))
+    assert "fused_linear_cross_entropy" not in ops(compared, **batch_of(device))
     torch.testing.assert_close(compared(**batch_of(device)).loss, model(**batch_of(device)).loss)

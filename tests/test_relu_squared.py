@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import dtypes_of, hidden_sizes, laid_out, layouts, leading_shapes, normal, seeds
+from cases import draw_tensor, hidden_sizes, leading_shapes, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +15,8 @@ from liger_ext.testing import judge
 @given(data=st.data())
 def test_relu_squared(device, data):
     shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
-    dtype = data.draw(st.sampled_from(dtypes_of(device)))
-    x = normal(*shape, dtype=dtype, device=device, seed=data.draw(seeds), scale=data.draw(st.sampled_from([1, 30])))
-    judge("relu_squared", {"x": laid_out(x, data.draw(layouts)).requires_grad_()})
+    x = draw_tensor(data, device, *shape, scale=data.draw(st.sampled_from([1, 30])))
+    judge("relu_squared", {"x": x.requires_grad_()})
 
 
 @pytest.mark.parametrize("shape", [(9001, 1), (2048, 2), (1501, 7), (3, 4095), (5, 4097)])

@@ -1,5 +1,7 @@
 """Rotary position embedding under the one rule: any strides, shared or batched tables, partial rotation."""
 
+import functools
+
 import pytest
 import torch
 from cases import dtypes_of, normal, seeds
@@ -19,17 +21,16 @@ def tables(batch, seq, rotary, dtype, device, seed=0, layout="contiguous"):
 
 def heads(batch, count, seq, dim, dtype, device, seed, layout):
     """[batch, heads, seq, dim] in the layouts that models use."""
+    made = functools.partial(normal, dtype=dtype, device=device, seed=seed)
     if layout == "hf":  # a projection's output, seen as heads
-        return normal(batch, seq, count, dim, dtype=dtype, device=device, seed=seed).transpose(1, 2)
+        return made(batch, seq, count, dim).transpose(1, 2)
     if layout == "packed":  # a slice of one fused q, k, v projection
-        return normal(batch, seq, count + 3, dim, dtype=dtype, device=device, seed=seed)[:, :, 2 : 2 + count].transpose(
-            1, 2
-        )
+        return made(batch, seq, count + 3, dim)[:, :, 2 : 2 + count].transpose(1, 2)
     if layout == "columns":
-        return normal(batch, count, seq, 2 * dim, dtype=dtype, device=device, seed=seed)[..., ::2]
+        return made(batch, count, seq, 2 * dim)[..., ::2]
     if layout == "expanded":
-        return normal(batch, 1, seq, dim, dtype=dtype, device=device, seed=seed).expand(batch, count, seq, dim)
-    return normal(batch, count, seq, dim, dtype=dtype, device=device, seed=seed)
+        return made(batch, 1, seq, dim).expand(batch, count, seq, dim)
+    return made(batch, count, seq, dim)
 
 
 layouts = st.sampled_from(["contiguous", "hf", "packed", "columns", "expanded"])
@@ -42,20 +43,14 @@ def test_rope(device, data):
     dim = data.draw(st.sampled_from([2, 4, 6, 8, 10, 16, 20, 64, 80, 96, 128, 130, 256]))
     rotary = data.draw(st.sampled_from(sorted({dim, dim // 2 // 2 * 2 or 2, 2})))
     dtype, seed = data.draw(st.sampled_from(dtypes_of(device))), data.draw(seeds)
-    q = heads(batch, data.draw(st.integers(1, 5)), seq, dim, dtype, device, seed, data.draw(layouts)).requires_grad_()
-    k = heads(
-        batch, data.draw(st.integers(1, 3)), seq, dim, dtype, device, seed + 1, data.draw(layouts)
-    ).requires_grad_(data.draw(st.booleans()))
-    table = tables(
-        data.draw(st.sampled_from([1, batch or 1])),
-        seq,
-        rotary,
-        data.draw(st.sampled_from(dtypes_of(device))),
-        device,
-        seed + 2,
-        data.draw(st.sampled_from(["contiguous", "transposed"])),
+    q, k = (
+        heads(batch, data.draw(st.integers(1, most)), seq, dim, dtype, device, seed + most, data.draw(layouts))
+        for most in (5, 3)
     )
-    judge("rope", {"q": q, "k": k, **table})
+    of, table_dtype = data.draw(st.sampled_from([1, batch or 1])), data.draw(st.sampled_from(dtypes_of(device)))
+    layout = data.draw(st.sampled_from(["contiguous", "transposed"]))
+    table = tables(of, seq, rotary, table_dtype, device, seed + 2, layout)
+    judge("rope", {"q": q.requires_grad_(), "k": k.requires_grad_(data.draw(st.booleans())), **table})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,10 +78,7 @@ def test_a_dense_layout_is_kept(device):
 
 
 def test_what_is_not_rotated_is_copied_exactly(device):
-    q, k = (
-        normal(2, 3, 5, 24, dtype=torch.bfloat16, device=device),
-        normal(2, 1, 5, 24, dtype=torch.bfloat16, device=device),
-    )
+    q, k = (normal(2, count, 5, 24, dtype=torch.bfloat16, device=device) for count in (3, 1))
     q[0, 0, 0, 20] = float("nan")
     q_out, _ = F.rope(q, k, **tables(1, 5, 16, torch.bfloat16, device))
     torch.testing.assert_close(q_out[..., 16:], q[..., 16:], rtol=0, atol=0, equal_nan=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import dtypes_of, hidden_sizes, laid_out, layouts, leading_shapes, normal, seeds
+from cases import draw_tensor, hidden_sizes, leading_shapes, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,14 +14,8 @@ from liger_ext.testing import judge
 @given(data=st.data())
 def test_softmax(device, data):
     shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
-    x = normal(
-        *shape,
-        dtype=data.draw(st.sampled_from(dtypes_of(device))),
-        device=device,
-        seed=data.draw(seeds),
-        scale=data.draw(st.sampled_from([1, 4])),
-    )
-    judge("softmax", {"x": laid_out(x, data.draw(layouts)).requires_grad_()})
+    x = draw_tensor(data, device, *shape, scale=data.draw(st.sampled_from([1, 4])))
+    judge("softmax", {"x": x.requires_grad_()})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

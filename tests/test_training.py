@@ -113,7 +113,7 @@ def test_trainer(run_trainer, device, options):
     with apply_liger_kernel_to_llama(model=model):
         with RecordCalls() as record:
             losses, eval_loss, predictions = run_trainer(model, **options)
-        used = {call[0].__name__.split(".")[0] for call in record.calls}
+        used = set(record.names)
     expected_losses, expected_eval_loss, expected_predictions = run_trainer(stock, **options)
     tolerance = 3e-2 if options.get("bf16") else 1e-4
     assert losses == pytest.approx(expected_losses, rel=tolerance)

@@ -1,6 +1,6 @@
 """What each op is timed beside. A module of this folder has, for the ops of a family, ``EAGER``: the composition that
-an op replaces, as transformers writes it; and ``PEERS``: functions that return other libraries' implementations by
-name, as far as they can be imported. All take the op's inputs in their order.
+an op replaces, as transformers writes it; and ``PEERS``: other libraries' implementations by the library's name. All
+take the op's inputs in their order.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from benchmarks.installed import Peer, functions_of
 from liger_ext import functional
 from liger_ext.records import RECORDS
 
 _FAMILIES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 EAGER: dict[str, Callable] = {op: f for family in _FAMILIES for op, f in family.EAGER.items()}
-PEERS: dict[str, Callable] = {op: f for family in _FAMILIES for op, f in family.PEERS.items()}
+PEERS: dict[str, dict[str, Peer]] = {op: f for family in _FAMILIES for op, f in family.PEERS.items()}
 
 if _missing := {name for name, record in RECORDS.items() if record.timed} - EAGER.keys():
     raise ImportError(f"benchmarks/ops: without what they replace (EAGER): {sorted(_missing)}")
@@ -25,4 +26,4 @@ if _missing := {name for name, record in RECORDS.items() if record.timed} - EAGE
 def functions(op: str, options: Mapping[str, Any] | None = None, with_peers: bool = True) -> dict[str, Callable]:
     """By provider; "torch" is the composition."""
     ours, plain = (partial(f, **options or {}) for f in (getattr(functional, op), EAGER[op]))
-    return {"liger_ext": ours, **(PEERS.get(op, dict)() if with_peers else {}), "torch": plain}
+    return {"liger_ext": ours, **functions_of(PEERS.get(op, {}) if with_peers else {}), "torch": plain}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.installed import has
+from benchmarks.installed import Peer
 
 
 def jsd(log_q, log_p, labels, beta=0.5):
@@ -23,14 +22,7 @@ def jsd(log_q, log_p, labels, beta=0.5):
     return (columns.sum(-1) * counted).sum() / counted.sum()
 
 
-def jsd_peers() -> dict[str, Callable]:
-    if not has("liger_kernel"):
-        return {}
-    from liger_kernel.transformers.functional import liger_jsd
-
-    # With labels it waits for the host, which a CUDA graph cannot: without them it has no more to do than the others.
-    return {"liger": lambda log_q, log_p, labels, beta=0.5: liger_jsd(log_q, log_p, None, beta)}
-
-
 EAGER = {"jsd": jsd}
-PEERS = {"jsd": jsd_peers}
+# With labels it waits for the host, which a CUDA graph cannot: without them it has no more to do than the others.
+_LIGER = Peer("liger_kernel.transformers.functional:liger_jsd", lambda f, q, p, labels: f(q, p, None, 0.5))
+PEERS = {"jsd": {"liger": _LIGER}}

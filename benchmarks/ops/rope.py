@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from benchmarks.installed import has
+from benchmarks.installed import Peer
 
 
 def rope(q, k, cos, sin):
@@ -21,14 +19,9 @@ def rope(q, k, cos, sin):
     return embed(q), embed(k)
 
 
-def rope_peers() -> dict[str, Callable]:
-    if not has("liger_kernel"):
-        return {}
-    from liger_kernel.ops.rope import LigerRopeFunction
-
-    # Its kernel writes over q and k: clones keep the comparison's inputs what they are, as a user of it must.
-    return {"liger": lambda q, k, cos, sin: LigerRopeFunction.apply(q.clone(), k.clone(), cos, sin)}
-
-
 EAGER = {"rope": rope}
-PEERS = {"rope": rope_peers}
+# Its kernel writes over q and k: clones keep the comparison's inputs what they are, as a user of it must.
+_LIGER = Peer(
+    "liger_kernel.ops.rope:LigerRopeFunction.apply", lambda f, q, k, cos, sin: f(q.clone(), k.clone(), cos, sin)
+)
+PEERS = {"rope": {"liger": _LIGER}}

@@ -80,61 +80,57 @@ double grad_of(const Rows& grad, int64_t i) {
 }  // namespace
 
 template <> [[gnu::flatten]] void run(const CrossEntropyRows& a, int64_t begin, int64_t end) {
-  dispatch_same({a.logits.dtype}, [&](auto t, auto acc) {
-    using A = decltype(acc);
-    if constexpr (!std::is_same_v<decltype(t), any>) for_each_row<A, decltype(t)>(a, begin, end, [](int64_t) {}, [](auto&&...) {});
+  dispatch(a.logits.dtype, [&](auto t) {
+    using T = decltype(t);
+    for_each_row<accumulator_of<T>, T>(a, begin, end, [](int64_t) {}, [](auto&&...) {});
   });
 }
 
 template <> [[gnu::flatten]] void run(const CrossEntropyInPlace& a, int64_t begin, int64_t end) {
-  dispatch_same({a.row.logits.dtype}, [&](auto t, auto acc) {
-    using A = decltype(acc);
+  dispatch(a.row.logits.dtype, [&](auto t) {
     using T = decltype(t);
-    if constexpr (!std::is_same_v<T, any>) {
-      const LossFactors factors = LossFactors::unreduced(static_cast<const A*>(a.row.counts), a.gradient_scale);
-      for_each_row<A, T>(
-          a.row, begin, end, [&](int64_t i) { write_zeros<A>(row<T>(a.gradient, i), a.row.vocab); },
-          [&](int64_t i, const In<T>& x, const auto& softcap, const LogSumExp& lse, double x_target, const auto& weight,
-              const Formula<A>& formula) {
-            const Slopes slopes = formula.slopes(a.row.target[i], lse, formula.token_scale(lse, x_target), factors);
-            write_gradient<A>(x, row<T>(a.gradient, i), a.row.vocab, a.row.target[i], softcap, lse, slopes, weight);
-          });
-    }
+    using A = accumulator_of<T>;
+    const LossFactors factors = LossFactors::unreduced(static_cast<const A*>(a.row.counts), a.gradient_scale);
+    for_each_row<A, T>(
+        a.row, begin, end, [&](int64_t i) { write_zeros<A>(row<T>(a.gradient, i), a.row.vocab); },
+        [&](int64_t i, const In<T>& x, const auto& softcap, const LogSumExp& lse, double x_target, const auto& weight,
+            const Formula<A>& formula) {
+          const Slopes slopes = formula.slopes(a.row.target[i], lse, formula.token_scale(lse, x_target), factors);
+          write_gradient<A>(x, row<T>(a.gradient, i), a.row.vocab, a.row.target[i], softcap, lse, slopes, weight);
+        });
   });
 }
 
 template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
-  dispatch_same({a.logits.dtype}, [&](auto t, auto acc) {
-    using A = decltype(acc);
+  dispatch(a.logits.dtype, [&](auto t) {
     using T = decltype(t);
-    if constexpr (!std::is_same_v<T, any>) {
-      const Formula<A> formula(a, a.classes.all);
-      const bool stream = a.dlogits.data != a.logits.data && streams(a.dlogits, a.rows, a.vocab);
-      const auto factors_of = [&](int64_t i) {
-        if (a.grad.data == nullptr) return LossFactors::unreduced(formula.counts, a.gradient_scale);
-        const double grad = grad_of(a.grad, i);
-        return LossFactors{grad * formula.counts[CrossEntropyCounts::ce_scale], grad * formula.counts[CrossEntropyCounts::z_scale]};
-      };
-      with_flag(a.options.softcap != 0, [&](auto capped) {
-        const Softcap<A, capped> softcap{A(a.options.softcap)};
-        with_class_weight<A>(a.class_weight, a.options, [&](const auto& weight) {
-          for (int64_t i = begin; i < end; ++i) {
-            const Out<T> out = row<T>(a.dlogits, i, stream);
-            if (a.target[i] == a.options.ignore_index) {
-              write_zeros<A>(out, a.vocab);
-              continue;
-            }
-            const In<T> x = row<T>(a.logits, i);
-            const A* const saved = static_cast<const A*>(a.lse);
-            const LogSumExp lse{saved[i], saved[a.rows + i]};
-            const double token = a.options.token_scaling ? static_cast<const A*>(a.token)[i] : 1.0;
-            const int64_t target = a.target[i] - a.classes.first;
-            write_gradient<A>(x, out, a.vocab, target, softcap, lse, formula.slopes(target, lse, token, factors_of(i)), weight);
+    using A = accumulator_of<T>;
+    const Formula<A> formula(a, a.classes.all);
+    const bool stream = a.dlogits.data != a.logits.data && streams(a.dlogits, a.rows, a.vocab);
+    const auto factors_of = [&](int64_t i) {
+      if (a.grad.data == nullptr) return LossFactors::unreduced(formula.counts, a.gradient_scale);
+      const double grad = grad_of(a.grad, i);
+      return LossFactors{grad * formula.counts[CrossEntropyCounts::ce_scale], grad * formula.counts[CrossEntropyCounts::z_scale]};
+    };
+    with_flag(a.options.softcap != 0, [&](auto capped) {
+      const Softcap<A, capped> softcap{A(a.options.softcap)};
+      with_class_weight<A>(a.class_weight, a.options, [&](const auto& weight) {
+        for (int64_t i = begin; i < end; ++i) {
+          const Out<T> out = row<T>(a.dlogits, i, stream);
+          if (a.target[i] == a.options.ignore_index) {
+            write_zeros<A>(out, a.vocab);
+            continue;
           }
-        });
+          const In<T> x = row<T>(a.logits, i);
+          const A* const saved = static_cast<const A*>(a.lse);
+          const LogSumExp lse{saved[i], saved[a.rows + i]};
+          const double token = a.options.token_scaling ? static_cast<const A*>(a.token)[i] : 1.0;
+          const int64_t target = a.target[i] - a.classes.first;
+          write_gradient<A>(x, out, a.vocab, target, softcap, lse, formula.slopes(target, lse, token, factors_of(i)), weight);
+        }
       });
-      if (stream) stream_fence();
-    }
+    });
+    if (stream) stream_fence();
   });
 }
 

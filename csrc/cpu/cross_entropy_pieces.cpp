@@ -6,47 +6,45 @@ namespace liger::cpu::LIGER_ISA {
 
 template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t begin, int64_t end) {
   const CrossEntropyRows& of = a.row;
-  dispatch_same({of.logits.dtype}, [&](auto t, auto acc) {
-    using A = decltype(acc);
+  dispatch(of.logits.dtype, [&](auto t) {
     using T = decltype(t);
+    using A = accumulator_of<T>;
     using Slots = CrossEntropyStatistics;
-    if constexpr (!std::is_same_v<T, any>) {
-      const bool smooth = of.options.label_smoothing != 0;
-      double weights = double(of.vocab);
-      if (smooth && of.class_weight.data != nullptr) {
-        const auto weight = param<A>(of.class_weight);
-        weights = sum_columns<A>(of.vocab, [&](int64_t j, auto n) { return load<A>(weight, j, n); });
-      }
-      with_flag(of.options.softcap != 0, [&](auto capped) {
-        const Softcap<A, capped> softcap{A(of.options.softcap)};
-        with_class_weight<A>(of.class_weight, of.options, [&](const auto& weight) {
-          for (int64_t i = begin; i < end; ++i) {
-            const auto put = [&](Slots::Slot slot, double value) { static_cast<A*>(a.statistics)[slot * of.rows + i] = A(value); };
-            if (of.target[i] == of.options.ignore_index) {  // nothing of it is read again
-              for (int slot = 0; slot < Slots::slots; ++slot) put(Slots::Slot(slot), 0);
-              if (a.best_class != nullptr) a.best_class[i] = 0;
-              continue;
-            }
-            const In<T> x = row<T>(of.logits, i);
-            const int64_t target = of.target[i] - a.classes.first;
-            const bool here = target >= 0 && target < of.vocab;
-            const double near = softcap(element<A>(x, here ? target : 0));
-            const A anchor = A(Formula<A>::anchor(near));
-            const RowSums<A> sums =
-                smooth ? sum_row<A, 2>(x, of.vocab, softcap, weight, anchor) : sum_row<A, 1>(x, of.vocab, softcap, weight, anchor);
-            put(Slots::maximum, sums.shift);
-            put(Slots::sum, sums.exponentials);
-            put(Slots::target, here ? near : 0.0);
-            put(Slots::weighted, sums.weighted);
-            put(Slots::anchor, anchor);
-            put(Slots::weights, weights);
-            const int64_t best = a.best_class != nullptr ? argmax(x, of.vocab, sums) : 0;
-            put(Slots::best, element<A>(x, best));
-            if (a.best_class != nullptr) a.best_class[i] = a.classes.first + best;
-          }
-        });
-      });
+    const bool smooth = of.options.label_smoothing != 0;
+    double weights = double(of.vocab);
+    if (smooth && of.class_weight.data != nullptr) {
+      const auto weight = param<A>(of.class_weight);
+      weights = sum_columns<A>(of.vocab, [&](int64_t j, auto n) { return load<A>(weight, j, n); });
     }
+    with_flag(of.options.softcap != 0, [&](auto capped) {
+      const Softcap<A, capped> softcap{A(of.options.softcap)};
+      with_class_weight<A>(of.class_weight, of.options, [&](const auto& weight) {
+        for (int64_t i = begin; i < end; ++i) {
+          const auto put = [&](Slots::Slot slot, double value) { static_cast<A*>(a.statistics)[slot * of.rows + i] = A(value); };
+          if (of.target[i] == of.options.ignore_index) {  // nothing of it is read again
+            for (int slot = 0; slot < Slots::slots; ++slot) put(Slots::Slot(slot), 0);
+            if (a.best_class != nullptr) a.best_class[i] = 0;
+            continue;
+          }
+          const In<T> x = row<T>(of.logits, i);
+          const int64_t target = of.target[i] - a.classes.first;
+          const bool here = target >= 0 && target < of.vocab;
+          const double near = softcap(element<A>(x, here ? target : 0));
+          const A anchor = A(Formula<A>::anchor(near));
+          const RowSums<A> sums =
+              smooth ? sum_row<A, 2>(x, of.vocab, softcap, weight, anchor) : sum_row<A, 1>(x, of.vocab, softcap, weight, anchor);
+          put(Slots::maximum, sums.shift);
+          put(Slots::sum, sums.exponentials);
+          put(Slots::target, here ? near : 0.0);
+          put(Slots::weighted, sums.weighted);
+          put(Slots::anchor, anchor);
+          put(Slots::weights, weights);
+          const int64_t best = a.best_class != nullptr ? argmax(x, of.vocab, sums) : 0;
+          put(Slots::best, element<A>(x, best));
+          if (a.best_class != nullptr) a.best_class[i] = a.classes.first + best;
+        }
+      });
+    });
   });
 }
 

@@ -41,36 +41,30 @@ template <class T, class A, template <class, bool> class Activation>
   if (stream_gate || stream_up) stream_fence();
 }
 
-}  // namespace
-
-template <> void run(const GluForward& a, int64_t begin, int64_t end) {
+// f with the element type, the accumulator and the activation.
+template <class Args, class F> LIGER_INLINE void with_activation(const Args& a, F&& f) {
   dispatch(a.gate.dtype, [&](auto t) {
     using T = decltype(t);
     using A = accumulator_of<T>;
     switch (a.activation) {
       case Activation::silu:
-        return forward<T, A, math::Silu>(a, begin, end);
+        return f.template operator()<T, A, math::Silu>();
       case Activation::gelu_tanh:
-        return forward<T, A, math::GeluTanh>(a, begin, end);
+        return f.template operator()<T, A, math::GeluTanh>();
       case Activation::gelu:
-        return forward<T, A, math::Gelu>(a, begin, end);
+        return f.template operator()<T, A, math::Gelu>();
     }
   });
 }
 
+}  // namespace
+
+template <> void run(const GluForward& a, int64_t begin, int64_t end) {
+  with_activation(a, [&]<class T, class A, template <class, bool> class Of>() { forward<T, A, Of>(a, begin, end); });
+}
+
 template <> void run(const GluBackward& a, int64_t begin, int64_t end) {
-  dispatch(a.gate.dtype, [&](auto t) {
-    using T = decltype(t);
-    using A = accumulator_of<T>;
-    switch (a.activation) {
-      case Activation::silu:
-        return backward<T, A, math::Silu>(a, begin, end);
-      case Activation::gelu_tanh:
-        return backward<T, A, math::GeluTanh>(a, begin, end);
-      case Activation::gelu:
-        return backward<T, A, math::Gelu>(a, begin, end);
-    }
-  });
+  with_activation(a, [&]<class T, class A, template <class, bool> class Of>() { backward<T, A, Of>(a, begin, end); });
 }
 
 }  // namespace liger::cpu::LIGER_ISA

@@ -12,7 +12,7 @@ CrossEntropyRows rows_of(const Scope& scope, const RowsView& logits, const Tenso
   args.vocab = logits.cols;
   args.logits = logits;
   args.target = static_cast<const int64_t*>(target.data_ptr());
-  args.class_weight = vector_of(weight, "weight");
+  args.class_weight = vector_of(weight);
   args.counts = counts.data_ptr();
   args.options = options;
   args.op = scope.op();
@@ -25,14 +25,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tens
                                                                             bool return_z_loss, bool return_token_accuracy,
                                                                             bool return_predicted_tokens) {
   const Scope scope("cross_entropy", logits);
-  const CrossEntropyOptions options{ignore_index,        label_smoothing,         lse_square_scale,
-                                    softcap.value_or(0), /*token_scaling=*/false, Reduction(reduction)};
-  const RowsView rows = as_rows(scope.op(), logits, "logits");
+  const CrossEntropyOptions options = options_of(ignore_index, reduction, label_smoothing, lse_square_scale, softcap);
+  const RowsView rows = as_rows(scope, logits);
   const Dtype acc = accumulator(rows.view.dtype);
-  target = contiguous(scope.op(), target);
-  weight = contiguous(scope.op(), weight);
+  target = contiguous(scope, target);
+  weight = contiguous(scope, weight);
 
-  const Counts counts = counts_of(scope, target, weight, nullptr, rows.cols, options, acc);
+  const Counts counts = counts_of(scope, target, weight, {}, rows.cols, options, acc);
   const bool count_first = options.reduction == Reduction::none || options.label_smoothing != 0;  // a row needs the sum of all weights
   if (count_first) cross_entropy_counts(counts.how, scope);
   LossRows losses(scope, logits, rows.rows, acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
@@ -50,20 +49,18 @@ Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, Opt
                                  int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
                                  std::optional<double> softcap) {
   const Scope scope("cross_entropy_backward", logits);
-  const CrossEntropyOptions options{ignore_index, label_smoothing, lse_square_scale, softcap.value_or(0), false, Reduction(reduction)};
-  const RowsView rows = as_rows(scope.op(), logits, "logits");
-  target = contiguous(scope.op(), target);
-  weight = contiguous(scope.op(), weight);
+  const CrossEntropyOptions options = options_of(ignore_index, reduction, label_smoothing, lse_square_scale, softcap);
+  const RowsView rows = as_rows(scope, logits);
+  target = contiguous(scope, target);
+  weight = contiguous(scope, weight);
   const bool per_row = options.reduction == Reduction::none;
 
   Tensor dlogits = allocate_like(scope, logits);
   if (rows.rows == 0) return dlogits;
-  const CrossEntropyRows r = rows_of(scope, rows, target, weight, counts, options);
-  dloss = contiguous(scope.op(), dloss);
-  cross_entropy_backward(
-      {r.rows, r.vocab, 0, r.logits, r.target, r.class_weight, r.counts, options, scope.op(), lse.data_ptr(),
-       Rows{dloss.data_ptr(), per_row ? 1 : 0, dtype_of(dloss, "dloss")}, mutable_rows(dlogits, "logits"), Classes{0, r.vocab}},
-      scope);
+  dloss = contiguous(scope, dloss);
+  CrossEntropyBackward args = backward_of(rows_of(scope, rows, target, weight, counts, options), lse, mutable_rows(dlogits));
+  args.grad = {dloss.data_ptr(), per_row ? 1 : 0, dtype_of(dloss)};
+  cross_entropy_backward(args, scope);
   return dlogits;
 }
 

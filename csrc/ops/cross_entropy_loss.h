@@ -11,17 +11,15 @@ class CrossEntropyLoss {
 
   CrossEntropyLoss(const Head& head, const CrossEntropyOptions& options, const Tensor& target, const OptionalTensor& class_weight)
       : options(options),
-        target(contiguous(head.scope.op(), target)),
-        class_weight(contiguous(head.scope.op(), class_weight)),
+        target(contiguous(head.scope, target)),
+        class_weight(contiguous(head.scope, class_weight)),
         gradient_scale(head.compute == Dtype::f16 ? 64.0 : 1.0),
         head_(head) {}
 
   // The gradients that the functions below leave in the place of logits are to be multiplied by *scale() / gradient_scale, and by
   // grad_output: one number, or one of each row.
   bool per_row() const { return options.reduction == Reduction::none; }
-  const void* scale(const Tensor& counts) const {
-    return static_cast<const char*>(counts.data_ptr()) + CrossEntropyCounts::scale * size_of(head_.acc);
-  }
+  const void* scale(const Tensor& counts) const { return at(counts.data_ptr(), CrossEntropyCounts::scale, head_.acc); }
 
   // Whole rows of logits: their losses into `results`, unless it is null, and their gradient, if it is wanted.
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows* results, bool gradient) const {
@@ -47,9 +45,9 @@ class CrossEntropyLoss {
     }
 
     void statistics(int64_t piece, Range classes, const MutableRows& logits) const {
-      const int64_t bytes = CrossEntropyStatistics::slots * rows_.count * size_of(loss_.head_.acc);
+      const int64_t first = piece * CrossEntropyStatistics::slots * rows_.count;
       cross_entropy_statistics(
-          {loss_.rows_of(rows_, classes, logits, counts_), classes_of(classes), static_cast<char*>(statistics_.data_ptr()) + piece * bytes,
+          {loss_.rows_of(rows_, classes, logits, counts_), classes_of(classes), at(statistics_.data_ptr(), first, loss_.head_.acc),
            best_classes() ? best_classes() + piece * rows_.count : nullptr},
           loss_.head_.scope);
     }
@@ -57,23 +55,11 @@ class CrossEntropyLoss {
       cross_entropy_merge({results_, pieces_, statistics_.data_ptr(), best_classes(), loss_.head_.acc, token()}, loss_.head_.scope);
     }
     void gradient(Range classes, const MutableRows& logits) const {
-      const CrossEntropyRows of = loss_.rows_of(rows_, classes, logits, counts_);
-      cross_entropy_backward({of.rows,
-                              of.vocab,
-                              of.first_row,
-                              of.logits,
-                              of.target,
-                              of.class_weight,
-                              of.counts,
-                              of.options,
-                              of.op,
-                              lse_.data_ptr(),
-                              {},
-                              logits,
-                              classes_of(classes),
-                              token(),
-                              loss_.gradient_scale},
-                             loss_.head_.scope);
+      CrossEntropyBackward args = backward_of(loss_.rows_of(rows_, classes, logits, counts_), lse_, logits);
+      args.classes = classes_of(classes);
+      args.token = token();
+      args.gradient_scale = loss_.gradient_scale;
+      cross_entropy_backward(args, loss_.head_.scope);
     }
 
    private:
@@ -103,8 +89,8 @@ class CrossEntropyLoss {
     args.first_row = rows.first;
     args.logits = readable(logits);
     args.target = static_cast<const int64_t*>(target.data_ptr()) + rows.first;
-    args.class_weight = vector_of(class_weight, "ce_weight");
-    if (class_weight) args.class_weight.data = static_cast<const char*>(args.class_weight.data) + classes.first * size_of(head_.acc);
+    args.class_weight = vector_of(class_weight);
+    args.class_weight.data = at(args.class_weight.data, classes.first, head_.acc);
     args.counts = counts.data_ptr();
     args.options = options;
     args.op = "fused_linear_cross_entropy";

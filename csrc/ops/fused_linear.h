@@ -100,7 +100,7 @@ class Backward {
     const GradientSums sums(head_, schedule_, true);
     const Tensor scaled = scaled_x_buffer(schedule_.rows);
     Rows x;
-    for_each_chunk<Loss, typename Loss::Results>(head_, loss, schedule_, mutable_rows(buffer, "logits"), counts, nullptr, true,
+    for_each_chunk<Loss, typename Loss::Results>(head_, loss, schedule_, mutable_rows(buffer), counts, nullptr, true,
                                                  [&](Range rows, Range classes, const Rows& gradient) {
                                                    if (schedule_.dweight && classes.first == 0) x = scaled_x(rows, scaled);
                                                    sums.add(rows, classes, gradient, x, from_row(row_grad_, rows.first));
@@ -117,7 +117,7 @@ class Backward {
   const void* alpha() const { return scales_.data_ptr(); }
   const void* dweight_alpha() const { return per_row_ ? scale_at(1) : alpha(); }
   const void* x_scale() const { return scale_at(2); }
-  const void* scale_at(int64_t i) const { return static_cast<const char*>(scales_.data_ptr()) + i * size_of(head_.acc); }
+  const void* scale_at(int64_t i) const { return at(scales_.data_ptr(), i, head_.acc); }
 
   Tensor scaled_x_buffer(int64_t rows) const;
   Rows scaled_x(Range rows, const Tensor& buffer) const;

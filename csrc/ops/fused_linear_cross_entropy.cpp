@@ -14,13 +14,12 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
                          bool return_predicted_tokens, std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,
                          int64_t gradients, int64_t chunk_rows, int64_t chunk_classes, bool need_dx, bool need_dweight, bool need_dbias) {
   const Scope scope("fused_linear_cross_entropy", x);
-  const CrossEntropyOptions options{ignore_index,        label_smoothing,   lse_square_scale,
-                                    softcap.value_or(0), use_token_scaling, Reduction(reduction)};
+  const CrossEntropyOptions options = options_of(ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
   const Head head(scope, x, weight, bias, accum_dtype, compute_dtype);
   const CrossEntropyLoss loss(head, options, target, ce_weight);
   const Schedule schedule = schedule_of(head, need_dx, need_dweight, need_dbias, gradients, chunk_rows, chunk_classes);
 
-  const Counts counts = counts_of(scope, loss.target, loss.class_weight, get(normalizer), head.vocab, options, head.acc);
+  const Counts counts = counts_of(scope, loss.target, loss.class_weight, normalizer, head.vocab, options, head.acc);
   cross_entropy_counts(counts.how, scope);
   LossRows losses(scope, x, head.rows, head.acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
   const bool deferred = schedule.gradients == Gradients::deferred, accumulated = schedule.gradients == Gradients::accumulated;
@@ -38,7 +37,7 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
                      sums.add(rows, classes, gradient, x_rows, {});
                    });
   } else {
-    for (Tensor t : {sums.dweight, sums.dbias}) torch::stable::zero_(t);
+    zero({sums.dweight, sums.dbias});
   }
   losses.finish(counts, true);
   return {losses.loss,  losses.z_loss, losses.token_accuracy, losses.predicted_tokens, counts.values, saved, sums.dx,
@@ -53,8 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(Tensor dloss, Tensor x, Tensor we
                                                int64_t gradients, int64_t chunk_rows, int64_t chunk_classes, bool need_dx,
                                                bool need_dweight, bool need_dbias) {
   const Scope scope("fused_linear_cross_entropy_backward", x);
-  const CrossEntropyOptions options{ignore_index,        label_smoothing,   lse_square_scale,
-                                    softcap.value_or(0), use_token_scaling, Reduction(reduction)};
+  const CrossEntropyOptions options = options_of(ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
   const Head head(scope, x, weight, bias, accum_dtype, compute_dtype);
   const CrossEntropyLoss loss(head, options, target, ce_weight);
   const Schedule schedule = schedule_of(head, need_dx, need_dweight, need_dbias, gradients, chunk_rows, chunk_classes);

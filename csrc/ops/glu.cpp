@@ -11,16 +11,10 @@ struct Halves {
   RowsView gate, up;
 };
 
-Halves two_tensors(const char* op, const Tensor& gate, const Tensor& up) { return {as_rows(op, gate, "gate"), as_rows(op, up, "up")}; }
+Halves two_tensors(const Scope& scope, const Tensor& gate, const Tensor& up) { return {as_rows(scope, gate), as_rows(scope, up)}; }
 
-// Of no data, no data.
-const void* at(const void* data, int64_t elements, Dtype dtype) {
-  return data ? static_cast<const char*>(data) + elements * size_of(dtype) : nullptr;
-}
-void* at(void* data, int64_t elements, Dtype dtype) { return data ? static_cast<char*>(data) + elements * size_of(dtype) : nullptr; }
-
-Halves packed(const char* op, const Tensor& gate_up) {
-  RowsView gate = as_rows(op, gate_up, "gate_up");
+Halves packed(const Scope& scope, const Tensor& gate_up) {
+  RowsView gate = as_rows(scope, gate_up);
   gate.cols /= 2;
   RowsView up = gate;
   up.view.data = at(gate.view.data, gate.cols, gate.view.dtype);
@@ -33,15 +27,14 @@ Tensor forward(const Scope& scope, const Tensor& shape_of, const Halves& in, int
   sizes.back() = in.gate.cols;
   Tensor h = allocate(scope, sizes, in.gate.view.dtype, shape_of);
   if (h.numel() > 0)
-    glu_forward(
-        {in.gate.rows, in.gate.cols, in.gate, in.up, mutable_rows(h, "h"), Activation(activation), gate_multiplier, down_multiplier},
-        scope);
+    glu_forward({in.gate.rows, in.gate.cols, in.gate, in.up, mutable_rows(h), Activation(activation), gate_multiplier, down_multiplier},
+                scope);
   return h;
 }
 
 void backward(const Scope& scope, const Tensor& dh, const Halves& in, MutableRows dgate, MutableRows dup, int64_t activation,
               double gate_multiplier, double down_multiplier) {
-  const RowsView dh_rows = as_rows(scope.op(), dh, "dh");
+  const RowsView dh_rows = as_rows(scope, dh);
   if (dh.numel() > 0)
     glu_backward(
         {in.gate.rows, in.gate.cols, dh_rows, in.gate, in.up, dgate, dup, Activation(activation), gate_multiplier, down_multiplier}, scope);
@@ -49,28 +42,28 @@ void backward(const Scope& scope, const Tensor& dh, const Halves& in, MutableRow
 
 Tensor glu_op(Tensor gate, Tensor up, int64_t activation, double gate_multiplier, double down_multiplier) {
   const Scope scope("glu", gate);
-  return forward(scope, gate, two_tensors(scope.op(), gate, up), activation, gate_multiplier, down_multiplier);
+  return forward(scope, gate, two_tensors(scope, gate, up), activation, gate_multiplier, down_multiplier);
 }
 
 std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
                                            double down_multiplier) {
   const Scope scope("glu_backward", gate);
-  const Halves in = two_tensors(scope.op(), gate, up);
+  const Halves in = two_tensors(scope, gate, up);
   Tensor dgate = allocate_like(scope, gate), dup = allocate_like(scope, up);
-  backward(scope, dh, in, mutable_rows(dgate, "gate"), mutable_rows(dup, "up"), activation, gate_multiplier, down_multiplier);
+  backward(scope, dh, in, mutable_rows(dgate), mutable_rows(dup), activation, gate_multiplier, down_multiplier);
   return {dgate, dup};
 }
 
 Tensor glu_packed_op(Tensor gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
   const Scope scope("glu_packed", gate_up);
-  return forward(scope, gate_up, packed(scope.op(), gate_up), activation, gate_multiplier, down_multiplier);
+  return forward(scope, gate_up, packed(scope, gate_up), activation, gate_multiplier, down_multiplier);
 }
 
 Tensor glu_packed_backward_op(Tensor dh, Tensor gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
   const Scope scope("glu_packed_backward", gate_up);
-  const Halves in = packed(scope.op(), gate_up);
+  const Halves in = packed(scope, gate_up);
   Tensor grad = allocate_like(scope, gate_up);
-  const MutableRows dgate = mutable_rows(grad, "gate_up");
+  const MutableRows dgate = mutable_rows(grad);
   MutableRows dup = dgate;
   dup.data = at(dgate.data, in.gate.cols, dgate.dtype);
   backward(scope, dh, in, dgate, dup, activation, gate_multiplier, down_multiplier);

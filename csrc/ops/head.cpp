@@ -9,15 +9,14 @@ Matrix matrix(const Rows& r, bool transposed = false) { return {r.data, r.stride
 
 }  // namespace
 
-RowsView as_matrix(const char* op, const Tensor& t, const char* name) {
-  const RowsView view = as_rows(op, t, name);
-  return view.rows <= 1 || view.view.stride >= view.cols ? view : as_rows(op, contiguous(op, t), name);
+RowsView as_matrix(const Scope& scope, const Tensor& t) {
+  const RowsView view = as_rows(scope, t);
+  return view.rows <= 1 || view.view.stride >= view.cols ? view : as_rows(scope, contiguous(scope, t));
 }
 
 Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::optional<ScalarType> accum_dtype,
            std::optional<ScalarType> compute_dtype)
     : scope(scope) {
-  const char* op = scope.op();
   rows = x.size(0);
   hidden = x.size(1);
   vocab = weight.size(0);
@@ -25,25 +24,25 @@ Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const Opti
   compute = dtypes.compute;
   acc = dtypes.acc;
   accum = dtypes.accum;
-  bias_ = contiguous(op, bias);
-  x_ = as_matrix(op, x, "x");
-  weight_ = as_matrix(op, weight, "weight");
+  bias_ = contiguous(scope, bias);
+  x_ = as_matrix(scope, x);
+  weight_ = as_matrix(scope, weight);
 }
 
 void Head::logits(Range rows, Range classes, const MutableRows& out) const {
   if (bias_) {
-    Vector bias = vector_of(bias_, "bias");
-    bias.data = static_cast<const char*>(bias.data) + classes.first * size_of(bias.dtype);
+    Vector bias = vector_of(bias_);
+    bias.data = at(bias.data, classes.first, bias.dtype);
     fill_rows({rows.count, classes.count, out, bias}, scope);
   }
-  const Rows x = from_row(x_rows(), rows.first), weight = from_row(in_compute_dtype(weight_, "weight"), classes.first);
+  const Rows x = from_row(x_rows(), rows.first), weight = from_row(in_compute_dtype(weight_), classes.first);
   gemm({rows.count, classes.count, hidden, matrix(x), matrix(weight, true), out.data, out.stride, compute, nullptr, bias_.has_value()},
        scope);
 }
 
 void Head::input_gradient(Range rows, Range classes, const Rows& gradient, const MutableRows& dx, const void* alpha,
                           bool accumulate) const {
-  const Rows weight = from_row(in_compute_dtype(weight_, "weight"), classes.first);
+  const Rows weight = from_row(in_compute_dtype(weight_), classes.first);
   const MutableRows out = from_row(dx, rows.first);
   gemm({rows.count, hidden, classes.count, matrix(gradient), matrix(weight), out.data, out.stride, out.dtype, alpha, accumulate}, scope);
 }
@@ -56,17 +55,16 @@ void Head::weight_gradient(Range classes, int64_t rows, const Rows& gradient, co
 
 void Head::bias_gradient(Range classes, int64_t rows, const Rows& gradient, const Rows& row_scale, const Tensor& dbias,
                          bool accumulate) const {
-  void* const sum = static_cast<char*>(dbias.data_ptr()) + classes.first * size_of(acc);
-  ColumnSum args{rows, classes.count, gradient, row_scale, sum, accumulate, nullptr};
+  ColumnSum args{rows, classes.count, gradient, row_scale, at(dbias.data_ptr(), classes.first, acc), accumulate, nullptr};
   const Tensor space = workspace(scope, column_sum_workspace(args, scope), x_.tensor);
   args.workspace = space.data_ptr();
   column_sum(args, scope);
 }
 
-Rows Head::in_compute_dtype(RowsView& operand, const char* name) const {
+Rows Head::in_compute_dtype(RowsView& operand) const {
   if (operand.view.dtype != compute) {
     const Tensor copy = allocate_like(scope, operand.tensor, compute);
-    const MutableRows out = mutable_rows(copy, name);
+    const MutableRows out = mutable_rows(copy);
     if (copy.numel() > 0) scale_cast({operand.rows, operand.cols, operand, out, nullptr, {}}, scope);
     operand = {copy, operand.rows, operand.cols, readable(out)};
   }

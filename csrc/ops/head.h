@@ -12,16 +12,12 @@ struct Range {
 };
 
 // Element `first` of a vector, and row `first` of a matrix, as a start.
-inline Rows from_row(const Rows& r, int64_t first) {
-  return {r.data ? static_cast<const char*>(r.data) + first * r.stride * size_of(r.dtype) : nullptr, r.stride, r.dtype};
-}
-inline MutableRows from_row(const MutableRows& r, int64_t first) {
-  return {r.data ? static_cast<char*>(r.data) + first * r.stride * size_of(r.dtype) : nullptr, r.stride, r.dtype};
-}
+inline Rows from_row(const Rows& r, int64_t first) { return {at(r.data, first * r.stride, r.dtype), r.stride, r.dtype}; }
+inline MutableRows from_row(const MutableRows& r, int64_t first) { return {at(r.data, first * r.stride, r.dtype), r.stride, r.dtype}; }
 inline Rows readable(const MutableRows& r) { return {r.data, r.stride, r.dtype}; }
 
 // Rows that a matmul can read: they neither overlap nor are one row over and over.
-RowsView as_matrix(const char* op, const Tensor& t, const char* name);
+RowsView as_matrix(const Scope& scope, const Tensor& t);
 
 class Head {
  public:
@@ -40,7 +36,7 @@ class Head {
 
   const Tensor& x() const { return x_.tensor; }
   // x in the compute dtype.
-  Rows x_rows() const { return in_compute_dtype(x_, "x"); }
+  Rows x_rows() const { return in_compute_dtype(x_); }
   // May a matmul write this dtype?
   bool writes(Dtype dtype) const { return dtype == compute || dtype == acc; }
   bool has_bias() const { return bias_.has_value(); }
@@ -53,7 +49,7 @@ class Head {
 
  private:
   // Cast at the first use, since a backward may need neither.
-  Rows in_compute_dtype(RowsView& operand, const char* name) const;
+  Rows in_compute_dtype(RowsView& operand) const;
 
   mutable RowsView x_, weight_;
   OptionalTensor bias_;

@@ -13,8 +13,9 @@ struct Inputs {
   JsdRows rows;
 };
 
-Inputs inputs(const char* op, const Tensor& log_q, const Tensor& log_p, const OptionalTensor& labels, double beta, int64_t ignore_index) {
-  Inputs in{as_rows(op, log_q, "log_q"), as_rows(op, log_p, "log_p"), contiguous(op, labels), {}};
+Inputs inputs(const Scope& scope, const Tensor& log_q, const Tensor& log_p, const OptionalTensor& labels, double beta,
+              int64_t ignore_index) {
+  Inputs in{as_rows(scope, log_q), as_rows(scope, log_p), contiguous(scope, labels), {}};
   const auto* const label_data = labels ? static_cast<const int64_t*>(in.labels->data_ptr()) : nullptr;
   in.rows = {in.log_q.rows, in.log_q.cols, in.log_q, in.log_p, label_data, ignore_index, beta};
   return in;
@@ -22,7 +23,7 @@ Inputs inputs(const char* op, const Tensor& log_q, const Tensor& log_p, const Op
 
 std::tuple<Tensor, Tensor> jsd_op(Tensor log_q, Tensor log_p, OptionalTensor shift_labels, double beta, int64_t ignore_index) {
   const Scope scope("jsd", log_q);
-  const Inputs in = inputs(scope.op(), log_q, log_p, shift_labels, beta, ignore_index);
+  const Inputs in = inputs(scope, log_q, log_p, shift_labels, beta, ignore_index);
   const Dtype acc = accumulator(in.rows.log_q.dtype);
   const Tensor loss = allocate(scope, {}, acc, log_q), counts = allocate(scope, {CrossEntropyCounts::slots}, acc, log_q),
                losses = allocate(scope, {in.rows.rows}, acc, log_q);
@@ -44,10 +45,9 @@ std::tuple<Tensor, Tensor> jsd_op(Tensor log_q, Tensor log_p, OptionalTensor shi
 Tensor jsd_backward_op(Tensor dloss, Tensor log_q, Tensor log_p, OptionalTensor shift_labels, Tensor counts, double beta,
                        int64_t ignore_index) {
   const Scope scope("jsd_backward", log_q);
-  const Inputs in = inputs(scope.op(), log_q, log_p, shift_labels, beta, ignore_index);
+  const Inputs in = inputs(scope, log_q, log_p, shift_labels, beta, ignore_index);
   Tensor dlog_q = allocate_like(scope, log_q);
-  if (in.rows.rows > 0)
-    jsd_backward({in.rows, counts.data_ptr(), {dloss.data_ptr(), dtype_of(dloss, "dloss")}, mutable_rows(dlog_q, "log_q")}, scope);
+  if (in.rows.rows > 0) jsd_backward({in.rows, counts.data_ptr(), {dloss.data_ptr(), dtype_of(dloss)}, mutable_rows(dlog_q)}, scope);
   return dlog_q;
 }
 

@@ -7,13 +7,34 @@
 
 namespace liger::LIGER_BACKEND {
 
+inline CrossEntropyOptions options_of(int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
+                                      const std::optional<double>& softcap, bool token_scaling = false) {
+  return {ignore_index, label_smoothing, lse_square_scale, softcap.value_or(0), token_scaling, Reduction(reduction)};
+}
+
+// The gradient of rows of all classes, whose losses' gradient and whatever else is not 0 is still to be set.
+inline CrossEntropyBackward backward_of(const CrossEntropyRows& of, const Tensor& lse, const MutableRows& dlogits) {
+  return {.rows = of.rows,
+          .vocab = of.vocab,
+          .first_row = of.first_row,
+          .logits = of.logits,
+          .target = of.target,
+          .class_weight = of.class_weight,
+          .counts = of.counts,
+          .options = of.options,
+          .op = of.op,
+          .lse = lse.data_ptr(),
+          .dlogits = dlogits,
+          .classes = {0, of.vocab}};
+}
+
 // The counts' memory and how they are made; cross_entropy_counts, or the reduction, makes them.
 struct Counts {
   Tensor values;
   CrossEntropyCounts how;
 };
-Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const Tensor* normalizer, int64_t vocab,
-                 const CrossEntropyOptions& options, Dtype accumulator);
+Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
+                 int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator);
 
 // Buffers for per-row losses of a whole batch, and what the op returns of them.
 class LossRows {

@@ -9,10 +9,10 @@ namespace {
 Tensor output_like(const Scope& scope, const Tensor& t) {
   if (!keeps_strides(t)) return allocate_like(scope, t);
   const auto strides = t.strides();
-  return allocate(scope, sizes_of(t), {strides.begin(), strides.end()}, dtype_of(t, "q"), t);
+  return allocate(scope, sizes_of(t), {strides.begin(), strides.end()}, dtype_of(t), t);
 }
 
-Tensor readable(const char* op, const Tensor& t) { return contiguous_heads(t) ? t : contiguous(op, t); }
+Tensor readable(const Scope& scope, const Tensor& t) { return contiguous_heads(t) ? t : contiguous(scope, t); }
 
 RopeHeads heads_of(const Tensor& in, const Tensor& out) {
   return {in.data_ptr(), out.data_ptr(), in.size(1), in.stride(0), in.stride(1), in.stride(2), out.stride(0), out.stride(1), out.stride(2)};
@@ -21,15 +21,15 @@ RopeHeads heads_of(const Tensor& in, const Tensor& out) {
 // Forward: q and k; backward: their gradients, by the transposed rotation.
 std::tuple<Tensor, Tensor> run(const char* op, Tensor q, Tensor k, Tensor cos, Tensor sin, bool transpose) {
   const Scope scope(op, q);
-  cos = readable(op, cos);
-  sin = readable(op, sin);
+  cos = readable(scope, cos);
+  sin = readable(scope, sin);
   Tensor q_out = output_like(scope, q), k_out = output_like(scope, k);
   if (q.numel() + k.numel() == 0) return {q_out, k_out};
-  q = readable(op, q);
-  k = readable(op, k);
+  q = readable(scope, q);
+  k = readable(scope, k);
   const auto batch_stride = [](const Tensor& t) { return t.size(0) == 1 ? 0 : t.stride(0); };
-  rope({q.size(0), q.size(2), q.size(3), cos.size(2), dtype_of(q, "q"), heads_of(q, q_out), heads_of(k, k_out), cos.data_ptr(),
-        sin.data_ptr(), dtype_of(cos, "cos"), batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), transpose},
+  rope({q.size(0), q.size(2), q.size(3), cos.size(2), dtype_of(q), heads_of(q, q_out), heads_of(k, k_out), cos.data_ptr(), sin.data_ptr(),
+        dtype_of(cos), batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), transpose},
        scope);
   return {q_out, k_out};
 }

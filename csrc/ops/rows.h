@@ -6,18 +6,18 @@ namespace liger::LIGER_BACKEND {
 
 template <class Forward> Tensor row_op(const char* op, const Tensor& x, void (*kernel)(const Forward&, Stream)) {
   const Scope scope(op, x);
-  const RowsView rows = as_rows(op, x, "x");
+  const RowsView rows = as_rows(scope, x);
   Tensor y = allocate_like(scope, x);
-  if (x.numel() > 0) kernel({rows.rows, rows.cols, rows, mutable_rows(y, "y")}, scope);
+  if (x.numel() > 0) kernel({rows.rows, rows.cols, rows, mutable_rows(y)}, scope);
   return y;
 }
 
 template <class Backward>
 Tensor row_op_backward(const char* op, const Tensor& dy, const Tensor& kept, void (*kernel)(const Backward&, Stream)) {
   const Scope scope(op, kept);
-  const RowsView dy_rows = as_rows(op, dy, "dy"), rows = as_rows(op, kept, "x");
+  const RowsView dy_rows = as_rows(scope, dy), rows = as_rows(scope, kept);
   Tensor dx = allocate_like(scope, kept);
-  if (kept.numel() > 0) kernel({rows.rows, rows.cols, dy_rows, rows, mutable_rows(dx, "dx")}, scope);
+  if (kept.numel() > 0) kernel({rows.rows, rows.cols, dy_rows, rows, mutable_rows(dx)}, scope);
   return dx;
 }
 

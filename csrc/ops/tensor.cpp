@@ -57,6 +57,8 @@ ScalarType type_of(const Tensor& t) {
   }
 }
 
+Dtype dtype_of(const Tensor& t) { return kernel_dtype(type_of(t)).value(); }
+
 bool same_device(const Tensor& t, const Tensor& like) {
   return t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && t.get_device_index() == like.get_device_index();
 }
@@ -90,7 +92,7 @@ int64_t element_bytes(ScalarType type) {
   throw OutOfMemory(text(has_streams ? "CUDA out of memory. " : "out of memory: ", tried, cause.empty() ? "" : "; torch: ", cause));
 }
 
-Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
+Tensor allocate_strided(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
                         const Tensor& like) {
   int32_t device_type = 0;
   aoti_torch_get_device_type(like.get(), &device_type);
@@ -101,7 +103,7 @@ Tensor allocate_strided(const char* op, const std::vector<int64_t>& sizes, const
   if (code != 0) {
     double elements = 1;  // more than an integer holds, perhaps
     for (size_t i = 0; i < sizes.size(); ++i) elements += double(sizes[i] - 1) * double(strides[i]);
-    throw_failed_allocation(op, elements * double(element_bytes(type)));
+    throw_failed_allocation(scope.op(), elements * double(element_bytes(type)));
   }
   return Tensor(handle);
 }
@@ -120,14 +122,14 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
 
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Dtype dtype,
                 const Tensor& like) {
-  return allocate_strided(scope.op(), sizes, strides, scalar_type(dtype), like);
+  return allocate_strided(scope, sizes, strides, scalar_type(dtype), like);
 }
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
-  return allocate_strided(scope.op(), sizes, contiguous_strides(sizes), type, like);
+  return allocate_strided(scope, sizes, contiguous_strides(sizes), type, like);
 }
-Tensor contiguous(const char* op, const Tensor& t) {
+Tensor contiguous(const Scope& scope, const Tensor& t) {
   if (t.is_contiguous()) return t;
-  Tensor copy = allocate_strided(op, sizes_of(t), contiguous_strides(sizes_of(t)), type_of(t), t);
+  Tensor copy = allocate_like(scope, t);
   torch::stable::copy_(copy, t);
   return copy;
 }
@@ -141,12 +143,15 @@ Tensor allocate_statistics(const Scope& scope, const Tensor& like, Dtype dtype) 
   leading.pop_back();
   return allocate(scope, leading, accumulator(dtype), like);
 }
-Tensor empty_output(const Scope& scope, const Tensor& like) { return allocate(scope, {0}, type_of(like), like); }
 Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like) {
   return allocate(scope, {(bytes + 3) / 4}, ScalarType::Float, like);
 }
 
-RowsView as_rows(const char* op, const Tensor& t, const char* name) {
+void zero(std::initializer_list<Tensor> tensors) {
+  for (Tensor t : tensors) torch::stable::zero_(t);
+}
+
+RowsView as_rows(const Scope& scope, const Tensor& t) {
   RowsView out{t, 1, t.size(t.dim() - 1), {}};
   for (int64_t i = 0; i + 1 < t.dim(); ++i) out.rows *= t.size(i);
   // One stride for all rows: every leading dimension longer than 1 must continue the one inside it.
@@ -161,22 +166,17 @@ RowsView as_rows(const char* op, const Tensor& t, const char* name) {
     span = t.stride(i) * t.size(i);
   }
   if (!regular || stride < 0) {
-    out.tensor = contiguous(op, t);
+    out.tensor = contiguous(scope, t);
     stride = out.cols;
   }
-  out.view = {out.tensor.data_ptr(), stride, dtype_of(t, name)};
+  out.view = {out.tensor.data_ptr(), stride, dtype_of(t)};
   return out;
 }
 
-MutableRows mutable_rows(const Tensor& t, const char* name) {
-  return {t.data_ptr(), t.dim() == 0 ? 1 : t.size(t.dim() - 1), dtype_of(t, name)};
-}
+MutableRows mutable_rows(const Tensor& t) { return {t.data_ptr(), t.dim() == 0 ? 1 : t.size(t.dim() - 1), dtype_of(t)}; }
+MutableVector mutable_vector(const Tensor& t) { return t.numel() > 0 ? MutableVector{t.data_ptr(), dtype_of(t)} : MutableVector{}; }
+Vector vector_of(const OptionalTensor& t) { return t ? Vector{t->data_ptr(), dtype_of(*t)} : Vector{}; }
 
-Vector vector_of(const OptionalTensor& t, const char* name) {
-  if (!t.has_value()) return {};
-  return {t->data_ptr(), dtype_of(*t, name)};
-}
-
-OptionalTensor contiguous(const char* op, const OptionalTensor& t) { return t.has_value() ? OptionalTensor(contiguous(op, *t)) : t; }
+OptionalTensor contiguous(const Scope& scope, const OptionalTensor& t) { return t ? OptionalTensor(contiguous(scope, *t)) : t; }
 
 }  // namespace liger::LIGER_BACKEND

@@ -28,6 +28,7 @@ const char* dtype_name(ScalarType type);
 ScalarType type_of(const Tensor& t);  // Undefined for one that the stable ABI has no name for
 ScalarType scalar_type(Dtype dtype);
 std::optional<Dtype> kernel_dtype(ScalarType type);
+Dtype dtype_of(const Tensor& t);      // of one that was checked, or allocated here
 bool same_device(const Tensor& t, const Tensor& like);
 inline bool takes_float64(const Tensor&) { return !LIGER_IS_GPU; }
 
@@ -52,8 +53,8 @@ Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, const std
 Tensor allocate_like(const Scope& scope, const Tensor& like);                        // contiguous
 Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype);
 Tensor allocate_statistics(const Scope& scope, const Tensor& like, Dtype dtype);     // a number for each row, in dtype's accumulator
-Tensor empty_output(const Scope& scope, const Tensor& like);                         // zero elements: an output not wanted
 Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like);
+void zero(std::initializer_list<Tensor> tensors);
 std::vector<int64_t> sizes_of(const Tensor& t);
 
 // A checked tensor seen as a matrix of rows over its last dimension. Keeps a contiguous copy alive where its strides allow no such view.
@@ -63,11 +64,17 @@ struct RowsView {
   Rows view;
   operator Rows() const { return view; }
 };
-RowsView as_rows(const char* op, const Tensor& t, const char* name);
-MutableRows mutable_rows(const Tensor& t, const char* name);      // a tensor this op allocated, contiguous
-Vector vector_of(const OptionalTensor& t, const char* name);      // contiguous; data nullptr if absent
-Tensor contiguous(const char* op, const Tensor& t);               // itself, or a copy
-OptionalTensor contiguous(const char* op, const OptionalTensor& t);
-inline const Tensor* get(const OptionalTensor& t) { return t.has_value() ? &*t : nullptr; }
+RowsView as_rows(const Scope& scope, const Tensor& t);
+MutableRows mutable_rows(const Tensor& t);            // a tensor this op allocated, contiguous
+MutableVector mutable_vector(const Tensor& t);        // likewise; absent if it is empty
+Vector vector_of(const OptionalTensor& t);            // contiguous; data nullptr if absent
+Tensor contiguous(const Scope& scope, const Tensor& t);   // itself, or a copy
+OptionalTensor contiguous(const Scope& scope, const OptionalTensor& t);
+
+// So many elements further; of no data, no data.
+template <class Data> Data* at(Data* data, int64_t elements, Dtype dtype) {
+  using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
+  return data ? static_cast<Byte*>(data) + elements * size_of(dtype) : nullptr;
+}
 
 }  // namespace liger::LIGER_BACKEND

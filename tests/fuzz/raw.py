@@ -14,6 +14,8 @@ from fuzz import verdict
 from fuzz.spoil import EXTREMES, FLOATS, INTEGERS, Case
 from liger_ext.testing import outputs_of
 
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
+
 
 class Unacceptable(Exception):
     def __init__(self, text: str, kind: str = "exception") -> None:
@@ -34,32 +36,27 @@ def spoiled(value: Any, case: Case) -> Any:
         return rng.choice(INTEGERS)
     if isinstance(value, float) or value is None:
         return rng.choice(FLOATS)
-    return rng.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool])
+    return rng.choice(DTYPES)
 
 
 def spoiled_tensor(t: Tensor, case: Case) -> Tensor:
     rng = case.rng
     how = rng.choice(["layout", "layout", "dtype", "shorter", "longer", "empty", "flat", "value", "meta", "dimension"])
-    if how == "layout":
-        return Guarded().place("", t, draw_layout(rng, t.shape))
-    if how == "dtype":
-        return t.to(rng.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]))
-    if how == "shorter":
-        return t[:-1] if t.dim() else t
-    if how == "longer":
-        return torch.cat([t, t]) if t.dim() else t
-    if how == "empty":
-        return t.new_empty(0)
-    if how == "flat":
-        return t.flatten()
     if how == "value" and t.numel():
         changed = t.clone(memory_format=torch.contiguous_format)
         value = rng.choice(INTEGERS if not t.is_floating_point() else EXTREMES)
         changed.view(-1)[rng.randrange(t.numel())] = value if not t.is_floating_point() else float(value)
         return changed
-    if how == "meta":
-        return t.to("meta")
-    return t.unsqueeze(rng.choice([0, -1]))
+    changes = {
+        "layout": lambda: Guarded().place("", t, draw_layout(rng, t.shape)),
+        "dtype": lambda: t.to(rng.choice(DTYPES)),
+        "shorter": lambda: t[:-1] if t.dim() else t,
+        "longer": lambda: torch.cat([t, t]) if t.dim() else t,
+        "empty": lambda: t.new_empty(0),
+        "flat": t.flatten,
+        "meta": lambda: t.to("meta"),
+    }
+    return changes.get(how, lambda: t.unsqueeze(rng.choice([0, -1])))()
 
 
 def recorded(case: Case) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -235,18 +235,5 @@ def meta(case: Case) -> None:
     case.ordinary = case.judged = False
 
 
-SPOILS = [
-    values,
-    values,
-    values,
-    zero_class_weights,
-    zero_class_weights,
-    dtype,
-    shape,
-    huge,
-    target,
-    option,
-    option,
-    wrong_type,
-    meta,
-]
+# Some more often than others.
+SPOILS = [*[values] * 3, *[zero_class_weights] * 2, dtype, shape, huge, target, *[option] * 2, wrong_type, meta]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,18 +31,16 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         tensors = [laid_out(normal(rows, cols, dtype=dtype, seed=s, scale=scale), layout) for s in (1, 2)]
         return dict(zip(("gate", "up"), tensors, strict=True)) | more
 
+    def both(rows: int, cols: int, more: dict[str, Any]):
+        return {"gate_up": normal(rows, cols, dtype=dtype, scale=3), **more}
+
     for op, more in (("swiglu", {}), ("geglu", {}), ("geglu", {"approximate": "none"})):
         for rows, cols in ((3, 1024), (3, 33), (130, 16), (2, 5000)):
             yield op, f"{rows}x{cols} {more}", cols == 33, lambda r=rows, c=cols, m=more: pair(r, c, **m)
         yield op, f"offset {more}", False, lambda m=more: pair(3, 40, "offset", **m)
         packed = f"{op}_packed"
         for rows, cols in ((3, 400), (3, 34), (2, 5000)):
-            yield (
-                packed,
-                f"{rows}x{cols} {more}",
-                cols == 400,
-                lambda r=rows, c=cols, m=more: {"gate_up": normal(r, c, dtype=dtype, scale=3), **m},
-            )
+            yield packed, f"{rows}x{cols} {more}", cols == 400, functools.partial(both, rows, cols, more)
     multipliers = {"gate_multiplier": 1.5, "down_multiplier": 0.25}
     yield "swiglu", "multipliers", False, lambda: pair(3, 200, scale=20.0, **multipliers)
 

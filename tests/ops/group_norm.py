@@ -92,8 +92,12 @@ def group_norm(draw: Draw) -> Call:
 
 
 BAD = [
-    ("group_norm", "num_groups", {"x": (2, 6, 5), "num_groups": 4}, ["num_groups", "4"]),
-    ("group_norm", "weight_shape", {"x": (2, 6, 5), "num_groups": 2, "weight": (5,)}, ["weight", "(5)", "(6)"]),
+    ("group_norm", "no_channels", {"x": (8,), "num_groups": 2}, ["x", "(8)", "(batch, channels"]),
+    ("group_norm", "num_groups", {"x": (2, 8, 3), "num_groups": 3}, ["num_groups is 3", "8 channels"]),
+    ("group_norm", "no_groups", {"x": (2, 8, 3), "num_groups": 0}, ["num_groups is 0", "8 channels"]),
+    ("group_norm", "integers", {"x": normal(2, 8, 3).int(), "num_groups": 2}, ["x", "torch.int32"]),
+    ("group_norm", "weight_shape", {"x": (2, 8, 3), "num_groups": 2, "weight": (3,)}, ["weight", "(3)", "(8)"]),
+    ("group_norm", "bias_shape", {"x": (2, 8, 3), "num_groups": 2, "bias": (8, 1)}, ["bias", "(8, 1)", "(8)"]),
 ]
 LARGE = {"group_norm": lambda a, b, _: F.group_norm(a.unflatten(1, (2, -1)), 2)}
 DRAWS = {"group_norm": group_norm}

@@ -9,20 +9,13 @@ from typing import Any
 import torch
 from calls import COLUMNS, LEADING, Call, Draw
 from cases import class_weights, example, laid_out, normal, random_targets
-from plan_model import (
-    ceil_div,
-    check_held,
-    check_ranges,
-    check_rows,
-    check_singles,
-    check_tiles,
-    reduction_bytes,
-)
+from plan_model import ceil_div, check_held, check_ranges, check_rows, check_singles, check_tiles, reduction_bytes
 from torch import Tensor
 
 import liger_ext
 from liger_ext import functional as F
 
+_FUSED_LOSS = "fused_linear_cross_entropy"
 _ALL_RESULTS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 _ALL_OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 5.0, "reduction": "sum"}
 
@@ -45,24 +38,11 @@ EXAMPLES = [
     ),
     example("cross_entropy", "none", logits=(7, 33), constants=_targets(7, 33, reduction="none")),
     # memory=1: the smallest chunks, of 128 rows.
-    example("fused_linear_cross_entropy", x=(9, 16), weight=(33, 16), constants=_targets(9, 33)),
+    example(_FUSED_LOSS, x=(9, 16), weight=(33, 16), constants=_targets(9, 33)),
+    example(_FUSED_LOSS, "chunks", x=(261, 4), weight=(11, 4), bias=(11,), constants=_targets(261, 11, memory=1)),
+    example(_FUSED_LOSS, "none", x=(261, 4), weight=(11, 4), constants=_targets(261, 11, reduction="none", memory=1)),
     example(
-        "fused_linear_cross_entropy",
-        "chunks",
-        x=(261, 4),
-        weight=(11, 4),
-        bias=(11,),
-        constants=_targets(261, 11, memory=1),
-    ),
-    example(
-        "fused_linear_cross_entropy",
-        "none",
-        x=(261, 4),
-        weight=(11, 4),
-        constants=_targets(261, 11, reduction="none", memory=1),
-    ),
-    example(
-        "fused_linear_cross_entropy",
+        _FUSED_LOSS,
         "options",
         x=(9, 16),
         weight=(33, 16),
@@ -74,7 +54,7 @@ EXAMPLES = [
 
 def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
     options = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 5.0}
-    results = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    results = _ALL_RESULTS
     variants: list[tuple[str, dict]] = [
         ("plain", {}),
         ("z loss", {"lse_square_scale": 1e-2, "return_z_loss": True}),
@@ -94,12 +74,8 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         for name, more in variants:
             weighted = name in ("all", "z loss")
             quick = (vocab, name) in ((100, "plain"), (1003, "all"), (5000, "plain"))
-            yield (
-                "cross_entropy",
-                f"{vocab} {name}",
-                quick,
-                lambda v=vocab, w=weighted, m=more: logits(5, v, weighted=w, **m),
-            )
+            made = functools.partial(logits, 5, vocab, weighted=weighted, **more)
+            yield "cross_entropy", f"{vocab} {name}", quick, made
     yield "cross_entropy", "32000", False, lambda: logits(2, 32000)
     yield "cross_entropy", "20x4500", False, lambda: logits(20, 4500)
     yield "cross_entropy", "offset", False, lambda: logits(4, 1000, "offset")
@@ -231,7 +207,7 @@ def _results(arguments: dict[str, Any]) -> dict[str, Any]:
 PROMISED = dict.fromkeys(DRAWS, _results)
 
 
-_FUSED_LOSS, _TARGET = "fused_linear_cross_entropy", torch.tensor([1, 2, 3])
+_TARGET = torch.tensor([1, 2, 3])
 _LOSS = {"logits": (3, 8), "target": _TARGET}
 _FUSED = {"x": (3, 8), "weight": (9, 8), "target": _TARGET}
 _LEARNED = normal(1).requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,12 +96,8 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         yield "add_rms_norm", layout, False, lambda how=layout: inputs("x residual", 4, 1032, layout=how)
     if dtype != torch.float32:  # a residual stream in fp32
         for cols in (1024, 20000, 333):
-            yield (
-                "add_rms_norm",
-                f"fp32 stream {cols}",
-                False,
-                lambda c=cols: inputs("x", 5, c) | {"residual": normal(5, c, seed=5)},
-            )
+            made = functools.partial(inputs, "x", 5, cols, residual=normal(5, cols, seed=5))
+            yield "add_rms_norm", f"fp32 stream {cols}", False, made
         wide = {"residual": normal(5, 1024, seed=5)}
         yield "add_rms_norm", "fp32 stream frozen", False, lambda: inputs("x", 5, 1024, other) | wide, "weight"
 

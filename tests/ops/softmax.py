@@ -12,9 +12,7 @@ from plan_model import row_registers, row_reread
 import liger_ext
 from liger_ext import functional as F
 
-EXAMPLES = [
-    example("softmax", x=(3, 5, 33)),
-]
+EXAMPLES = [example("softmax", x=(3, 5, 33))]
 
 
 def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:

@@ -1,0 +1,54 @@
+// What the backwards of rms_norm, add_rms_norm, layer_norm and group_norm give.
+#pragma once
+#include "kernels/norms.h"
+#include "ops/tensor.h"
+
+namespace liger::LIGER_BACKEND {
+
+// The gradients that are wanted, as far as there are such parameters; the others are empty.
+struct NormGradients {
+  Tensor dx, dweight, dbias;
+  bool wanted;
+
+  NormGradients(const Scope& scope, const Tensor& x, const OptionalTensor& weight, const std::optional<ScalarType>& bias_dtype,
+                int64_t channels, bool need_dx, bool need_dweight, bool need_dbias) {
+    need_dweight = need_dweight && weight;
+    need_dbias = need_dbias && bias_dtype;
+    wanted = need_dx || need_dweight || need_dbias;
+    dx = allocate(scope, need_dx ? sizes_of(x) : std::vector<int64_t>{0}, type_of(x), x);
+    dweight = allocate(scope, {need_dweight ? channels : 0}, type_of(weight ? *weight : x), x);
+    dbias = allocate(scope, {need_dbias ? channels : 0}, bias_dtype.value_or(type_of(x)), x);
+  }
+
+  // Is there nothing to compute? The sums over no elements are 0.
+  bool complete(const Tensor& x) const {
+    if (x.numel() == 0) zero({dweight, dbias});
+    return !wanted || x.numel() == 0;
+  }
+};
+
+// Of norms over rows; z is what was normalised.
+template <bool Centered>
+void norm_gradients(const Scope& scope, const Tensor& dy, const OptionalTensor& dsum, const Tensor& z, const OptionalTensor& given_weight,
+                    const OptionalTensor& given_mean, const Tensor& given_rstd, double offset, const NormGradients& out) {
+  const RowsView dy_rows = as_rows(scope, dy), dsum_rows = dsum ? as_rows(scope, *dsum) : RowsView{}, rows = as_rows(scope, z);
+  const OptionalTensor weight = contiguous(scope, given_weight), mean = contiguous(scope, given_mean);
+  const Tensor rstd = contiguous(scope, given_rstd);
+  NormBackward<Centered> args{.rows = rows.rows,
+                              .cols = rows.cols,
+                              .dy = dy_rows,
+                              .dsum = dsum_rows,
+                              .z = rows,
+                              .weight = vector_of(weight),
+                              .mean = mean ? mean->data_ptr() : nullptr,
+                              .rstd = rstd.data_ptr(),
+                              .dz = out.dx.numel() > 0 ? mutable_rows(out.dx) : MutableRows{},
+                              .dweight = mutable_vector(out.dweight),
+                              .dbias = mutable_vector(out.dbias),
+                              .offset = offset};
+  const Tensor space = workspace(scope, norm_backward_workspace(args, scope), z);
+  args.workspace = space.data_ptr();
+  norm_backward(args, scope);
+}
+
+}  // namespace liger::LIGER_BACKEND
