@@ -30,8 +30,8 @@ def error_of(op, arguments):
 @each_case
 def test_the_error_names_argument_and_value(device, op, arguments, parts):
     kind, text = error_of(op, moved(arguments, lambda t: t.to(device)))
-    assert kind is ValueError
-    for part in parts:
+    assert kind in (ValueError, TypeError)
+    for part in (f"{op}:", *parts):
         assert re.search(rf"(?<![\w.]){re.escape(part)}", text), f"no {part!r} in: {text}"
     assert "/" not in text and ".cpp" not in text  # no file and line of ours
 
@@ -68,6 +68,14 @@ def test_wrong_python_types():
         F.softmax("x")
     with pytest.raises((TypeError, RuntimeError), match="Tensor"):
         F.rms_norm([1.0, 2.0])
+
+
+@pytest.mark.parametrize("example", ONE_OF_EACH, ids=lambda example: example.op)
+def test_none_in_place_of_every_tensor(device, example):
+    made = example.arguments(device, torch.float32)
+    first = next(name for name, value in made.items() if isinstance(value, torch.Tensor))
+    kind, text = error_of(example.op, {k: None if isinstance(v, torch.Tensor) else v for k, v in made.items()})
+    assert kind in (ValueError, TypeError) and text.startswith(f"{example.op}: {first} ") and "None" in text
 
 
 def test_normalizer_without_a_value(device):

@@ -172,6 +172,14 @@ def test_it_can_be_turned_off(file, installed, monkeypatch):
     assert installed == []
 
 
+def test_another_value_of_the_variable_is_a_warning(file, installed, monkeypatch):
+    keep(ENTRY)
+    monkeypatch.setenv("LIGER_EXT_TUNED", "maybe")
+    with pytest.warns(RuntimeWarning, match="LIGER_EXT_TUNED is 'maybe', expected 0"):
+        _tuned.load()
+    assert installed != []
+
+
 def test_no_library_and_no_file_are_no_trouble(file, installed, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

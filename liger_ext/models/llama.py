@@ -200,9 +200,12 @@ def apply_liger_kernel_to_llama(
 
     Raises:
         ValueError: both cross entropies are asked for, or `model` holds no Llama.
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or an option is neither True nor False.
         ImportError: transformers is older than 4.51.3.
     """
+    for name, value in {name: value for name, value in locals().items() if name != "model"}.items():
+        if value not in (True, False):
+            raise TypeError(f"{name} is {value!r}, expected True or False")
     if cross_entropy and fused_linear_cross_entropy:
         raise ValueError("cross_entropy and fused_linear_cross_entropy exclude each other: set one of them to False")
     wanted = {

@@ -112,6 +112,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
     overload = getattr(torch.ops.liger_ext, name).default
     op = overload._op  # what the overload itself calls, without a trip through Python
     below_autograd, any_requires_grad = torch._C._AutoDispatchBelowAutograd, torch._C._any_requires_grad
+    check = getattr(_C.checks, name)
     tensors = sum("Tensor" in str(argument.type) for argument in overload._schema.arguments)  # the first ones
     defaults = tuple(
         argument.default_value if argument.has_default_value() else None for argument in overload._schema.arguments
@@ -165,8 +166,14 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
             return overload(*args)
         if records:
             return apply(*args)
-        with below_autograd():
-            return op(*args)
+        try:
+            with below_autograd():
+                return op(*args)
+        except NotImplementedError:
+            check(
+                *args
+            )  # where no argument is a tensor, the dispatcher finds no device; this names the one that is None
+            raise
 
     return call
 

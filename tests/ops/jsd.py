@@ -98,6 +98,10 @@ BAD = [
     ("jsd", "dtypes", {"log_q": (3, 8), "log_p": normal(3, 8, dtype=torch.bfloat16)}, ["log_p", "torch.bfloat16"]),
     ("jsd", "labels", {"log_q": (3, 8), "log_p": (3, 8), "shift_labels": normal(3)}, ["shift_labels", "torch.float"]),
     ("jsd", "beta", {"log_q": (3, 8), "log_p": (3, 8), "beta": 2.0}, ["beta", "2", "[0, 1]"]),
+    ("jsd", "no_classes", {"log_q": (2, 3, 0), "log_p": (2, 3, 0)}, ["log_q", "(2, 3, 0)", "vocab_size"]),
+    ("jsd", "no_student", {"log_q": None, "log_p": (3, 8)}, ["log_q", "NoneType"]),
+    ("jsd", "list", {"log_q": [1.0], "log_p": (3, 8)}, ["log_q", "list"]),
+    ("jsd", "ignore_dtype", {"log_q": (3, 8), "log_p": (3, 8), "ignore_index": torch.half}, ["ignore_index"]),
 ]  # fmt: skip
 
 LARGE = {"jsd": lambda a, b, _: F.jsd(a, b.to(a.dtype))}
