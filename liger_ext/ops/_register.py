@@ -205,7 +205,8 @@ def _refuse_transforms(op: str) -> Callable:
     def kernel(*args):
         raise RuntimeError(
             f"liger_ext::{op} does not work under torch.func transforms (grad, vmap, jvp, ...). Use torch.autograd; "
-            "instead of vmap give the tensors another leading dimension"
+            "instead of vmap a loop, or, where the op takes any shape (..., n) and treats each row alone, one call "
+            "with another leading dimension"
         )
 
     return kernel
