@@ -118,7 +118,8 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
             shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
 
-        The loss of labels that are all ignored is 0; transformers gives NaN. A loss of the user's own
+        In training `return_dict=False` gives `(loss, past_key_values, ...)`: a tuple leaves out what is None, here the
+        logits. The loss of labels that are all ignored is 0; transformers gives NaN. A loss of the user's own
         (`model.loss_function`) is obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
         """
         arguments = {**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}

@@ -93,7 +93,8 @@ def fused_linear_cross_entropy(
             do not fit, the vocabulary goes through in pieces of at least 1,024 classes, and the logits are made twice.
         normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
             all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
-            which is taken as a constant. Not with ``"none"``.
+            which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
+            0 would give inf or NaN.
 
     Returns:
         The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set.

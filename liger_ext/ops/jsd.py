@@ -40,7 +40,7 @@ def jsd(
         shift_labels: the shape of log_q without its last dimension, int64, or None. Rows whose label is ignore_index
             count for nothing and are not read: loss and gradient are 0. If none counts, so is the mean. Other labels
             have no effect.
-        beta: the teacher's weight in the mixture, in [0, 1].
+        beta: the teacher's weight in the mixture, in [0, 1]; a number, no tensor.
         ignore_index: the label of rows that do not count.
 
     Returns:
