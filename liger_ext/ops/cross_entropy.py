@@ -61,8 +61,9 @@ def cross_entropy(
 
     and the loss is their sum (z-loss: de Brebisson and Vincent, 2015, arXiv:1604.08859; PaLM, arXiv:2204.02311).
     ``"mean"`` divides the sum of ``ce`` by the sum of ``w[y]``, and the sum of ``z`` by the number of targets that
-    count; where a divisor is 0 (no target counts, or each has weight 0) that part of the loss and its gradient are 0,
-    while ``torch.nn.functional.cross_entropy`` gives NaN. Losses are computed and returned in float32 (float64 for float64 logits). The logits are never written.
+    count; where a divisor is 0 (no target counts, or each has weight 0) that part of the loss and its gradient are
+    0, while ``torch.nn.functional.cross_entropy`` gives NaN. Losses are computed and returned in float32 (float64
+    for float64 logits). The logits are never written.
 
     Args:
         logits: ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the CPU).
