@@ -105,7 +105,13 @@ def _tuned_plans() -> str:
     count, file = _tuned.in_use(), _tuned.path()
     if count:
         return f"{count} in use, from {file}"
-    there = "has none for this driver" if file.exists() else "does not exist"
+    there = "does not exist"
+    if file.exists():
+        there = "has none for this driver"
+        try:
+            _tuned.read(file)
+        except ValueError as error:
+            there = f"cannot be used: {error}"
     return f"none in use: {file} {there} (`python -m liger_ext tune` measures them)"
 
 

@@ -1,7 +1,8 @@
 """The public functions in one place. Inputs are never written; every function is differentiable and compiles.
 
 Each computes in float32 (float64 for float64 tensors, which work on the CPU) with one rounding at the end, and takes
-float32, bfloat16 and float16 tensors in any mixture of parameter and activation dtypes.
+float32, bfloat16 and float16 tensors in any mixture of parameter and activation dtypes. Options (eps, beta, softcap,
+...) are numbers, not tensors: one that requires a gradient raises TypeError, and torch.compile takes no tensor for one.
 """
 
 import typing as _typing

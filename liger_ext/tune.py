@@ -124,14 +124,20 @@ def benchmark_cases() -> list[Case]:
     ]
 
 
+# Elements of a tensor that the largest GPU of the reference profiles holds, at two bytes each.
+MOST_ELEMENTS = max(profile.memory_bytes for profile in _C.profiles()) // 2
+
+
 def _shapes_of(text: str) -> list[tuple[int, int]]:
     try:
         found = [tuple(int(n) for n in shape.split("x")) for shape in text.split(",")]
-        if all(len(shape) == 2 and min(shape) > 0 for shape in found):
+        if all(len(shape) == 2 and min(shape) > 0 and math.prod(shape) <= MOST_ELEMENTS for shape in found):
             return found
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"'{text}': expected rows x columns, like 8192x4096,2048x11008")
+    raise argparse.ArgumentTypeError(
+        f"'{text}': expected rows x columns, like 8192x4096,2048x11008, of at most {MOST_ELEMENTS} elements each"
+    )
 
 
 def chosen_cases(arguments: argparse.Namespace, profile: _C.DeviceProfile) -> list[Case]:
@@ -320,7 +326,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
             return 1
         profile = found[0].profile
-    todo = list(jobs(chosen_cases(arguments, profile), profile, arguments.dtype))
+    try:
+        todo = list(jobs(chosen_cases(arguments, profile), profile, arguments.dtype))
+    except ValueError as error:  # no launch on this GPU is as large
+        arguments.parser.error(f"--shapes: {error}")
     if arguments.dry_run:
         list_candidates(todo, profile)
         return 0

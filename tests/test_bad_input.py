@@ -1,11 +1,12 @@
 """Bad input: an error of the right type that names the op, the argument and the value; the same words under fake
 tensors."""
 
+import inspect
 import re
 
 import pytest
 import torch
-from cases import normal
+from cases import RecordCalls, normal
 from ops import BAD, BY_NAME, ONE_OF_EACH
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,8 +30,8 @@ def error_of(op, arguments):
 @each_case
 def test_the_error_names_argument_and_value(device, op, arguments, parts):
     kind, text = error_of(op, moved(arguments, lambda t: t.to(device)))
-    assert kind is ValueError
-    for part in parts:
+    assert kind in (ValueError, TypeError)
+    for part in (f"{op}:", *parts):
         assert re.search(rf"(?<![\w.]){re.escape(part)}", text), f"no {part!r} in: {text}"
     assert "/" not in text and ".cpp" not in text  # no file and line of ours
 
@@ -69,6 +70,14 @@ def test_wrong_python_types():
         F.rms_norm([1.0, 2.0])
 
 
+@pytest.mark.parametrize("example", ONE_OF_EACH, ids=lambda example: example.op)
+def test_none_in_place_of_every_tensor(device, example):
+    made = example.arguments(device, torch.float32)
+    first = next(name for name, value in made.items() if isinstance(value, torch.Tensor))
+    kind, text = error_of(example.op, {k: None if isinstance(v, torch.Tensor) else v for k, v in made.items()})
+    assert kind in (ValueError, TypeError) and text.startswith(f"{example.op}: {first} ") and "None" in text
+
+
 def test_normalizer_without_a_value(device):
     made = BY_NAME["fused_linear_cross_entropy"].arguments(device, torch.float32)
     with pytest.raises(ValueError, match="normalizer is on meta"):
@@ -88,6 +97,37 @@ def test_class_weights_have_no_gradient(device):
         F.cross_entropy(
             normal(3, 8).to(device).requires_grad_(), torch.arange(3, device=device), weight=weight
         ).backward()
+
+
+def options_of(example, arguments):
+    """(op, name) of all that its schema has beside tensors and the public function takes."""
+    with RecordCalls() as record:
+        example(arguments)
+    schema, public = record.calls[0][0]._schema, inspect.signature(getattr(F, example.op)).parameters
+    return {(schema.name, a.name) for a in schema.arguments if "Tensor" not in str(a.type) and a.name in public}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("learned", ["option", "all"])
+@pytest.mark.parametrize("example", ONE_OF_EACH, ids=lambda example: example.op)
+def test_options_have_no_gradient(device, example, learned, autocast):
+    """The dispatcher takes a tensor of one element for a number, and its gradient would be lost."""
+    made = example.arguments(device, torch.float32)
+    if learned == "option":
+        made = moved(made, torch.Tensor.detach)
+    for _, option in options_of(example, made):
+        with (
+            torch.autocast(device.type, enabled=autocast),
+            pytest.raises((TypeError, ValueError), match=rf"\b{option}\b"),
+        ):
+            example(made | {option: torch.ones((), device=device, requires_grad=True)})
+
+
+def test_the_last_test_meets_every_number_of_a_schema():
+    met = {found for example in ONE_OF_EACH for found in options_of(example, example.arguments("cpu", torch.float32))}
+    schemas = {getattr(torch.ops.liger_ext, op.removeprefix("liger_ext::")).default._schema for op, _ in met}
+    numbers = {(schema.name, a.name) for schema in schemas for a in schema.arguments if "float" in str(a.type)}
+    assert numbers and numbers <= met
 
 
 @pytest.mark.parametrize("change", ["rstd rows", "rstd dtype", "dy shape"])

@@ -91,6 +91,10 @@ def test_torch_func_is_refused(device, example):
 
     with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.grad(function)(constants[name])
+    with pytest.raises(
+        RuntimeError, match=r"a loop, or, where the op takes any shape \(\.\.\., n\) and treats each row alone"
+    ):
+        torch.func.vmap(function)(constants[name][None])
 
 
 @each_op

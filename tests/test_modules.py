@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +119,26 @@ def test_class_weights_follow_the_module():
 @pytest.mark.parametrize("bad", [{"label_smoothing": 1.5}, {"reduction": "avg"}, {"softcap": 0.0}], ids=str)
 def test_bad_loss_options_are_said_at_once(module, bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
+        module(**bad)
+
+
+@pytest.mark.parametrize(
+    "module, bad",
+    [
+        (liger_ext.LigerJSD, {"beta": None}),
+        (liger_ext.LigerJSD, {"beta": "0.5"}),
+        (liger_ext.LigerJSD, {"ignore_index": None}),
+        (liger_ext.LigerCrossEntropyLoss, {"label_smoothing": "0.1"}),
+        (liger_ext.LigerCrossEntropyLoss, {"ignore_index": True}),
+        (liger_ext.LigerFusedLinearCrossEntropyLoss, {"softcap": True}),
+        (liger_ext.LigerFusedLinearCrossEntropyLoss, {"ignore_index": torch.float16}),
+        (liger_ext.LigerGroupNorm, {"num_groups": 3.0, "num_channels": 12}),
+    ],
+    ids=str,
+)
+def test_an_option_of_another_type_is_refused_at_once(module, bad):
+    option, value = next(iter(bad.items()))
+    with pytest.raises(TypeError, match=f"{module.__name__}: {option} is {re.escape(repr(value))}, expected"):
         module(**bad)
 
 

@@ -303,6 +303,13 @@ def test_both_cross_entropies_are_an_error():
     assert global_state() == before
 
 
+def test_an_option_that_is_no_bool_is_an_error():
+    before = global_state()
+    with pytest.raises(TypeError, match="rms_norm is 'no', expected True or False"):
+        apply_liger_kernel_to_llama(rms_norm="no")
+    assert global_state() == before
+
+
 def test_a_model_without_llama_is_an_error():
     with pytest.raises(ValueError, match="Linear holds no Llama model"):
         apply_liger_kernel_to_llama(model=nn.Linear(2, 2))

@@ -157,6 +157,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(content, file, i
         _tuned.load()
     (warning,) = warned
     text = str(warning.message)
+    assert "cannot be used: " in dict(doctor.report())["tuned plans"][0]
     assert str(file) in text and "python -m liger_ext tune" in text
     if content == BAD_FILES["another version"]:
         assert "0.0.1" in text and _C.version in text
@@ -170,6 +171,14 @@ def test_it_can_be_turned_off(file, installed, monkeypatch):
     monkeypatch.setenv("LIGER_EXT_TUNED", "0")
     _tuned.load()
     assert installed == []
+
+
+def test_another_value_of_the_variable_is_a_warning(file, installed, monkeypatch):
+    keep(ENTRY)
+    monkeypatch.setenv("LIGER_EXT_TUNED", "maybe")
+    with pytest.warns(RuntimeWarning, match="LIGER_EXT_TUNED is 'maybe', expected 0"):
+        _tuned.load()
+    assert installed != []
 
 
 def test_no_library_and_no_file_are_no_trouble(file, installed, monkeypatch):
@@ -261,6 +270,9 @@ def test_without_a_gpu_it_says_what_it_needs(file, capsys):
     [
         (["--shapes", "8192"], "expected rows x columns"),
         (["--shapes", "0x4"], "expected rows x columns"),
+        (["--shapes", "8192x4000000000"], f"at most {tune.MOST_ELEMENTS} elements"),
+        (["--shapes", "99999999999999999999x4"], "at most"),
+        (["--dry-run", "--profile", "h200", "--shapes", f"{tune.MOST_ELEMENTS}x1"], "more blocks than one launch"),
         (["--profile", "h200"], "--profile is for --dry-run"),
         (["--dry-run", "--profile", "mi9000"], "known: V100"),
         (["--benchmark", "--shapes", "1x1"], "either"),

@@ -35,14 +35,14 @@ inline void check_loss_gradient(const char* op, const Tensor& dloss, int64_t red
   check_device(op, dloss, "dloss", like, like_name);
   const bool per_row = static_cast<Reduction>(reduction) == Reduction::none;
   require(dloss.numel() == (per_row ? rows : 1), op, ": dloss has shape ", shape_text(dloss), ", expected that of the loss");
-  dtype_of(dloss, "dloss");
+  check_dtype(op, dloss, "dloss");
 }
 
 // Rows of what is there for each class.
 inline Dtype check_classes(const char* op, const Tensor& t, const char* name) {
   check_defined(op, t, name);
   require(t.dim() == 2 && t.size(1) > 0, op, ": ", name, " has shape ", shape_text(t), ", expected (rows, vocab_size) with vocab_size > 0");
-  return dtype_of(t, name);
+  return check_dtype(op, t, name);
 }
 
 inline Dtype check_logits(const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {

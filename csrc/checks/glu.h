@@ -8,6 +8,9 @@ inline void check_activation(const char* op, int64_t code) {
   require(code >= 0 && code <= 2, op, ": activation is ", code, ", expected 0 (silu), 1 (gelu by tanh) or 2 (exact gelu)");
 }
 
+// What the op is called in Python.
+inline const char* called(int64_t activation, const char* swiglu, const char* geglu) { return activation == 0 ? swiglu : geglu; }
+
 inline void check_gate_and_up(const char* op, const Tensor& gate, const Tensor& up, int64_t activation) {
   check_rows(op, gate, "gate");
   check_same(op, up, "up", gate, "gate");
@@ -15,7 +18,7 @@ inline void check_gate_and_up(const char* op, const Tensor& gate, const Tensor& 
 }
 
 inline void check_glu(const Tensor& gate, const Tensor& up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  check_gate_and_up("glu", gate, up, activation);
+  check_gate_and_up(called(activation, "swiglu", "geglu"), gate, up, activation);
 }
 
 inline void check_glu_backward(const Tensor& dh, const Tensor& gate, const Tensor& up, int64_t activation, double gate_multiplier,
@@ -31,7 +34,7 @@ inline void check_halves(const char* op, const Tensor& gate_up, int64_t activati
 }
 
 inline void check_glu_packed(const Tensor& gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  check_halves("glu_packed", gate_up, activation);
+  check_halves(called(activation, "swiglu_packed", "geglu_packed"), gate_up, activation);
 }
 
 inline void check_glu_packed_backward(const Tensor& dh, const Tensor& gate_up, int64_t activation, double gate_multiplier,

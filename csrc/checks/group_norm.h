@@ -7,7 +7,7 @@ namespace liger::LIGER_BACKEND {
 inline void check_groups(const char* op, const Tensor& x, int64_t num_groups) {
   check_defined(op, x, "x");
   require(x.dim() >= 2, op, ": x has shape ", shape_text(x), ", expected (batch, channels, ...)");
-  dtype_of(x, "x");
+  check_dtype(op, x, "x");
   require(num_groups > 0 && x.size(1) % Size(num_groups) == Size(0), op, ": num_groups is ", num_groups, ", expected a divisor of the ",
           x.size(1), " channels of x");
 }
@@ -29,7 +29,7 @@ inline void check_group_norm_backward(const Tensor& dy, const Tensor& x, const O
   const Dtype statistics = accumulator(dtype_of(x, "x"));
   check_made(op, mean, "mean", {x.size(0), num_groups}, statistics, x, "x");
   check_made(op, rstd, "rstd", {x.size(0), num_groups}, statistics, x, "x");
-  if (bias_dtype) dtype_of(*bias_dtype, "bias_dtype", x);
+  if (bias_dtype) check_dtype(op, *bias_dtype, "bias_dtype", x);
 }
 
 }  // namespace liger::LIGER_BACKEND

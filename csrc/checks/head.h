@@ -9,11 +9,11 @@ namespace liger::LIGER_BACKEND {
 struct HeadDtypes {
   Dtype compute, acc, accum;
 };
-inline HeadDtypes head_dtypes(const Tensor& x, const Tensor& weight, const std::optional<ScalarType>& accum_dtype,
+inline HeadDtypes head_dtypes(const char* op, const Tensor& x, const Tensor& weight, const std::optional<ScalarType>& accum_dtype,
                               const std::optional<ScalarType>& compute_dtype) {
-  const Dtype promoted = promote(dtype_of(x, "x"), dtype_of(weight, "weight"));
-  const Dtype compute = compute_dtype ? dtype_of(*compute_dtype, "compute_dtype", x) : promoted, acc = accumulator(compute);
-  return {compute, acc, accum_dtype ? dtype_of(*accum_dtype, "accum_dtype", x) : acc};
+  const Dtype promoted = promote(check_dtype(op, x, "x"), check_dtype(op, weight, "weight"));
+  const Dtype compute = compute_dtype ? check_dtype(op, *compute_dtype, "compute_dtype", x) : promoted, acc = accumulator(compute);
+  return {compute, acc, accum_dtype ? check_dtype(op, *accum_dtype, "accum_dtype", x) : acc};
 }
 
 inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
@@ -23,7 +23,7 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
   check_device(op, weight, "weight", x, "x");
   require(weight.dim() == 2 && weight.size(1) == x.size(1) && weight.size(0) > 0, op, ": weight has shape ", shape_text(weight),
           ", expected (vocab_size, ", x.size(1), ")");
-  const HeadDtypes dtypes = head_dtypes(x, weight, accum_dtype, compute_dtype);
+  const HeadDtypes dtypes = head_dtypes(op, x, weight, accum_dtype, compute_dtype);
   require(dtypes.accum == dtypes.acc || dtypes.accum == dtypes.compute, op, ": accum_dtype is ", dtype_name(scalar_type(dtypes.accum)),
           ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
   check_parameter(op, bias, "bias", weight.size(0), x, "x");

@@ -67,7 +67,7 @@ inline void check_layer_norm_backward(const Tensor& dy, const Tensor& x, const O
   check_parameter(op, weight, "weight", cols_of(x), x, "x");
   check_statistic(op, mean, "mean", x, "x");
   check_statistic(op, rstd, "rstd", x, "x");
-  if (bias_dtype) dtype_of(*bias_dtype, "bias_dtype", x);
+  if (bias_dtype) check_dtype(op, *bias_dtype, "bias_dtype", x);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -34,14 +34,17 @@ inline void append(std::string& text, const ShapeText& shape) {
 inline ShapeText shape_text(const Tensor& t) { return {t}; }
 
 // Of a tensor, or of an argument that is a dtype itself; throws where kernels take no such dtype on the device of `like`.
-inline Dtype dtype_of(const ScalarType& type, const char* name, const Tensor& like, const char* is = " is ") {
+inline Dtype check_dtype(const char* op, const ScalarType& type, const char* name, const Tensor& like, const char* is = " is ") {
   const std::optional<Dtype> found = kernel_dtype(type);
   const bool float64 = takes_float64(like);
-  require(found && (float64 || *found != Dtype::f64), name, is, dtype_name(type), ", expected float32, bfloat16 or float16",
+  require(found && (float64 || *found != Dtype::f64), op, ": ", name, is, dtype_name(type), ", expected float32, bfloat16 or float16",
           float64 ? ", or float64" : " (float64 works on the CPU only)");
   return *found;
 }
-inline Dtype dtype_of(const Tensor& t, const char* name) { return dtype_of(type_of(t), name, t, " has dtype "); }
+inline Dtype check_dtype(const char* op, const Tensor& t, const char* name) { return check_dtype(op, type_of(t), name, t, " has dtype "); }
+
+// Of a tensor that a check has passed.
+inline Dtype dtype_of(const Tensor& t, const char* name) { return check_dtype("liger_ext", t, name); }
 
 // torch's dispatcher lets None pass for a tensor.
 inline void check_defined(const char* op, const Tensor& t, const char* name) {
@@ -70,8 +73,8 @@ inline void check_same_dtype(const char* op, const Tensor& t, const char* name, 
 // Rows over the last dimension, in a dtype of kernels.
 inline void check_rows(const char* op, const Tensor& t, const char* name) {
   check_defined(op, t, name);
-  require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected (..., hidden_size)");
-  dtype_of(t, name);
+  require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected at least one");
+  check_dtype(op, t, name);
 }
 inline Size cols_of(const Tensor& t) { return t.size(t.dim() - 1); }
 inline Size rows_of(const Tensor& t) {
@@ -86,7 +89,7 @@ inline void check_like(const char* op, const Tensor& t, const char* name, const 
   const auto sizes = t.sizes(), expected = like.sizes();
   require(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), op, ": ", name, " has shape ", shape_text(t),
           ", expected that of ", like_name, ", ", shape_text(like));
-  dtype_of(t, name);
+  check_dtype(op, t, name);
 }
 // The dtype, too.
 inline void check_same(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
@@ -100,7 +103,7 @@ inline void check_parameter(const char* op, const OptionalTensor& parameter, con
   if (!parameter) return;
   check_device(op, *parameter, name, like, like_name);
   check_shape(op, *parameter, name, {size});
-  dtype_of(*parameter, name);
+  check_dtype(op, *parameter, name);
 }
 
 // What only a forward makes.

@@ -20,7 +20,7 @@ Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const Opti
   rows = x.size(0);
   hidden = x.size(1);
   vocab = weight.size(0);
-  const HeadDtypes dtypes = head_dtypes(x, weight, accum_dtype, compute_dtype);
+  const HeadDtypes dtypes = head_dtypes(scope.op(), x, weight, accum_dtype, compute_dtype);
   compute = dtypes.compute;
   acc = dtypes.acc;
   accum = dtypes.accum;

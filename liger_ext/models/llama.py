@@ -118,8 +118,9 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
             shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
 
-        A training step returns no cache of keys and values (`past_key_values`) unless `use_cache=True` asks for it.
-        The loss of labels that are all ignored is 0; transformers gives NaN. A loss of the user's own
+        A training step returns no cache of keys and values (`past_key_values`) unless `use_cache=True` asks for it, and
+        `return_dict=False` leaves out of the tuple what is None: the logits, and the cache. The loss of labels that are
+        all ignored is 0; transformers gives NaN. A loss of the user's own
         (`model.loss_function`) is obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
         """
         arguments = {**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}
@@ -203,9 +204,12 @@ def apply_liger_kernel_to_llama(
 
     Raises:
         ValueError: both cross entropies are asked for, or `model` holds no Llama.
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or an option is neither True nor False.
         ImportError: transformers is older than 4.51.3.
     """
+    for name, value in {name: value for name, value in locals().items() if name != "model"}.items():
+        if value not in (True, False):
+            raise TypeError(f"{name} is {value!r}, expected True or False")
     if cross_entropy and fused_linear_cross_entropy:
         raise ValueError("cross_entropy and fused_linear_cross_entropy exclude each other: set one of them to False")
     wanted = {

@@ -25,7 +25,8 @@ class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
         token_accuracy: fp32 scalar, the share of correct predictions among the targets that are not ignored; with
             `return_token_accuracy=True`.
         predicted_tokens: int64 [rows], the most likely token of each row of the flattened batch, -1 where the target is
-            ignored; with `return_predicted_tokens=True`.
+            ignored; with `return_predicted_tokens=True`. Flat, as upstream's: `.view(labels.shape)` gives it the shape
+            that the op's own `predicted_tokens` have, that of the targets.
     """
 
     token_accuracy: torch.Tensor | None = None

@@ -6,6 +6,7 @@ to hold before an op can be called; torch.compile traces it. Sizes may be symbol
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 
 import torch
@@ -19,12 +20,12 @@ REDUCTIONS: Mapping[object, int] = {name: int(code) for name, code in _C.Reducti
 CASTING_MODES: Mapping[object, int] = {"llama": 0, "gemma": 1, "none": -1, 0: 0, 1: 1, -1: -1}
 
 
-def code_of(argument: str, value: object, codes: Mapping[object, int]) -> int:
+def code_of(op: str, argument: str, value: object, codes: Mapping[object, int]) -> int:
     """The integer that stands for a named mode in an op's schema."""
-    code = codes.get(value)
+    code = codes.get(value) if isinstance(value, (str, int)) else None
     if code is None:
         names = [repr(name) for name in codes if isinstance(name, str)]
-        raise ValueError(f"{argument} is {value!r}, expected {', '.join(names[:-1])} or {names[-1]}")
+        raise ValueError(f"{op}: {argument} is {value!r}, expected {', '.join(names[:-1])} or {names[-1]}")
     return code
 
 
@@ -44,6 +45,21 @@ def check_tensors(op: str, **arguments: object) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a Tensor, not {type(value).__name__}")
+
+
+def check_integer(op: str, **arguments: object) -> None:
+    """Raises TypeError for what is no integer; the dispatcher takes True, a dtype or a tensor for one."""
+    for name, value in arguments.items():
+        if type(value) is not int and (
+            isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt))
+        ):
+            raise TypeError(f"{op}: {name} is {value!r}, expected an integer")
+
+
+def check_classes(op: str, name: str, t: Tensor) -> None:
+    """In the shape that the user gave; the op gets rows."""
+    if t.dim() < 1 or t.shape[-1] == 0:
+        raise ValueError(f"{op}: {name} has shape {shape_text(t)}, expected (..., vocab_size) with vocab_size > 0")
 
 
 def require(ok: bool, *parts: object) -> None:

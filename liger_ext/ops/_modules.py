@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import nn
 
-from liger_ext.ops._checks import REDUCTIONS, code_of
+from liger_ext.ops._checks import REDUCTIONS, check_integer, code_of
 
 _INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
@@ -16,10 +18,19 @@ def parameter(init_fn: str, hidden_size: int) -> nn.Parameter:
     return nn.Parameter(_INITIALISERS[init_fn](hidden_size))
 
 
-def check_loss_options(label_smoothing: float, reduction: str, softcap: float | None) -> None:
+def check_number(module: str, name: str, value: object, least: float, most: float) -> None:
     """When a module is made, rather than at its first call."""
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing is {label_smoothing}, expected a number in [0, 1]")
-    code_of("reduction", reduction, REDUCTIONS)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, expected None or a number greater than 0")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{module}: {name} is {value!r}, expected a number")
+    if not least <= value <= most:
+        raise ValueError(f"{module}: {name} is {value}, expected a number in [{least}, {most}]")
+
+
+def check_loss_options(
+    module: str, ignore_index: int, label_smoothing: float, reduction: str, softcap: float | None
+) -> None:
+    check_integer(module, ignore_index=ignore_index)
+    check_number(module, "label_smoothing", label_smoothing, 0, 1)
+    code_of(module, "reduction", reduction, REDUCTIONS)
+    if softcap is not None:
+        check_number(module, "softcap", softcap, 1e-18, 1e18)

@@ -9,6 +9,7 @@ For an op ``name`` and its ``name_backward``, both implemented in C++:
   The backward op carries a formula that refuses, since without one a double backward would silently take the first
   derivative for a constant;
 * a refusal under ``torch.func`` transforms and in forward mode, for the same reason: a jvp would silently be zero;
+* a refusal of options that require a gradient: the dispatcher would take a tensor of one element for a number;
 * an autocast rule. Row ops fall through: they keep the dtypes of their inputs. An op with matmuls passes ``autocast``;
 * where the GPU library is missing, a CUDA implementation that says why.
 """
@@ -111,6 +112,8 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
     overload = getattr(torch.ops.liger_ext, name).default
     op = overload._op  # what the overload itself calls, without a trip through Python
     below_autograd, any_requires_grad = torch._C._AutoDispatchBelowAutograd, torch._C._any_requires_grad
+    check = getattr(_C.checks, name)
+    tensors = sum("Tensor" in str(argument.type) for argument in overload._schema.arguments)  # the first ones
     defaults = tuple(
         argument.default_value if argument.has_default_value() else None for argument in overload._schema.arguments
     )
@@ -156,12 +159,19 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
             return overload(*args)
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(name, args)
+        records = torch.is_grad_enabled() and any_requires_grad(*args)
+        if records and any_requires_grad(*args[tensors:]):
+            _refuse_learned_option(overload._schema, args)
         if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             return overload(*args)
-        if torch.is_grad_enabled() and any_requires_grad(*args):
+        if records:
             return apply(*args)
-        with below_autograd():
-            return op(*args)
+        try:
+            with below_autograd():
+                return op(*args)
+        except NotImplementedError:
+            check(*args)  # names an argument that is None: without a tensor the dispatcher finds no device
+            raise
 
     return call
 
@@ -180,11 +190,21 @@ def _refuse_forward_mode(name: str, args: tuple) -> None:
         raise RuntimeError(f"liger_ext::{name} has no forward-mode derivative (jvp). Use backward mode: torch.autograd")
 
 
+def _refuse_learned_option(schema: torch.FunctionSchema, args: tuple) -> None:
+    for argument, value in zip(schema.arguments, args, strict=False):
+        if "Tensor" not in str(argument.type) and isinstance(value, torch.Tensor) and value.requires_grad:
+            raise TypeError(
+                f"{schema.name}: {argument.name} is {value.detach()} and requires a gradient, expected a number: "
+                "options have no gradient"
+            )
+
+
 def _refuse_transforms(op: str) -> Callable:
     def kernel(*args):
         raise RuntimeError(
             f"liger_ext::{op} does not work under torch.func transforms (grad, vmap, jvp, ...). Use torch.autograd; "
-            "instead of vmap give the tensors another leading dimension"
+            "instead of vmap a loop, or, where the op takes any shape (..., n) and treats each row alone, one call "
+            "with another leading dimension"
         )
 
     return kernel

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.nn import _reduction
 
 from liger_ext import _C
-from liger_ext.ops._checks import REDUCTIONS, accumulator, check_tensors, code_of, require, shape_text
+from liger_ext.ops._checks import (
+    REDUCTIONS,
+    accumulator,
+    check_classes,
+    check_integer,
+    check_tensors,
+    code_of,
+    require,
+    shape_text,
+)
 from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._register import register
 
@@ -52,7 +61,9 @@ def cross_entropy(
 
     and the loss is their sum (z-loss: de Brebisson and Vincent, 2015, arXiv:1604.08859; PaLM, arXiv:2204.02311).
     ``"mean"`` divides the sum of ``ce`` by the sum of ``w[y]``, and the sum of ``z`` by the number of targets that
-    count. Losses are computed and returned in float32 (float64 for float64 logits). The logits are never written.
+    count; where a divisor is 0 (no target counts, or each has weight 0) that part of the loss and its gradient are
+    0, while ``torch.nn.functional.cross_entropy`` gives NaN. Losses are computed and returned in float32 (float64
+    for float64 logits). The logits are never written.
 
     Args:
         logits: ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the CPU).
@@ -77,10 +88,12 @@ def cross_entropy(
             :func:`liger_ext.check_errors`.
     """
     check_tensors("cross_entropy", logits=logits, target=target)
-    require(logits.dim() >= 1, "cross_entropy: logits has no dimensions, expected (..., vocab_size)")
+    check_integer("cross_entropy", ignore_index=ignore_index)
+    check_classes("cross_entropy", "logits", logits)
     if target.shape != logits.shape[:-1]:
         raise ValueError(
-            f"target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} but for the last"
+            f"cross_entropy: target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} "
+            "but for the last"
         )
     if weight is not None:
         weight = class_weight("cross_entropy", weight, "weight", logits.dtype)
@@ -89,7 +102,7 @@ def cross_entropy(
         target if target.dim() == 1 else target.reshape(-1),
         weight,
         ignore_index,
-        code_of("reduction", reduction, REDUCTIONS),
+        code_of("cross_entropy", "reduction", reduction, REDUCTIONS),
         label_smoothing,
         lse_square_scale,
         softcap,
@@ -119,7 +132,7 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ):
         super().__init__()
-        check_loss_options(label_smoothing, reduction, softcap)
+        check_loss_options(type(self).__name__, ignore_index, label_smoothing, reduction, softcap)
         self.register_buffer("weight", weight, persistent=False)
         self.ignore_index = ignore_index
         self.lse_square_scale = lse_square_scale

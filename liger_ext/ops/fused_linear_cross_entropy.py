@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from liger_ext import _C
-from liger_ext.ops._checks import REDUCTIONS, accumulator, check_tensors, code_of, holds, require, shape_text
+from liger_ext.ops._checks import (
+    REDUCTIONS,
+    accumulator,
+    check_integer,
+    check_tensors,
+    code_of,
+    holds,
+    require,
+    shape_text,
+)
 from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._register import register
 from liger_ext.ops.cross_entropy import CrossEntropyOutput, class_weight, fake_results, results
@@ -33,6 +42,7 @@ __all__ = ["LigerFusedLinearCrossEntropyLoss", "fused_linear_cross_entropy", "li
 _forward_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
 _backward_op = torch.ops.liger_ext.fused_linear_cross_entropy_backward.default
 
+_OP = "fused_linear_cross_entropy"
 _MIB = 1 << 20
 _ROW_MULTIPLE = _C.padded_vocab(1)
 _DEFERRED, _ACCUMULATED, _RECOMPUTED = map(
@@ -83,7 +93,8 @@ def fused_linear_cross_entropy(
             do not fit, the vocabulary goes through in pieces of at least 1,024 classes, and the logits are made twice.
         normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
             all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
-            which is taken as a constant. Not with ``"none"``.
+            which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
+            0 would give inf or NaN.
 
     Returns:
         The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set.
@@ -93,11 +104,16 @@ def fused_linear_cross_entropy(
         ValueError: an option outside its range, or shapes, dtypes or devices that do not fit together.
         IndexError: a target out of range, as in :func:`cross_entropy`.
     """
-    op = "fused_linear_cross_entropy"
+    op = _OP
     check_tensors(op, x=x, weight=weight, target=target)
+    check_integer(op, ignore_index=ignore_index)
+    if not (accum_dtype is None or isinstance(accum_dtype, torch.dtype)):
+        raise TypeError(f"{op}: accum_dtype is {accum_dtype!r}, expected a torch.dtype or None")
     require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
     if target.shape != x.shape[:-1]:
-        raise ValueError(f"target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last")
+        raise ValueError(
+            f"{op}: target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last"
+        )
     if normalizer is not None and reduction == "none":
         raise ValueError(f"{op}: normalizer is {normalizer}, expected None: reduction 'none' has no denominator")
     if bias is not None:
@@ -121,7 +137,7 @@ def fused_linear_cross_entropy(
     outputs = _call(
         rows, weight, target if target.dim() == 1 else target.reshape(-1), bias, ce_weight,
         None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
-        ignore_index, code_of("reduction", reduction, REDUCTIONS), label_smoothing, lse_square_scale, softcap,
+        ignore_index, code_of(op, "reduction", reduction, REDUCTIONS), label_smoothing, lse_square_scale, softcap,
         use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
         gradients, chunk, classes, need_dx, need_dweight, need_dbias,
     )  # fmt: skip
@@ -150,7 +166,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ):
         super().__init__()
-        check_loss_options(label_smoothing, reduction, softcap)
+        check_loss_options(type(self).__name__, ignore_index, label_smoothing, reduction, softcap)
         self.register_buffer("ce_weight", ce_weight, persistent=False)
         self.ignore_index = ignore_index
         self.lse_square_scale = lse_square_scale
@@ -217,7 +233,7 @@ def rows_within(
     elif isinstance(memory, (int, float)) and not isinstance(memory, bool) and 0 < memory < math.inf:
         budget = int(memory)
     else:
-        raise ValueError(f"memory is {memory!r}, expected 'auto' or a number of bytes greater than 0")
+        raise ValueError(f"{_OP}: memory is {memory!r}, expected 'auto' or a number of bytes greater than 0")
     return max(budget // row_bytes // 128 * 128, 128)
 
 
@@ -250,16 +266,16 @@ def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device)
     # Neither way waits for the device.
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(f"normalizer has shape {shape_text(value)}, expected one number")
+            raise ValueError(f"{_OP}: normalizer has shape {shape_text(value)}, expected one number")
         if value.is_meta and device.type != "meta":
-            raise ValueError(f"normalizer is on meta and has no value, expected it on {device}, as x is")
+            raise ValueError(f"{_OP}: normalizer is on meta and has no value, expected it on {device}, as x is")
         if value.requires_grad and torch.is_grad_enabled():
-            raise ValueError("normalizer requires a gradient, but the loss takes it as a constant: detach() it")
+            raise ValueError(f"{_OP}: normalizer requires a gradient, but the loss takes it as a constant: detach() it")
         return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=True)
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"normalizer must be a number or a Tensor, not {type(value).__name__}")
+        raise TypeError(f"{_OP}: normalizer must be a number or a Tensor, not {type(value).__name__}")
     if abs(value) > torch.finfo(dtype).max:
-        raise ValueError(f"normalizer is {value}, expected a number that {dtype} can hold")
+        raise ValueError(f"{_OP}: normalizer is {value}, expected a number that {dtype} can hold")
     return torch.full((1,), value if abs(value) < 1 << 62 else float(value), dtype=dtype, device=device)
 
 

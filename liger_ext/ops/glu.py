@@ -57,7 +57,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     Raises:
         ValueError: as :func:`swiglu`, or another value of ``approximate``.
     """
-    return _glu(gate, up, code_of("approximate", approximate, _GELU), 1.0, 1.0)
+    return _glu(gate, up, code_of("geglu", "approximate", approximate, _GELU), 1.0, 1.0)
 
 
 def swiglu_packed(gate_up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
@@ -80,7 +80,7 @@ def swiglu_packed(gate_up: Tensor, gate_multiplier: float = 1.0, down_multiplier
 
 def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     """:func:`geglu` of the halves of one tensor; see :func:`swiglu_packed`."""
-    return _glu_packed(gate_up, code_of("approximate", approximate, _GELU), 1.0, 1.0)
+    return _glu_packed(gate_up, code_of("geglu_packed", "approximate", approximate, _GELU), 1.0, 1.0)
 
 
 class _GatedMLP(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from liger_ext.ops._checks import accumulator
+from liger_ext.ops._checks import accumulator, check_integer
 from liger_ext.ops._modules import parameter
 from liger_ext.ops._register import register
 from liger_ext.ops.layer_norm import fake_gradients
@@ -30,7 +30,7 @@ def group_norm(
             contiguous is copied.
         num_groups: a divisor of ``channels``.
         weight, bias: ``(channels,)`` or None; their dtypes may differ from that of ``x``.
-        eps: added to the variance.
+        eps: added to the variance. Its default is upstream's; that of ``torch.nn.functional.group_norm`` is 1e-5.
 
     Returns:
         ``y`` with the shape and dtype of ``x``, contiguous.
@@ -62,6 +62,7 @@ class LigerGroupNorm(nn.Module):
         self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
     ):
         super().__init__()
+        check_integer("LigerGroupNorm", num_channels=num_channels, num_groups=num_groups)
         if num_groups <= 0 or num_channels % num_groups:
             raise ValueError(f"num_groups is {num_groups}, expected a divisor of the {num_channels} channels")
         self.num_channels = num_channels

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_ext import _C
-from liger_ext.ops._checks import accumulator, check_tensors, require, shape_text
+from liger_ext.ops._checks import accumulator, check_classes, check_integer, check_tensors, shape_text
+from liger_ext.ops._modules import check_number
 from liger_ext.ops._register import register
 
 __all__ = ["LigerJSD", "jsd", "liger_jsd"]
@@ -39,7 +40,7 @@ def jsd(
         shift_labels: the shape of log_q without its last dimension, int64, or None. Rows whose label is ignore_index
             count for nothing and are not read: loss and gradient are 0. If none counts, so is the mean. Other labels
             have no effect.
-        beta: the teacher's weight in the mixture, in [0, 1].
+        beta: the teacher's weight in the mixture, in [0, 1]; a number, no tensor.
         ignore_index: the label of rows that do not count.
 
     Returns:
@@ -50,7 +51,8 @@ def jsd(
         RuntimeError: log_p requires a gradient.
     """
     check_tensors("jsd", log_q=log_q, log_p=log_p)
-    require(log_q.dim() >= 1, "jsd: log_q has no dimensions, expected (..., vocab_size)")
+    check_integer("jsd", ignore_index=ignore_index)
+    check_classes("jsd", "log_q", log_q)
     if log_p.shape != log_q.shape:
         raise ValueError(f"jsd: log_p has shape {shape_text(log_p)}, expected that of log_q, {shape_text(log_q)}")
     if shift_labels is not None:
@@ -72,8 +74,8 @@ class LigerJSD(nn.Module):
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100):
         super().__init__()
-        if not 0 <= beta <= 1:
-            raise ValueError(f"beta is {beta}, expected a number in [0, 1]")
+        check_number("LigerJSD", "beta", beta, 0, 1)
+        check_integer("LigerJSD", ignore_index=ignore_index)
         self.beta = beta
         self.ignore_index = ignore_index
 

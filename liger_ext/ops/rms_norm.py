@@ -46,7 +46,7 @@ def rms_norm(
     Raises:
         ValueError: an unknown casting mode, a dtype that is not supported, or a weight of another shape or device.
     """
-    return _rms_norm(x, weight, eps, offset, code_of("casting_mode", casting_mode, CASTING_MODES))[0]
+    return _rms_norm(x, weight, eps, offset, code_of("rms_norm", "casting_mode", casting_mode, CASTING_MODES))[0]
 
 
 def add_rms_norm(
@@ -71,7 +71,9 @@ def add_rms_norm(
     Raises:
         ValueError: as :func:`rms_norm`, or a residual of another shape or device.
     """
-    return _add_rms_norm(x, residual, weight, eps, offset, code_of("casting_mode", casting_mode, CASTING_MODES))[:2]
+    return _add_rms_norm(
+        x, residual, weight, eps, offset, code_of("add_rms_norm", "casting_mode", casting_mode, CASTING_MODES)
+    )[:2]
 
 
 class LigerRMSNorm(nn.Module):

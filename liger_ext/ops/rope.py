@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_ext import _C
-from liger_ext.ops._checks import check_tensors, shape_text
+from liger_ext.ops._checks import check_integer, check_tensors, shape_text
 from liger_ext.ops._register import register
 
 __all__ = ["liger_rope", "liger_rotary_pos_emb", "rope"]
@@ -41,13 +41,13 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
         RuntimeError: cos or sin requires a gradient.
     """
     check_tensors("rope", q=q, k=k, cos=cos, sin=sin)
-    if cos.dim() == 2 and sin.dim() == 2:
-        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
+    check_integer("rope", unsqueeze_dim=unsqueeze_dim)
+    cos, sin = (t.unsqueeze(0) if t.dim() == 2 else t for t in (cos, sin))
     if unsqueeze_dim == 1:
         return _rope(q, k, cos, sin)
     if unsqueeze_dim != 2:
         raise ValueError(
-            f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for (batch, heads, seq, head_dim) "
+            f"rope: unsqueeze_dim is {unsqueeze_dim}, expected 1 for (batch, heads, seq, head_dim) "
             "or 2 for (batch, seq, heads, head_dim)"
         )
     for name, t in (("q", q), ("k", k)):

@@ -92,6 +92,7 @@ BAD = [
     ("swiglu", "dtypes", {"gate": (3, 8), "up": normal(3, 8, dtype=torch.bfloat16)}, ["up", "torch.bfloat16"]),
     ("geglu", "integers", {"gate": normal(3, 8).int(), "up": normal(3, 8).int()}, ["gate", "torch.int32"]),
     ("geglu", "approximate", {"gate": (3, 8), "up": (3, 8), "approximate": "erf"}, ["approximate", "erf", "tanh"]),
+    ("geglu_packed", "approximate_list", {"gate_up": (3, 8), "approximate": [1]}, ["approximate", "[1]", "tanh"]),
     ("swiglu_packed", "odd", {"gate_up": (3, 7)}, ["gate_up", "7", "even"]),
     ("geglu_packed", "odd", {"gate_up": (3, 7)}, ["gate_up", "7", "even"]),
 ]  # fmt: skip

@@ -101,13 +101,16 @@ BAD = [
     ("jsd", "dtypes", {**_PAIR, "log_p": normal(3, 8).bfloat16()}, ["log_p", "torch.bfloat16", "torch.float32"]),
     ("jsd", "integers", {"log_q": normal(3, 8).int(), "log_p": normal(3, 8).int()}, ["log_q", "torch.int32"]),
     ("jsd", "no_dimensions", {"log_q": (), "log_p": ()}, ["log_q", "vocab_size"]),
-    ("jsd", "no_classes", {"log_q": (3, 0), "log_p": (3, 0)}, ["log_q", "(3, 0)", "vocab_size"]),
     ("jsd", "labels", {**_PAIR, "shift_labels": normal(3)}, ["shift_labels", "torch.float"]),
     ("jsd", "labels_int32", {**_PAIR, "shift_labels": _LABELS.int()}, ["shift_labels", "torch.int32"]),
     ("jsd", "labels_shape", {**_PAIR, "shift_labels": _LABELS[:2]}, ["shift_labels", "(2)", "(3, 8)"]),
     ("jsd", "beta", {**_PAIR, "beta": 1.5}, ["beta", "1.5", "[0, 1]"]),
     ("jsd", "negative_beta", {**_PAIR, "beta": -0.5}, ["beta", "-0.5"]),
     ("jsd", "beta_nan", {**_PAIR, "beta": float("nan")}, ["beta", "nan"]),
+    ("jsd", "no_classes", {"log_q": (2, 3, 0), "log_p": (2, 3, 0)}, ["log_q", "(2, 3, 0)", "vocab_size"]),
+    ("jsd", "no_student", {"log_q": None, "log_p": (3, 8)}, ["log_q", "NoneType"]),
+    ("jsd", "list", {"log_q": [1.0], "log_p": (3, 8)}, ["log_q", "list"]),
+    ("jsd", "ignore_dtype", {"log_q": (3, 8), "log_p": (3, 8), "ignore_index": torch.half}, ["ignore_index"]),
 ]  # fmt: skip
 
 LARGE = {"jsd": lambda a, b, _: F.jsd(a, b.to(a.dtype))}

@@ -149,6 +149,7 @@ BAD = [
     ("rms_norm", "integer_weight", {"x": (3, 8), "weight": normal(8).int()}, ["weight", "torch.int32"]),
     ("rms_norm", "scalar_x", {"x": ()}, ["x", "dimensions"]),
     ("rms_norm", "mode", {"x": (3, 8), "casting_mode": "lama"}, ["casting_mode", "lama", "llama"]),
+    ("rms_norm", "mode_list", {"x": (3, 8), "casting_mode": [1]}, ["casting_mode", "[1]", "llama"]),
     ("add_rms_norm", "residual_shape", {"x": (3, 8), "residual": (3, 7), "weight": (8,)}, ["residual", "(3, 7)"]),
     ("add_rms_norm", "no_broadcast", {"x": (3, 8), "residual": (1, 8), "weight": (8,)}, ["residual", "(1, 8)"]),
     ("layer_norm", "weight_shape", {"x": (3, 8), "weight": (7,), "bias": None}, ["weight", "(7)", "(8)"]),

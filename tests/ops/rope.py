@@ -86,10 +86,16 @@ BAD = [
     ("rope", "table_batch", {"q": _Q, "k": _K, "cos": (3, 5, 8), "sin": (3, 5, 8)}, ["cos", "(3, 5, 8)"]),
     ("rope", "rotary_odd", {"q": _Q, "k": _K, "cos": (1, 5, 7), "sin": (1, 5, 7)}, ["cos", "7", "even"]),
     ("rope", "rotary_wide", {"q": _Q, "k": _K, "cos": (1, 5, 10), "sin": (1, 5, 10)}, ["cos", "10", "8"]),
-    ("rope", "cos_sin", {"q": _Q, "k": _K, "cos": (1, 5, 8), "sin": (1, 5, 6)}, ["cos", "sin"]),
+    ("rope", "cos_sin", {"q": _Q, "k": _K, "cos": (1, 5, 8), "sin": (1, 5, 6)}, ["sin", "6", "cos", "8"]),
+    ("rope", "flat_sin", {"q": _Q, "k": _K, "cos": (5, 8), "sin": (5,)}, ["sin has shape (5)", "(1 or batch, 5, "]),
+    ("rope", "short_sin", {"q": _Q, "k": _K, "cos": (5, 8), "sin": (2,)}, ["sin has shape (2)", "(1 or batch, 5, "]),
+    ("rope", "sin_batch", {"q": _Q, "k": _K, "cos": (5, 8), "sin": (3, 5, 8)}, ["sin has shape (3, 5, 8)", "batch 2"]),
+    ("rope", "narrow_sin", {"q": _Q, "k": _K, "cos": (5, 8), "sin": (1, 5, 6)}, ["sin", "6", "cos", "8"]),
+    ("rope", "sin_dtype", {"q": _Q, "k": _K, "cos": (5, 8), "sin": _Q[0, 0].half()}, ["sin", "torch.float16"]),
     ("rope", "table_dtype", {"q": _Q, "k": _K, "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos", "torch.int32"]),
     ("rope", "no_heads", {"q": _Q[:, :0], "k": _K[:, :0], "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos"]),
     ("rope", "unsqueeze", {"q": _Q, "k": _K, **_TABLES, "unsqueeze_dim": 3}, ["unsqueeze_dim", "3"]),
+    ("rope", "unsqueeze_tensor", {"q": _Q, "k": _K, **_TABLES, "unsqueeze_dim": [1, 2]}, ["unsqueeze_dim", "[1, 2]"]),
 ]  # fmt: skip
 
 
