@@ -129,8 +129,9 @@ def _train(name: str, provider: str, make: Callable, settings: suite.Settings) -
 
 
 def run(settings: suite.Settings) -> Iterator[Training]:
-    for name, (_, batch, seq) in (MODELS_CPU if settings.device == "cpu" else MODELS_CUDA).items():
-        for provider, make in providers(settings.device).items():
+    # Liger comes last: what it puts into transformers' module stays there for every model that is built afterwards.
+    for provider, make in providers(settings.device).items():
+        for name, (_, batch, seq) in (MODELS_CPU if settings.device == "cpu" else MODELS_CUDA).items():
             if not settings.wants(provider):
                 continue
             try:
@@ -152,7 +153,8 @@ def table(records: list[Training], settings: suite.Settings) -> suite.Grid:
         f"{settings.dtype}: training steps; shares of the profiled time",
         ["model", "provider", "step", "tokens/s", "peak MiB", *KINDS, "other"],
     )
-    for r in records:
+    models = list(dict.fromkeys(r.model for r in records))
+    for r in sorted(records, key=lambda r: models.index(r.model)):
         if r.step is None:
             grid.rows.append([r.model, r.provider, "fails", *[""] * (len(grid.columns) - 3)])
             continue

@@ -54,6 +54,25 @@ def test_a_replaced_forward_is_called(monkeypatch, name, decorate):
     assert not classes_of_ours(model)
 
 
+def test_a_replaced_class_stays_as_it_is(monkeypatch):
+    """As Liger-Kernel leaves its own MLP in transformers' module, for all models that are built afterwards."""
+
+    class Mlp(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.up_proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+        def forward(self, x):
+            return self.up_proj(x)
+
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Mlp)
+    model, batch = build().train(), batch_of("cpu")
+    expected = model(**batch).loss
+    with apply_liger_kernel_to_llama(model=model):
+        assert classes_of_ours(model) == set(FORWARDS) - {"LlamaMLP"}
+        torch.testing.assert_close(model(**batch).loss, expected)
+
+
 def test_a_replaced_forward_is_called_in_what_is_built_later(monkeypatch):
     with apply_liger_kernel_to_llama():
         calls = replace_forward(monkeypatch, "LlamaMLP", decorate=False)

@@ -247,7 +247,7 @@ def apply_liger_kernel_to_llama(
 
 def _has_silu(module: nn.Module) -> bool:
     """Whether the MLP's activation is the one that ours has: by its module, as users put others in its place."""
-    return isinstance(module, modeling_llama.LlamaMLP) and type(module.act_fn) in _SILU
+    return isinstance(module, modeling_llama.LlamaMLP) and type(getattr(module, "act_fn", None)) in _SILU
 
 
 def _replace_loss(model: nn.Module, handle: PatchHandle | None) -> None:
