@@ -246,7 +246,8 @@ def test_a_training_step_has_a_cache_only_where_one_is_asked_for(device, asked):
     cache = model.eval()(batch["input_ids"], use_cache=True).past_key_values
     assert model(**batch, use_cache=asked).past_key_values is not None or asked is False
     longer = model.train()(**batch, past_key_values=cache, use_cache=asked).past_key_values
-    assert longer is cache and longer.get_seq_length() == 2 * batch["input_ids"].shape[1]
+    assert cache.get_seq_length() == 2 * batch["input_ids"].shape[1]
+    assert longer is cache or asked is False  # which transformers 4 obeys here
 
 
 @dtypes
