@@ -142,7 +142,7 @@ def off() -> bool:
 def load() -> None:
     """Hands the user's entries to the library: at import."""
     file = path()
-    value = os.environ.get("LIGER_EXT_TUNED", "1")
+    value = os.environ.get("LIGER_EXT_TUNED") or "1"
     if value not in ("0", "1"):
         text = f"LIGER_EXT_TUNED is {value!r}, expected 0 (no tuned plans) or 1 (the default); it is taken for 1"
         warnings.warn(text, RuntimeWarning, stacklevel=3)

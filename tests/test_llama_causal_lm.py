@@ -242,7 +242,9 @@ def test_tuples(device, training):
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_a_training_step_has_a_cache_only_where_one_is_asked_for(device, asked):
     model, batch = patched(build(device=device).train()), batch_of(device)
-    assert (model(**batch, use_cache=asked).past_key_values is not None) == (asked is True)
+    for skip_logits in (None, False):
+        step = model(**batch, use_cache=asked, skip_logits=skip_logits)
+        assert (step.past_key_values is not None) == (asked is True)
     cache = model.eval()(batch["input_ids"], use_cache=True).past_key_values
     assert model(**batch, use_cache=asked).past_key_values is not None or asked is False
     longer = model.train()(**batch, past_key_values=cache, use_cache=asked).past_key_values

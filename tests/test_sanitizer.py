@@ -94,6 +94,8 @@ def test_the_selection_has_every_persistent_kernel_and_every_cluster(name):
         "SoftmaxRegisters",
         "SoftmaxBackwardRegisters",
         "InPlaceRegisters",
+        "GroupNormRegisters",
+        "GroupNormBackwardRegisters",
     }
 
 

@@ -55,7 +55,7 @@ LIGER_DEVICE void write_normalised(const GroupNormForwardArgs& a, const Columns<
 template <class T, int VEC, int K> struct GroupNormRegisters {
   using Args = GroupNormForwardArgs;
   static constexpr int max_threads = launch::group_norm_registers.instance(VEC, K).max_threads,
-                       min_blocks = VEC > 1 && K == launch::group_norm_k ? 2 : 1;
+                       min_blocks = VEC > 1 && K == launch::group_norm_k ? 2 : 1, min_waves = max_threads / 256;
   // Vectors whose parameters are loaded together; of two before the row's exchange, so that their latency is the row's.
   static constexpr int Together = K < 4 ? K : 4;
   static constexpr bool early = VEC == 1 || K < 4;

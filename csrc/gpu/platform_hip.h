@@ -111,9 +111,10 @@ LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
 // Waves that an execution unit should hold at a time: bounds a kernel's registers. Four leave 128 of them on gfx9, as blocks of 1,024
 // threads do in any case. A kernel that says how many blocks it wants on a multiprocessor (K::min_blocks) has that many waves:
 // gfx9 spreads a block's over four units. Two blocks of 256 threads (RoPE, the norms' backward) spilled up to 61 registers with 128;
-// they take 142 to 168, three waves a unit.
+// they take 142 to 168, three waves a unit. K::min_waves: where that many waves would spill here, though not there.
 template <class K> constexpr int waves_per_unit() {
-  if constexpr (requires { K::min_blocks; }) return K::min_blocks * K::max_threads / (4 * 64);
+  if constexpr (requires { K::min_waves; }) return K::min_waves;
+  else if constexpr (requires { K::min_blocks; }) return K::min_blocks * K::max_threads / (4 * 64);
   else return 4;
 }
 template <class K> __global__ void __launch_bounds__(K::max_threads, waves_per_unit<K>()) entry(const typename K::Args args) {

@@ -118,18 +118,21 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
             shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
 
-        A training step returns no cache of keys and values (`past_key_values`) unless `use_cache=True` asks for it, and
-        `return_dict=False` leaves out of the tuple what is None: the logits, and the cache. The loss of labels that are
-        all ignored is 0; transformers gives NaN. A loss of the user's own
-        (`model.loss_function`) is obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
+        A training step with labels returns no cache of keys and values (`past_key_values`) unless `use_cache=True` asks
+        for it, and `return_dict=False` leaves out of the tuple what is None: the logits, and the cache. The loss of
+        labels that are all ignored is 0; transformers gives NaN. A loss of the user's own (`model.loss_function`) is
+        obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
         """
         arguments = {**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
+        trains = self.training and has_labels
+        if trains and arguments.get("use_cache") is None and arguments.get("past_key_values") is None:
+            arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
         if skip_logits and not has_labels:
             raise ValueError("skip_logits=True leaves nothing to return without labels or shift_labels")
         if skip_logits is None:
-            skip_logits = self.training and has_labels
+            skip_logits = trains
         if self.loss_function not in (ForCausalLMLoss, causal_lm_cross_entropy):
             return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
@@ -139,8 +142,6 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
         logits_to_keep = arguments.pop("logits_to_keep", 0)
-        if self.training and arguments.get("use_cache") is None and arguments.get("past_key_values") is None:
-            arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
         outputs = self.model(**arguments, return_dict=True)
         hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
         if skip_logits:

@@ -13,7 +13,7 @@ _INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
 
 def parameter(init_fn: str, hidden_size: int) -> nn.Parameter:
-    if init_fn not in _INITIALISERS:
+    if not isinstance(init_fn, str) or init_fn not in _INITIALISERS:
         raise ValueError(f"init_fn is {init_fn!r}, expected 'ones' or 'zeros'")
     return nn.Parameter(_INITIALISERS[init_fn](hidden_size))
 

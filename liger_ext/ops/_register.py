@@ -114,6 +114,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
     below_autograd, any_requires_grad = torch._C._AutoDispatchBelowAutograd, torch._C._any_requires_grad
     check = getattr(_C.checks, name)
     tensors = sum("Tensor" in str(argument.type) for argument in overload._schema.arguments)  # the first ones
+    has_options = tensors < len(overload._schema.arguments)
     defaults = tuple(
         argument.default_value if argument.has_default_value() else None for argument in overload._schema.arguments
     )
@@ -160,7 +161,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(name, args)
         records = torch.is_grad_enabled() and any_requires_grad(*args)
-        if records and any_requires_grad(*args[tensors:]):
+        if has_options and records and any_requires_grad(*args[tensors:]):
             _refuse_learned_option(overload._schema, args)
         if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             return overload(*args)
@@ -169,9 +170,10 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         try:
             with below_autograd():
                 return op(*args)
-        except NotImplementedError:
-            check(*args)  # names an argument that is None: without a tensor the dispatcher finds no device
-            raise
+        except NotImplementedError as error:
+            failed = error
+        check(*args)  # names an argument that is None: without a tensor the dispatcher finds no device
+        raise failed
 
     return call
 

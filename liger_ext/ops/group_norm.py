@@ -39,6 +39,7 @@ def group_norm(
         ValueError: fewer than two dimensions, channels that ``num_groups`` does not divide, a dtype that is not
             supported, or a weight or bias of another shape or device.
     """
+    check_integer("group_norm", num_groups=num_groups)
     return _group_norm(x, weight, bias, num_groups, eps)[0]
 
 

@@ -5,7 +5,8 @@
 * ``kernel_cases(dtype)``: (op, name, is it one of a few, function that makes the inputs, frozen inputs ...): small, odd
   and large enough for every kernel to run at least once, on the host target and in an emulator;
 * ``DRAWS``: for each op a function that draws any call of it, for the nets of layouts and fuzz;
-* ``BAD``: (op, name, arguments that it refuses, parts that the error must have: argument, value, what was expected); a
+* ``BAD``: (op, name, arguments that it refuses, parts that the error must have: argument, value, what was expected; in
+  front TypeError, where it is no ValueError); a
   tuple among the arguments is a tensor of this shape;
 * ``LARGE``: for each op a function of two matrices of one shape and a vector of so many columns, or None, that calls it
   with them as inputs and parameter, as far as it has such, and returns one result;

@@ -92,6 +92,13 @@ def group_norm(draw: Draw) -> Call:
 
 
 BAD = [
+    (
+        "group_norm",
+        "groups_dtype",
+        {"x": (2, 10, 3), "num_groups": torch.half},
+        [TypeError, "num_groups", "torch.float16"],
+    ),
+    ("group_norm", "groups_bool", {"x": (2, 10, 3), "num_groups": True}, [TypeError, "num_groups", "True"]),
     ("group_norm", "no_channels", {"x": (8,), "num_groups": 2}, ["x", "(8)", "(batch, channels"]),
     ("group_norm", "num_groups", {"x": (2, 8, 3), "num_groups": 3}, ["num_groups is 3", "8 channels"]),
     ("group_norm", "no_groups", {"x": (2, 8, 3), "num_groups": 0}, ["num_groups is 0", "8 channels"]),

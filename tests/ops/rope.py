@@ -95,7 +95,7 @@ BAD = [
     ("rope", "table_dtype", {"q": _Q, "k": _K, "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos", "torch.int32"]),
     ("rope", "no_heads", {"q": _Q[:, :0], "k": _K[:, :0], "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos"]),
     ("rope", "unsqueeze", {"q": _Q, "k": _K, **_TABLES, "unsqueeze_dim": 3}, ["unsqueeze_dim", "3"]),
-    ("rope", "unsqueeze_tensor", {"q": _Q, "k": _K, **_TABLES, "unsqueeze_dim": [1, 2]}, ["unsqueeze_dim", "[1, 2]"]),
+    ("rope", "unsqueeze_of", {"q": _Q, "k": _K, **_TABLES, "unsqueeze_dim": [1]}, [TypeError, "unsqueeze_dim", "[1]"]),
 ]  # fmt: skip
 
 
