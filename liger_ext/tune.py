@@ -329,6 +329,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         todo = list(jobs(chosen_cases(arguments, profile), profile, arguments.dtype))
     except ValueError as error:  # no launch on this GPU is as large
+        if not arguments.shapes:
+            raise
         arguments.parser.error(f"--shapes: {error}")
     if arguments.dry_run:
         list_candidates(todo, profile)

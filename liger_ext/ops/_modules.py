@@ -18,12 +18,12 @@ def parameter(init_fn: str, hidden_size: int) -> nn.Parameter:
     return nn.Parameter(_INITIALISERS[init_fn](hidden_size))
 
 
-def check_number(module: str, name: str, value: object, least: float, most: float) -> None:
+def check_number(module: str, name: str, value: object, least: float, most: float, expected: str = "a number") -> None:
     """When a module is made, rather than at its first call."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{module}: {name} is {value!r}, expected a number")
+        raise TypeError(f"{module}: {name} is {value!r}, expected {expected}")
     if not least <= value <= most:
-        raise ValueError(f"{module}: {name} is {value}, expected a number in [{least}, {most}]")
+        raise ValueError(f"{module}: {name} is {value}, expected {expected} in [{least}, {most}]")
 
 
 def check_loss_options(
@@ -33,4 +33,4 @@ def check_loss_options(
     check_number(module, "label_smoothing", label_smoothing, 0, 1)
     code_of(module, "reduction", reduction, REDUCTIONS)
     if softcap is not None:
-        check_number(module, "softcap", softcap, 1e-18, 1e18)
+        check_number(module, "softcap", softcap, 1e-18, 1e18, "None or a number")

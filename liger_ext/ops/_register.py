@@ -196,8 +196,8 @@ def _refuse_learned_option(schema: torch.FunctionSchema, args: tuple) -> None:
     for argument, value in zip(schema.arguments, args, strict=False):
         if "Tensor" not in str(argument.type) and isinstance(value, torch.Tensor) and value.requires_grad:
             raise TypeError(
-                f"{schema.name}: {argument.name} is {value.detach()} and requires a gradient, expected a number: "
-                "options have no gradient"
+                f"{schema.name.removeprefix('liger_ext::')}: {argument.name} is a tensor that requires a gradient, "
+                "expected a number: options have no gradient"
             )
 
 

@@ -42,7 +42,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     """
     check_tensors("rope", q=q, k=k, cos=cos, sin=sin)
     check_integer("rope", unsqueeze_dim=unsqueeze_dim)
-    cos, sin = (t.unsqueeze(0) if t.dim() == 2 else t for t in (cos, sin))
+    cos = cos.unsqueeze(0) if cos.dim() == 2 else cos
+    sin = sin.unsqueeze(0) if sin.dim() == 2 else sin
     if unsqueeze_dim == 1:
         return _rope(q, k, cos, sin)
     if unsqueeze_dim != 2:
