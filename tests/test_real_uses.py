@@ -39,6 +39,22 @@ def test_rows_of_a_matmul_that_are_one_row(device):
     torch.testing.assert_close(found.double(), torch_loss(x, weight, target))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_what_stands_beside_a_matrix_is_not_read(device, dtype):
+    """Matrix products of CPUs with AMX multiply what stands behind a row by zero: NaN where that is NaN."""
+    for rows, hidden, vocab in ((33, 70, 1000), (64, 64, 71), (33, 64, 1001)):
+        memory = torch.full((rows, hidden + 60), torch.nan, device=device, dtype=dtype)
+        memory[:, :hidden] = normal(rows, hidden, device=device, dtype=dtype)
+        x, weight = memory[:, :hidden].requires_grad_(), normal(vocab, hidden, device=device, dtype=dtype, seed=1)
+        weight.requires_grad_()
+        target = random_targets(rows, vocab, device=device)
+        for _ in range(3):  # the buffer of logits is where the last one was
+            torch.full((rows, -(-vocab // 64) * 64), torch.nan, device=device, dtype=dtype)
+            loss = F.fused_linear_cross_entropy(x, weight, target)
+            for result in (loss, *torch.autograd.grad(loss, (x, weight))):
+                assert result.isfinite().all()
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype, huge", [(torch.bfloat16, 8e37), (torch.float16, 6e4), (torch.float32, 3e38)])
 def test_huge_logits(device, dtype, huge, smoothing):

@@ -171,20 +171,38 @@ void gemm_split(const Gemm& g, const Matrix& c, double alpha) {
   });
 }
 
+// For products in 16 bits by hardware. oneDNN's kernels for AMX (3.12, in torch 2.13) load the rows of A up to the next multiple of 32
+// columns and multiply what stands behind the last one by zero: where that is a NaN or an infinity, of the next row or of memory that
+// nobody has written, the result is NaN. Such rows are multiplied from a copy that ends in zeros; calls f(g) for some rows at a time.
+template <class F> void with_padded_rows(const Gemm& g, const F& f) {
+  constexpr int64_t multiple = 32, scratch_size = 1 << 24;
+  if (g.a.transposed || g.k % multiple == 0) return f(g);
+  const int64_t stride = (g.k / multiple + 1) * multiple, most = std::clamp<int64_t>(scratch_size / stride, 1, g.m);
+  const auto scratch = std::make_unique<uint16_t[]>(most * stride);
+  for (int64_t row = 0; row < g.m; row += most) {
+    Gemm part = g;
+    part.m = std::min(most, g.m - row);
+    part.a = {scratch.get(), stride, g.a.dtype, false};
+    part.c = static_cast<char*>(g.c) + row * g.c_stride * size_of(g.c_dtype);
+    convert(tile_of(g.a, row, 0), part.a, part.m, g.k);
+    f(part);
+  }
+}
+
 }  // namespace
 
 void gemm(const Gemm& g, Stream) {
   if (g.m == 0 || g.n == 0) return;
   const double alpha = !g.alpha ? 1 : g.a.dtype == Dtype::f64 ? *static_cast<const double*>(g.alpha) : *static_cast<const float*>(g.alpha);
-  const Matrix c{g.c, g.c_stride, g.c_dtype, false};
-  if (hardware_multiplies(g.a.dtype) && g.c_dtype == g.a.dtype) {
-    const Operand out(c, g.m, g.n), a(g.a, g.m, g.k), b(g.b, g.k, g.n);
-    addmm(out, out, a, b, g.accumulate ? 1 : 0, alpha);
-  } else if (hardware_multiplies(g.a.dtype) && g.a.dtype == Dtype::bf16) {
-    gemm_split(g, c, alpha);
-  } else {
-    gemm_widen(g, c, alpha);
-  }
+  const bool hardware = hardware_multiplies(g.a.dtype), direct = hardware && g.c_dtype == g.a.dtype, narrow = size_of(g.a.dtype) == 2;
+  const auto multiply = [&](const Gemm& part) {
+    const Matrix c{part.c, part.c_stride, part.c_dtype, false};
+    if (!direct) return hardware && g.a.dtype == Dtype::bf16 ? gemm_split(part, c, alpha) : gemm_widen(part, c, alpha);
+    const Operand out(c, part.m, part.n), a(part.a, part.m, part.k), b(part.b, part.k, part.n);
+    addmm(out, out, a, b, part.accumulate ? 1 : 0, alpha);
+  };
+  if (hardware && narrow) with_padded_rows(g, multiply);
+  else multiply(g);
 }
 
 }  // namespace liger::cpu
