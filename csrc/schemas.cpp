@@ -27,8 +27,8 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
 
   m.def("glu(Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
   m.def(
-      "glu_backward(Tensor dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier)"
-      " -> (Tensor dgate, Tensor dup)");
+      "glu_backward(Tensor dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier,"
+      " bool need_h=False) -> (Tensor dgate, Tensor dup, Tensor h)");
   m.def("glu_packed(Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
   m.def("glu_packed_backward(Tensor dh, Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
 

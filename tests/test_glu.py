@@ -4,10 +4,11 @@ import inspect
 
 import pytest
 import torch
-from cases import draw_leaf, draw_tensor, dtypes_of, hidden_sizes, leading_shapes, normal
+from cases import LOW, draw_leaf, draw_tensor, dtypes_of, hidden_sizes, laid_out, leading_shapes, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.testing import judge
 
@@ -77,3 +78,86 @@ def test_saturated_and_special_gates(device, op, approximate, dtype):
     wide = special.double().cpu()  # torch's own fp32 gelu on a CPU gives NaN for inf
     act = torch.nn.functional.silu(wide) if op == "swiglu" else torch.nn.functional.gelu(wide, approximate=approximate)
     torch.testing.assert_close(getattr(F, op)(special, one, **extra), act.to(special), equal_nan=True)
+
+
+# The backward's h: what the forward returns, for a caller that has not kept it --------------------------------------
+
+ACTIVATIONS = {name: int(code) for name, code in _C.Activation.__members__.items()}
+glu, glu_backward = torch.ops.liger_ext.glu.default, torch.ops.liger_ext.glu_backward.default
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+
+
+def same_bits(a, b):
+    assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(integer), b.view(integer))
+
+
+def check_h(dh, gate, up, *options):
+    dgate, dup, none = glu_backward(dh, gate, up, *options)
+    assert (none.shape, none.dtype, none.device) == ((0,), gate.dtype, gate.device)
+    found = glu_backward(dh, gate, up, *options, True)
+    for name, a, b in zip(("dgate", "dup", "h"), found, (dgate, dup, glu(gate, up, *options)), strict=True):
+        assert same_bits(a, b), name
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_h_of_the_backward(device, data):
+    """Every shape, dtype and layout. dgate and dup keep their bits."""
+    shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
+    dtype = data.draw(st.sampled_from(dtypes_of(device)))
+    tensors = [draw_tensor(data, device, *shape, dtype=dtype, scale=2) for _ in range(3)]
+    factors = st.sampled_from([1.0, 0.7, -1.3])
+    check_h(*tensors, data.draw(st.sampled_from([*ACTIVATIONS.values()])), data.draw(factors), data.draw(factors))
+
+
+@each_activation
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("shape", [(9001, 1), (1501, 7), (3, 4095), (2, 70_001)])
+def test_h_of_many_elements(device, activation, dtype, shape):
+    check_h(*(normal(*shape, dtype=dtype, device=device, seed=i, scale=3) for i in range(3)), activation, 1.0, 1.0)
+
+
+@each_activation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["contiguous", "padded"])
+def test_h_of_every_16_bit_gate(device, activation, dtype, layout):
+    """In whole vectors and in single elements, which other kernels take."""
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(8, -1)
+    gate = laid_out(gate[gate.isfinite()].view(8, -1), layout)
+    up, dh = (normal(*gate.shape, dtype=dtype, seed=seed) for seed in (1, 2))
+    check_h(*(t.to(device) for t in (dh, gate, up)), activation, 1.7, 0.3)
+
+
+@pytest.mark.parametrize("need_h", [False, True])
+def test_opcheck_of_the_backward_with_h(device, need_h):
+    dh, gate, up = (normal(3, 33, device=device, seed=i) for i in range(3))
+    torch.library.opcheck(glu_backward, (dh, gate.t().contiguous().t(), up, 0, 1.0, 1.0, need_h))
+
+
+def test_compiled_backward_with_h(device):
+    def three(dh, gate, up):
+        dgate, dup, h = glu_backward(dh, gate, up, 0, 1.0, 1.0, True)
+        return dgate * 2, dup * 2, h * 2
+
+    tensors = [normal(3, 33, device=device, seed=i) for i in range(3)]
+    found = torch.compile(three, fullgraph=True, backend="aot_eager")(*tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, three(*tensors), strict=True))
+
+
+@pytest.mark.parametrize("need_h", [False, True])
+@pytest.mark.parametrize("spoil, words", [
+    (lambda dh, gate, up: (dh[:, 1:], gate, up, 0), "dh has shape"),
+    (lambda dh, gate, up: (dh, gate, up[1:], 0), "up has shape"),
+    (lambda dh, gate, up: (dh.bfloat16(), gate, up, 0), "dh"),
+    (lambda dh, gate, up: (dh, gate.int(), up.int(), 0), "gate"),
+    (lambda dh, gate, up: (dh, gate, up, 3), "activation is 3"),
+])  # fmt: skip
+def test_bad_arguments_of_the_backward(device, need_h, spoil, words):
+    arguments = spoil(*(normal(3, 8, device=device, seed=i) for i in range(3)))
+    with pytest.raises(ValueError, match=f"glu_backward: {words}"):
+        glu_backward(*arguments, 1.0, 1.0, need_h)
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError, match=f"glu_backward: {words}"):
+        fake = (mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments)
+        glu_backward(*fake, 1.0, 1.0, need_h)

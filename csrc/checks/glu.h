@@ -22,7 +22,7 @@ inline void check_glu(const Tensor& gate, const Tensor& up, int64_t activation, 
 }
 
 inline void check_glu_backward(const Tensor& dh, const Tensor& gate, const Tensor& up, int64_t activation, double gate_multiplier,
-                               double down_multiplier) {
+                               double down_multiplier, bool need_h) {
   check_gate_and_up("glu_backward", gate, up, activation);
   check_same("glu_backward", dh, "dh", gate, "gate");
 }

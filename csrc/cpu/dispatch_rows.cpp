@@ -53,7 +53,10 @@ template void norm_backward(const LayerNormBackward&, Stream);
 
 void glu_forward(const GluForward& a, Stream) { parallel_elements<&GluForward::gate, &GluForward::up, &GluForward::h>(a); }
 void glu_backward(const GluBackward& a, Stream) {
-  parallel_elements<&GluBackward::dh, &GluBackward::gate, &GluBackward::up, &GluBackward::dgate, &GluBackward::dup>(a);
+  constexpr auto dh = &GluBackward::dh, gate = &GluBackward::gate, up = &GluBackward::up;
+  constexpr auto dgate = &GluBackward::dgate, dup = &GluBackward::dup;
+  if (a.h.data) parallel_elements<dh, gate, up, dgate, dup, &GluBackward::h>(a);
+  else parallel_elements<dh, gate, up, dgate, dup>(a);
 }
 
 void rope(const Rope& a, Stream) { parallel_items(a, a.batch * a.seq, (a.q.heads + a.k.heads) * a.head_dim); }

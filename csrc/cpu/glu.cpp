@@ -64,7 +64,15 @@ template <> void run(const GluForward& a, int64_t begin, int64_t end) {
 }
 
 template <> void run(const GluBackward& a, int64_t begin, int64_t end) {
-  with_activation(a, [&]<class T, class A, template <class, bool> class Of>() { backward<T, A, Of>(a, begin, end); });
+  with_activation(a, [&]<class T, class A, template <class, bool> class Of>() {
+    if (!a.h.data) return backward<T, A, Of>(a, begin, end);
+    // The forward itself gives h its bits, a row at a time: gate and up are still in the cache.
+    const GluForward again{a.rows, a.cols, a.gate, a.up, a.h, a.activation, a.gate_multiplier, a.down_multiplier};
+    for (int64_t i = begin; i < end; ++i) {
+      backward<T, A, Of>(a, i, i + 1);
+      forward<T, A, Of>(again, i, i + 1);
+    }
+  });
 }
 
 }  // namespace liger::cpu::LIGER_ISA

@@ -1,6 +1,6 @@
 // Gated linear units, bound by memory: forward reads gate and up and writes h, backward reads dh, gate and up and writes dgate and
-// dup, all of them once. A tile is block_threads() * K vectors of one row (or of a few short rows); every thread has all of its
-// loads in flight before the first use. Tensors without gaps between rows are one long row.
+// dup, and h again where that is asked for, all of them once. A tile is block_threads() * K vectors of one row (or of a few short rows);
+// every thread has all of its loads in flight before the first use. Tensors without gaps between rows are one long row.
 //
 // All three activations and their derivatives are x * s(x) and s + x * s', with s = sigmoid(x) (silu), sigmoid(2u) (gelu by tanh:
 // (1 + tanh(u)) / 2 = sigmoid(2u), without its cancellation) or the normal distribution function (gelu).
@@ -83,7 +83,8 @@ template <class T, int VEC, Activation A> struct GluForwardKernel {
   }
 };
 
-template <class T, int VEC, Activation A> struct GluBackwardKernel {
+// WithH: kernels of their own, because the usual ones have no register to spare.
+template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
   struct Args {
     Tiles<vectors_per_thread> tiles;
     GluBackward glu;
@@ -100,21 +101,27 @@ template <class T, int VEC, Activation A> struct GluBackwardKernel {
     columns.template load<Hint::stream>(up, a.up.data, row * a.up.stride);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      float dgate[VEC], dup[VEC];
+      float dgate[VEC], dup[VEC], h[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         const float x = gate[k][i] * gate_multiplier, d = down_multiplier * dh[k][i];
         const GateValue g = gate_of<T, A>(x);
         dup[i] = d * g.value;
         dgate[i] = d * up[k][i] * g.slope * gate_multiplier;
+        if constexpr (WithH) h[i] = down_multiplier * g.value * up[k][i];  // as in the forward
       }
+      if constexpr (WithH) dh[k].set(h);
       gate[k].set(dgate);
       up[k].set(dup);
     }
     columns.template store<Hint::stream>(gate, a.dgate.data, row * a.dgate.stride);
     columns.template store<Hint::stream>(up, a.dup.data, row * a.dup.stride);
+    if constexpr (WithH) columns.template store<Hint::stream>(dh, a.h.data, row * a.h.stride);
   }
 };
+
+template <class T, int VEC, Activation A> using GluGradients = GluBackwardKernel<T, VEC, A, false>;
+template <class T, int VEC, Activation A> using GluGradientsAndH = GluBackwardKernel<T, VEC, A, true>;
 
 // Starts Kernel<T, VEC, A> for the dtype, alignment and activation of `a`; `tensors` are a's.
 template <template <class, int, Activation> class Kernel, const launch::Kernel& Instances, class Glu, class... Tensors>
@@ -138,7 +145,8 @@ void start(const Glu& a, Stream stream, const Tensors&... tensors) {
 
 void glu_forward(const GluForward& a, Stream stream) { start<GluForwardKernel, launch::glu_forward>(a, stream, a.gate, a.up, a.h); }
 void glu_backward(const GluBackward& a, Stream stream) {
-  start<GluBackwardKernel, launch::glu_backward>(a, stream, a.dh, a.gate, a.up, a.dgate, a.dup);
+  if (a.h.data) start<GluGradientsAndH, launch::glu_backward>(a, stream, a.dh, a.gate, a.up, a.dgate, a.dup, a.h);
+  else start<GluGradients, launch::glu_backward>(a, stream, a.dh, a.gate, a.up, a.dgate, a.dup);
 }
 
 }  // namespace liger::gpu

@@ -33,11 +33,12 @@ Tensor forward(const Scope& scope, const Tensor& shape_of, const Halves& in, int
 }
 
 void backward(const Scope& scope, const Tensor& dh, const Halves& in, MutableRows dgate, MutableRows dup, int64_t activation,
-              double gate_multiplier, double down_multiplier) {
+              double gate_multiplier, double down_multiplier, MutableRows h = {}) {
   const RowsView dh_rows = as_rows(scope, dh);
   if (dh.numel() > 0)
     glu_backward(
-        {in.gate.rows, in.gate.cols, dh_rows, in.gate, in.up, dgate, dup, Activation(activation), gate_multiplier, down_multiplier}, scope);
+        {in.gate.rows, in.gate.cols, dh_rows, in.gate, in.up, dgate, dup, Activation(activation), gate_multiplier, down_multiplier, h},
+        scope);
 }
 
 Tensor glu_op(Tensor gate, Tensor up, int64_t activation, double gate_multiplier, double down_multiplier) {
@@ -45,13 +46,15 @@ Tensor glu_op(Tensor gate, Tensor up, int64_t activation, double gate_multiplier
   return forward(scope, gate, two_tensors(scope, gate, up), activation, gate_multiplier, down_multiplier);
 }
 
-std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
-                                           double down_multiplier) {
+std::tuple<Tensor, Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
+                                                   double down_multiplier, bool need_h) {
   const Scope scope("glu_backward", gate);
   const Halves in = two_tensors(scope, gate, up);
   Tensor dgate = allocate_like(scope, gate), dup = allocate_like(scope, up);
-  backward(scope, dh, in, mutable_rows(dgate), mutable_rows(dup), activation, gate_multiplier, down_multiplier);
-  return {dgate, dup};
+  Tensor h = allocate(scope, need_h ? sizes_of(gate) : std::vector<int64_t>{0}, in.gate.view.dtype, gate);
+  backward(scope, dh, in, mutable_rows(dgate), mutable_rows(dup), activation, gate_multiplier, down_multiplier,
+           need_h ? mutable_rows(h) : MutableRows{});
+  return {dgate, dup, h};
 }
 
 Tensor glu_packed_op(Tensor gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {

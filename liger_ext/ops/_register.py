@@ -59,15 +59,18 @@ def register(
     return _register_autograd(name, setup_context, backward, casts=autocast is not None)
 
 
-def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bool = False) -> Callable:
+def register_row_op(
+    name: str, *, fake: Callable | None = None, fake_backward: Callable | None = None, keeps_output: bool = False
+) -> Callable:
     """:func:`register` for an op of tensors, then options, with one result, by default of the first one's shape and
-    dtype. The backward takes its gradient, the tensors that were given (or the output), and the options."""
+    dtype. The backward takes its gradient, the tensors that were given (or the output), and the options; it returns
+    their gradients, and with a ``fake_backward`` of its own it may return more behind them."""
     backward_op = getattr(torch.ops.liger_ext, f"{name}_backward").default
     types = [str(a.type) for a in getattr(torch.ops.liger_ext, name).default._schema.arguments]
     tensors = types.count("Tensor")
     options = (None,) * (len(types) - tensors)  # their gradients
 
-    def fake_backward(dy, *kept):
+    def gradients(dy, *kept):
         made = tuple(t.new_empty(t.shape) for t in kept[:tensors])
         return made if tensors > 1 else made[0]
 
@@ -86,12 +89,12 @@ def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bo
         if not options:
             return backward_op(dy, *saved)
         made = backward_op(dy, *saved, *ctx.options)
-        return (*made, *options) if tensors > 1 else (made, *options)
+        return (*made[:tensors], *options) if tensors > 1 else (made, *options)
 
     return register(
         name,
         fake=fake or (lambda x, *_: x.new_empty(x.shape)),
-        fake_backward=fake_backward,
+        fake_backward=fake_backward or gradients,
         setup_context=setup_context,
         backward=backward,
     )

@@ -149,7 +149,12 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     return geglu(a, b)
 
 
-_glu = register_row_op("glu")
+def _fake_backward(dh, gate, up, activation, gate_multiplier, down_multiplier, need_h=False):
+    """dgate, dup, and, if it is wanted, h as the forward gives it."""
+    return gate.new_empty(gate.shape), up.new_empty(up.shape), gate.new_empty(gate.shape if need_h else 0)
+
+
+_glu = register_row_op("glu", fake_backward=_fake_backward)
 _glu_packed = register_row_op(
     "glu_packed", fake=lambda gate_up, *_: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 )

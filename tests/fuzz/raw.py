@@ -78,7 +78,7 @@ def call_directly(case: Case) -> None:
         return
     op, arguments = case.rng.choice(calls)
     names = [argument.name for argument in op._schema.arguments]
-    changed = list(arguments) + [argument.default_value for argument in op._schema.arguments[len(arguments) :]]
+    changed = list(arguments)
     for _ in range(case.rng.choice([1, 1, 2])):
         at = case.rng.randrange(len(changed))
         changed[at] = spoiled(changed[at], case)
