@@ -4,6 +4,7 @@ Each class here replaces the class of the same name in transformers, by a swap o
 that name: a patched model pickles, and is saved with the names of the original classes.
 """
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -17,14 +18,17 @@ from transformers.models.llama import modeling_llama
 from transformers.utils import can_return_tuple
 
 from liger_ext import functional
+from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
 from liger_ext.models.loss import (
     FUSED_OPTIONS,
+    MEMORY_LEVELS,
     OUTPUT_OPTIONS,
     VALUE_OPTIONS,
     LigerCausalLMOutputWithPast,
     causal_lm_cross_entropy,
     causal_lm_loss,
     fused_causal_lm_loss,
+    logits_memory,
 )
 from liger_ext.models.patch import (
     PatchHandle,
@@ -35,6 +39,7 @@ from liger_ext.models.patch import (
     stands_in,
     swap_classes,
 )
+from liger_ext.models.remade import remade
 
 
 @stands_in(modeling_llama)
@@ -49,12 +54,22 @@ class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
 
 @stands_in(modeling_llama)
 class LlamaMLP(modeling_llama.LlamaMLP):
+    liger_memory = "auto"
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (_has_silu(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
             return super().forward(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
-        alike = gate.dtype == up.dtype and gate.shape == up.shape  # adapters of some projections may change either
-        return self.down_proj(functional.swiglu(gate, up) if alike else self.act_fn(gate) * up)
+        if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
+            return self.down_proj(self.act_fn(gate) * up)
+        h = functional.swiglu(gate, up)
+        with _remade(self, h, functional.swiglu, gate, up):
+            return self.down_proj(h)
+
+
+def _remade(module: nn.Module, *arguments) -> contextlib.AbstractContextManager:
+    keeps = module.liger_memory == "fast" or torch.compiler.is_compiling()
+    return contextlib.nullcontext() if keeps else remade(*arguments)
 
 
 def _rope(q, k, cos, sin, *args, **kwargs):
@@ -76,6 +91,10 @@ def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
     return torch.promote_types(dtype, weight.dtype) != dtype
 
 
+def _is_plain_norm(norm: nn.Module) -> bool:
+    return isinstance(norm, LlamaRMSNorm) and only_forward_runs(norm) and is_plain_tensor(norm.weight)
+
+
 _LAYER = inspect.signature(modeling_llama.LlamaDecoderLayer.forward).parameters
 _LAYER_DEFAULTS = {name: p.default for name, p in _LAYER.items() if p.default is not p.empty}  # all but hidden_states
 _LAYER_RETURNS_TUPLE = "output_attentions" in _LAYER  # up to 4.53: hidden states[, attention weights]; then no tuple
@@ -83,24 +102,77 @@ _LAYER_RETURNS_TUPLE = "output_attentions" in _LAYER  # up to 4.53: hidden state
 
 @stands_in(modeling_llama)
 class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
-    """Adds the attention's output to the residual stream and normalises the sum in one op."""
+    """Adds the attention's output to the residual stream and normalises the sum in one op.
+
+    Where the linear layers are plain ones, a training step runs `liger_ext.models.layer`, which keeps less memory.
+    """
+
+    liger_memory = "auto"
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
         norm = self.post_attention_layernorm
-        if not (isinstance(norm, LlamaRMSNorm) and only_forward_runs(norm) and is_plain_tensor(norm.weight)):
+        if not _is_plain_norm(norm):
             return super().forward(hidden_states, *args, **kwargs)
         # The arguments differ between versions of transformers, but in each all of them go to the attention, by name.
         arguments = {**_LAYER_DEFAULTS, **dict(zip(_LAYER_DEFAULTS, args, strict=False)), **kwargs}
-        attention, weights = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **arguments)
-        if _raises_dtype(norm.weight, attention, hidden_states):
-            residual = hidden_states + attention
-            normed = norm(residual)
+        stream, attention, weights = self._attend(hidden_states, arguments)
+        raises_dtype = _raises_dtype(norm.weight, attention, stream)
+        if not raises_dtype and self._mlp_is_one_node(stream):
+            hidden_states = norm_mlp(attention, stream, norm, self.mlp, self._level())
+        elif raises_dtype:
+            residual = stream + attention
+            hidden_states = residual + self.mlp(norm(residual))
         else:
-            normed, residual = functional.add_rms_norm(attention, hidden_states, norm.weight, norm.variance_epsilon)
-        hidden_states = residual + self.mlp(normed)
+            normed, residual = functional.add_rms_norm(attention, stream, norm.weight, norm.variance_epsilon)
+            with _remade(self, normed, functional.rms_norm, residual, norm.weight, norm.variance_epsilon):
+                hidden_states = residual + self.mlp(normed)
         if _LAYER_RETURNS_TUPLE:
             return (hidden_states, weights) if arguments["output_attentions"] else (hidden_states,)
         return hidden_states
+
+    def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
+        """The residual stream, what the attention adds to it, and the attention's weights."""
+        norm, attention = self.input_layernorm, self.self_attn
+        if not _is_plain_norm(norm) or _raises_dtype(norm.weight, hidden_states):
+            return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
+        projections = [getattr(attention, name, None) for name in _Projected.NAMES]
+        plain = type(attention) is LlamaAttention and only_forward_runs(attention)
+        if plain and runs_as_one_node(hidden_states, projections):
+            stream, *projected = norm_linears(hidden_states, norm, projections, self._level())
+            attention = functools.partial(LlamaAttention.forward, _Projected(attention, projected))
+            return stream, *attention(hidden_states=hidden_states, **arguments)
+        normed = norm(hidden_states)
+        with _remade(self, normed, functional.rms_norm, hidden_states, norm.weight, norm.variance_epsilon):
+            return hidden_states, *attention(hidden_states=normed, **arguments)
+
+    def _level(self) -> str:
+        """Inside a checkpoint of the whole layer nothing is to be made a third time."""
+        checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
+        return "auto" if self.liger_memory == "low" and checkpointed else self.liger_memory
+
+    def _mlp_is_one_node(self, stream: torch.Tensor) -> bool:
+        mlp = self.mlp
+        return (
+            type(mlp) is LlamaMLP
+            and only_forward_runs(mlp)
+            and _has_silu(mlp)
+            and only_forward_runs(mlp.act_fn)
+            and runs_as_one_node(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        )
+
+
+class _Projected:
+    """An attention whose projections have run: they return their results, whatever they are called with."""
+
+    NAMES = ("q_proj", "k_proj", "v_proj")
+
+    def __init__(self, attention: nn.Module, projected: list[torch.Tensor]) -> None:
+        self._attention = attention
+        for name, result in zip(self.NAMES, projected, strict=True):
+            setattr(self, name, lambda _, result=result: result)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._attention, name)
 
 
 _FORWARD = inspect.signature(modeling_llama.LlamaForCausalLM.forward)
@@ -109,6 +181,8 @@ _FORWARD_NAMES = tuple(_FORWARD.parameters)[1:]
 
 @stands_in(modeling_llama)
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
+    liger_memory = "auto"
+
     @can_return_tuple
     def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> CausalLMOutputWithPast:
         """transformers' forward, but in training with labels the loss comes from the hidden states: no logits exist.
@@ -146,6 +220,8 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
         if skip_logits:
             logits = None
+            if options.get("memory") is None:
+                options["memory"] = logits_memory(self.liger_memory, self.lm_head)
             result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, **options)
         else:
             logits = self.lm_head(hidden_states)
@@ -184,6 +260,7 @@ def apply_liger_kernel_to_llama(
     model: nn.Module | None = None,
     *,
     fused_add_rms_norm: bool = True,
+    memory: str = "auto",
 ) -> PatchHandle:
     """Makes Hugging Face Llama train with liger_ext: one model, or all that are built from now on.
 
@@ -199,20 +276,28 @@ def apply_liger_kernel_to_llama(
         model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
             `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
         fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.
+        memory: how much a training step keeps for its backward. `"fast"`: what transformers' modules keep. `"auto"`:
+            without what is made again at little cost, the norms' outputs and silu(gate) * up; on a GPU the logits exist
+            in chunks no larger than 3/4 of the head's gradient in fp32. `"low"`: the outputs of gate and up are made
+            again, too, by a second run of their matmuls, and the chunks are half as large. Results are the same. The
+            levels need `fused_add_rms_norm`, `swiglu` for the MLP's share and `rope` for the attention's. The argument
+            `memory` of a model's forward is that of its loss alone.
 
     Returns:
         The handle: `.revert()` undoes the patch. As a context manager it reverts at the end.
 
     Raises:
-        ValueError: both cross entropies are asked for, or `model` holds no Llama.
+        ValueError: both cross entropies are asked for, `model` holds no Llama, or `memory` is another word.
         TypeError: `model` is no module, or an option is neither True nor False.
         ImportError: transformers is older than 4.51.3.
     """
-    for name, value in {name: value for name, value in locals().items() if name != "model"}.items():
+    for name, value in {name: value for name, value in locals().items() if name not in ("model", "memory")}.items():
         if value not in (True, False):
             raise TypeError(f"{name} is {value!r}, expected True or False")
     if cross_entropy and fused_linear_cross_entropy:
         raise ValueError("cross_entropy and fused_linear_cross_entropy exclude each other: set one of them to False")
+    if memory not in MEMORY_LEVELS:
+        raise ValueError(f"memory is {memory!r}, expected {', '.join(map(repr, MEMORY_LEVELS))}")
     wanted = {
         LlamaAttention: rope,
         LlamaForCausalLM: fused_linear_cross_entropy,
@@ -230,6 +315,8 @@ def apply_liger_kernel_to_llama(
         for patch in (patch for patch, ask in wanted.items() if ask):
             swap_classes(filter(_has_silu, modules) if patch is LlamaMLP else modules, patch, handle)
         for module in modules:
+            if hasattr(module, "liger_memory"):
+                _set_memory(module, memory, handle)
             if cross_entropy and isinstance(module, modeling_llama.LlamaForCausalLM):
                 _replace_loss(module, handle)
 
@@ -249,6 +336,13 @@ def apply_liger_kernel_to_llama(
 def _has_silu(module: nn.Module) -> bool:
     """Whether the MLP's activation is the one that ours has: by its module, as users put others in its place."""
     return isinstance(module, modeling_llama.LlamaMLP) and type(getattr(module, "act_fn", None)) in _SILU
+
+
+def _set_memory(module: nn.Module, level: str, handle: PatchHandle | None) -> None:
+    """The level of the last patch counts, until all are undone."""
+    first = "liger_memory" not in module.__dict__
+    module.liger_memory = level
+    record_change(module, "memory", handle, (lambda module: delattr(module, "liger_memory")) if first else None)
 
 
 def _replace_loss(model: nn.Module, handle: PatchHandle | None) -> None:

@@ -15,6 +15,7 @@ from liger_ext.models.patch import is_plain_tensor, only_forward_runs
 VALUE_OPTIONS = ("label_smoothing", "lse_square_scale", "ce_weight", "use_token_scaling")
 OUTPUT_OPTIONS = ("return_token_accuracy", "return_predicted_tokens", "return_z_loss")
 FUSED_OPTIONS = ("accum_dtype", "memory")
+MEMORY_LEVELS = ("fast", "auto", "low")
 
 
 @dataclass
@@ -71,6 +72,16 @@ def fused_causal_lm_loss(
             **options,
         )
     )
+
+
+def logits_memory(level: str, lm_head: nn.Module) -> str | int:
+    """The fused loss's `memory` at one of `MEMORY_LEVELS`: the logits come when a step keeps most, so that their buffer
+    is what the peak grows by. It is 3/4 as large as the sum of the head's gradient in fp32, or half of that.
+    """
+    weight = getattr(lm_head, "weight", None)
+    if level == "fast" or not isinstance(weight, torch.Tensor) or weight.device.type != "cuda":
+        return "auto"
+    return max(weight.numel() * 3 // (1 if level == "auto" else 2), 1 << 28)
 
 
 def causal_lm_loss(

@@ -1,0 +1,94 @@
+"""Tensors that their consumers need not keep for the backward, since they can be made again.
+
+Where a norm's output, or the MLP's h, goes into layers that are not ours to change (LoRA, quantised weights, hooks),
+saved-tensor hooks around the consumers' call recognise it, whoever saves it, and keep how to make it in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@contextlib.contextmanager
+def remade(tensor: Tensor, make: Callable[..., Tensor], *arguments: object) -> Iterator[None]:
+    """Inside, who saves `tensor` for a backward keeps `make(*arguments)`, which runs when the first of them needs it.
+
+    `make` gives the same bits again. Nothing changes where `tensor` is not part of a graph, whose nodes keep the
+    arguments anyway, and under saved-tensor hooks of others (offloading, non-reentrant checkpoints), which count on
+    seeing every tensor.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    foreign = top is not None and not isinstance(getattr(top[0], "__self__", None), _Recipe)
+    if foreign or not torch.is_grad_enabled() or not tensor.requires_grad:
+        yield
+        return
+    recipe = _Recipe(tensor, make, arguments)
+    with saved_tensors_hooks(recipe.pack, recipe.unpack):
+        yield
+
+
+class _Kept(NamedTuple):
+    """A tensor as it was saved, without its place in the graph: an output's own node would hold itself."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Kept:
+        return cls(tensor.detach(), tensor._version)
+
+    def get(self) -> Tensor:
+        if self.tensor._version != self.version:  # torch does not look where there are hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}, expected "
+                f"{self.version}"
+            )
+        return self.tensor
+
+
+class _View(NamedTuple):
+    """How the saved tensor lies in the one that is made again."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Recipe:
+    def __init__(self, tensor: Tensor, make: Callable[..., Tensor], arguments: tuple) -> None:
+        self.known = self.identity(tensor)
+        self.offset = tensor.storage_offset()
+        self.make = make
+        self.arguments = [_Kept.of(a) if isinstance(a, Tensor) else a for a in arguments]
+        self.users = self.waiting = 0  # who has saved it, and who will still ask in this backward
+        self.value: Tensor | None = None
+
+    @staticmethod
+    def identity(tensor: Tensor) -> tuple:
+        return tensor.untyped_storage().data_ptr(), tensor._version, tensor.dtype
+
+    def pack(self, tensor: Tensor) -> _Kept | _View:
+        if type(tensor) is not Tensor or self.identity(tensor) != self.known:
+            return _Kept.of(tensor)
+        self.users += 1
+        self.waiting += 1
+        return _View(tensor.size(), tensor.stride(), tensor.storage_offset() - self.offset)
+
+    def unpack(self, saved: _Kept | _View) -> Tensor:
+        if isinstance(saved, _Kept):
+            return saved.get()
+        value = self.value
+        if value is None:
+            with torch.no_grad():
+                value = self.value = self.make(*(a.get() if isinstance(a, _Kept) else a for a in self.arguments))
+        self.waiting -= 1
+        if self.waiting == 0:  # a second backward through the same graph begins anew
+            self.value, self.waiting = None, self.users
+        return value.as_strided(saved.size, saved.stride, saved.offset + value.storage_offset())

@@ -1,0 +1,269 @@
+"""What a patched Llama's training step keeps for its backward, to the byte, and that keeping less changes no result."""
+
+import copy
+from collections.abc import Iterable
+
+import pytest
+import torch
+from llama_models import (
+    TRANSFORMERS,
+    batch_of,
+    build,
+    checkpoint_layers,
+    compare,
+    lora,
+    one_thread,  # noqa: F401
+    patched,
+    step,
+)
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.models.remade import remade
+
+LEVELS = ("fast", "auto", "low")
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+levels = pytest.mark.parametrize("memory", LEVELS)
+
+
+class Allocated(TorchDispatchMode):
+    """The memory of every op's results, as long as somebody holds it; views of `others` are not counted."""
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.others = {t.untyped_storage().data_ptr() for t in others}
+        self.storages = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        results = op(*args, **(kwargs or {}))
+        for t in results if isinstance(results, tuple) else (results,):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in self.others:
+                self.storages[StorageWeakRef(t.untyped_storage())] = t.untyped_storage().nbytes()
+        return results
+
+    def bytes(self) -> int:
+        return sum(size for storage, size in self.storages.items() if not storage.expired())
+
+
+def kept_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
+    """What is in memory for the sake of the loss's backward, and goes with the loss: no cycle holds it."""
+    with Allocated([*model.parameters(), *model.buffers(), *batch.values()]) as allocated:
+        loss = model(**batch).loss
+    kept = allocated.bytes()
+    del loss
+    assert allocated.bytes() == 0
+    return kept
+
+
+def kept_by_a_layer(device, dtype, **options) -> float:
+    """In values for each token."""
+    batch = batch_of(device)
+    sizes = []
+    for layers in (2, 3):
+        model = patched(build(device=device, dtype=dtype, num_hidden_layers=layers).train(), **options)
+        sizes.append(kept_bytes(model, batch))
+    return (sizes[1] - sizes[0]) / (batch["labels"].numel() * dtype.itemsize)
+
+
+@dtypes
+def test_what_a_layer_keeps(device, dtype):
+    hidden, mlp, heads, key_values = 64, 128, 4, 2 * 32
+    statistics = 4 / dtype.itemsize  # a row's rstd, or a head's log-sum-exp, in fp32
+    attention = 2 * hidden + key_values + heads * statistics  # q, k, v, the output
+    norms = 2 * (hidden + statistics)
+    expected = {
+        "fast": attention + norms + 2 * hidden + 3 * mlp,  # the norms' outputs; gate, up, and their product
+        "auto": attention + norms + 2 * mlp,
+        "low": attention + norms,
+    }
+    kept = {level: kept_by_a_layer(device, dtype, memory=level) for level in LEVELS}
+    if TRANSFORMERS < (5, 0):  # whose attention also keeps each key and value repeated for all heads
+        expected = {level: size + 2 * hidden for level, size in expected.items()}
+    assert kept == expected
+
+
+def frozen(model: nn.Module, *names: str) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in names):
+            parameter.requires_grad_(False)
+    return model
+
+
+def hooked(model: nn.Module, name: str) -> nn.Module:
+    """A hook that changes what a module returns."""
+    for found, module in model.named_modules():
+        if found.endswith(name):
+            module.register_forward_hook(lambda module, args, result: result * 0.5)
+    return model
+
+
+MODELS = {
+    "biases": lambda: build(mlp_bias=True, attention_bias=True),
+    "frozen weights": lambda: frozen(build(), "weight_proj", "layers.1.mlp", "layers.0.self_attn"),
+    "frozen biases": lambda: frozen(build(mlp_bias=True, attention_bias=True), "bias"),
+    "frozen norms": lambda: frozen(build(), "norm"),
+    "frozen but for biases": lambda: frozen(build(mlp_bias=True, attention_bias=True), "weight"),
+    "hook on q_proj": lambda: hooked(build(), "q_proj"),
+    "hook on down_proj": lambda: hooked(build(), "down_proj"),
+    "hook on a norm": lambda: hooked(build(), "input_layernorm"),
+    "hook on the mlp": lambda: hooked(build(), "mlp"),
+    "hook on the activation": lambda: hooked(build(), "act_fn"),
+    "LoRA": lambda: lora(build(), target_modules=["q_proj", "v_proj"]),
+    "LoRA on the MLP": lambda: lora(build(), target_modules=["up_proj"]),
+}
+
+
+@levels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_every_level_gives_what_stock_gives(device, dtype, make, memory):
+    compare(make().to(device, dtype).train(), batch_of(device), memory=memory)
+
+
+@levels
+def test_under_autocast(device, memory):
+    def forward(model, **batch):
+        enabled = next(model.parameters()).dtype != torch.float64
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            return model(**batch)
+
+    model = compare(build(device=device).train(), batch_of(device), forward, memory=memory)
+    expected = step(model, batch_of(device), forward)
+    with torch.autocast(device.type, torch.bfloat16):  # the backward, too
+        found = step(model, batch_of(device))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_levels_give_the_same_bits(device):
+    """What is made again has the bits of what is kept."""
+    model = build(device=device, dtype=torch.bfloat16).train()
+    fast, *others = (step(patched(model, memory=memory), batch_of(device)) for memory in LEVELS)
+    for found in others:
+        assert found.keys() == fast.keys()
+        assert all(torch.equal(found[name], fast[name]) for name in fast)
+
+
+@levels
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_inside_checkpoints(device, memory, use_reentrant):
+    model = build(device=device).train()
+    checkpoint_layers(model, use_reentrant)
+    compare(model, batch_of(device), memory=memory)
+
+
+@levels
+def test_a_graph_is_used_twice(device, memory):
+    model = patched(build(device=device, mlp_bias=True).train(), memory=memory)
+    loss = model(**batch_of(device)).loss
+    loss.backward(retain_graph=True)
+    first = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(p.grad, first[name]) for name, p in model.named_parameters())
+
+
+@levels
+def test_kept_tensors_may_be_moved(device, memory):
+    model = patched(build(device=device).train(), memory=memory)
+    expected = step(model, batch_of(device))
+    with torch.autograd.graph.save_on_cpu():
+        found = step(model, batch_of(device))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@levels
+def test_part_of_the_gradients(device, memory):
+    """torch.autograd.grad of one weight, and of the embedded tokens."""
+    stock = build(device=device).train()
+    model = patched(stock, memory=memory)
+    embedded = torch.randn(2, 5, 64, device=device)
+    labels = batch_of(device, 2, 5)["labels"]
+    results = []
+    for each in (stock, model):
+        x = embedded.clone().requires_grad_()
+        loss = each(inputs_embeds=x, labels=labels).loss
+        results.append(torch.autograd.grad(loss, (each.model.layers[1].mlp.up_proj.weight, x)))
+    for found, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_derivative_is_an_error(device):
+    model = patched(build(device=device).train())
+    weight = model.model.layers[0].mlp.up_proj.weight
+    loss = model(**batch_of(device)).loss
+    with pytest.raises(RuntimeError, match=r"twice|second derivative|double backward"):
+        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+        gradient.sum().backward()
+
+
+def test_the_level_of_a_patch(device):
+    model = build(device=device).train()
+    with apply_liger_kernel_to_llama(model=model, memory="low"):
+        assert {m.liger_memory for m in (model, *model.model.layers)} == {"low"}
+        assert copy.deepcopy(model).liger_memory == "low"
+        with apply_liger_kernel_to_llama(model=model, memory="fast"):
+            assert model.liger_memory == "fast"
+    assert not any("liger_memory" in module.__dict__ for module in model.modules())
+    with pytest.raises(ValueError, match="memory is 'most', expected 'fast', 'auto', 'low'"):
+        apply_liger_kernel_to_llama(model=model, memory="most")
+
+
+LORA = {
+    "": dict(target_modules="all-linear"),
+    "dropout": dict(target_modules="all-linear", lora_dropout=0.5),
+    "DoRA": dict(target_modules="all-linear", use_dora=True),
+}
+
+
+def test_what_adapters_need_not_keep(device):
+    """LoRA's layers save their inputs: the norms' outputs and h, once each, however many layers share them."""
+    hidden, mlp, tokens = 64, 128, 33
+
+    def kept(memory: str) -> int:
+        model = patched(lora(build(device=device), target_modules="all-linear").train(), memory=memory)
+        return kept_bytes(model, batch_of(device))
+
+    first = hidden  # the first norm's output is kept: its input, embedded tokens, is not
+    assert kept("fast") - kept("auto") == tokens * (2 * (2 * hidden + mlp) - first) * 4  # two layers
+
+
+@pytest.mark.parametrize("options", LORA.values(), ids=LORA)
+def test_adapters_get_the_bits_they_would_have_kept(device, options):
+    stock = lora(build(device=device, dtype=torch.bfloat16), **options).to(device).train()
+    results = []
+    for memory in LEVELS[:2]:
+        model = patched(stock, memory=memory)
+        torch.manual_seed(3)  # for the dropout
+        loss = model(**batch_of(device)).loss
+        for _ in range(2):  # the second time the graph is used again
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+            results.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for found in results[1:]:
+        assert found.keys() == results[0].keys()
+        assert all(torch.equal(found[name], results[0][name]) for name in found)
+
+
+def test_a_remade_tensor_that_was_changed_is_an_error(device):
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    weight = torch.randn(4, 4, device=device, requires_grad=True)
+    for change in ("input", "other"):
+        gate = x * 2
+        h = gate.sin()
+        with remade(h, torch.sin, gate):
+            y = h @ weight
+            z = y * y
+        (gate if change == "input" else y).detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+
+def test_hooks_of_others_see_every_tensor(device):
+    seen = []
+    model = patched(lora(build(device=device), target_modules="all-linear").train())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t):
+        model(**batch_of(device)).loss.backward()
+    h = 33 * 128
+    assert seen.count(h) >= 2 * 3  # gate, up and h of two layers
