@@ -10,7 +10,7 @@ import warnings
 
 import torch
 from torch import nn
-from transformers import activations
+from transformers import activations, modeling_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
@@ -28,6 +28,7 @@ from liger_ext.models.loss import (
 )
 from liger_ext.models.patch import (
     PatchHandle,
+    copy_forward,
     is_plain_tensor,
     on_construction,
     only_forward_runs,
@@ -35,6 +36,12 @@ from liger_ext.models.patch import (
     stands_in,
     swap_classes,
 )
+from liger_ext.models.recompute import recomputed
+
+try:
+    from transformers.masking_utils import create_causal_mask  # 4.53 on
+except ImportError:
+    create_causal_mask = None
 
 
 @stands_in(modeling_llama)
@@ -42,9 +49,13 @@ class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not is_plain_tensor(self.weight):
             return super().forward(hidden_states)
-        if _raises_dtype(self.weight, hidden_states):
-            return self.weight * functional.rms_norm(hidden_states, None, self.variance_epsilon)
-        return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return recomputed(self, _rms_norm, hidden_states, self.weight, self.variance_epsilon)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if _raises_dtype(weight, x):
+        return weight * functional.rms_norm(x, None, eps, 0.0)
+    return functional.rms_norm(x, weight, eps, 0.0)
 
 
 @stands_in(modeling_llama)
@@ -54,7 +65,9 @@ class LlamaMLP(modeling_llama.LlamaMLP):
             return super().forward(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         alike = gate.dtype == up.dtype and gate.shape == up.shape  # adapters of some projections may change either
-        return self.down_proj(functional.swiglu(gate, up) if alike else self.act_fn(gate) * up)
+        return self.down_proj(
+            recomputed(self, functional.swiglu, gate, up, 1.0, 1.0) if alike else self.act_fn(gate) * up
+        )
 
 
 def _rope(q, k, cos, sin, *args, **kwargs):
@@ -96,13 +109,54 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
             residual = hidden_states + attention
             normed = norm(residual)
         else:
-            normed, residual = functional.add_rms_norm(attention, hidden_states, norm.weight, norm.variance_epsilon)
+            normed, residual = recomputed(
+                self, functional.add_rms_norm, attention, hidden_states, norm.weight, norm.variance_epsilon, 0.0
+            )
         hidden_states = residual + self.mlp(normed)
         if _LAYER_RETURNS_TUPLE:
             return (hidden_states, weights) if arguments["output_attentions"] else (hidden_states,)
         return hidden_states
 
 
+_MODEL = inspect.signature(modeling_llama.LlamaModel.forward)
+_MODEL_NAMES = tuple(_MODEL.parameters)[1:]
+
+
+@stands_in(modeling_llama)
+class LlamaModel(modeling_llama.LlamaModel):
+    """Gives attention no mask under torch.compile where transformers gives none without it.
+
+    transformers decides by looking into position_ids and the mask, which a graph cannot, and so hands a graph a mask of
+    [batch, 1, seq, seq]: sdpa's fast kernels take none, only `is_causal`. What was not passed needs no look.
+    """
+
+    def forward(self, *args, **kwargs):
+        arguments = {**dict(zip(_MODEL_NAMES, args, strict=False)), **kwargs}
+        if torch.compiler.is_compiling() and _is_only_causal(self.config, arguments):
+            return _forward_without_mask(self, **arguments)
+        return super().forward(*args, **kwargs)
+
+    forward.__signature__ = _MODEL
+
+
+_forward_without_mask = copy_forward(LlamaModel, create_causal_mask=lambda *args, **kwargs: None)
+
+# transformers (4.54 on) looks up by a class's name what output_hidden_states and output_attentions record.
+if hasattr(modeling_utils, "_CAN_RECORD_REGISTRY"):
+    dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(LlamaModel), LlamaModel._can_record_outputs)
+
+
+def _is_only_causal(config, arguments: dict[str, object]) -> bool:
+    """Whether a call of LlamaModel means causal attention and nothing else, by sdpa, which needs no mask for it."""
+    return (
+        config._attn_implementation == "sdpa"
+        and modeling_llama.create_causal_mask is create_causal_mask  # not one that other code has put there
+        and all(arguments.get(name) is None for name in _MAKE_A_MASK)
+        and False not in (arguments.get("is_causal"), getattr(config, "is_causal", None))
+    )
+
+
+_MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache_position")
 _FORWARD = inspect.signature(modeling_llama.LlamaForCausalLM.forward)
 _FORWARD_NAMES = tuple(_FORWARD.parameters)[1:]
 
@@ -219,6 +273,7 @@ def apply_liger_kernel_to_llama(
         LlamaRMSNorm: rms_norm,
         LlamaMLP: swiglu,
         LlamaDecoderLayer: rms_norm and fused_add_rms_norm,
+        LlamaModel: create_causal_mask is not None,
     }
 
     def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
