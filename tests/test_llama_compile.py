@@ -1,24 +1,238 @@
-"""A patched model is one graph for torch.compile, forward and backward, with sizes that change."""
+"""A patched model is one graph for torch.compile, forward and backward, with sizes that change; what it keeps."""
 
+import pytest
 import torch
-from llama_models import assert_as_good, batch_of, build, exact, one_thread, patched, step, tokens  # noqa: F401
+from llama_models import (  # noqa: F401
+    TRANSFORMERS,
+    assert_as_good,
+    batch_of,
+    build,
+    checkpoint_layers,
+    exact,
+    one_thread,
+    patched,
+    step,
+    tokens,
+)
+from torch import nn
 from torch._dynamo.utils import counters
+from transformers import LlamaModel
+from transformers.models.llama import modeling_llama
+
+# The partitioner's choice of what to keep is inductor's; no code is generated, which takes a test's time.
+WITHOUT_CODE = "aot_eager_decomp_partition"
+LAYERS = pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["kept", "non-reentrant", "reentrant"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def compiled_step(model, batch):
+    results = step(model, batch)
+    return {name.removeprefix("_orig_mod."): value for name, value in results.items()}
+
+
+def attention_calls(graphs):
+    calls = (node for graph in graphs for node in graph.graph.nodes)
+    return [node.kwargs for node in calls if node.target is nn.functional.scaled_dot_product_attention]
+
+
+def keep_graphs_in(graphs):
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    return backend
 
 
 def test_training_step(device):
     stock = build(device=device, num_hidden_layers=1).train()
     model = patched(stock)
-    torch._dynamo.reset()
-    counters.clear()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for rows, seq in ((3, 11), (2, 17)):
         batch = batch_of(device, rows, seq)
         batch["num_items_in_batch"] = torch.tensor(19, device=device)
-        result = step(compiled, batch)
-        result = {name.removeprefix("_orig_mod."): value for name, value in result.items()}
+        result = compiled_step(compiled, batch)
         assert_as_good(result, step(stock, batch), step(exact(stock), batch))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@LAYERS
+@pytest.mark.parametrize("dynamic, graphs", [(None, 2), (True, 1)], ids=["", "dynamic"])
+def test_no_graph_is_made_for_a_third_length(device, dynamic, graphs, use_reentrant):
+    """Nor is one broken. By default, torch.compile finds at the second length that it changes."""
+    stock = build(device=device).train()
+    model = patched(stock)
+    if use_reentrant is not None:
+        checkpoint_layers(model, use_reentrant)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=WITHOUT_CODE)
+    for seq in (11, 17, 13):
+        batch = batch_of(device, 2, seq)
+        result = compiled_step(compiled, {**batch, "use_cache": False})
+        assert_as_good(result, step(stock, batch), step(exact(stock), batch))
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+
+@LAYERS
+def test_layers_compiled_one_by_one(device, use_reentrant):
+    stock = build(device=device, num_hidden_layers=3).train()
+    model = patched(stock)
+    if use_reentrant is not None:
+        checkpoint_layers(model, use_reentrant)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=WITHOUT_CODE)
+    for seq in (11, 17, 13):
+        batch = batch_of(device, 2, seq)
+        assert_as_good(step(model, batch), step(stock, batch), step(exact(stock), batch))
+    assert not counters["graph_break"]
+
+
+def test_mixed_precision(device):
+    stock = build(device=device).train()
+
+    def forward(model, **batch):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return model(**batch)
+
+    batch = batch_of(device)
+    compiled = torch.compile(patched(stock), fullgraph=True, backend=WITHOUT_CODE)
+    result = step(compiled, batch, forward)
+    result = {name.removeprefix("_orig_mod."): value for name, value in result.items()}
+    assert_as_good(result, step(stock, batch, forward), step(exact(stock), batch))
+
+
+def kept_bytes(model, batch):
+    """What the compiled forward keeps for its backward, beside parameters and buffers."""
+    torch._dynamo.reset()
+    held = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage  # alive, so that no other takes its place
+        return tensor
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=WITHOUT_CODE)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compiled(**batch).loss.backward()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_what_a_layer_keeps():
+    """Not what its norms and its activation give, nor a mask of [seq, seq]: they are computed again, or not made."""
+    sizes = dict(num_key_value_heads=4, hidden_size=64, intermediate_size=192)
+    batch = batch_of("cpu", 2, 32)
+    one, three = (kept_bytes(patched(build(num_hidden_layers=n, **sizes).train()), batch) for n in (1, 3))
+    hidden = 2 * 32 * 64 * 4
+    layer_input, summand, qkv_and_output, gate_and_up = 1, 1, 4, 2 * 3
+    log_sum_exp = 4 / 64  # of each head
+    copied_output = TRANSFORMERS < (4, 57)  # attention copies its inputs, and gets an output that o_proj has to copy
+    expected = layer_input + summand + qkv_and_output + gate_and_up + log_sum_exp + copied_output
+    assert (three - one) / 2 / hidden == expected
+
+
+def test_nothing_is_recomputed_in_evaluation():
+    """A checkpoint cannot be exported, and a model in evaluation, with gradients on as they are by default, can."""
+    model = patched(build(LlamaModel).eval())
+    ids = tokens(2, 8)
+    program = torch.export.export(model, (), dict(input_ids=ids, use_cache=False), strict=True)
+    result = program.module()(input_ids=ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(result, model(ids, use_cache=False).last_hidden_state)
+
+
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]] * 3)
+PADDED = torch.tensor([[1] * 11, [0] * 4 + [1] * 7, [1] * 11])
+SQUARE = torch.ones(11, 11, dtype=torch.bool).tril().logical_and(torch.arange(11) != 3).fill_diagonal_(True)
+# Arguments of a model, and whether the graph's attention has to get a mask.
+CALLS = {
+    "nothing more": ({}, False),
+    "packed": (dict(position_ids=PACKED, use_cache=False), True),
+    "mask of ones": (dict(attention_mask=torch.ones(3, 11, dtype=torch.long)), True),
+    "padded": (dict(attention_mask=PADDED), True),
+    "mask of squares": (dict(attention_mask=SQUARE.expand(3, 1, 11, 11)), True),
+    "hidden states": (dict(output_hidden_states=True), False),
+    "with a cache": (dict(use_cache=True), False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("embedded", [False, True], ids=["ids", "embeddings"])
+def test_attention_gets_a_mask_only_if_it_needs_one(name, embedded):
+    """As without torch.compile, where transformers looks into what it got; `is_causal` then says the rest."""
+    arguments, masked = CALLS[name]
+    stock = build().train()
+    batch = {**batch_of("cpu"), **arguments}
+    if embedded:
+        batch["inputs_embeds"] = stock.model.embed_tokens(batch.pop("input_ids")).detach()
+    graphs, model = [], patched(stock)
+    model(**batch)  # the first call that asks for hidden states puts hooks on layers, which a graph cannot
+    compiled = torch.compile(model, fullgraph=True, backend=keep_graphs_in(graphs))
+    result = compiled_step(compiled, batch)
+    assert_as_good(result, step(stock, batch), step(exact(stock), batch))
+    calls = attention_calls(graphs)
+    assert [call["attn_mask"] is not None for call in calls] == [masked] * 2
+    assert [call["is_causal"] for call in calls] == [not masked] * 2
+    expected, output = stock(**batch), compiled(**batch)
+    assert len(graphs) == 1
+    assert (expected.hidden_states is None) == (output.hidden_states is None)
+    for ours, theirs in zip(output.hidden_states or (), expected.hidden_states or (), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+class UsersModel(LlamaModel):
+    """Patched by a class that is made then, on top of this one."""
+
+
+@pytest.mark.parametrize("cls", [LlamaModel, UsersModel])
+def test_hidden_states_are_recorded(cls):
+    """transformers looks up by the name of the model's class what there is to record."""
+    stock = build(cls).train()
+    model = patched(stock)
+    expected = stock(tokens(2, 5), output_hidden_states=True).hidden_states
+    results = model(tokens(2, 5), output_hidden_states=True).hidden_states
+    assert len(results) == len(expected) == 3
+    for ours, theirs in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_that_is_passed_is_attended_to():
+    stock = build().eval()
+    model = torch.compile(patched(stock), fullgraph=True, backend="aot_eager")
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+        result = model(ids[:, 6:], past_key_values=cache).logits
+        torch.testing.assert_close(result, stock(ids).logits[:, 6:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation, is_causal", [("eager", None), ("sdpa", False)])
+def test_a_mask_that_is_not_left_out(implementation, is_causal):
+    """Where attention cannot do without, and where it is not causal."""
+    stock = build(LlamaModel, attn_implementation=implementation).eval()
+    if is_causal is not None:
+        stock.config.is_causal = is_causal
+    compiled = torch.compile(patched(stock), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = torch.compile(stock, fullgraph=True, backend="aot_eager")(tokens(2, 5)).last_hidden_state
+        result = compiled(tokens(2, 5)).last_hidden_state
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(modeling_llama, "create_causal_mask"), reason="masks are made by a method")
+def test_a_mask_of_other_code_is_used(monkeypatch):
+    everything = torch.zeros(1, 1, 5, 5)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *args, **kwargs: everything)
+    model = patched(build(LlamaModel).eval())
+    with torch.no_grad():
+        expected = model(tokens(2, 5)).last_hidden_state
+        result = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens(2, 5)).last_hidden_state
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_graph_holds_our_ops(device):
@@ -29,7 +243,6 @@ def test_the_graph_holds_our_ops(device):
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
     compiled = torch.compile(patched(stock), fullgraph=True, backend=keep_graph)
     batch = batch_of(device)
     with torch.no_grad():

@@ -21,6 +21,8 @@ from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models import forwards
 
 PATCHED = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
+if hasattr(modeling_llama, "create_causal_mask"):  # before it, torch.compile got no mask in training
+    PATCHED += ("LlamaModel",)
 
 
 def classes(model):
@@ -34,7 +36,7 @@ def traces(model):
 
 def global_state():
     names = {name: getattr(modeling_llama, name) for name in dir(modeling_llama)}
-    classes = [names[name] for name in (*PATCHED, "LlamaModel", "LlamaPreTrainedModel")]
+    classes = [names[name] for name in {*PATCHED, "LlamaModel", "LlamaPreTrainedModel"}]
     attributes = {
         (cls, key): dict(value) if type(value) is dict else value
         for cls in classes

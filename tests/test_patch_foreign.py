@@ -6,17 +6,16 @@ import pytest
 import torch
 from cases import RecordCalls, python
 from llama_models import batch_of, build, one_thread, patched, tokens  # noqa: F401
+from test_patch import PATCHED
 from torch import nn
 from transformers.models.llama import modeling_llama
 
 from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models import llama
 
-FORWARDS = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
-
 
 def classes_of_ours(model):
-    return {type(module).__name__ for module in model.modules() if type(module).__module__ == llama.__name__}
+    return {type(module).__name__ for module in model.modules() if type(module).__module__.startswith("liger_ext.models.")}
 
 
 def replace_forward(monkeypatch, name, decorate):
@@ -33,7 +32,7 @@ def replace_forward(monkeypatch, name, decorate):
 
 
 @pytest.mark.parametrize("decorate", [False, True], ids=["replaced", "decorated"])
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("name", PATCHED)
 def test_a_replaced_forward_is_called(monkeypatch, name, decorate):
     model = build().train()
     calls = replace_forward(monkeypatch, name, decorate)
@@ -44,7 +43,7 @@ def test_a_replaced_forward_is_called(monkeypatch, name, decorate):
     ) as w:
         handle = apply_liger_kernel_to_llama(model=model)
     assert len(w) == 1
-    assert classes_of_ours(model) == set(FORWARDS) - {name}
+    assert classes_of_ours(model) == set(PATCHED) - {name}
     calls.clear()
     with RecordCalls() as record:
         model(**batch_of("cpu")).loss.backward()
@@ -69,7 +68,7 @@ def test_a_replaced_class_stays_as_it_is(monkeypatch):
     model, batch = build().train(), batch_of("cpu")
     expected = model(**batch).loss
     with apply_liger_kernel_to_llama(model=model):
-        assert classes_of_ours(model) == set(FORWARDS) - {"LlamaMLP"}
+        assert classes_of_ours(model) == set(PATCHED) - {"LlamaMLP"}
         torch.testing.assert_close(model(**batch).loss, expected)
 
 
@@ -99,7 +98,7 @@ def test_a_replaced_rope_is_called(monkeypatch):
         apply_liger_kernel_to_llama(model=model)
     model(tokens(1, 4))
     assert len(calls) == 2
-    assert classes_of_ours(model) == set(FORWARDS) - {"LlamaAttention"}
+    assert classes_of_ours(model) == set(PATCHED) - {"LlamaAttention"}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -189,7 +188,7 @@ if what == "function":  # what was found at the import is not taken for transfor
 SOME = ("LlamaAttention", "LlamaMLP")
 
 
-@pytest.mark.parametrize("what, names", [("function", FORWARDS), ("callable object", SOME), ("class", SOME)])
+@pytest.mark.parametrize("what, names", [("function", PATCHED), ("callable object", SOME), ("class", SOME)])
 def test_replaced_before_the_import(what, names):
     python("-c", BEFORE_THE_IMPORT, what, *names, OMP_NUM_THREADS="1")
 

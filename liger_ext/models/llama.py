@@ -4,21 +4,25 @@ Each class here replaces the class of the same name in transformers, by a swap o
 that name: a patched model pickles, and is saved with the names of the original classes.
 """
 
-import contextlib
-import functools
 import inspect
 import warnings
 
 import torch
 from torch import nn
-from transformers import activations
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.utils import can_return_tuple
 
-from liger_ext import functional
-from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
+from liger_ext.models.decoder import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaModel,
+    LlamaRMSNorm,
+    create_causal_mask,
+    has_silu,
+)
 from liger_ext.models.loss import (
     FUSED_OPTIONS,
     MEMORY_LEVELS,
@@ -32,148 +36,11 @@ from liger_ext.models.loss import (
 )
 from liger_ext.models.patch import (
     PatchHandle,
-    is_plain_tensor,
     on_construction,
-    only_forward_runs,
     record_change,
     stands_in,
     swap_classes,
 )
-from liger_ext.models.remade import remade
-
-
-@stands_in(modeling_llama)
-class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not is_plain_tensor(self.weight):
-            return super().forward(hidden_states)
-        if _raises_dtype(self.weight, hidden_states):
-            return self.weight * functional.rms_norm(hidden_states, None, self.variance_epsilon)
-        return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-
-
-@stands_in(modeling_llama)
-class LlamaMLP(modeling_llama.LlamaMLP):
-    liger_memory = "auto"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (_has_silu(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
-            return super().forward(x)
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
-            return self.down_proj(self.act_fn(gate) * up)
-        h = functional.swiglu(gate, up)
-        with _remade(self, h, functional.swiglu, gate, up):
-            return self.down_proj(h)
-
-
-def _remade(module: nn.Module, *arguments) -> contextlib.AbstractContextManager:
-    keeps = module.liger_memory == "fast" or torch.compiler.is_compiling()
-    return contextlib.nullcontext() if keeps else remade(*arguments)
-
-
-def _rope(q, k, cos, sin, *args, **kwargs):
-    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    return (_stock_rope if learned else functional.rope)(q, k, cos, sin, *args, **kwargs)
-
-
-_stock_rope = modeling_llama.apply_rotary_pos_emb
-
-
-@stands_in(modeling_llama, apply_rotary_pos_emb=_rope)
-class LlamaAttention(modeling_llama.LlamaAttention):
-    """transformers' forward, in which the name `apply_rotary_pos_emb` means our function."""
-
-
-def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
-    """Whether transformers' norm returns a wider dtype than its input's: of 16-bit hidden states and an fp32 weight."""
-    dtype = functools.reduce(torch.promote_types, [t.dtype for t in summands])
-    return torch.promote_types(dtype, weight.dtype) != dtype
-
-
-def _is_plain_norm(norm: nn.Module) -> bool:
-    return isinstance(norm, LlamaRMSNorm) and only_forward_runs(norm) and is_plain_tensor(norm.weight)
-
-
-_LAYER = inspect.signature(modeling_llama.LlamaDecoderLayer.forward).parameters
-_LAYER_DEFAULTS = {name: p.default for name, p in _LAYER.items() if p.default is not p.empty}  # all but hidden_states
-_LAYER_RETURNS_TUPLE = "output_attentions" in _LAYER  # up to 4.53: hidden states[, attention weights]; then no tuple
-
-
-@stands_in(modeling_llama)
-class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
-    """Adds the attention's output to the residual stream and normalises the sum in one op.
-
-    Where the linear layers are plain ones, a training step runs `liger_ext.models.layer`, which keeps less memory.
-    """
-
-    liger_memory = "auto"
-
-    def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
-        norm = self.post_attention_layernorm
-        if not _is_plain_norm(norm):
-            return super().forward(hidden_states, *args, **kwargs)
-        # The arguments differ between versions of transformers, but in each all of them go to the attention, by name.
-        arguments = {**_LAYER_DEFAULTS, **dict(zip(_LAYER_DEFAULTS, args, strict=False)), **kwargs}
-        stream, attention, weights = self._attend(hidden_states, arguments)
-        raises_dtype = _raises_dtype(norm.weight, attention, stream)
-        if not raises_dtype and self._mlp_is_one_node(stream):
-            hidden_states = norm_mlp(attention, stream, norm, self.mlp, self._level())
-        elif raises_dtype:
-            residual = stream + attention
-            hidden_states = residual + self.mlp(norm(residual))
-        else:
-            normed, residual = functional.add_rms_norm(attention, stream, norm.weight, norm.variance_epsilon)
-            with _remade(self, normed, functional.rms_norm, residual, norm.weight, norm.variance_epsilon):
-                hidden_states = residual + self.mlp(normed)
-        if _LAYER_RETURNS_TUPLE:
-            return (hidden_states, weights) if arguments["output_attentions"] else (hidden_states,)
-        return hidden_states
-
-    def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
-        """The residual stream, what the attention adds to it, and the attention's weights."""
-        norm, attention = self.input_layernorm, self.self_attn
-        if not _is_plain_norm(norm) or _raises_dtype(norm.weight, hidden_states):
-            return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
-        projections = [getattr(attention, name, None) for name in _Projected.NAMES]
-        plain = type(attention) is LlamaAttention and only_forward_runs(attention)
-        if plain and runs_as_one_node(hidden_states, projections):
-            stream, *projected = norm_linears(hidden_states, norm, projections, self._level())
-            attention = functools.partial(LlamaAttention.forward, _Projected(attention, projected))
-            return stream, *attention(hidden_states=hidden_states, **arguments)
-        normed = norm(hidden_states)
-        with _remade(self, normed, functional.rms_norm, hidden_states, norm.weight, norm.variance_epsilon):
-            return hidden_states, *attention(hidden_states=normed, **arguments)
-
-    def _level(self) -> str:
-        """Inside a checkpoint of the whole layer nothing is to be made a third time."""
-        checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
-        return "auto" if self.liger_memory == "low" and checkpointed else self.liger_memory
-
-    def _mlp_is_one_node(self, stream: torch.Tensor) -> bool:
-        mlp = self.mlp
-        return (
-            type(mlp) is LlamaMLP
-            and only_forward_runs(mlp)
-            and _has_silu(mlp)
-            and only_forward_runs(mlp.act_fn)
-            and runs_as_one_node(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        )
-
-
-class _Projected:
-    """An attention whose projections have run: they return their results, whatever they are called with."""
-
-    NAMES = ("q_proj", "k_proj", "v_proj")
-
-    def __init__(self, attention: nn.Module, projected: list[torch.Tensor]) -> None:
-        self._attention = attention
-        for name, result in zip(self.NAMES, projected, strict=True):
-            setattr(self, name, lambda _, result=result: result)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._attention, name)
-
 
 _FORWARD = inspect.signature(modeling_llama.LlamaForCausalLM.forward)
 _FORWARD_NAMES = tuple(_FORWARD.parameters)[1:]
@@ -246,7 +113,6 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
     )
 
 
-_SILU = (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))  # the latter is new in transformers 5
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
 
@@ -304,6 +170,7 @@ def apply_liger_kernel_to_llama(
         LlamaRMSNorm: rms_norm,
         LlamaMLP: swiglu,
         LlamaDecoderLayer: rms_norm and fused_add_rms_norm,
+        LlamaModel: create_causal_mask is not None,
     }
 
     def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
@@ -313,7 +180,7 @@ def apply_liger_kernel_to_llama(
             names = ", ".join(kept)
             warnings.warn(f"{names}: patched by an earlier call, and stays so: revert its handle first", stacklevel=3)
         for patch in (patch for patch, ask in wanted.items() if ask):
-            swap_classes(filter(_has_silu, modules) if patch is LlamaMLP else modules, patch, handle)
+            swap_classes(filter(has_silu, modules) if patch is LlamaMLP else modules, patch, handle)
         for module in modules:
             if hasattr(module, "liger_memory"):
                 _set_memory(module, memory, handle)
@@ -331,11 +198,6 @@ def apply_liger_kernel_to_llama(
         else:
             raise ValueError(f"{type(model).__name__} holds no Llama model to patch")
         return handle.pop_all()
-
-
-def _has_silu(module: nn.Module) -> bool:
-    """Whether the MLP's activation is the one that ours has: by its module, as users put others in its place."""
-    return isinstance(module, modeling_llama.LlamaMLP) and type(getattr(module, "act_fn", None)) in _SILU
 
 
 def _set_memory(module: nn.Module, level: str, handle: PatchHandle | None) -> None:

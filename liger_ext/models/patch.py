@@ -61,11 +61,20 @@ def stands_in(module: types.ModuleType, **replacements: object) -> Callable[[typ
         _originals[patch] = [_Original(f"{patch.__name__}.forward", base, "forward", module.__name__, base.forward)]
         for name in replacements:
             _originals[patch].append(_Original(name, module, name, module.__name__, getattr(module, name)))
-        if replacements and not any(_find_replacements(patch)):
-            patch.forward = with_globals(base.forward, **replacements)
+        if replacements:
+            patch.forward = copy_forward(patch, **replacements)
         return patch
 
     return remember
+
+
+def copy_forward(patch: type[nn.Module], **replacements: object) -> Callable:
+    """The `forward` that `patch` stands in for, in which global names mean `replacements`.
+
+    If other code has replaced it, it is returned as it is: `swap_classes` makes no such patch.
+    """
+    forward = patch.__base__.forward
+    return forward if any(_find_replacements(patch)) else with_globals(forward, **replacements)
 
 
 def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: PatchHandle | None = None) -> None:

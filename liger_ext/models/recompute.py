@@ -1,36 +1,58 @@
-"""Tensors that their consumers need not keep for the backward, since they can be made again.
+"""Results that cost little to make again, and that their consumers then need not keep for the backward.
 
-Where a norm's output, or the MLP's h, goes into layers that are not ours to change (LoRA, quantised weights, hooks),
-saved-tensor hooks around the consumers' call recognise it, whoever saves it, and keep how to make it in its place.
+Linear layers keep their inputs: the norms' outputs, and the MLP's h = silu(gate) * up. Under torch.compile a checkpoint
+around the op says that it runs again (`recomputed`). Without it `liger_ext.models.layer` has nodes of the graph that
+keep less; where layers are not ours to change (LoRA, quantised weights, hooks), saved-tensor hooks around their call
+recognise the result, whoever saves it, and keep how to make it (`remade`). A module's `liger_memory` of "fast" switches
+both off.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 
-@contextlib.contextmanager
-def remade(tensor: Tensor, make: Callable[..., Tensor], *arguments: object) -> Iterator[None]:
+def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
+    """`function(*args)`; a compiled training step of `module` keeps `args` for the backward, and not the result.
+
+    torch.compile chooses what to keep, but a matmul's input it always keeps, as the matmul's backward reads it, even
+    where it is the result of an op that costs next to nothing. Nothing changes outside of torch.compile, where a
+    checkpoint takes more of the host's time than such an op, nor in evaluation.
+
+    `args` has all numbers that `function` takes. torch.compile(dynamic=True) makes a float that it first finds inside
+    of a checkpoint, such as a default, an input of that checkpoint, and does not find it in the next one.
+    """
+    keeps = module.liger_memory == "fast" or not module.training or not torch.is_grad_enabled()
+    if torch.compiler.is_compiling() and not keeps:
+        return checkpoint(function, *args, use_reentrant=False)
+    return function(*args)
+
+
+def remade(
+    module: nn.Module, tensor: Tensor, make: Callable[..., Tensor], *arguments: object
+) -> AbstractContextManager:
     """Inside, who saves `tensor` for a backward keeps `make(*arguments)`, which runs when the first of them needs it.
 
     `make` gives the same bits again. Nothing changes where `tensor` is not part of a graph, whose nodes keep the
     arguments anyway, and under saved-tensor hooks of others (offloading, non-reentrant checkpoints), which count on
     seeing every tensor.
     """
+    if module.liger_memory == "fast" or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     foreign = top is not None and not isinstance(getattr(top[0], "__self__", None), _Recipe)
     if foreign or not torch.is_grad_enabled() or not tensor.requires_grad:
-        yield
-        return
+        return contextlib.nullcontext()
     recipe = _Recipe(tensor, make, arguments)
-    with saved_tensors_hooks(recipe.pack, recipe.unpack):
-        yield
+    return saved_tensors_hooks(recipe.pack, recipe.unpack)
 
 
 class _Kept(NamedTuple):

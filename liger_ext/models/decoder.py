@@ -1,0 +1,205 @@
+"""The modules of a Llama but for its head: which does what differently, in training and under torch.compile.
+
+Each class here replaces the class of the same name in transformers; see `liger_ext.models.llama`.
+"""
+
+import functools
+import inspect
+
+import torch
+from torch import nn
+from transformers import activations, modeling_utils
+from transformers.models.llama import modeling_llama
+
+from liger_ext import functional
+from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
+from liger_ext.models.patch import copy_forward, is_plain_tensor, only_forward_runs, stands_in
+from liger_ext.models.recompute import recomputed, remade
+
+try:
+    from transformers.masking_utils import create_causal_mask  # 4.53 on
+except ImportError:
+    create_causal_mask = None
+
+_SILU = (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))  # the latter is new in transformers 5
+
+
+@stands_in(modeling_llama)
+class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
+    liger_memory = "auto"
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not is_plain_tensor(self.weight):
+            return super().forward(hidden_states)
+        return recomputed(self, _rms_norm, hidden_states, self.weight, self.variance_epsilon)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if _raises_dtype(weight, x):
+        return weight * functional.rms_norm(x, None, eps, 0.0)
+    return functional.rms_norm(x, weight, eps, 0.0)
+
+
+@stands_in(modeling_llama)
+class LlamaMLP(modeling_llama.LlamaMLP):
+    liger_memory = "auto"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (has_silu(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
+            return super().forward(x)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
+            return self.down_proj(self.act_fn(gate) * up)
+        h = recomputed(self, functional.swiglu, gate, up, 1.0, 1.0)
+        with remade(self, h, functional.swiglu, gate, up):
+            return self.down_proj(h)
+
+
+def _rope(q, k, cos, sin, *args, **kwargs):
+    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    return (_stock_rope if learned else functional.rope)(q, k, cos, sin, *args, **kwargs)
+
+
+_stock_rope = modeling_llama.apply_rotary_pos_emb
+
+
+@stands_in(modeling_llama, apply_rotary_pos_emb=_rope)
+class LlamaAttention(modeling_llama.LlamaAttention):
+    """transformers' forward, in which the name `apply_rotary_pos_emb` means our function."""
+
+
+def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
+    """Whether transformers' norm returns a wider dtype than its input's: of 16-bit hidden states and an fp32 weight."""
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in summands])
+    return torch.promote_types(dtype, weight.dtype) != dtype
+
+
+def _is_plain_norm(norm: nn.Module) -> bool:
+    return isinstance(norm, LlamaRMSNorm) and only_forward_runs(norm) and is_plain_tensor(norm.weight)
+
+
+_LAYER = inspect.signature(modeling_llama.LlamaDecoderLayer.forward).parameters
+_LAYER_DEFAULTS = {name: p.default for name, p in _LAYER.items() if p.default is not p.empty}  # all but hidden_states
+_LAYER_RETURNS_TUPLE = "output_attentions" in _LAYER  # up to 4.53: hidden states[, attention weights]; then no tuple
+
+
+@stands_in(modeling_llama)
+class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
+    """Adds the attention's output to the residual stream and normalises the sum in one op.
+
+    Where the linear layers are plain ones, a training step runs `liger_ext.models.layer`, which keeps less memory.
+    """
+
+    liger_memory = "auto"
+
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
+        norm = self.post_attention_layernorm
+        if not _is_plain_norm(norm):
+            return super().forward(hidden_states, *args, **kwargs)
+        # The arguments differ between versions of transformers, but in each all of them go to the attention, by name.
+        arguments = {**_LAYER_DEFAULTS, **dict(zip(_LAYER_DEFAULTS, args, strict=False)), **kwargs}
+        stream, attention, weights = self._attend(hidden_states, arguments)
+        raises_dtype = _raises_dtype(norm.weight, attention, stream)
+        if not raises_dtype and self._mlp_is_one_node(stream):
+            hidden_states = norm_mlp(attention, stream, norm, self.mlp, self._level())
+        elif raises_dtype:
+            residual = stream + attention
+            hidden_states = residual + self.mlp(norm(residual))
+        else:
+            arguments_of_norm = norm.weight, norm.variance_epsilon, 0.0
+            normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *arguments_of_norm)
+            with remade(self, normed, functional.rms_norm, residual, *arguments_of_norm):
+                hidden_states = residual + self.mlp(normed)
+        if _LAYER_RETURNS_TUPLE:
+            return (hidden_states, weights) if arguments["output_attentions"] else (hidden_states,)
+        return hidden_states
+
+    def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
+        """The residual stream, what the attention adds to it, and the attention's weights."""
+        norm, attention = self.input_layernorm, self.self_attn
+        if not _is_plain_norm(norm) or _raises_dtype(norm.weight, hidden_states):
+            return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
+        projections = [getattr(attention, name, None) for name in _Projected.NAMES]
+        plain = type(attention) is LlamaAttention and only_forward_runs(attention)
+        if plain and runs_as_one_node(hidden_states, projections):
+            stream, *projected = norm_linears(hidden_states, norm, projections, self._level())
+            attention = functools.partial(LlamaAttention.forward, _Projected(attention, projected))
+            return stream, *attention(hidden_states=hidden_states, **arguments)
+        normed = norm(hidden_states)
+        with remade(self, normed, functional.rms_norm, hidden_states, norm.weight, norm.variance_epsilon):
+            return hidden_states, *attention(hidden_states=normed, **arguments)
+
+    def _level(self) -> str:
+        """Inside a checkpoint of the whole layer nothing is to be made a third time."""
+        checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
+        return "auto" if self.liger_memory == "low" and checkpointed else self.liger_memory
+
+    def _mlp_is_one_node(self, stream: torch.Tensor) -> bool:
+        mlp = self.mlp
+        return (
+            type(mlp) is LlamaMLP
+            and only_forward_runs(mlp)
+            and has_silu(mlp)
+            and only_forward_runs(mlp.act_fn)
+            and runs_as_one_node(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        )
+
+
+class _Projected:
+    """An attention whose projections have run: they return their results, whatever they are called with."""
+
+    NAMES = ("q_proj", "k_proj", "v_proj")
+
+    def __init__(self, attention: nn.Module, projected: list[torch.Tensor]) -> None:
+        self._attention = attention
+        for name, result in zip(self.NAMES, projected, strict=True):
+            setattr(self, name, lambda _, result=result: result)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._attention, name)
+
+
+_MODEL = inspect.signature(modeling_llama.LlamaModel.forward)
+_MODEL_NAMES = tuple(_MODEL.parameters)[1:]
+
+
+@stands_in(modeling_llama)
+class LlamaModel(modeling_llama.LlamaModel):
+    """Gives attention no mask under torch.compile where transformers gives none without it.
+
+    transformers decides by looking into position_ids and the mask, which a graph cannot, and so hands a graph a mask of
+    [batch, 1, seq, seq]: sdpa's fast kernels take none, only `is_causal`. What was not passed needs no look.
+    """
+
+    def forward(self, *args, **kwargs):
+        arguments = {**dict(zip(_MODEL_NAMES, args, strict=False)), **kwargs}
+        if torch.compiler.is_compiling() and _is_only_causal(self.config, arguments):
+            return _forward_without_mask(self, **arguments)
+        return super().forward(*args, **kwargs)
+
+    forward.__signature__ = _MODEL
+
+
+_forward_without_mask = copy_forward(LlamaModel, create_causal_mask=lambda *args, **kwargs: None)
+
+# transformers (4.54 on) looks up by a class's name what output_hidden_states and output_attentions record.
+if hasattr(modeling_utils, "_CAN_RECORD_REGISTRY"):
+    dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(LlamaModel), LlamaModel._can_record_outputs)
+
+
+def _is_only_causal(config, arguments: dict[str, object]) -> bool:
+    """Whether a call of LlamaModel means causal attention and nothing else, by sdpa, which needs no mask for it."""
+    return (
+        config._attn_implementation == "sdpa"
+        and modeling_llama.create_causal_mask is create_causal_mask  # not one that other code has put there
+        and all(arguments.get(name) is None for name in _MAKE_A_MASK)
+        and False not in (arguments.get("is_causal"), getattr(config, "is_causal", None))
+    )
+
+
+_MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache_position")
+
+
+def has_silu(module: nn.Module) -> bool:
+    """Whether the MLP's activation is the one that ours has: by its module, as users put others in its place."""
+    return isinstance(module, modeling_llama.LlamaMLP) and type(getattr(module, "act_fn", None)) in _SILU
