@@ -17,6 +17,7 @@ import pytest
 import torch
 from cases import LOW, laid_out, normal, random_targets, told
 from ops import BY_NAME, EXAMPLES, IDS
+from ops.glu import check_h, h_cases
 
 from liger_ext.records import RECORDS, Make, Size
 from liger_ext.testing import judge
@@ -135,6 +136,12 @@ def test_mixed_dtypes(dtype):
         same = torch.ops.liger_ext.rms_norm_backward(dy.to(dtype), x, weight, rstd, 0.0, True, need_dweight)
         for a, b in zip(found, same, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@dtypes
+def test_h_of_the_glu_backward(dtype):
+    for arguments in h_cases(dtype):
+        check_h(*arguments)
 
 
 @dtypes

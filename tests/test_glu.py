@@ -7,8 +7,8 @@ import torch
 from cases import LOW, draw_leaf, draw_tensor, dtypes_of, hidden_sizes, laid_out, leading_shapes, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops.glu import ACTIVATIONS, check_h
 
-from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.testing import judge
 
@@ -82,23 +82,8 @@ def test_saturated_and_special_gates(device, op, approximate, dtype):
 
 # The backward's h: what the forward returns, for a caller that has not kept it --------------------------------------
 
-ACTIVATIONS = {name: int(code) for name, code in _C.Activation.__members__.items()}
-glu, glu_backward = torch.ops.liger_ext.glu.default, torch.ops.liger_ext.glu_backward.default
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
-
-
-def same_bits(a, b):
-    assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.view(integer), b.view(integer))
-
-
-def check_h(dh, gate, up, *options):
-    dgate, dup, none = glu_backward(dh, gate, up, *options)
-    assert (none.shape, none.dtype, none.device) == ((0,), gate.dtype, gate.device)
-    found = glu_backward(dh, gate, up, *options, True)
-    for name, a, b in zip(("dgate", "dup", "h"), found, (dgate, dup, glu(gate, up, *options)), strict=True):
-        assert same_bits(a, b), name
+glu_backward = torch.ops.liger_ext.glu_backward.default
 
 
 @settings(max_examples=100)
@@ -116,7 +101,7 @@ def test_h_of_the_backward(device, data):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("shape", [(9001, 1), (1501, 7), (3, 4095), (2, 70_001)])
 def test_h_of_many_elements(device, activation, dtype, shape):
-    check_h(*(normal(*shape, dtype=dtype, device=device, seed=i, scale=3) for i in range(3)), activation, 1.0, 1.0)
+    check_h(*(normal(*shape, dtype=dtype, device=device, seed=i, scale=3) for i in range(3)), activation, 1.7, 0.3)
 
 
 @each_activation

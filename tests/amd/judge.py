@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from kernel_cases import DTYPES, Case, cases, with_gradients
+from ops.glu import check_h, h_cases
 from torch import Tensor
 
 from amd.device import Device, Emulation
@@ -94,7 +95,7 @@ def run_cases(device: Device, report: Report, order: str, only: str, quick: bool
 
 def run_checks(device: Device, report: Report) -> None:
     """What the rule does not measure."""
-    for check in (check_stream_copy, check_bad_targets, check_saved_without_gaps):
+    for check in (check_stream_copy, check_bad_targets, check_saved_without_gaps, check_h_of_the_glu_backward):
         try:
             check(device)
         except Exception as error:
@@ -128,3 +129,9 @@ def check_saved_without_gaps(device: Device) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: device.place(t.contiguous()), lambda t: t):
             worst = max(run_case(device, case), key=lambda m: m.ratio)
         assert worst.ratio <= 1, str(worst)
+
+
+def check_h_of_the_glu_backward(device: Device) -> None:
+    for dtype in DTYPES:
+        for *tensors, activation, gate_multiplier, down_multiplier in h_cases(dtype):
+            check_h(*map(device.place, tensors), activation, gate_multiplier, down_multiplier)

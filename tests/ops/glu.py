@@ -14,6 +14,7 @@ from plan_model import row_tiles
 from torch import Tensor
 
 import liger_ext
+from liger_ext import _C
 from liger_ext import functional as F
 
 EXAMPLES = [
@@ -43,6 +44,38 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
             yield packed, f"{rows}x{cols} {more}", cols == 400, functools.partial(both, rows, cols, more)
     multipliers = {"gate_multiplier": 1.5, "down_multiplier": 0.25}
     yield "swiglu", "multipliers", False, lambda: pair(3, 200, scale=20.0, **multipliers)
+
+
+# The backward op's h, which no public function asks for -------------------------------------------------------------
+
+ACTIVATIONS = {name: int(code) for name, code in _C.Activation.__members__.items()}
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    same = (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    return same and torch.equal(a.view(integer), b.view(integer))
+
+
+def check_h(dh: Tensor, gate: Tensor, up: Tensor, *options: float) -> None:
+    """``options``: activation and multipliers. h has the forward's bits; dgate and dup those that they have without."""
+    glu, glu_backward = torch.ops.liger_ext.glu, torch.ops.liger_ext.glu_backward
+    dgate, dup, none = glu_backward(dh, gate, up, *options)
+    assert (none.shape, none.dtype, none.device) == ((0,), gate.dtype, gate.device)
+    found = glu_backward(dh, gate, up, *options, True)
+    for name, a, b in zip(("dgate", "dup", "h"), found, (dgate, dup, glu(gate, up, *options)), strict=True):
+        assert _same_bits(a, b), f"{name} of {gate.dtype} {tuple(gate.shape)}, {options}"
+
+
+def h_cases(dtype: torch.dtype) -> Iterator[tuple]:
+    """Arguments of :func:`check_h` that reach every kernel."""
+    for activation in ACTIVATIONS.values():
+        for rows, cols in ((3, 1024), (3, 33), (2, 5000)):
+            tensors = (normal(rows, cols, dtype=dtype, seed=seed, scale=2) for seed in range(3))
+            yield (*tensors, activation, 1.7, 0.3)
+
+
+# Any call -----------------------------------------------------------------------------------------------------------
 
 
 def _multipliers(draw: Draw) -> dict[str, float]:
