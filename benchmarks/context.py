@@ -30,7 +30,8 @@ class Context:
 
 def run(settings: suite.Settings) -> Iterator[Context]:
     cpu = settings.device == "cpu"
-    models = chosen_models(settings, CONTEXT_CPU if cpu else CONTEXT_CUDA)
+    models = CONTEXT_CPU if cpu else CONTEXT_CUDA
+    models = chosen_models(settings, models if settings.models else dict([next(iter(models.items()))]))
     wanted = chosen_providers(settings)
     if not settings.providers:  # a compiler compiles every length anew
         wanted = [provider for provider in wanted if COMPILED not in provider]

@@ -140,8 +140,9 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _limit(device: torch.device, gib: float | None) -> int:
-    """Bytes. A CPU has none that is kept to: a trial that had more in use than this counts as one that does not fit."""
+    """Bytes. A GPU's allocator is held to it: a GiB is left for what libraries load beside it, at different times. On a
+    CPU nothing is: a trial that had more in use than this counts as one that does not fit."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free = torch.cuda.mem_get_info(device)[0] - 2**30
         return min(free, int(gib * 2**30)) if gib else free
     return int((gib or 4.0) * 2**30)

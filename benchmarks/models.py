@@ -27,7 +27,8 @@ MODELS_CUDA = {
     "Llama-8B 1x4096": (_8B, 1, 4096),
 }
 MODELS_CPU = {"SmolLM2-135M, 6 layers": (_SMALL, 1, 256)}
-CONTEXT_CUDA, CONTEXT_CPU = {"Llama-8B": _8B}, {"SmolLM2-135M, 6 layers": _SMALL}
+# The first is the default.
+CONTEXT_CUDA, CONTEXT_CPU = {"Llama-8B": _8B, "Llama-1B": _1B}, {"SmolLM2-135M, 6 layers": _SMALL}
 
 STOCK, OURS, COMPILED = "Hugging Face", "liger_ext", "torch.compile"
 

@@ -53,7 +53,10 @@ def chosen_providers(settings: suite.Settings) -> list[str]:
     """Those that are asked for, else the usual ones; for curves, first what they are compared with."""
     if not settings.providers:
         return list(providers(settings.device))
-    return [n for n in on_request(settings.device) if settings.wants(n) or (settings.curves and n == STOCK)]
+    here = on_request(settings.device)
+    if unknown := [name for name in settings.providers if name not in here]:
+        raise SystemExit(f"no provider {', '.join(unknown)} here; there are: {', '.join(here)}")
+    return [n for n in here if settings.wants(n) or (settings.curves and n == STOCK)]
 
 
 def run(settings: suite.Settings) -> Iterator[Training]:

@@ -23,7 +23,6 @@ BATCH, SEQ = 2, 16
 def small(monkeypatch):
     monkeypatch.setattr(train, "MODELS_CPU", {"tiny a": (TINY, BATCH, SEQ), "tiny b": (TINY, 1, SEQ)})
     monkeypatch.setattr(train, "STEPS", 4)
-    monkeypatch.setattr(context, "CONTEXT_CPU", {"tiny": TINY})
 
 
 def run(tmp_path, *arguments, name="train"):
@@ -56,13 +55,15 @@ def test_kept_bytes_by_kind(provider, dtype, tied):
     stock = provider == "Hugging Face"
     assert list(kinds) == list(kept.KINDS)
     assert kinds["gate and up"] == 2 * layers * mlp
-    assert kinds["q, k, v"] == layers * 2 * hidden  # two heads of keys and of values, where four are of queries
+    # Two heads of keys and of values, where four are of queries; older versions of transformers make four of the two.
+    assert kinds["q, k, v"] in (layers * 2 * hidden, layers * 3 * hidden)
     if stock:
         assert kinds["act(gate)"] == kinds["h"] == layers * mlp
         assert kinds["norm outputs"] == (2 * layers + 1) * hidden
     logits = BATCH * SEQ * TINY["vocab_size"]
     assert kinds["logits"] <= (4 + dtype.itemsize if stock else dtype.itemsize) * logits * 1.1
-    assert hidden * layers <= kinds["attention output"] <= 1.6 * hidden * layers  # and its logsumexp
+    outputs = kinds["attention output"] / (hidden * layers)
+    assert 1 <= outputs <= 1.6 or 2 <= outputs <= 2.6  # with logsumexps; a contiguous copy in older versions
     assert kinds["other"] < hidden
 
 
@@ -268,16 +269,23 @@ def test_a_child_that_dies_is_an_error_and_none_is_left(monkeypatch, capfd):
     child.end()
 
 
-def test_the_longest_context(small, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(context, "UNIT_CPU", 512)
-    arguments = ["--context", "--limit-gib", "0.02", "--providers", "liger_ext"]
-    (record,), table = run(tmp_path, *arguments, name="context")
-    assert record["error"] == "" and record["limit_gib"] == pytest.approx(0.02)
-    assert record["trials"] and record["predicted"] > 0
-    assert record["tokens"] % 512 == 0 and f"{record['tokens']:,}" in table
+def test_the_longest_context(tmp_path, monkeypatch, capfd):
+    wide = TINY | {"intermediate_size": 8192, "num_hidden_layers": 1}  # much memory and little time for each token
+    monkeypatch.setattr(context, "CONTEXT_CPU", {"wide": wide, "not asked for": TINY})
+    monkeypatch.setattr(context, "UNIT_CPU", 64)
+    (record,), table = run(tmp_path, "--context", "--limit-gib", "0.3", "--providers", "liger_ext", name="context")
+    assert record["error"] == "" and record["limit_gib"] == pytest.approx(0.3)
+    assert record["model"] == "wide" and record["sure"]
+    assert 64 <= record["tokens"] <= 1.2 * record["predicted"]
+    assert record["tokens"] % 64 == 0 and f"| {record['tokens']:,} |" in table
     for tokens, peak in record["trials"]:
-        assert (peak is not None and peak <= 0.02) == (tokens <= record["tokens"])
+        assert (peak is not None and peak <= 0.3) == (tokens <= record["tokens"])
     assert "tokens: " in capfd.readouterr().err
+
+
+def test_a_provider_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="no provider Lyger here; there are: Hugging Face, liger_ext"):
+        run(tmp_path, "--providers", "Lyger")
 
 
 @pytest.mark.slow
