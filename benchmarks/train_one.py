@@ -35,7 +35,10 @@ class Measured:
 def measure(
     config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, steps: int, say: Callable
 ) -> Measured:
-    """``steps`` of the given sizes, of which those after ``WARM_UP`` are timed; ``say(text)`` tells how far it is."""
+    """``steps`` of the given sizes, of which those after ``WARM_UP`` are timed; ``say(text)`` tells how far it is.
+
+    On a CPU the peak has some 60 MiB of libraries in it that load with the first step.
+    """
     place = torch.device(device)
     meter = Meter(place)
     torch.ones(8, 8, device=place).matmul(torch.ones(8, 8, device=place))
