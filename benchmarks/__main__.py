@@ -20,7 +20,7 @@ import liger_ext
 from . import suite
 
 # Modules here, imported when they are run, since only `train` needs transformers. Each has run(settings) -> records,
-# line(record), table(records, settings), draw(records, settings, folder) -> files.
+# line(record), table(records, settings) -> one or several, draw(records, settings, folder) -> files.
 SUITES = ("rows", "flce", "train", "host", "memory")
 
 
@@ -52,32 +52,47 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=suite.DTYPES, default=None, help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--providers", nargs="+", default=(), help="only these: liger_ext, torch, torch.compile, ...")
     parser.add_argument("--ops", nargs="+", default=(), help="only these ops (rows, host)")
+    train = parser.add_argument_group("whole training steps (train)")
+    train.add_argument("--models", nargs="+", default=(), help="only those whose names begin so: Llama-1B, Llama-8B")
+    what = train.add_mutually_exclusive_group()
+    what.add_argument("--curves", action="store_true", help="fifty steps; status 1 if the losses differ")
+    what.add_argument("--context", action="store_true", help="search the longest sequence that fits, and nothing else")
+    train.add_argument("--limit-gib", type=float, help="memory for --context (default: all of a GPU; 4 on a CPU)")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for JSON lines, Markdown and plots")
     arguments = parser.parse_args(argv)
     dtype = arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32")
-    settings = suite.Settings(arguments.device, dtype, tuple(arguments.providers), tuple(arguments.ops))
+    settings = suite.Settings(
+        arguments.device, dtype, tuple(arguments.providers), tuple(arguments.ops), tuple(arguments.models),
+        arguments.curves, arguments.limit_gib,
+    )  # fmt: skip
+    name = "context" if arguments.suite == "train" and arguments.context else arguments.suite
     torch._dynamo.config.cache_size_limit = 64  # one compiled version per shape
 
-    chosen = importlib.import_module(f"{__package__}.{arguments.suite}")
+    chosen = importlib.import_module(f"{__package__}.{name}")
     known = facts(arguments.device)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = arguments.out / f"{arguments.suite}_{arguments.device}_{dtype}"
+    stem = arguments.out / f"{name}_{arguments.device}_{dtype}"
     console = Console(width=None if Console().is_terminal else 220)
     console.print(" | ".join(f"{key} {value}" for key, value in known.items()), highlight=False)
     records = []
-    with name.with_suffix(".jsonl").open("w") as file:
+    with stem.with_suffix(".jsonl").open("w") as file:
         for record in chosen.run(settings):
             records.append(record)
             file.write(json.dumps(known | dataclasses.asdict(record)) + "\n")
             file.flush()
             console.print(chosen.line(record), highlight=False, markup=False)
     if not records:
-        parser.error(f"nothing to run: no {arguments.suite} case matches --ops and --providers")
-    grid = chosen.table(records, settings)
-    console.print(grid.rich())
-    name.with_suffix(".md").write_text(grid.markdown())
+        parser.error(f"nothing to run: no {name} case matches --ops, --models and --providers")
+    grids = chosen.table(records, settings)
+    grids = grids if isinstance(grids, list) else [grids]
+    for grid in grids:
+        console.print(grid.rich())
+    stem.with_suffix(".md").write_text("\n".join(grid.markdown() for grid in grids))
     for path in chosen.draw(records, settings, arguments.out):
         console.print(f"picture: {path}")
+    if any(getattr(record, "differs", False) for record in records):
+        console.print("[bold red]A loss curve is further from Hugging Face's than rounding explains.")
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ class Settings:
     dtype: str
     providers: tuple[str, ...] = ()  # empty: all that can be imported
     ops: tuple[str, ...] = ()  # empty: all
+    models: tuple[str, ...] = ()  # how names begin; empty: all
+    curves: bool = False  # of fifty steps, compared
+    limit_gib: float | None = None  # of the search for the longest context
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -34,6 +37,9 @@ class Settings:
 
     def wants_op(self, op: str) -> bool:
         return not self.ops or op in self.ops
+
+    def wants_model(self, model: str) -> bool:
+        return not self.models or any(model.lower().startswith(name.lower()) for name in self.models)
 
 
 @dataclass
@@ -75,6 +81,8 @@ _COLOURS = {
     "torch.compile": "#1f77b4",
     "liger": "#2ca02c",
     "quack": "#9467bd",
+    "Hugging Face": "#7f7f7f",
+    "liger_ext + torch.compile": "#ff9896",
 }
 
 
@@ -107,3 +115,17 @@ def bars(axis, groups: list[str], values: dict[str, list[float | None]], label: 
     axis.set_ylabel(label)
     axis.margins(y=0.2)
     axis.legend(fontsize=8)
+
+
+def stacked(axis, bars: list[str], parts: dict[str, list[float]], label: str) -> None:
+    """One bar each, made of parts from the bottom to the top; with their sum above them."""
+    reached = [0.0] * len(bars)
+    shades = plt.get_cmap("tab20")
+    for i, (name, heights) in enumerate(parts.items()):
+        axis.bar(bars, heights, 0.65, bottom=reached, label=name, color=shades(i))
+        reached = [a + b for a, b in zip(reached, heights, strict=True)]
+    for place, height in enumerate(reached):
+        axis.text(place, height, f"{height:,.3g}", ha="center", va="bottom", fontsize=8)
+    axis.set_ylabel(label)
+    axis.margins(y=0.1)
+    axis.tick_params(axis="x", labelsize=8, rotation=15)

@@ -1,49 +1,26 @@
-"""Whole training steps of a Llama with random weights: forward, backward, fused AdamW. Time of a step, peak memory, and
-where the time goes, from a profile: what is no matmul, attention or optimizer is what liger_ext is about.
+"""Whole training steps of a Llama with random weights: forward, backward, fused AdamW. Loss curve, time of a step and
+where it goes, peak memory beside a model of it, and what the forward keeps for the backward.
 
-Each provider trains a model of its own, one after another, since two of a real size do not fit beside each other.
+Each provider trains each model in a process of its own (`train_one.py`).
 """
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from examples.demo.report import agreement
+from liger_ext._timing import Timing
 
-from examples.demo.meter import Meter
-from examples.demo.training import optimizer_for
-from liger_ext import apply_liger_kernel_to_llama
-from liger_ext._timing import Timing, failure
+from . import kept, suite
+from .children import ask_each
+from .footprint import Footprint
+from .models import MODELS_CPU, MODELS_CUDA, STOCK, on_request, providers
+from .step_time import COLUMNS
 
-from . import suite
-from .installed import has
-
-_LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0}
-# name: (configuration, batch, seq)
-MODELS_CUDA = {
-    "Llama-1B": (dict(_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-                      tie_word_embeddings=True), 8, 2048),
-    "Llama-8B": (dict(_LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                      tie_word_embeddings=False), 1, 4096),
-}  # fmt: skip
-MODELS_CPU = {
-    "SmolLM2-135M, 6 layers": (dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9,
-                                    num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True), 1, 256),
-}  # fmt: skip
-WARM_UP, STEPS = 3, 8
-
-# Kernels (operators, on a CPU) by what stands in their names; the rest is "other".
-KINDS = {
-    "matmul": ("nvjet", "gemm", "cublas", "cutlass", "aten::mm", "aten::addmm", "aten::bmm", "mkldnn", "aten::linear"),
-    "attention": ("flash", "fmha", "attention", "sdpa", "cudnn"),
-    "optimizer": ("adam", "multi_tensor"),
-}  # fmt: skip
+STEPS, CURVE_STEPS = 11, 50
+_MIB = 2**20
 
 
 @dataclass
@@ -51,123 +28,129 @@ class Training:
     model: str
     provider: str
     tokens: int
-    step: Timing | None
-    peak_mib: float | None
-    share: dict[str, float] | None  # of the profiled time, by kind
+    step: Timing | None = None
+    peak_mib: float | None = None
+    explained_mib: float | None = None  # by footprint.py
+    parts_mib: dict[str, float | None] | None = None  # of what explains it
+    time_ms: dict[str, float] | None = None  # of one step, by kind
+    kept_mib: dict[str, float] | None = None  # by kind; None of a compiled model
+    losses: list[float] = field(default_factory=list)
+    curve: dict[str, float] | None = None  # largest difference from Hugging Face's losses, its step, its bound
     error: str = ""
 
-
-def _stock(model: torch.nn.Module) -> torch.nn.Module:
-    return model
-
-
-def _patched(model: torch.nn.Module) -> torch.nn.Module:
-    apply_liger_kernel_to_llama(model=model)
-    return model
+    @property
+    def differs(self) -> bool:
+        """Fails for NaN, too."""
+        return self.curve is not None and not self.curve["difference"] <= self.curve["bound"]
 
 
-def _liger(model: torch.nn.Module) -> torch.nn.Module:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama as apply
-
-    apply(model=model)
-    return model
+def chosen_models(settings: suite.Settings, of: dict[str, dict]) -> dict:
+    """Of those for a CPU or a GPU, those that are asked for."""
+    return {name: of_name for name, of_name in of.items() if settings.wants_model(name)}
 
 
-def providers(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
-    out = {"Hugging Face": _stock, "liger_ext": _patched, "torch.compile": torch.compile}
-    if device == "cuda" and has("liger_kernel"):
-        out["liger"] = _liger
-    return out
-
-
-def kind_of(name: str) -> str:
-    name = name.lower()
-    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")
-
-
-def shares(step: Callable[[], object], device: str) -> dict[str, float]:
-    """Each kind's share of the time that one step keeps the device (or the CPU's operators) busy."""
-    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiled:
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    busy = dict.fromkeys([*KINDS, "other"], 0.0)
-    for event in profiled.key_averages():
-        busy[kind_of(event.key)] += event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
-    total = sum(busy.values())
-    return {kind: spent / total for kind, spent in busy.items()}
-
-
-def _train(name: str, provider: str, make: Callable, settings: suite.Settings) -> Training:
-    config, batch, seq = (MODELS_CPU if settings.device == "cpu" else MODELS_CUDA)[name]
-    device = torch.device(settings.device)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    meter = Meter(device)
-    torch.manual_seed(0)
-    with device:
-        model = LlamaForCausalLM(LlamaConfig(**config, use_cache=False)).to(settings.torch_dtype).train()
-        tokens = torch.randint(config["vocab_size"], (batch, seq))
-    optimizer, trained = optimizer_for(model, 1e-4), make(model)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        trained(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-
-    samples = []
-    for number in range(WARM_UP + STEPS):
-        if number == WARM_UP:
-            meter.reset()
-        wait()
-        start = time.perf_counter()
-        step()
-        wait()
-        samples.append((time.perf_counter() - start) * 1e6)
-    peak = meter.peak() / 2**20
-    return Training(name, provider, batch * seq, Timing.of(samples[WARM_UP:]), peak, shares(step, settings.device))
+def chosen_providers(settings: suite.Settings) -> list[str]:
+    """Those that are asked for, else the usual ones; for curves, first what they are compared with."""
+    if not settings.providers:
+        return list(providers(settings.device))
+    here = on_request(settings.device)
+    if unknown := [name for name in settings.providers if name not in here]:
+        raise SystemExit(f"no provider {', '.join(unknown)} here; there are: {', '.join(here)}")
+    return [n for n in here if settings.wants(n) or (settings.curves and n == STOCK)]
 
 
 def run(settings: suite.Settings) -> Iterator[Training]:
-    # Liger comes last: what it puts into transformers' module stays there for every model that is built afterwards.
-    for provider, make in providers(settings.device).items():
-        for name, (_, batch, seq) in (MODELS_CPU if settings.device == "cpu" else MODELS_CUDA).items():
-            if not settings.wants(provider):
-                continue
-            try:
-                yield _train(name, provider, make, settings)
-            except Exception as error:  # a peer that cannot run this model must not end the run
-                text = failure(error)
-                yield Training(name, provider, batch * seq, None, None, None, text)
-            gc.collect()
-            if settings.device == "cuda":
-                torch.cuda.empty_cache()
+    models = chosen_models(settings, MODELS_CPU if settings.device == "cpu" else MODELS_CUDA)
+    cases = [(model, provider) for model in models for provider in chosen_providers(settings)]
+    requests = []
+    for model, provider in cases:
+        config, batch, seq = models[model]
+        request = dict(
+            task="train", config=config, batch=batch, seq=seq, provider=provider, device=settings.device,
+            dtype=settings.dtype, steps=CURVE_STEPS if settings.curves else STEPS,
+        )  # fmt: skip
+        requests.append((f"{model}, {provider}", request))
+    references: dict[str, list[float]] = {}
+    for (model, provider), answer in zip(cases, ask_each(requests, settings.device == "cuda"), strict=True):
+        _, batch, seq = models[model]
+        record = Training(model, provider, batch * seq, error=answer.get("error", ""))
+        if "result" in answer:
+            _fill(record, answer["result"])
+        if provider == STOCK:
+            references[model] = record.losses
+        elif settings.curves and record.losses and references.get(model):
+            record.curve = vars(agreement(references[model], record.losses, settings.torch_dtype))
+        yield record
+
+
+def _fill(record: Training, result: dict) -> None:
+    parts = result["footprint"]
+    record.step = Timing(**result["step"])
+    record.peak_mib = result["peak"] / _MIB
+    record.parts_mib = {name: size and size / _MIB for name, size in parts.items()}
+    explained = Footprint(**parts).peak
+    record.explained_mib = explained and explained / _MIB
+    record.time_ms = result["time"]
+    record.kept_mib = result["kept"] and {kind: size / _MIB for kind, size in result["kept"].items()}
+    record.losses = result["losses"]
 
 
 def line(record: Training) -> str:
-    return f"{record.model}, {record.provider}: " + (suite.duration(record.step) if record.step else record.error)
+    if record.step is None:
+        return f"{record.model}, {record.provider}: {record.error}"
+    text = f"{record.model}, {record.provider}: {suite.duration(record.step)}, {record.peak_mib:,.0f} MiB"
+    return text + (f", loss curve {_verdict(record)}" if record.curve else "")
 
 
-def table(records: list[Training], settings: suite.Settings) -> suite.Grid:
+def _verdict(record: Training) -> str:
+    if record.curve is None:
+        return ""
+    difference, bound = record.curve["difference"], record.curve["bound"]
+    return f"{'FAILS' if record.differs else 'passes'}: {difference:.1e} of {bound:.1e}"
+
+
+def table(records: list[Training], settings: suite.Settings) -> list[suite.Grid]:
+    return [_steps(records, settings), _kept(records)]
+
+
+def _steps(records: list[Training], settings: suite.Settings) -> suite.Grid:
     grid = suite.Grid(
-        f"{settings.dtype}: training steps; shares of the profiled time",
-        ["model", "provider", "step", "tokens/s", "peak MiB", *KINDS, "other"],
+        f"{settings.dtype}: training steps; peak memory, the peak that parameters, gradients, states, what the forward "
+        "keeps and the loss's workspace explain, and what is kept, in MiB; milliseconds of one profiled step by kind",
+        ["model", "provider", "step", "tokens/s", "peak", "explained", "kept", *COLUMNS],
     )
-    models = list(dict.fromkeys(r.model for r in records))
-    for r in sorted(records, key=lambda r: models.index(r.model)):
+    if settings.curves:
+        grid.columns.append("loss curve")
+    for r in records:
         if r.step is None:
-            grid.rows.append([r.model, r.provider, "fails", *[""] * (len(grid.columns) - 3)])
+            grid.rows.append([r.model, r.provider, f"fails: {r.error}", *[""] * (len(grid.columns) - 3)])
             continue
-        parts = [f"{r.share[kind]:.0%}" for kind in (*KINDS, "other")]
-        rate = r.tokens / r.step.median * 1e6
-        grid.rows.append([r.model, r.provider, suite.duration(r.step), f"{rate:,.0f}", f"{r.peak_mib:,.0f}", *parts])
+        memory = ["" if size is None else f"{size:,.0f}" for size in (r.peak_mib, r.explained_mib, r.parts_mib["kept"])]
+        times = [f"{r.time_ms[kind]:.1f}" if kind in r.time_ms else "" for kind in COLUMNS]
+        cells = [r.model, r.provider, suite.duration(r.step), f"{r.tokens / r.step.median * 1e6:,.0f}", *memory, *times]
+        grid.rows.append(cells + [_verdict(r)] * settings.curves)
+    return grid
+
+
+def _kept(records: list[Training]) -> suite.Grid:
+    grid = suite.Grid(
+        "What the forward keeps for the backward, MiB; total as measured, kinds as saved-tensor hooks see them",
+        ["model", "provider", "total", *kept.KINDS],
+    )
+    for r in (r for r in records if r.step):
+        kinds = [f"{r.kept_mib[kind]:,.1f}" if r.kept_mib else "" for kind in kept.KINDS]
+        grid.rows.append([r.model, r.provider, f"{r.parts_mib['kept']:,.1f}", *kinds])
     return grid
 
 
 def draw(records: list[Training], settings: suite.Settings, folder: Path) -> list[Path]:
     done = [r for r in records if r.step]
-    made, axes = suite.figure(2)
+    if not done:
+        return []
+    stem = f"{settings.device}_{settings.dtype}.png"
     models = list(dict.fromkeys(r.model for r in done))
+    of_model = {model: [r for r in done if r.model == model] for model in models}
+    made, axes = suite.figure(2)
     names = list(dict.fromkeys(r.provider for r in done))
     for axis, label, value in (
         (axes[0], "milliseconds a step", lambda r: r.step.median / 1e3),
@@ -175,4 +158,28 @@ def draw(records: list[Training], settings: suite.Settings, folder: Path) -> lis
     ):
         found = {(r.model, r.provider): value(r) for r in done}
         suite.bars(axis, models, {n: [found.get((m, n)) for m in models] for n in names}, label)
-    return [suite.save(made, folder / f"train_{settings.device}_{settings.dtype}.png")]
+    pictures = [suite.save(made, folder / f"train_{stem}")]
+
+    made, axes = suite.figure(len(models))
+    for axis, (model, rows) in zip(axes, of_model.items(), strict=True):
+        total = "compiled: total"
+        parts = {kind: [r.kept_mib[kind] if r.kept_mib else 0.0 for r in rows] for kind in kept.KINDS}
+        parts[total] = [0.0 if r.kept_mib else r.parts_mib["kept"] for r in rows]
+        drawn = {kind: [size / 1024 for size in sizes] for kind, sizes in parts.items() if any(sizes)}
+        suite.stacked(axis, [r.provider for r in rows], drawn, "GiB")
+        axis.set_title(f"{model}: kept for the backward", fontsize=10)
+    handles = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    made.legend(reversed(handles.values()), reversed(handles), loc="outside right center", fontsize=8)
+    pictures.append(suite.save(made, folder / f"train_kept_{stem}"))
+
+    if settings.curves:
+        made, axes = suite.figure(len(models))
+        for axis, (model, rows) in zip(axes, of_model.items(), strict=True):
+            for i, r in enumerate(rows):
+                steps = range(1, len(r.losses) + 1)
+                width = 4 if r.provider == STOCK else 1.2
+                axis.plot(steps, r.losses, linewidth=width, label=r.provider, color=suite.colour(r.provider, i))
+            axis.set(xlabel="step", ylabel="training loss", title=model)
+            axis.legend(fontsize=8)
+        pictures.append(suite.save(made, folder / f"train_curves_{stem}"))
+    return pictures

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as cli
-from benchmarks import flce, host, memory, rows, suite, timing, train
+from benchmarks import flce, host, memory, rows, suite, timing
 from liger_ext._timing import Timing
 
 PROVIDERS = {
@@ -15,9 +15,7 @@ PROVIDERS = {
     "flce": ["liger_ext", "torch"],
     "host": ["liger_ext", "torch"],
     "memory": ["liger_ext", "torch"],
-    "train": ["liger_ext", "Hugging Face"],
 }
-TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 
 
 @pytest.fixture
@@ -38,8 +36,6 @@ def small(monkeypatch):
     monkeypatch.setattr(flce, "SHAPES_CPU", [(8, 16, 64), (16, 16, 64)])
     monkeypatch.setattr(memory, "SHAPES_CPU", [(8, 16, 64)])
     monkeypatch.setattr(host, "SAMPLES", 2)
-    monkeypatch.setattr(train, "MODELS_CPU", {"tiny": (dict(TINY, vocab_size=64), 1, 8)})
-    monkeypatch.setattr(train, "STEPS", 2)
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
@@ -92,21 +88,6 @@ def test_the_share_of_the_floor_is_of_the_floor_timed_beside_it():
     times = {"torch": Timing(80, 80, 80), "liger_ext": Timing(40, 40, 40)}
     (line,) = flce.table([flce.Result("1x2x3", "fp32", floors, times, {})], suite.Settings("cpu", "fp32")).rows
     assert line[2:] == ["80.0 us, 0.50", "40.0 us, 0.75"]
-
-
-@pytest.mark.parametrize(
-    "kernel, kind",
-    [
-        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bx_coopA_NTN", "matmul"),
-        ("aten::addmm", "matmul"),
-        ("pytorch_flash::flash_fwd_kernel", "attention"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
-        ("void at::native::multi_tensor_apply_kernel", "optimizer"),
-        ("liger::gpu::entry<NormForwardRegisters>", "other"),
-    ],
-)
-def test_kinds_of_kernels(kernel, kind):
-    assert train.kind_of(kernel) == kind
 
 
 def test_every_row_of_a_loss_is_timed():

@@ -63,19 +63,11 @@ def test_loss_memory_is_measured_and_smaller_with_the_patch(tmp_path):
     assert patched < 0.75 * plain
 
 
-@pytest.fixture
-def curves():
-    def make(patched: list[float], dtype: torch.dtype = torch.float32):
-        args = demo.parse([*TINY, "--dtype", "fp32" if dtype == torch.float32 else "bf16"])
-        plan = models.make_plan(args, models.load(args.model)[0])
-        runs = [training.Run(name, torch.nn.Identity(), plan) for name in (training.UNPATCHED, training.PATCHED)]
-        runs[0].losses, runs[1].losses = [5.0, 4.0, 3.0], patched
-        return report.agreement(runs, plan)
-
-    return make
+def curves(patched: list[float], dtype: torch.dtype = torch.float32):
+    return report.agreement([5.0, 4.0, 3.0], patched, dtype)
 
 
-def test_agreement_names_the_worst_step(curves):
+def test_agreement_names_the_worst_step():
     agreed = curves([5.0, 4.00001, 3.0])
     assert agreed.holds and agreed.step == 2 and agreed.difference == pytest.approx(1e-5)
     assert not curves([5.0, 4.0, 3.01]).holds
@@ -83,7 +75,7 @@ def test_agreement_names_the_worst_step(curves):
     assert not curves([5.0, 4.0, 3.1], torch.bfloat16).holds
 
 
-def test_agreement_does_not_hold_for_nan(curves):
+def test_agreement_does_not_hold_for_nan():
     agreed = curves([5.0, math.nan, 3.0])
     assert not agreed.holds and agreed.step == 2
 

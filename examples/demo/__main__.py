@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         for run in training.train(runs, data, plan):
             progress.update(tasks[run.name], advance=1, description=f"{run.name:12}  loss {run.losses[-1]:.4f}")
 
-    agreed = report.agreement(runs, plan)
+    agreed = report.agreement(runs[0].losses, runs[1].losses, plan.dtype)
     report.print_table(console, title, runs, peaks, plan, agreed)
     args.out.mkdir(parents=True, exist_ok=True)
     report.save_numbers(args.out / "demo.json", title, runs, peaks, plan, agreed)

@@ -28,17 +28,17 @@ class Agreement:
         return self.difference <= self.bound  # False for NaN
 
 
-def agreement(runs: list[Run], plan: Plan) -> Agreement:
+def agreement(plain: list[float], patched: list[float], dtype: torch.dtype) -> Agreement:
     """Rounding differs between two right implementations and training amplifies it: the bound is what that may come to.
 
     Unpatched runs were compared with unpatched runs whose weights differ by roundings (docs/decisions.md, "When two
     loss curves agree"); the bound is several times the largest difference seen.
     """
-    pairs = list(zip(runs[0].losses, runs[1].losses, strict=True))
+    pairs = list(zip(plain, patched, strict=True))
     differences = [abs(a - b) for a, b in pairs]
     step = max(range(len(pairs)), key=lambda i: differences[i] if differences[i] == differences[i] else float("inf"))
-    base, growth = (5e-5, 1e-5) if plan.dtype == torch.float32 else (2e-2, 5e-4)
-    return Agreement(differences[step], step + 1, base + growth * plan.steps)
+    base, growth = (5e-5, 1e-5) if dtype == torch.float32 else (2e-2, 5e-4)
+    return Agreement(differences[step], step + 1, base + growth * len(pairs))
 
 
 def _mib(memory: Memory, name: str, part: str) -> float | None:

@@ -21,6 +21,12 @@ def optimizer_for(model: torch.nn.Module, learning_rate: float) -> torch.optim.O
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
 
 
+def warm_up(optimizer: torch.optim.Optimizer, learning_rate: float, step: int) -> None:
+    """Sets the learning rate of a step, counted from 0: five steps of linear warm-up."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * min(1.0, (step + 1) / 5)
+
+
 def patch(model: torch.nn.Module) -> None:
     """All that a user adds to a training script."""
     from liger_ext import apply_liger_kernel_to_llama
@@ -41,8 +47,7 @@ class Run:
         tokens = tokens.to(self.plan.device)
         if self._optimizer is None:
             self._optimizer = optimizer_for(self.model.to(self.plan.device), self.plan.learning_rate)
-        for group in self._optimizer.param_groups:  # five steps of linear warm-up
-            group["lr"] = self.plan.learning_rate * min(1.0, (len(self.losses) + 1) / 5)
+        warm_up(self._optimizer, self.plan.learning_rate, len(self.losses))
         self._synchronize()
         start = time.perf_counter()
         self._optimizer.zero_grad(set_to_none=True)

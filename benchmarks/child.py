@@ -1,0 +1,38 @@
+"""One measurement in a process of its own; `benchmarks.children` starts it, and says how it is talked to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+
+from liger_ext._timing import failure
+
+from . import context_one, train_one
+
+TASKS: dict[str, Callable] = {"train": train_one.measure, "context": context_one.search}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints must not stand among the answers
+
+    def answer(**what: object) -> None:
+        print(json.dumps(what), file=answers, flush=True)
+
+    line = sys.stdin.readline()
+    if not line:  # nobody wanted this one
+        return
+    request = json.loads(line)
+    try:
+        result = TASKS[request.pop("task")](**request, say=lambda text: answer(say=text))
+    except Exception as error:
+        answer(error=failure(error))
+        raise
+    answer(result=dataclasses.asdict(result))
+
+
+if __name__ == "__main__":
+    main()

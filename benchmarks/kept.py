@@ -1,0 +1,118 @@
+"""What the forward of a Llama keeps for its backward: bytes by kind of tensor.
+
+Saved-tensor hooks see what autograd saves; what several operations save is counted once, by its storage, and parameters
+are not counted. A tensor's kind follows from who made it and who reads it: an operation that reads the weight of
+`gate_proj` makes "gate and up" from "norm outputs". A dispatch mode sees operations also where modules are not called
+(inside a fused one); hooks on modules would send the patched model on its way for modules with hooks.
+
+A provider that treats tensors differently under somebody else's saved-tensor hooks is seen so treated: on a GPU the
+total that the allocator gives is measured beside this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_NORM_INPUT, _NORM_OUTPUT, _MLP, _QKV = "norm inputs", "norm outputs", "gate and up", "q, k, v"
+_ACTIVATION, _PRODUCT, _ATTENTION, _LOGITS, _OTHER = "act(gate)", "h", "attention output", "logits", "other"
+KINDS = (_MLP, _ACTIVATION, _PRODUCT, _NORM_INPUT, _NORM_OUTPUT, _QKV, _ATTENTION, _LOGITS, _OTHER)
+"""Bottom to top in a picture. "norm inputs" are the residual stream and what stock's norm keeps on its way from there;
+"h" is act(gate) * up, what down_proj reads; "logits" also what is made of them: their fp32 copy, their gradient."""
+
+# Parameter: the kind of what an operation with it makes, and of what it reads.
+_ROLES = {
+    **dict.fromkeys(("gate_proj", "up_proj"), (_MLP, _NORM_OUTPUT)),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), (_QKV, _NORM_OUTPUT)),
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), (_NORM_INPUT, _NORM_INPUT)),
+    "o_proj": (_NORM_INPUT, _ATTENTION),
+    "down_proj": (_NORM_INPUT, _PRODUCT),
+    "lm_head": (_LOGITS, _NORM_OUTPUT),
+}
+_INHERITED, _MADE, _READ = range(3)  # a stronger reason for a name overrides a weaker one
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """Equal for tensors of one storage, and, while it is held, never for another one at the same address."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+class _Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes of each storage that is saved for a backward, but for the model's parameters and buffers."""
+
+    def __init__(self, model: torch.nn.Module):
+        own = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+        self.bytes: dict[StorageWeakRef, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = _storage(tensor)
+            if storage not in own:
+                self.bytes[storage] = tensor.untyped_storage().nbytes()
+            return tensor.detach()  # an output that its own node held would never be freed
+
+        super().__init__(pack, lambda tensor: tensor)
+
+
+class _Kinds(TorchDispatchMode):
+    """The kind of each storage that operations make or read while the mode is on."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        names = model.named_parameters(remove_duplicate=False)  # of a tied weight the last name, the head's, counts
+        self.roles = {_storage(p): _ROLES.get(name.split(".")[-2]) for name, p in names}
+        self.found: dict[StorageWeakRef, tuple[int, str]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        # Indices, targets and masks have no kind.
+        inputs, outputs = (
+            [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            for tree in ((args, kwargs), results)
+        )
+        role = next(filter(None, (self.roles.get(_storage(t)) for t in inputs)), None)
+        if "embedding" in func.name():
+            self._name(outputs, _MADE, _NORM_INPUT)
+        elif "attention" in func.name():
+            self._name(inputs[:3], _READ, _QKV)
+            self._name(outputs, _MADE, _ATTENTION)
+        elif role is not None:
+            made, read = role
+            self._name([t for t in inputs if _storage(t) not in self.roles], _READ, read)
+            self._name(outputs, _MADE, made)
+        elif not func.name().endswith("_like"):  # which is empty, and filled by a kernel that is not seen
+            known = [self.found[_storage(t)][1] for t in inputs if _storage(t) in self.found]
+            if known:
+                self._name(outputs, _INHERITED, _ACTIVATION if known[0] == _MLP else known[0])
+        return results
+
+    def _name(self, tensors: list[torch.Tensor], reason: int, kind: str) -> None:
+        for tensor in tensors:
+            storage = _storage(tensor)
+            if self.found.get(storage, (-1, ""))[0] < reason:
+                self.found[storage] = reason, kind
+
+
+def kept_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
+    """What ``forward``, which returns the loss, keeps of ``model``, which may be compiled."""
+    kept = _Kept(model)
+    with kept:
+        loss = forward()
+    del loss
+    return sum(kept.bytes.values())
+
+
+def kept_by_kind(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> dict[str, int]:
+    """``kept_bytes`` by kind, of a model that is not compiled: {kind: bytes}, all of ``KINDS`` in their order."""
+    kept, kinds = _Kept(model), _Kinds(model)
+    with kept, kinds:
+        loss = forward()
+    del loss
+    counted = Counter(dict.fromkeys(KINDS, 0))
+    for storage, size in kept.bytes.items():
+        counted[kinds.found.get(storage, (0, _OTHER))[1]] += size
+    return dict(counted)

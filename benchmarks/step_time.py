@@ -1,0 +1,68 @@
+"""Where the time of a step goes, from one trace: by kind of kernel (of operator, on a CPU), and between kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# By what stands in their names, the first that fits; the rest is "other". "fused" are kernels that do several
+# operations at once: liger_ext's, the compiler's, and Triton's of other libraries, whose names have no C++ in them.
+KINDS = {
+    "fused": ("liger", "triton", "_rms_norm_", "_swiglu_", "element_mul_kernel"),
+    "optimizer": ("adam", "multi_tensor"),
+    "attention": ("flash", "fmha", "attention", "sdpa", "cudnn"),
+    "matmul": ("nvjet", "gemm", "cublas", "cutlass", "aten::mm", "aten::addmm", "aten::bmm", "mkldnn", "aten::linear",
+               "splitk"),
+    "copies": ("copy", "memcpy", "memset", "fill", "catarray", "aten::cat", "aten::clone", "aten::zero_",
+               "aten::contiguous"),
+    "elementwise": ("elementwise", "reduce_kernel", "softmax", "embedding", "aten::add", "aten::mul", "aten::silu",
+                    "aten::sum", "aten::mean", "aten::pow", "aten::rsqrt", "aten::neg", "aten::nll_loss", "aten::div"),
+}  # fmt: skip
+IDLE = "idle"
+COLUMNS = [*KINDS, "other", IDLE]
+
+
+def kind_of(name: str) -> str:
+    name = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")
+
+
+def idle_time(spans: Iterable[tuple[float, float]]) -> float:
+    """The sum of the gaps between (start, end); kernels of two streams may overlap."""
+    idle, reached = 0.0, None
+    for start, end in sorted(spans):
+        if reached is not None:
+            idle += max(0.0, start - reached)
+        reached = end if reached is None else max(reached, end)
+    return idle
+
+
+def time_by_kind(step: Callable[[], object], device: str) -> dict[str, float]:
+    """Milliseconds of one step by kind. "idle", which is where the GPU waits for the host, is not known of a CPU."""
+    cuda = device == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+    spent = dict.fromkeys([*KINDS, "other"], 0.0)
+    if not cuda:
+        for event in profiled.key_averages():
+            spent[kind_of(event.key)] += event.self_cpu_time_total / 1e3
+        return spent
+    return spent | of_kernels(profiled.events())
+
+
+def of_kernels(events: Iterable) -> dict[str, float]:
+    """Milliseconds that a GPU spent on each kind in a trace, and idle; kinds without a kernel are left out."""
+    spent: dict[str, float] = {}
+    spans = []
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CUDA or getattr(event, "is_user_annotation", False):
+            continue
+        start, end = event.time_range.start, event.time_range.end  # microseconds
+        kind = kind_of(event.name)
+        spent[kind] = spent.get(kind, 0.0) + (end - start) / 1e3
+        spans.append((start, end))
+    return spent | {IDLE: idle_time(spans) / 1e3}

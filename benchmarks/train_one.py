@@ -1,0 +1,123 @@
+"""One provider trains one model, in a process of its own: loss curve, time of a step and where it goes, memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from examples.demo.data import batches, hashed_words
+from examples.demo.memory import FixedHidden
+from examples.demo.meter import Meter
+from examples.demo.training import optimizer_for, warm_up
+from liger_ext._timing import Timing
+
+from . import kept, models, step_time, suite
+from .footprint import Footprint
+
+LEARNING_RATE = 1e-4  # that of the runs which say how far two right loss curves may be apart (docs/decisions.md)
+WARM_UP = 3  # steps whose time does not count
+DIFFERENT = 12  # batches, which come again and again
+
+
+@dataclass
+class Measured:
+    step: Timing
+    peak: int  # bytes
+    footprint: Footprint
+    time: dict[str, float]  # milliseconds of one step, by kind
+    kept: dict[str, int] | None  # bytes by kind; None of a compiled model
+    losses: list[float]
+
+
+def measure(
+    config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, steps: int, say: Callable
+) -> Measured:
+    """``steps`` of the given sizes, of which those after ``WARM_UP`` are timed; ``say(text)`` tells how far it is.
+
+    On a CPU the peak has some 60 MiB of libraries in it that load with the first step.
+    """
+    place = torch.device(device)
+    meter = Meter(place)
+    torch.ones(8, 8, device=place).matmul(torch.ones(8, 8, device=place))
+    empty = 0 if place.type == "cuda" else meter.reset()
+    say("making model and data")
+    model = models.build(config, place, suite.DTYPES[dtype])
+    trained = models.on_request(device)[provider](model)
+    optimizer = optimizer_for(model, LEARNING_RATE)
+    data = batches(hashed_words(config["vocab_size"]), min(DIFFERENT, WARM_UP + steps), batch, seq, None)
+    data = [tokens.to(place) for tokens in data]
+
+    def forward(tokens: torch.Tensor = data[0]) -> torch.Tensor:
+        return trained(input_ids=tokens, labels=tokens).loss
+
+    def step(number: int) -> torch.Tensor:
+        warm_up(optimizer, LEARNING_RATE, number)
+        optimizer.zero_grad(set_to_none=True)
+        loss = forward(data[number % len(data)])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    samples, losses = [], []
+    for number in range(steps):
+        if number in (0, WARM_UP):
+            say(f"step {number + 1} of {steps}")
+            meter.reset()
+        wait(place)
+        start = time.perf_counter()
+        losses.append(step(number))
+        wait(place)
+        samples.append((time.perf_counter() - start) * 1e6)
+    peak = meter.peak() - empty
+
+    say("a profile, and what is kept")
+    spent = step_time.time_by_kind(lambda: step(steps), device)
+    compiled = trained is not model
+    kinds = None if compiled else kept.kept_by_kind(model, forward)
+    held = _kept_now(forward, meter) if place.type == "cuda" else kept.kept_bytes(model, forward)
+    parameters, states = _bytes(model.parameters()), _bytes(_states(optimizer))
+    # A compiler makes another loss of stock's; ours is one operation in any case.
+    workspace = None if provider == models.COMPILED else _loss_workspace(model, data[0], meter)
+    tied = _bytes([model.lm_head.weight]) if model.config.tie_word_embeddings else 0
+    footprint = Footprint(parameters, parameters, states, held, workspace, tied)
+    return Measured(Timing.of(samples[WARM_UP:]), peak, footprint, spent, kinds, [loss.item() for loss in losses])
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _kept_now(forward: Callable[[], torch.Tensor], meter: Meter) -> int:
+    """Bytes in use after a forward that were not before it; gradients and states are there already."""
+    before = meter.reset()
+    loss = forward()
+    after = meter.reset()
+    del loss
+    return after - before
+
+
+def _loss_workspace(model: torch.nn.Module, tokens: torch.Tensor, meter: Meter) -> int:
+    """Head and loss alone, on fixed hidden states: what their backward has in use at most beside what is kept."""
+    weight = model.lm_head.weight
+    hidden = torch.randn(*tokens.shape, weight.shape[1], device=weight.device, dtype=weight.dtype, requires_grad=True)
+    model.model = FixedHidden(hidden)
+    measured = 0
+    for _ in range(2):  # the first loads libraries
+        weight.grad = hidden.grad = None
+        loss = model(input_ids=tokens, labels=tokens).loss
+        before = meter.reset()
+        loss.backward()
+        measured = meter.peak() - before
+    return measured
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def _bytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
