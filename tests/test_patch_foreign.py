@@ -15,7 +15,9 @@ from liger_ext.models import llama
 
 
 def classes_of_ours(model):
-    return {type(module).__name__ for module in model.modules() if type(module).__module__.startswith("liger_ext.models.")}
+    return {
+        type(module).__name__ for module in model.modules() if type(module).__module__.startswith("liger_ext.models.")
+    }
 
 
 def replace_forward(monkeypatch, name, decorate):

@@ -12,9 +12,10 @@ from transformers import activations, modeling_utils
 from transformers.models.llama import modeling_llama
 
 from liger_ext import functional
-from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
+from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node, swiglu_linear
+from liger_ext.models.loss import plain_linear
 from liger_ext.models.patch import copy_forward, is_plain_tensor, only_forward_runs, stands_in
-from liger_ext.models.recompute import recomputed, remade
+from liger_ext.models.recompute import recomputed, recomputes, remade
 
 try:
     from transformers.masking_utils import create_causal_mask  # 4.53 on
@@ -47,9 +48,14 @@ class LlamaMLP(modeling_llama.LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (has_silu(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
             return super().forward(x)
+        return recomputed(self, self._run, x) if self.liger_memory == "low" else self._run(x)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
             return self.down_proj(self.act_fn(gate) * up)
+        if recomputes(self) and plain_linear(self.down_proj) is self.down_proj:
+            return swiglu_linear(gate, up, self.down_proj)
         h = recomputed(self, functional.swiglu, gate, up, 1.0, 1.0)
         with remade(self, h, functional.swiglu, gate, up):
             return self.down_proj(h)
@@ -202,4 +208,4 @@ _MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache_posi
 
 def has_silu(module: nn.Module) -> bool:
     """Whether the MLP's activation is the one that ours has: by its module, as users put others in its place."""
-    return isinstance(module, modeling_llama.LlamaMLP) and type(getattr(module, "act_fn", None)) in _SILU
+    return isinstance(module, LlamaMLP.__base__) and type(getattr(module, "act_fn", None)) in _SILU

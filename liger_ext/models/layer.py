@@ -66,6 +66,28 @@ def norm_mlp(attention: Tensor, stream: Tensor, norm: nn.Module, mlp: nn.Module,
     return _NormMLP.apply(attention, stream, norm.weight, norm.variance_epsilon, memory, *parameters)
 
 
+def swiglu_linear(gate: Tensor, up: Tensor, linear: nn.Linear) -> Tensor:
+    """``linear(silu(gate) * up)``, which keeps gate and up alone, as a part of a graph that torch.compile makes."""
+    return _SwiGLULinear.apply(gate, up, *_parameters(gate, (linear,)))
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    """Numbers stand here themselves: torch.compile(dynamic=True) makes inputs of floats that have a name elsewhere."""
+
+    @staticmethod
+    def forward(ctx, gate, up, weight, bias):
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(_glu(gate, up, 0, 1.0, 1.0), weight, bias)
+
+    @staticmethod
+    def backward(ctx, dout):
+        gate, up, weight = ctx.saved_tensors
+        _, _, *needs = ctx.needs_input_grad
+        dgate, dup, h = _glu_backward(dout @ weight, gate, up, 0, 1.0, 1.0, needs[0])
+        _, gradients = _linears_backward([dout], _rows(h) if needs[0] else None, (weight, None), needs, None)
+        return dgate, dup, *gradients
+
+
 class _NormLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, eps, memory, *parameters):

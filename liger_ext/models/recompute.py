@@ -20,6 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 
+def recomputes(module: nn.Module) -> bool:
+    """Whether a graph of a training step of `module` is made by torch.compile, which is not to keep everything."""
+    keeps = module.liger_memory == "fast" or not module.training or not torch.is_grad_enabled()
+    return torch.compiler.is_compiling() and not keeps
+
+
 def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
     """`function(*args)`; a compiled training step of `module` keeps `args` for the backward, and not the result.
 
@@ -30,10 +36,7 @@ def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
     `args` has all numbers that `function` takes. torch.compile(dynamic=True) makes a float that it first finds inside
     of a checkpoint, such as a default, an input of that checkpoint, and does not find it in the next one.
     """
-    keeps = module.liger_memory == "fast" or not module.training or not torch.is_grad_enabled()
-    if torch.compiler.is_compiling() and not keeps:
-        return checkpoint(function, *args, use_reentrant=False)
-    return function(*args)
+    return checkpoint(function, *args, use_reentrant=False) if recomputes(module) else function(*args)
 
 
 def remade(
