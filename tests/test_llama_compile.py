@@ -152,7 +152,7 @@ SQUARE = torch.ones(11, 11, dtype=torch.bool).tril().logical_and(torch.arange(11
 # Arguments of a model, and whether the graph's attention has to get a mask.
 CALLS = {
     "nothing more": ({}, False),
-    "packed": (dict(position_ids=PACKED, use_cache=False), True),
+    "packed": (dict(position_ids=PACKED, use_cache=False), hasattr(modeling_llama, "create_causal_mask")),
     "mask of ones": (dict(attention_mask=torch.ones(3, 11, dtype=torch.long)), True),
     "padded": (dict(attention_mask=PADDED), True),
     "mask of squares": (dict(attention_mask=SQUARE.expand(3, 1, 11, 11)), True),
@@ -212,8 +212,8 @@ def test_a_cache_that_is_passed_is_attended_to():
 
 
 @pytest.mark.parametrize("implementation, is_causal", [("eager", None), ("sdpa", False)])
-def test_a_mask_that_is_not_left_out(implementation, is_causal):
-    """Where attention cannot do without, and where it is not causal."""
+def test_other_attention(implementation, is_causal):
+    """That cannot do without a mask, and that is not causal, which is said beside the mask."""
     stock = build(LlamaModel, attn_implementation=implementation).eval()
     if is_causal is not None:
         stock.config.is_causal = is_causal

@@ -51,6 +51,5 @@ def test_bare_model(device, dtype):
 
     stock = build(LlamaModel, device=device, dtype=dtype).train()
     model = patched(stock)
-    assert type(model) is LlamaModel
     batch = dict(input_ids=tokens(2, 7, device=device))
     assert_as_good(step(model, batch, forward), step(stock, batch, forward), step(exact(stock), batch, forward))

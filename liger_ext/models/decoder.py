@@ -171,15 +171,15 @@ _MODEL_NAMES = tuple(_MODEL.parameters)[1:]
 
 @stands_in(modeling_llama)
 class LlamaModel(modeling_llama.LlamaModel):
-    """Gives attention no mask under torch.compile where transformers gives none without it.
+    """Under torch.compile, gives attention no mask when there is nothing to mask but the future, which sdpa knows.
 
-    transformers decides by looking into position_ids and the mask, which a graph cannot, and so hands a graph a mask of
-    [batch, 1, seq, seq]: sdpa's fast kernels take none, only `is_causal`. What was not passed needs no look.
+    transformers (4.53 on) hands a graph a mask of [batch, 1, seq, seq], with which sdpa cannot use its fast kernels: a
+    graph cannot look into position_ids and attention_mask for packed or padded rows. What was not passed needs no look.
     """
 
     def forward(self, *args, **kwargs):
         arguments = {**dict(zip(_MODEL_NAMES, args, strict=False)), **kwargs}
-        if torch.compiler.is_compiling() and _is_only_causal(self.config, arguments):
+        if torch.compiler.is_compiling() and _needs_no_mask(self.config, arguments):
             return _forward_without_mask(self, **arguments)
         return super().forward(*args, **kwargs)
 
@@ -193,13 +193,12 @@ if hasattr(modeling_utils, "_CAN_RECORD_REGISTRY"):
     dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(LlamaModel), LlamaModel._can_record_outputs)
 
 
-def _is_only_causal(config, arguments: dict[str, object]) -> bool:
-    """Whether a call of LlamaModel means causal attention and nothing else, by sdpa, which needs no mask for it."""
+def _needs_no_mask(config, arguments: dict[str, object]) -> bool:
+    """Whether nothing in a call of LlamaModel asks for a mask, and attention is sdpa, which can do without."""
     return (
         config._attn_implementation == "sdpa"
         and modeling_llama.create_causal_mask is create_causal_mask  # not one that other code has put there
         and all(arguments.get(name) is None for name in _MAKE_A_MASK)
-        and False not in (arguments.get("is_causal"), getattr(config, "is_causal", None))
     )
 
 

@@ -132,6 +132,7 @@ def apply_liger_kernel_to_llama(
 
     Every Llama model is covered: causal LM, the classifiers and question answering (whose own heads stay as they are),
     the bare LlamaModel, and a Llama inside another module (PEFT, DDP, FSDP2, ...). Nothing global is replaced.
+    Whatever is asked for, `LlamaModel` is patched as well: it makes no mask under torch.compile where none is needed.
 
     Args:
         rope: rotary position embedding.
