@@ -124,17 +124,25 @@ def kept_bytes(model, batch):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def test_what_a_layer_keeps():
-    """Not what its norms and its activation give, nor a mask of [seq, seq]: they are computed again, or not made."""
+@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
+def test_what_a_layer_keeps(hooks):
+    """Not what its norms and its activation give, nor a mask of [seq, seq]: they are computed again, or not made.
+    Where linear layers are more than that, checkpoints see to it."""
     sizes = dict(num_key_value_heads=4, hidden_size=64, intermediate_size=192)
-    batch = batch_of("cpu", 2, 32)
-    one, three = (kept_bytes(patched(build(num_hidden_layers=n, **sizes).train()), batch) for n in (1, 3))
+    batch, kept = batch_of("cpu", 2, 32), []
+    for layers in (1, 3):
+        model = patched(build(num_hidden_layers=layers, **sizes).train())
+        for name, module in model.named_modules():
+            if hooks and name.endswith(("q_proj", "up_proj")):
+                module.register_forward_hook(lambda module, arguments, result: None)
+        kept.append(kept_bytes(model, batch))
     hidden = 2 * 32 * 64 * 4
     layer_input, summand, qkv_and_output, gate_and_up = 1, 1, 4, 2 * 3
     log_sum_exp = 4 / 64  # of each head
     copied_output = TRANSFORMERS < (4, 57)  # attention copies its inputs, and gets an output that o_proj has to copy
-    expected = layer_input + summand + qkv_and_output + gate_and_up + log_sum_exp + copied_output
-    assert (three - one) / 2 / hidden == expected
+    rstd = 0 if hooks else 2 / 64  # of both norms
+    expected = layer_input + summand + qkv_and_output + gate_and_up + log_sum_exp + copied_output + rstd
+    assert (kept[1] - kept[0]) / 2 / hidden == expected
 
 
 def test_nothing_is_recomputed_in_evaluation():

@@ -141,6 +141,30 @@ def test_levels_give_the_same_bits(device):
         assert all(torch.equal(found[name], fast[name]) for name in fast)
 
 
+COMPILED = [
+    ("biases", "fast", False),
+    ("biases", "auto", True),
+    ("biases", "low", False),
+    ("frozen weights", "auto", False),
+    ("frozen but for biases", "low", True),
+    ("LoRA", "auto", False),
+    ("LoRA on the MLP", "low", True),
+    ("hook on the mlp", "auto", False),
+]
+
+
+@pytest.mark.parametrize("name, memory, autocast", COMPILED)
+def test_compiled(device, name, memory, autocast):
+    def forward(model, **batch):
+        if next(model.parameters()).dtype == torch.float64:
+            return model(**batch)
+        torch.compiler.reset()
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            return torch.compile(model, backend="aot_eager")(**batch)
+
+    compare(MODELS[name]().to(device).train(), batch_of(device), forward, memory=memory)
+
+
 @levels
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_inside_checkpoints(device, memory, use_reentrant):
@@ -192,6 +216,34 @@ def test_a_second_derivative_is_an_error(device):
     with pytest.raises(RuntimeError, match=r"twice|second derivative|double backward"):
         (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
         gradient.sum().backward()
+
+
+def test_what_the_compiler_is_told(device):
+    """Shapes, dtypes and strides of a layer's halves, which are ops in a graph."""
+    x, norm = torch.randn(2, 3, 8, device=device), torch.rand(8, device=device)
+    weights = [torch.randn(n, 8, device=device) for n in (12, 12, 8)]
+    down = torch.randn(8, 12, device=device)
+    bias = torch.randn(12, device=device)
+    ops, checks = torch.ops.liger_ext, ("test_schema", "test_faketensor")
+
+    parameters = [weights[0], bias, weights[1], None, weights[2], None]
+    arguments = x, norm, True, 1e-6, parameters
+    y, rstd, *outs = ops.norm_linears(*arguments)
+    torch.library.opcheck(ops.norm_linears, arguments, test_utils=checks)
+    needs = [True, True, True, True, False, False, True, False]
+    for douts in ([x, *outs], [None, *outs], [x, None, *outs[1:]]):
+        for kept in (y, None):
+            arguments = douts, x, norm, rstd, kept, needs, 1e-6, parameters
+            torch.library.opcheck(ops.norm_linears_backward, arguments, test_utils=checks)
+
+    parameters = [weights[0], bias, weights[1], None, down, None]
+    needs[6:] = True, False
+    for memory in LEVELS:
+        arguments = x, x * 2, norm, memory, 1e-6, parameters
+        out, total, rstd, *kept = ops.norm_mlp(*arguments)
+        torch.library.opcheck(ops.norm_mlp, arguments, test_utils=checks)
+        arguments = out, total, norm, rstd, [t if t.numel() else None for t in kept], needs, 1e-6, parameters
+        torch.library.opcheck(ops.norm_mlp_backward, arguments, test_utils=checks)
 
 
 def test_the_level_of_a_patch(device):

@@ -12,10 +12,9 @@ from transformers import activations, modeling_utils
 from transformers.models.llama import modeling_llama
 
 from liger_ext import functional
-from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node, swiglu_linear
-from liger_ext.models.loss import plain_linear
+from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
 from liger_ext.models.patch import copy_forward, is_plain_tensor, only_forward_runs, stands_in
-from liger_ext.models.recompute import recomputed, recomputes, remade
+from liger_ext.models.recompute import recomputed, remade
 
 try:
     from transformers.masking_utils import create_causal_mask  # 4.53 on
@@ -54,8 +53,6 @@ class LlamaMLP(modeling_llama.LlamaMLP):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
             return self.down_proj(self.act_fn(gate) * up)
-        if recomputes(self) and plain_linear(self.down_proj) is self.down_proj:
-            return swiglu_linear(gate, up, self.down_proj)
         h = recomputed(self, functional.swiglu, gate, up, 1.0, 1.0)
         with remade(self, h, functional.swiglu, gate, up):
             return self.down_proj(h)
@@ -127,7 +124,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
             return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
         projections = [getattr(attention, name, None) for name in _Projected.NAMES]
         plain = type(attention) is LlamaAttention and only_forward_runs(attention)
-        if plain and runs_as_one_node(hidden_states, projections):
+        if plain and runs_as_one_node(hidden_states, projections, self.training):
             stream, *projected = norm_linears(hidden_states, norm, projections, self._level())
             attention = functools.partial(LlamaAttention.forward, _Projected(attention, projected))
             return stream, *attention(hidden_states=hidden_states, **arguments)
@@ -147,7 +144,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
             and only_forward_runs(mlp)
             and has_silu(mlp)
             and only_forward_runs(mlp.act_fn)
-            and runs_as_one_node(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+            and runs_as_one_node(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.training)
         )
 
 

@@ -16,13 +16,12 @@ backward are the same at each level. No saved tensor is written: a graph may be 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from liger_ext import _C
@@ -50,7 +49,7 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Linear], memory: s
         linears: plain linear layers of hidden_size columns, in the dtype of `x`, or of autocast.
         memory: one of the levels above.
     """
-    return _NormLinears.apply(x, norm.weight, norm.variance_epsilon, memory, *_parameters(x, linears))
+    return _NormLinears.apply(norm.variance_epsilon, memory, x, norm.weight, *_parameters(x, linears))
 
 
 def norm_mlp(attention: Tensor, stream: Tensor, norm: nn.Module, mlp: nn.Module, memory: str) -> Tensor:
@@ -63,102 +62,161 @@ def norm_mlp(attention: Tensor, stream: Tensor, norm: nn.Module, mlp: nn.Module,
         memory: one of the levels above.
     """
     parameters = _parameters(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    return _NormMLP.apply(attention, stream, norm.weight, norm.variance_epsilon, memory, *parameters)
+    return _NormMLP.apply(norm.variance_epsilon, memory, attention, stream, norm.weight, *parameters)
 
 
-def swiglu_linear(gate: Tensor, up: Tensor, linear: nn.Linear) -> Tensor:
-    """``linear(silu(gate) * up)``, which keeps gate and up alone, as a part of a graph that torch.compile makes."""
-    return _SwiGLULinear.apply(gate, up, *_parameters(gate, (linear,)))
+def _without_autocast(function: Callable) -> Callable:
+    """The dtypes are those of the forward, wherever a backward is called."""
 
+    @functools.wraps(function)
+    def run(*args):
+        device_type = next(a for a in args if isinstance(a, Tensor)).device.type
+        if not torch.is_autocast_enabled(device_type):
+            return function(*args)
+        with torch.autocast(device_type, enabled=False):
+            return function(*args)
 
-class _SwiGLULinear(torch.autograd.Function):
-    """Numbers stand here themselves: torch.compile(dynamic=True) makes inputs of floats that have a name elsewhere."""
-
-    @staticmethod
-    def forward(ctx, gate, up, weight, bias):
-        ctx.save_for_backward(gate, up, weight)
-        return F.linear(_glu(gate, up, 0, 1.0, 1.0), weight, bias)
-
-    @staticmethod
-    def backward(ctx, dout):
-        gate, up, weight = ctx.saved_tensors
-        _, _, *needs = ctx.needs_input_grad
-        dgate, dup, h = _glu_backward(dout @ weight, gate, up, 0, 1.0, 1.0, needs[0])
-        _, gradients = _linears_backward([dout], _rows(h) if needs[0] else None, (weight, None), needs, None)
-        return dgate, dup, *gradients
+    return run
 
 
 class _NormLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, memory, *parameters):
-        y, rstd = _rms_norm(x, norm_weight, eps, *_NORM)
-        y = y.to(parameters[0].dtype)
+    def forward(ctx, eps, memory, x, norm_weight, *parameters):
+        run = _norm_linears_op if torch.compiler.is_compiling() else _norm_linears
+        y, rstd, *outs = run(x, norm_weight, memory == "fast", eps, parameters)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, norm_weight, rstd, y if memory == "fast" else None, *parameters)
         ctx.eps = eps
-        return x, *(F.linear(y, *linear) for linear in _pairs(parameters))
+        return x, *outs
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dstream, *douts):
+    def backward(ctx, *douts):
         x, norm_weight, rstd, y, *parameters = ctx.saved_tensors
-        need_x, need_norm, _, _, *needs = ctx.needs_input_grad
-        with _without_autocast(x):
-            if y is None and any(needs[::2]):
-                y = _norm(x, norm_weight, ctx.eps, parameters[0].dtype)
-            dy, gradients = _linears_backward(douts, _rows(y), parameters, needs, x if need_x or need_norm else None)
-            dx, dnorm = _norm_backward(dy, dstream, x, norm_weight, rstd, need_x, need_norm)
-        return dx, dnorm, None, None, *gradients
+        needs = ctx.needs_input_grad[2:]
+        run = _norm_linears_backward_op if torch.compiler.is_compiling() else _norm_linears_backward
+        gradients = run(douts, x, norm_weight, rstd, y, needs, ctx.eps, parameters)
+        return None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
+
+
+def _norm_linears(x, norm_weight, keeps_y, eps, parameters):
+    y, rstd = _norm(x, norm_weight, eps, parameters[0].dtype)
+    return y if keeps_y else None, rstd, *(F.linear(y, *linear) for linear in _pairs(parameters))
+
+
+@_without_autocast
+def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, parameters):
+    dstream, *douts = douts
+    need_x, need_norm, *needs = needs
+    if y is None and any(needs[::2]):
+        y, _ = _norm(x, norm_weight, eps, parameters[0].dtype)
+    dy, gradients = _linears_backward(douts, _rows(y), parameters, needs, x if need_x or need_norm else None)
+    return *_norm_backward(dy, dstream, x, norm_weight, rstd, need_x, need_norm), *gradients
 
 
 class _NormMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, attention, stream, norm_weight, eps, memory, *parameters):
-        y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
-        *gate_and_up, down = _pairs(parameters)
-        y = y.to(parameters[0].dtype)
-        gate, up = (F.linear(y, *linear) for linear in gate_and_up)
-        h = _glu(gate, up, *_SWIGLU)
-        kept = {"fast": (y, gate, up, h), "auto": (None, gate, up, None), "low": (None,) * 4}[memory]
+    def forward(ctx, eps, memory, attention, stream, norm_weight, *parameters):
+        run = _norm_mlp_op if torch.compiler.is_compiling() else _norm_mlp
+        out, total, rstd, *kept = run(attention, stream, norm_weight, memory, eps, parameters)
+        kept = [t if keep else None for t, keep in zip(kept, _KEPT[memory], strict=True)]
         ctx.save_for_backward(total, norm_weight, rstd, *kept, *parameters)
         ctx.eps, ctx.dtypes = eps, (attention.dtype, stream.dtype)
-        out = F.linear(h, *down)
-        return out.add_(total) if out.dtype == total.dtype else out + total
+        return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
         total, norm_weight, rstd, y, gate, up, h, *parameters = ctx.saved_tensors
-        need_attention, need_stream, need_norm, _, _, *needs = ctx.needs_input_grad
-        need_total = need_attention or need_stream
-        with _without_autocast(total):
-            if y is None and (gate is None or any(needs[:4:2])):
-                y = _norm(total, norm_weight, ctx.eps, parameters[0].dtype)
-            if gate is None:
-                gate, up = (F.linear(y, *linear) for linear in _pairs(parameters[:4]))
-            d = dout.to(parameters[4].dtype)
-            makes_h = h is None and needs[4]
-            dgate, dup, made = _glu_backward(d @ parameters[4], gate, up, *_SWIGLU, makes_h)
-            h = made if makes_h else h
-            _, down_gradients = _linears_backward([d], _rows(h), parameters[4:], needs[4:], None)
-            del gate, up, made, h  # before more is made
-            like = total if need_total or need_norm else None
-            dy, gradients = _linears_backward((dgate, dup), _rows(y), parameters[:4], needs, like)
-            dtotal, dnorm = _norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm)
+        need_attention, need_stream, *needs = ctx.needs_input_grad[2:]
+        needs = [need_attention or need_stream, *needs]
+        run = _norm_mlp_backward_op if torch.compiler.is_compiling() else _norm_mlp_backward
+        gradients = run(dout, total, norm_weight, rstd, (y, gate, up, h), needs, ctx.eps, parameters)
+        dtotal, *others = (g if need else None for g, need in zip(gradients, needs, strict=True))
         dattention = dtotal.to(ctx.dtypes[0]) if need_attention else None
         dstream = dtotal.to(ctx.dtypes[1]) if need_stream else None
-        return dattention, dstream, dnorm, None, None, *gradients, *down_gradients
+        return None, None, dattention, dstream, *others
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    return _rms_norm(x, weight, eps, *_NORM)[0].to(dtype)
+# Of the norm's output, gate, up and h.
+_KEPT = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
 
 
-def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module]) -> bool:
-    """Whether a graph is recorded, eagerly, and `linears` are plain linear layers that take the dtype of `x`."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
+def _norm_mlp(attention, stream, norm_weight, memory, eps, parameters):
+    y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
+    *gate_and_up, down = _pairs(parameters)
+    y = y.to(parameters[0].dtype)
+    gate, up = (F.linear(y, *linear) for linear in gate_and_up)
+    h = _glu(gate, up, *_SWIGLU)
+    out = F.linear(h, *down)
+    out = out.add_(total) if out.dtype == total.dtype else out + total
+    return out, total, rstd, *(t if keep else None for t, keep in zip((y, gate, up, h), _KEPT[memory], strict=True))
+
+
+@_without_autocast
+def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, parameters):
+    need_total, need_norm, *needs = needs
+    y, gate, up, h = kept
+    if y is None and (gate is None or any(needs[:4:2])):
+        y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
+    if gate is None:
+        gate, up = (F.linear(y, *linear) for linear in _pairs(parameters[:4]))
+    d = dout.to(parameters[4].dtype)
+    makes_h = h is None and needs[4]
+    dgate, dup, made = _glu_backward(d @ parameters[4], gate, up, *_SWIGLU, makes_h)
+    h = made if makes_h else h
+    _, of_down = _linears_backward([d], _rows(h), parameters[4:], needs[4:], None)
+    del gate, up, made, h  # before more is made
+    like = total if need_total or need_norm else None
+    dy, gradients = _linears_backward((dgate, dup), _rows(y), parameters[:4], needs, like)
+    return *_norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm), *gradients, *of_down
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    y, rstd = _rms_norm(x, weight, eps, *_NORM)
+    return y.to(dtype), rstd
+
+
+# A graph that torch.compile makes has each half's forward and backward as one op: what is kept is decided here, not by
+# the compiler, which would keep a matmul's input though it costs next to nothing, and add gradients by kernels.
+_LIBRARY = torch.library.Library("liger_ext", "FRAGMENT")
+
+
+def _in_graphs(function: Callable, arguments: str) -> Callable:
+    """`function` as an op of graphs, which has no None among its results: an empty tensor stands for it."""
+
+    @_without_autocast
+    def run(*args):
+        results = function(*args)
+        some = next(t for t in results if t is not None)
+        return [some.new_empty(0) if t is None else t for t in results]
+
+    name = function.__name__.removeprefix("_")
+    _LIBRARY.define(f"{name}({arguments}) -> Tensor[]")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"liger_ext::{name}", run, lib=_LIBRARY)
+    return getattr(torch.ops.liger_ext, name).default
+
+
+_PARAMETERS = "float eps, Tensor?[] parameters"
+_norm_linears_op = _in_graphs(_norm_linears, f"Tensor x, Tensor norm_weight, bool keeps_y, {_PARAMETERS}")
+_norm_linears_backward_op = _in_graphs(
+    _norm_linears_backward,
+    f"Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs, {_PARAMETERS}",
+)
+_norm_mlp_op = _in_graphs(_norm_mlp, f"Tensor attention, Tensor stream, Tensor norm_weight, str memory, {_PARAMETERS}")
+_norm_mlp_backward_op = _in_graphs(
+    _norm_mlp_backward,
+    f"Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] kept, bool[] needs, {_PARAMETERS}",
+)
+
+
+def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module], training: bool) -> bool:
+    """Whether a backward may follow, and `linears` are plain linear layers that take the dtype of `x`."""
+    if not torch.is_grad_enabled() or x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
         return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or not is_plain_tensor(x):
+    if torch.compiler.is_compiling():
+        if not training:  # a graph to be exported is one of the public ops
+            return False
+    elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     casts = torch.is_autocast_enabled(x.device.type)
     for linear in linears:
@@ -176,12 +234,6 @@ def _parameters(x: Tensor, linears: Iterable[nn.Linear]) -> list[Tensor | None]:
         return parameters
     dtype = torch.get_autocast_dtype(x.device.type)
     return [None if parameter is None else parameter.to(dtype) for parameter in parameters]
-
-
-def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
-    """For a backward: the dtypes are those of the forward, wherever it is called."""
-    enabled = torch.is_autocast_enabled(x.device.type)
-    return torch.autocast(x.device.type, enabled=False) if enabled else contextlib.nullcontext()
 
 
 def _pairs(of_parameters: Sequence) -> Iterator[tuple]:
