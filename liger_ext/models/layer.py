@@ -28,6 +28,7 @@ from liger_ext import _C
 from liger_ext.models.loss import plain_linear
 from liger_ext.models.patch import is_plain_tensor
 from liger_ext.ops._checks import CASTING_MODES
+from liger_ext.ops._inductor import introduce
 
 _rms_norm = torch.ops.liger_ext.rms_norm.default
 _add_rms_norm = torch.ops.liger_ext.add_rms_norm.default
@@ -193,7 +194,9 @@ def _in_graphs(function: Callable, arguments: str) -> Callable:
     _LIBRARY.define(f"{name}({arguments}) -> Tensor[]")
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"liger_ext::{name}", run, lib=_LIBRARY)
-    return getattr(torch.ops.liger_ext, name).default
+    op = getattr(torch.ops.liger_ext, name).default
+    introduce(op)
+    return op
 
 
 _PARAMETERS = "float eps, Tensor?[] parameters"

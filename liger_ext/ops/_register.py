@@ -22,6 +22,7 @@ import torch
 from torch.autograd import forward_ad
 
 from liger_ext import _C, _load
+from liger_ext.ops._inductor import introduce, make_known
 
 LIBRARY = torch.library.Library("liger_ext", "IMPL")
 
@@ -104,7 +105,10 @@ def register_fake(op: str, fake: Callable) -> None:
     """Shapes, dtypes and strides of results, behind the checks of the op's arguments."""
     check = getattr(_C.checks, op)
 
+    introduce(getattr(torch.ops.liger_ext, op).default)
+
     def checked(*args):
+        make_known()
         check(*args)
         return fake(*args)
 
