@@ -127,5 +127,5 @@ def stacked(axis, bars: list[str], parts: dict[str, list[float]], label: str) ->
     for place, height in enumerate(reached):
         axis.text(place, height, f"{height:,.3g}", ha="center", va="bottom", fontsize=8)
     axis.set_ylabel(label)
-    axis.margins(y=0.1)
+    axis.set_ylim(0, max(reached) * 1.08)  # margins are none where a bar ends in parts of no height
     axis.tick_params(axis="x", labelsize=8, rotation=15)

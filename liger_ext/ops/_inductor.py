@@ -1,8 +1,8 @@
 """Makes our ops known to torch.compile's code generator, as it would do itself, before it meets them.
 
-Before torch 2.13 it describes an op that it does not know in a text for its log, whether anybody reads that or not: with
-all that the op's arguments come from, and all that those come from. For the loss of a model of 16 layers that took
-longer than anybody waits.
+Before torch 2.13 it describes an op that it does not know in a text for its log, whether anybody reads that or not,
+with all that the op's arguments come from, and all that those come from. For the loss of a model of 16 layers that
+took longer than anybody waits.
 """
 
 from __future__ import annotations
