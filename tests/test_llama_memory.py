@@ -1,6 +1,7 @@
 """What a patched Llama's training step keeps for its backward, to the byte, and that keeping less changes no result."""
 
 import copy
+import functools
 from collections.abc import Iterable
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from llama_models import (
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models.recompute import remade
@@ -147,6 +149,24 @@ def test_inside_checkpoints(device, memory, use_reentrant):
     model = build(device=device).train()
     checkpoint_layers(model, use_reentrant)
     compare(model, batch_of(device), memory=memory)
+
+
+@levels
+@pytest.mark.parametrize("bias", [False, True])
+def test_inside_selective_checkpoints(device, memory, bias):
+    """Of two layers at once: what comes out of the first is made again, from results of matmuls that were kept."""
+    matmuls = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+    def forward(model, input_ids, labels):
+        loss = checkpoint(
+            lambda embedded: model(inputs_embeds=embedded, labels=labels).loss,
+            model.get_input_embeddings()(input_ids),
+            use_reentrant=False,
+            context_fn=functools.partial(create_selective_checkpoint_contexts, matmuls),
+        )
+        return {"loss": loss}
+
+    compare(build(device=device, mlp_bias=bias).train(), batch_of(device), forward, memory=memory)
 
 
 @levels

@@ -123,7 +123,8 @@ class _NormMLP(torch.autograd.Function):
         ctx.save_for_backward(total, norm_weight, rstd, *kept, *parameters)
         ctx.eps, ctx.dtypes = eps, (attention.dtype, stream.dtype)
         out = F.linear(h, *down)
-        return out.add_(total) if out.dtype == total.dtype else out + total
+        del gate, up, h, kept  # before more is made
+        return out + total  # not in place: selective checkpoints keep matmuls' results, to return them a second time
 
     @staticmethod
     @once_differentiable
