@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from liger_ext import _C
 from liger_ext.models.loss import plain_linear
@@ -161,6 +163,8 @@ def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module]) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or not is_plain_tensor(x):
         return False
+    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return False  # it may give F.linear another meaning, and hence another derivative
     casts = torch.is_autocast_enabled(x.device.type)
     for linear in linears:
         if plain_linear(linear) is not linear or linear.weight.device != x.device:
