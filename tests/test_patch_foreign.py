@@ -143,6 +143,22 @@ def test_a_replaced_registry_of_attention_functions_is_used(monkeypatch):
     assert calls == ["sdpa", "sdpa"]
 
 
+def test_an_attention_function_of_the_users_own_gets_the_module_itself(monkeypatch):
+    original = modeling_llama.eager_attention_forward
+
+    @functools.wraps(original)
+    def theirs(module, query, *args, **kwargs):
+        assert module.q_proj.weight.dtype == query.dtype
+        seen.append(module)
+        return original(module, query, *args, **kwargs)
+
+    model, seen = build(attn_implementation="eager").train(), []
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", theirs)
+    patched_model = patched(model)
+    patched_model(**batch_of("cpu")).loss.backward()
+    assert all(found is layer.self_attn for found, layer in zip(seen, patched_model.model.layers, strict=True))
+
+
 def halve_linears(monkeypatch, how):
     """What other code does to all linear layers; returns what has to be entered around a step."""
     method, function = nn.Linear.forward, nn.functional.linear
