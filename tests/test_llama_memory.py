@@ -276,6 +276,30 @@ def test_a_remade_tensor_that_was_changed_is_an_error(device):
             z.sum().backward()
 
 
+def test_where_hooks_are_forbidden(device):
+    def forward(model, **batch):
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            return model(**batch)
+
+    stock = lora(build(device=device), target_modules="all-linear").train()
+    expected = step(stock, batch_of(device))
+    found = step(patched(stock), batch_of(device), forward)
+    for name, value in expected.items():
+        if name != "logits":
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_sparse_tensors_are_kept_as_they_are(device):
+    """Adapters of few weights (PEFT's SHiRA) save them."""
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    few = torch.eye(4, device=device).to_sparse()
+    h = x.sin()
+    with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
+        y = torch.sparse.mm(few, h.t())
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
 def test_hooks_of_others_see_every_tensor(device):
     seen = []
     model = patched(lora(build(device=device), target_modules="all-linear").train())

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _saved_tensors_hooks_is_enabled
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -46,9 +47,9 @@ def remade(
 
     `make` gives the same bits again. Nothing changes where `tensor` is not part of a graph, whose nodes keep the
     arguments anyway, and under saved-tensor hooks of others (offloading, non-reentrant checkpoints), which count on
-    seeing every tensor.
+    seeing every tensor, or where hooks are forbidden.
     """
-    if module.liger_memory == "fast" or torch.compiler.is_compiling():
+    if module.liger_memory == "fast" or torch.compiler.is_compiling() or not _saved_tensors_hooks_is_enabled():
         return contextlib.nullcontext()
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     foreign = top is not None and not isinstance(getattr(top[0], "__self__", None), _Recipe)
@@ -100,7 +101,8 @@ class _Recipe:
         return tensor.untyped_storage().data_ptr(), tensor._version, tensor.dtype
 
     def pack(self, tensor: Tensor) -> _Kept | _View:
-        if type(tensor) is not Tensor or self.identity(tensor) != self.known:
+        has_storage = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not has_storage or self.identity(tensor) != self.known:
             return _Kept.of(tensor)
         self.users += 1
         self.waiting += 1
