@@ -159,6 +159,20 @@ def test_an_attention_function_of_the_users_own_gets_the_module_itself(monkeypat
     assert all(found is layer.self_attn for found, layer in zip(seen, patched_model.model.layers, strict=True))
 
 
+@pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm"])
+def test_a_norm_of_the_users_own_class_is_called(name):
+    class Doubled(llama.LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) * 2
+
+    model, doubled = patched(build()), patched(build())
+    for layer, other in zip(model.model.layers, doubled.model.layers, strict=True):
+        getattr(layer, name).__class__ = Doubled
+        nn.init.constant_(getattr(layer, name).weight, 1.0)
+        nn.init.constant_(getattr(other, name).weight, 2.0)
+    torch.testing.assert_close(model(tokens(1, 4)).logits, doubled(tokens(1, 4)).logits)
+
+
 def halve_linears(monkeypatch, how):
     """What other code does to all linear layers; returns what has to be entered around a step."""
     method, function = nn.Linear.forward, nn.functional.linear

@@ -81,7 +81,8 @@ def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
 
 
 def _is_plain_norm(norm: nn.Module) -> bool:
-    return isinstance(norm, LlamaRMSNorm) and only_forward_runs(norm) and is_plain_tensor(norm.weight)
+    is_ours = isinstance(norm, LlamaRMSNorm) and type(norm).forward is LlamaRMSNorm.forward
+    return is_ours and only_forward_runs(norm) and is_plain_tensor(norm.weight)
 
 
 _LAYER = inspect.signature(modeling_llama.LlamaDecoderLayer.forward).parameters
