@@ -22,9 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether a graph of a training step of `module` is made by torch.compile, which is not to keep everything."""
+    """Whether a graph of a training step of `module` is made by torch.compile, which is not to keep everything.
+
+    torch.export makes graphs as well; a checkpoint in one has no gradients, or does not run.
+    """
     keeps = module.liger_memory == "fast" or not module.training or not torch.is_grad_enabled()
-    return torch.compiler.is_compiling() and not keeps
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not keeps
 
 
 def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
