@@ -19,6 +19,7 @@ from llama_models import (
     step,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -298,6 +299,21 @@ def test_sparse_tensors_are_kept_as_they_are(device):
         y = torch.sparse.mm(few, h.t())
     y.sum().backward()
     torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+@pytest.mark.filterwarnings("error")
+def test_tensors_without_memory_are_told_apart():
+    """Of the meta device, and fake ones, with which tools work out what a step needs."""
+    for mode in (torch.device("meta"), FakeTensorMode()):
+        with mode:
+            x = torch.empty(3, 4, requires_grad=True)
+            weight = torch.empty(4, 50, requires_grad=True)
+            h = x.sin()
+            with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
+                y = h @ weight
+            y.sum().backward()
+        assert x.grad.shape == x.shape
+        assert weight.grad.shape == weight.shape
 
 
 def test_hooks_of_others_see_every_tensor(device):

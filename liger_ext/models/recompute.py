@@ -56,7 +56,9 @@ def remade(
         return contextlib.nullcontext()
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     foreign = top is not None and not isinstance(getattr(top[0], "__self__", None), _Recipe)
-    if foreign or not torch.is_grad_enabled() or not tensor.requires_grad:
+    recorded = torch.is_grad_enabled() and tensor.requires_grad
+    has_memory = type(tensor) is Tensor and not tensor.is_meta  # by whose address it is recognised
+    if foreign or not recorded or not has_memory:
         return contextlib.nullcontext()
     recipe = _Recipe(tensor, make, arguments)
     return saved_tensors_hooks(recipe.pack, recipe.unpack)
