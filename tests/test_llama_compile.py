@@ -150,6 +150,14 @@ def test_what_a_layer_keeps(hooks):
     assert (kept[1] - kept[0]) / 2 / hidden == expected
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("memory", ["auto", "low"])
+def test_a_training_step_is_exported(memory, strict):
+    model, batch = patched(build(num_hidden_layers=1).train(), memory=memory), batch_of("cpu")
+    program = torch.export.export(model, (), dict(**batch, use_cache=False), strict=strict)
+    program.module()(**batch, use_cache=False).loss.backward()
+
+
 def test_nothing_is_recomputed_in_evaluation():
     """A checkpoint cannot be exported, and a model in evaluation, with gradients on as they are by default, can."""
     model = patched(build(LlamaModel).eval())

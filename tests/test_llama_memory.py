@@ -1,6 +1,7 @@
 """What a patched Llama's training step keeps for its backward, to the byte, and that keeping less changes no result."""
 
 import copy
+import functools
 from collections.abc import Iterable
 from types import SimpleNamespace
 
@@ -18,8 +19,10 @@ from llama_models import (
     step,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models.recompute import remade
@@ -174,6 +177,24 @@ def test_inside_checkpoints(device, memory, use_reentrant):
 
 
 @levels
+@pytest.mark.parametrize("bias", [False, True])
+def test_inside_selective_checkpoints(device, memory, bias):
+    """Of two layers at once: what comes out of the first is made again, from results of matmuls that were kept."""
+    matmuls = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+    def forward(model, input_ids, labels):
+        loss = checkpoint(
+            lambda embedded: model(inputs_embeds=embedded, labels=labels).loss,
+            model.get_input_embeddings()(input_ids),
+            use_reentrant=False,
+            context_fn=functools.partial(create_selective_checkpoint_contexts, matmuls),
+        )
+        return {"loss": loss}
+
+    compare(build(device=device, mlp_bias=bias).train(), batch_of(device), forward, memory=memory)
+
+
+@levels
 def test_a_graph_is_used_twice(device, memory):
     model = patched(build(device=device, mlp_bias=True).train(), memory=memory)
     loss = model(**batch_of(device)).loss
@@ -306,6 +327,45 @@ def test_a_remade_tensor_that_was_changed_is_an_error(device):
         (gate if change == "input" else y).detach().add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             z.sum().backward()
+
+
+def test_where_hooks_are_forbidden(device):
+    def forward(model, **batch):
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            return model(**batch)
+
+    stock = lora(build(device=device), target_modules="all-linear").train()
+    expected = step(stock, batch_of(device))
+    found = step(patched(stock), batch_of(device), forward)
+    for name, value in expected.items():
+        if name != "logits":
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_sparse_tensors_are_kept_as_they_are(device):
+    """Adapters of few weights (PEFT's SHiRA) save them."""
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    few = torch.eye(4, device=device).to_sparse()
+    h = x.sin()
+    with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
+        y = torch.sparse.mm(few, h.t())
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+@pytest.mark.filterwarnings("error")
+def test_tensors_without_memory_are_told_apart():
+    """Of the meta device, and fake ones, with which tools work out what a step needs."""
+    for mode in (torch.device("meta"), FakeTensorMode()):
+        with mode:
+            x = torch.empty(3, 4, requires_grad=True)
+            weight = torch.empty(4, 50, requires_grad=True)
+            h = x.sin()
+            with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
+                y = h @ weight
+            y.sum().backward()
+        assert x.grad.shape == x.shape
+        assert weight.grad.shape == weight.shape
 
 
 def test_hooks_of_others_see_every_tensor(device):

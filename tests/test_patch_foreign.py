@@ -1,13 +1,15 @@
 """What other code has put in place of transformers' own keeps its say in a patched model, or a warning names it."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 from cases import RecordCalls, python
-from llama_models import batch_of, build, one_thread, patched, tokens  # noqa: F401
+from llama_models import batch_of, build, one_thread, patched, step, tokens  # noqa: F401
 from test_patch import PATCHED
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.models.llama import modeling_llama
 
 from liger_ext import apply_liger_kernel_to_llama
@@ -139,6 +141,71 @@ def test_a_replaced_registry_of_attention_functions_is_used(monkeypatch):
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Registry())
     model(tokens(1, 4))
     assert calls == ["sdpa", "sdpa"]
+
+
+def test_an_attention_function_of_the_users_own_gets_the_module_itself(monkeypatch):
+    original = modeling_llama.eager_attention_forward
+
+    @functools.wraps(original)
+    def theirs(module, query, *args, **kwargs):
+        assert module.q_proj.weight.dtype == query.dtype
+        seen.append(module)
+        return original(module, query, *args, **kwargs)
+
+    model, seen = build(attn_implementation="eager").train(), []
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", theirs)
+    patched_model = patched(model)
+    patched_model(**batch_of("cpu")).loss.backward()
+    assert all(found is layer.self_attn for found, layer in zip(seen, patched_model.model.layers, strict=True))
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm"])
+def test_a_norm_of_the_users_own_class_is_called(name):
+    class Doubled(llama.LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) * 2
+
+    model, doubled = patched(build()), patched(build())
+    for layer, other in zip(model.model.layers, doubled.model.layers, strict=True):
+        getattr(layer, name).__class__ = Doubled
+        nn.init.constant_(getattr(layer, name).weight, 1.0)
+        nn.init.constant_(getattr(other, name).weight, 2.0)
+    torch.testing.assert_close(model(tokens(1, 4)).logits, doubled(tokens(1, 4)).logits)
+
+
+def halve_linears(monkeypatch, how):
+    """What other code does to all linear layers; returns what has to be entered around a step."""
+    method, function = nn.Linear.forward, nn.functional.linear
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, called, types, args=(), kwargs=None):
+            result = called(*args, **(kwargs or {}))
+            return result * 0.5 if called is function else result
+
+    if how == "method":
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: method(self, x) * 0.5)
+    elif how == "function":
+        monkeypatch.setattr(nn.functional, "linear", lambda *args: function(*args) * 0.5)
+    else:
+        return Mode()
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("how", ["method", "function", "mode"])
+def test_replaced_linear_layers_have_their_own_gradients(monkeypatch, how):
+    stock = build().train()
+    model, batch = patched(stock), batch_of("cpu")
+    labels = batch.pop("labels")
+
+    def forward(model, input_ids):
+        with halve_linears(monkeypatch, how):
+            logits = model(input_ids).logits
+        monkeypatch.undo()
+        return {"loss": stock.loss_function(logits, labels, stock.config.vocab_size)}
+
+    expected, found = (step(each, batch, forward) for each in (stock, model))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
 
 
 BEFORE_THE_IMPORT = """

@@ -78,7 +78,8 @@ def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
 
 
 def _is_plain_norm(norm: nn.Module) -> bool:
-    return isinstance(norm, LlamaRMSNorm) and only_forward_runs(norm) and is_plain_tensor(norm.weight)
+    is_ours = isinstance(norm, LlamaRMSNorm) and type(norm).forward is LlamaRMSNorm.forward
+    return is_ours and only_forward_runs(norm) and is_plain_tensor(norm.weight)
 
 
 _LAYER = inspect.signature(modeling_llama.LlamaDecoderLayer.forward).parameters
@@ -124,7 +125,8 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
             return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
         projections = [getattr(attention, name, None) for name in _Projected.NAMES]
         plain = type(attention) is LlamaAttention and only_forward_runs(attention)
-        if plain and runs_as_one_node(hidden_states, projections, self.training):
+        one_node = plain and runs_as_one_node(hidden_states, projections, self.training)
+        if one_node and _sees_no_module(attention.config):
             stream, *projected = norm_linears(hidden_states, norm, projections, self._level())
             attention = functools.partial(LlamaAttention.forward, _Projected(attention, projected))
             return stream, *attention(hidden_states=hidden_states, **arguments)
@@ -160,6 +162,14 @@ class _Projected:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._attention, name)
+
+
+def _sees_no_module(config) -> bool:
+    """Whether attention is a function of transformers. One of the user's own gets the module itself, as it may keep
+    results on it, or read its weights."""
+    functions, default = modeling_llama.ALL_ATTENTION_FUNCTIONS, modeling_llama.eager_attention_forward
+    function = functions.get(config._attn_implementation, default)
+    return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] == "transformers"
 
 
 _MODEL = inspect.signature(modeling_llama.LlamaModel.forward)

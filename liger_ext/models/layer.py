@@ -23,10 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from liger_ext import _C
 from liger_ext.models.loss import plain_linear
 from liger_ext.models.patch import is_plain_tensor
+from liger_ext.models.recompute import is_exported
 from liger_ext.ops._checks import CASTING_MODES
 from liger_ext.ops._inductor import introduce
 
@@ -147,9 +150,11 @@ def _norm_mlp(attention, stream, norm_weight, memory, eps, parameters):
     y = y.to(parameters[0].dtype)
     gate, up = (F.linear(y, *linear) for linear in gate_and_up)
     h = _glu(gate, up, *_SWIGLU)
+    kept = [t if keep else None for t, keep in zip((y, gate, up, h), _KEPT[memory], strict=True)]
     out = F.linear(h, *down)
-    out = out.add_(total) if out.dtype == total.dtype else out + total
-    return out, total, rstd, *(t if keep else None for t, keep in zip((y, gate, up, h), _KEPT[memory], strict=True))
+    del y, gate, up, h  # before more is made
+    # Not in place: selective checkpoints keep matmuls' results, to return them a second time.
+    return out + total, total, rstd, *kept
 
 
 @_without_autocast
@@ -217,10 +222,12 @@ def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module], training: bool) ->
     if not torch.is_grad_enabled() or x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
         return False
     if torch.compiler.is_compiling():
-        if not training:  # a graph to be exported is one of the public ops
+        if not training or is_exported():  # what is exported has public ops alone
             return False
     elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
+    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return False  # it may give F.linear another meaning, and hence another derivative
     casts = torch.is_autocast_enabled(x.device.type)
     for linear in linears:
         if plain_linear(linear) is not linear or linear.weight.device != x.device:

@@ -148,9 +148,15 @@ def plain_linear(module: nn.Module) -> nn.Linear | None:
         adapters, trained = module.active_adapters, module.modules_to_save
         use_original = module.disable_adapters or not adapters or any(name not in trained for name in adapters)
         module = module.original_module if use_original else trained[adapters[0]]
-    if type(module) is nn.Linear and only_forward_runs(module) and is_plain_tensor(module.weight):
+    replaced = (
+        nn.Linear.forward is not _LINEAR or nn.functional.linear is not _F_LINEAR
+    )  # by other code, for all layers
+    if type(module) is nn.Linear and not replaced and only_forward_runs(module) and is_plain_tensor(module.weight):
         return module
     return None
+
+
+_LINEAR, _F_LINEAR = nn.Linear.forward, nn.functional.linear
 
 
 def _targets(

@@ -16,14 +16,23 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _saved_tensors_hooks_is_enabled
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 
+def is_exported() -> bool:
+    """Whether torch.export makes the graph; `torch.compiler.is_exporting()` is True in every one before torch 2.14."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
 def recomputes(module: nn.Module) -> bool:
-    """Whether a graph of a training step of `module` is made by torch.compile, which is not to keep everything."""
+    """Whether a graph of a training step of `module` is made by torch.compile, which is not to keep everything.
+
+    torch.export makes graphs as well; a checkpoint in one has no gradients, or does not run.
+    """
     keeps = module.liger_memory == "fast" or not module.training or not torch.is_grad_enabled()
-    return torch.compiler.is_compiling() and not keeps
+    return torch.compiler.is_compiling() and not is_exported() and not keeps
 
 
 def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
@@ -46,13 +55,15 @@ def remade(
 
     `make` gives the same bits again. Nothing changes where `tensor` is not part of a graph, whose nodes keep the
     arguments anyway, and under saved-tensor hooks of others (offloading, non-reentrant checkpoints), which count on
-    seeing every tensor.
+    seeing every tensor, or where hooks are forbidden.
     """
-    if module.liger_memory == "fast" or torch.compiler.is_compiling():
+    if module.liger_memory == "fast" or torch.compiler.is_compiling() or not _saved_tensors_hooks_is_enabled():
         return contextlib.nullcontext()
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     foreign = top is not None and not isinstance(getattr(top[0], "__self__", None), _Recipe)
-    if foreign or not torch.is_grad_enabled() or not tensor.requires_grad:
+    recorded = torch.is_grad_enabled() and tensor.requires_grad
+    has_memory = type(tensor) is Tensor and not tensor.is_meta  # by whose address it is recognised
+    if foreign or not recorded or not has_memory:
         return contextlib.nullcontext()
     recipe = _Recipe(tensor, make, arguments)
     return saved_tensors_hooks(recipe.pack, recipe.unpack)
@@ -100,7 +111,8 @@ class _Recipe:
         return tensor.untyped_storage().data_ptr(), tensor._version, tensor.dtype
 
     def pack(self, tensor: Tensor) -> _Kept | _View:
-        if type(tensor) is not Tensor or self.identity(tensor) != self.known:
+        has_storage = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not has_storage or self.identity(tensor) != self.known:
             return _Kept.of(tensor)
         self.users += 1
         self.waiting += 1
