@@ -161,9 +161,8 @@ def _norm_mlp(attention, stream, norm_weight, memory, eps, parameters):
 def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, parameters):
     need_total, need_norm, *needs = needs
     y, gate, up, h = kept
-    if y is None and (gate is None or any(needs[:4:2])):
-        y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
     if gate is None:
+        y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
         gate, up = (F.linear(y, *linear) for linear in _pairs(parameters[:4]))
     d = dout.to(parameters[4].dtype)
     makes_h = h is None and needs[4]
@@ -171,6 +170,8 @@ def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, paramet
     h = made if makes_h else h
     _, of_down = _linears_backward([d], _rows(h), parameters[4:], needs[4:], None)
     del gate, up, made, h  # before more is made
+    if y is None and any(needs[:4:2]):
+        y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
     like = total if need_total or need_norm else None
     dy, gradients = _linears_backward((dgate, dup), _rows(y), parameters[:4], needs, like)
     return *_norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm), *gradients, *of_down
