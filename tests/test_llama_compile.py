@@ -61,7 +61,7 @@ def test_training_step(device):
         assert_as_good(result, step(stock, batch), step(exact(stock), batch))
     # Else torch before 2.13 describes the loss with all that led to it, which takes forever for a deep model.
     lowerings = sys.modules["torch._inductor.graph"].lowerings
-    assert {torch.ops.liger_ext.norm_mlp.default, torch.ops.liger_ext.softmax.default} <= lowerings.keys()
+    assert {torch.ops.liger_ext_models.norm_mlp.default, torch.ops.liger_ext.softmax.default} <= lowerings.keys()
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 

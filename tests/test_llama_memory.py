@@ -245,7 +245,7 @@ def test_what_the_compiler_is_told(device):
     weights = [torch.randn(n, 8, device=device) for n in (12, 12, 8)]
     down = torch.randn(8, 12, device=device)
     bias = torch.randn(12, device=device)
-    ops, checks = torch.ops.liger_ext, ("test_schema", "test_faketensor")
+    ops, checks = torch.ops.liger_ext_models, ("test_schema", "test_faketensor")
 
     parameters = [weights[0], bias, weights[1], None, weights[2], None]
     arguments = x, norm, True, 1e-6, parameters

@@ -184,7 +184,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
 
 # A graph that torch.compile makes has each half's forward and backward as one op: what is kept is decided here, not by
 # the compiler, which would keep a matmul's input though it costs next to nothing, and add gradients by kernels.
-_LIBRARY = torch.library.Library("liger_ext", "FRAGMENT")
+_LIBRARY = torch.library.Library("liger_ext_models", "FRAGMENT")  # apart from the public ops, which have records
 
 
 def _in_graphs(function: Callable, arguments: str) -> Callable:
@@ -199,8 +199,8 @@ def _in_graphs(function: Callable, arguments: str) -> Callable:
     name = function.__name__.removeprefix("_")
     _LIBRARY.define(f"{name}({arguments}) -> Tensor[]")
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"liger_ext::{name}", run, lib=_LIBRARY)
-    op = getattr(torch.ops.liger_ext, name).default
+    torch.library.register_fake(f"liger_ext_models::{name}", run, lib=_LIBRARY)
+    op = getattr(torch.ops.liger_ext_models, name).default
     introduce(op)
     return op
 
