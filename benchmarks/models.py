@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -64,8 +63,7 @@ def providers(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Mod
 
 def on_request(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
     """All providers, also those that run only where --providers names them: the patch's other levels of memory."""
-    levels = ("fast", "low") if "memory" in inspect.signature(apply_liger_kernel_to_llama).parameters else ()
-    return providers(device) | {f"{OURS} memory={level}": partial(_patched, memory=level) for level in levels}
+    return providers(device) | {f"{OURS} memory={level}": partial(_patched, memory=level) for level in ("fast", "low")}
 
 
 def build(config: dict, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:

@@ -83,11 +83,42 @@ def _without_autocast(function: Callable) -> Callable:
     return run
 
 
+_LIBRARY = torch.library.Library("liger_ext_models", "FRAGMENT")  # apart from the public ops, which have records
+
+
+def _op_of_graphs(arguments: str) -> Callable:
+    """A decorator: in a graph that torch.compile makes, the function is one op, of these arguments.
+
+    What is kept is then decided here, not by the compiler, which would keep a matmul's input though it costs next to
+    nothing, and add gradients by kernels. An op has no None among its results: an empty tensor stands for it.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @_without_autocast
+        def run(*args):
+            results = function(*args)
+            some = next(t for t in results if t is not None)
+            return [some.new_empty(0) if t is None else t for t in results]
+
+        name = function.__name__.removeprefix("_")
+        _LIBRARY.define(f"{name}({arguments}, float eps, Tensor?[] parameters) -> Tensor[]")
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"liger_ext_models::{name}", run, lib=_LIBRARY)
+        op = getattr(torch.ops.liger_ext_models, name).default
+        introduce(op)
+
+        def call(*args):
+            return op(*args) if torch.compiler.is_compiling() else function(*args)
+
+        return call
+
+    return decorate
+
+
 class _NormLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eps, memory, x, norm_weight, *parameters):
-        run = _norm_linears_op if torch.compiler.is_compiling() else _norm_linears
-        y, rstd, *outs = run(x, norm_weight, memory == "fast", eps, parameters)
+        y, rstd, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, parameters)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, norm_weight, rstd, y if memory == "fast" else None, *parameters)
         ctx.eps = eps
@@ -97,16 +128,17 @@ class _NormLinears(torch.autograd.Function):
     def backward(ctx, *douts):
         x, norm_weight, rstd, y, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
-        run = _norm_linears_backward_op if torch.compiler.is_compiling() else _norm_linears_backward
-        gradients = run(douts, x, norm_weight, rstd, y, needs, ctx.eps, parameters)
+        gradients = _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, ctx.eps, parameters)
         return None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
+@_op_of_graphs("Tensor x, Tensor norm_weight, bool keeps_y")
 def _norm_linears(x, norm_weight, keeps_y, eps, parameters):
     y, rstd = _norm(x, norm_weight, eps, parameters[0].dtype)
     return y if keeps_y else None, rstd, *(F.linear(y, *linear) for linear in _pairs(parameters))
 
 
+@_op_of_graphs("Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs")
 @_without_autocast
 def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, parameters):
     dstream, *douts = douts
@@ -120,8 +152,7 @@ def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, parameter
 class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eps, memory, attention, stream, norm_weight, *parameters):
-        run = _norm_mlp_op if torch.compiler.is_compiling() else _norm_mlp
-        out, total, rstd, *kept = run(attention, stream, norm_weight, memory, eps, parameters)
+        out, total, rstd, *kept = _norm_mlp(attention, stream, norm_weight, memory, eps, parameters)
         kept = [t if keep else None for t, keep in zip(kept, _KEPT[memory], strict=True)]
         ctx.save_for_backward(total, norm_weight, rstd, *kept, *parameters)
         ctx.eps, ctx.dtypes = eps, (attention.dtype, stream.dtype)
@@ -132,8 +163,7 @@ class _NormMLP(torch.autograd.Function):
         total, norm_weight, rstd, y, gate, up, h, *parameters = ctx.saved_tensors
         need_attention, need_stream, *needs = ctx.needs_input_grad[2:]
         needs = [need_attention or need_stream, *needs]
-        run = _norm_mlp_backward_op if torch.compiler.is_compiling() else _norm_mlp_backward
-        gradients = run(dout, total, norm_weight, rstd, (y, gate, up, h), needs, ctx.eps, parameters)
+        gradients = _norm_mlp_backward(dout, total, norm_weight, rstd, (y, gate, up, h), needs, ctx.eps, parameters)
         dtotal, *others = (g if need else None for g, need in zip(gradients, needs, strict=True))
         dattention = dtotal.to(ctx.dtypes[0]) if need_attention else None
         dstream = dtotal.to(ctx.dtypes[1]) if need_stream else None
@@ -144,6 +174,7 @@ class _NormMLP(torch.autograd.Function):
 _KEPT = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
 
 
+@_op_of_graphs("Tensor attention, Tensor stream, Tensor norm_weight, str memory")
 def _norm_mlp(attention, stream, norm_weight, memory, eps, parameters):
     y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
     *gate_and_up, down = _pairs(parameters)
@@ -157,6 +188,7 @@ def _norm_mlp(attention, stream, norm_weight, memory, eps, parameters):
     return out + total, total, rstd, *kept
 
 
+@_op_of_graphs("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] kept, bool[] needs")
 @_without_autocast
 def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, parameters):
     need_total, need_norm, *needs = needs
@@ -180,42 +212,6 @@ def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, paramet
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     y, rstd = _rms_norm(x, weight, eps, *_NORM)
     return y.to(dtype), rstd
-
-
-# A graph that torch.compile makes has each half's forward and backward as one op: what is kept is decided here, not by
-# the compiler, which would keep a matmul's input though it costs next to nothing, and add gradients by kernels.
-_LIBRARY = torch.library.Library("liger_ext_models", "FRAGMENT")  # apart from the public ops, which have records
-
-
-def _in_graphs(function: Callable, arguments: str) -> Callable:
-    """`function` as an op of graphs, which has no None among its results: an empty tensor stands for it."""
-
-    @_without_autocast
-    def run(*args):
-        results = function(*args)
-        some = next(t for t in results if t is not None)
-        return [some.new_empty(0) if t is None else t for t in results]
-
-    name = function.__name__.removeprefix("_")
-    _LIBRARY.define(f"{name}({arguments}) -> Tensor[]")
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"liger_ext_models::{name}", run, lib=_LIBRARY)
-    op = getattr(torch.ops.liger_ext_models, name).default
-    introduce(op)
-    return op
-
-
-_PARAMETERS = "float eps, Tensor?[] parameters"
-_norm_linears_op = _in_graphs(_norm_linears, f"Tensor x, Tensor norm_weight, bool keeps_y, {_PARAMETERS}")
-_norm_linears_backward_op = _in_graphs(
-    _norm_linears_backward,
-    f"Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs, {_PARAMETERS}",
-)
-_norm_mlp_op = _in_graphs(_norm_mlp, f"Tensor attention, Tensor stream, Tensor norm_weight, str memory, {_PARAMETERS}")
-_norm_mlp_backward_op = _in_graphs(
-    _norm_mlp_backward,
-    f"Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] kept, bool[] needs, {_PARAMETERS}",
-)
 
 
 def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module], training: bool) -> bool:

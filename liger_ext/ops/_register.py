@@ -103,9 +103,8 @@ def register_row_op(
 
 def register_fake(op: str, fake: Callable) -> None:
     """Shapes, dtypes and strides of results, behind the checks of the op's arguments."""
-    check = getattr(_C.checks, op)
-
     introduce(getattr(torch.ops.liger_ext, op).default)
+    check = getattr(_C.checks, op)
 
     def checked(*args):
         make_known()
