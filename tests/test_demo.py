@@ -63,6 +63,23 @@ def test_loss_memory_is_measured_and_smaller_with_the_patch(tmp_path):
     assert patched < 0.75 * plain
 
 
+def test_the_level_of_memory(monkeypatch):
+    """Is that of the model which trains, and of the one whose memory is measured."""
+    config, build, _ = models.load("random:tiny")
+    plan = models.make_plan(demo.parse([*TINY, "--memory", "low"]), config)
+    requests = []
+
+    def run(command, **_):
+        requests.append(json.loads(command[-1]))
+        return subprocess.CompletedProcess(command, 0, "{}")
+
+    monkeypatch.setattr(memory.subprocess, "run", run)
+    memory.measure_apart(config, plan)
+    assert [request["level"] for request in requests] == [None, "low"]
+    _, patched = training.make_runs(build, plan)
+    assert patched.model.liger_memory == "low"
+
+
 def curves(patched: list[float], dtype: torch.dtype = torch.float32):
     return report.agreement([5.0, 4.0, 3.0], patched, dtype)
 
@@ -81,7 +98,7 @@ def test_agreement_does_not_hold_for_nan():
 
 
 def test_a_wrong_implementation_ends_with_status_1_and_says_so(tmp_path, monkeypatch, capsys, no_memory_measurement):
-    def broken(model):
+    def broken(model, memory):
         torch.nn.init.constant_(model.model.norm.weight, 1.02)
 
     monkeypatch.setattr(training, "patch", broken)

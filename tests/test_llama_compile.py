@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from llama_models import (  # noqa: F401
     TRANSFORMERS,
     assert_as_good,
@@ -17,7 +18,9 @@ from llama_models import (  # noqa: F401
     tokens,
 )
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.decomposition import select_decomp_table
 from transformers import LlamaModel
 from transformers.models.llama import modeling_llama
 
@@ -167,6 +170,31 @@ def test_nothing_is_recomputed_in_evaluation():
     torch.testing.assert_close(result, model(ids, use_cache=False).last_hidden_state)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_the_gradient_of_the_embedding(device, tied):
+    """Is one op, whose sums have the weight's dtype and the same bits in each run; inductor would make them in fp32."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table())
+    stock = build(device=device, dtype=torch.bfloat16, num_hidden_layers=1, tie_word_embeddings=tied).train()
+    batch = batch_of(device, 4, 32)
+    batch["input_ids"] = batch["input_ids"] % 5  # among them padding_idx, which has no gradient
+    model = patched(stock)
+    result = compiled_step(torch.compile(model, fullgraph=True, backend=backend), batch)
+    assert_as_good(result, step(stock, batch), step(exact(stock), batch))
+    forward, backward = ([node.target for node in graph.graph.nodes] for graph in graphs)
+    assert torch.ops.liger_ext_models.embedding_backward.default in backward
+    assert not {torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default} & {*forward, *backward}
+    if not tied:
+        torch.testing.assert_close(
+            result["model.embed_tokens.weight"], step(model, batch)["model.embed_tokens.weight"], rtol=0.02, atol=1e-4
+        )
+
+
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]] * 3)
 PADDED = torch.tensor([[1] * 11, [0] * 4 + [1] * 7, [1] * 11])
 SQUARE = torch.ones(11, 11, dtype=torch.bool).tril().logical_and(torch.arange(11) != 3).fill_diagonal_(True)
@@ -222,6 +250,19 @@ def test_hidden_states_are_recorded(cls):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(not hasattr(modeling_llama, "create_causal_mask"), reason="masks are made by a method")
+def test_without_a_graph_no_mask_is_made_either(monkeypatch):
+    """transformers would find that none is needed by looking at position_ids, for which it waits for a GPU."""
+    batch, calls = batch_of("cpu"), []
+    utilities = sys.modules[modeling_llama.create_causal_mask.__module__]
+    monkeypatch.setattr(utilities, "find_packed_sequence_indices", calls.append)
+    model = patched(build().train())
+    model(**batch).loss.backward()
+    assert not calls
+    model(**batch, position_ids=PACKED)
+    assert calls
+
+
 def test_a_cache_that_is_passed_is_attended_to():
     stock = build().eval()
     model = torch.compile(patched(stock), fullgraph=True, backend="aot_eager")
@@ -246,9 +287,14 @@ def test_other_attention(implementation, is_causal):
 
 
 @pytest.mark.skipif(not hasattr(modeling_llama, "create_causal_mask"), reason="masks are made by a method")
-def test_a_mask_of_other_code_is_used(monkeypatch):
+@pytest.mark.parametrize("registered", [False, True], ids=["replaced", "registered"])
+def test_a_mask_of_other_code_is_used(monkeypatch, registered):
     everything = torch.zeros(1, 1, 5, 5)
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *args, **kwargs: everything)
+    if registered:
+        masks = modeling_llama.create_causal_mask.__globals__["ALL_MASK_ATTENTION_FUNCTIONS"]
+        monkeypatch.setitem(masks._global_mapping, "sdpa", lambda *args, **kwargs: everything)
+    else:
+        monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *args, **kwargs: everything)
     model = patched(build(LlamaModel).eval())
     with torch.no_grad():
         expected = model(tokens(2, 5)).last_hidden_state

@@ -42,6 +42,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         choices=models.DTYPES,
         help="of weights and arithmetic (default: bf16 where the machine multiplies it)",
     )
+    parser.add_argument(
+        "--memory",
+        choices=models.LEVELS,
+        default="auto",
+        help="how much liger_ext keeps for a backward (default: auto)",
+    )
     for name in ("steps", "batch", "seq"):
         parser.add_argument(f"--{name}", type=int, help="(default: by the machine and the model)")
     parser.add_argument(
@@ -78,9 +84,10 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"[bold red]{error}")
         return 2
     dtype = next(name for name, dtype in models.DTYPES.items() if dtype == plan.dtype)
+    level = "" if plan.memory == "auto" else f"memory={plan.memory!r}, "
     title = (
         f"{args.model or 'SmolLM2-135M-Instruct'}, {plan.steps} steps of {plan.batch} x {plan.seq} tokens, {dtype}, "
-        f"{device_name(plan.device)}, torch {torch.__version__}, transformers {transformers.__version__}"
+        f"{level}{device_name(plan.device)}, torch {torch.__version__}, transformers {transformers.__version__}"
     )
     console.print(title)
     with console.status("measuring peak memory, each variant in a process of its own"):

@@ -35,9 +35,10 @@ class FixedHidden(torch.nn.Module):
 
 
 def measure(
-    config: LlamaConfig, patched: bool, device: torch.device, dtype: torch.dtype, batch: int, seq: int
+    config: LlamaConfig, level: str | None, device: torch.device, dtype: torch.dtype, batch: int, seq: int
 ) -> dict[str, int]:
-    """Bytes at the peak of the loss, above its inputs, and of a step, above an empty process."""
+    """Bytes at the peak of the loss, above its inputs, and of a step, above an empty process; level: of the patch's
+    memory, None without it."""
     meter = Meter(device)
     with device:
         torch.ones(8, 8).matmul(torch.ones(8, 8))
@@ -45,8 +46,8 @@ def measure(
         model = cast_parameters(LlamaForCausalLM(config), dtype).train()
         tokens = torch.randint(config.vocab_size, (batch, seq))
         hidden = torch.randn(batch, seq, config.hidden_size, dtype=dtype)
-    if patched:
-        patch(model)
+    if level is not None:
+        patch(model, level)
     layers = model.model
 
     def loss(rows: int) -> None:
@@ -81,7 +82,12 @@ def measure_apart(config: LlamaConfig, plan: Plan) -> dict[str, dict[str, int] |
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     measured = {}
     for name in (UNPATCHED, PATCHED):
-        command = [sys.executable, "-m", __spec__.name, json.dumps(request | {"patched": name == PATCHED})]
+        command = [
+            sys.executable,
+            "-m",
+            __spec__.name,
+            json.dumps(request | {"level": plan.memory if name == PATCHED else None}),
+        ]
         child = subprocess.run(command, env=environment, capture_output=True, text=True)
         if child.returncode:
             raise RuntimeError(f"measuring the memory of {name} failed:\n{child.stderr[-4000:]}")
@@ -94,4 +100,4 @@ if __name__ == "__main__":
     parser.add_argument("request", type=json.loads)
     asked = parser.parse_args().request
     config, device = LlamaConfig(**asked["config"]), torch.device(asked["device"])
-    print(json.dumps(measure(config, asked["patched"], device, DTYPES[asked["dtype"]], asked["batch"], asked["seq"])))
+    print(json.dumps(measure(config, asked["level"], device, DTYPES[asked["dtype"]], asked["batch"], asked["seq"])))

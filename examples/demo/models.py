@@ -21,6 +21,7 @@ SHAPES = {
     "1b": dict(hidden=2048, intermediate=8192, layers=16, heads=(32, 8), vocab=128256, tied=True),
     "8b-layer": dict(hidden=4096, intermediate=14336, layers=1, heads=(32, 8), vocab=128256, tied=False),
 }
+LEVELS = ("fast", "auto", "low")  # of memory, of the patch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -34,6 +35,7 @@ class Plan:
     batch: int
     seq: int
     learning_rate: float
+    memory: str  # one of LEVELS
     together: bool  # both models fit on the device at once, so that their steps can alternate
 
     @property
@@ -126,6 +128,7 @@ def make_plan(args: argparse.Namespace, config: PretrainedConfig) -> Plan:
         batch=batch,
         seq=seq,
         learning_rate=3e-4 if args.model.startswith("random:") else 1e-4,
+        memory=args.memory,
         together=2 * state + batch * seq * per_token <= room,
     )
 

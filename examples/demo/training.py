@@ -27,11 +27,11 @@ def warm_up(optimizer: torch.optim.Optimizer, learning_rate: float, step: int) -
         group["lr"] = learning_rate * min(1.0, (step + 1) / 5)
 
 
-def patch(model: torch.nn.Module) -> None:
-    """All that a user adds to a training script."""
+def patch(model: torch.nn.Module, memory: str) -> None:
+    """All that a user adds to a training script; `memory` is left out for "auto"."""
     from liger_ext import apply_liger_kernel_to_llama
 
-    apply_liger_kernel_to_llama(model=model)
+    apply_liger_kernel_to_llama(model=model, memory=memory)
 
 
 class Run:
@@ -82,7 +82,7 @@ def make_runs(build: Build, plan: Plan) -> list[Run]:
     twin = copy.deepcopy(model)
     if not plan.together:
         twin.to("cpu")
-    patch(twin)
+    patch(twin, plan.memory)
     return [Run(UNPATCHED, model, plan), Run(PATCHED, twin, plan)]
 
 

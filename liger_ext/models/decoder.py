@@ -12,12 +12,13 @@ from transformers import activations, modeling_utils
 from transformers.models.llama import modeling_llama
 
 from liger_ext import functional
+from liger_ext.models.embedding import embedding, is_one_op
 from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
 from liger_ext.models.patch import copy_forward, is_plain_tensor, only_forward_runs, stands_in
 from liger_ext.models.recompute import recomputed, remade
 
 try:
-    from transformers.masking_utils import create_causal_mask  # 4.53 on
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, sdpa_mask  # 4.53 on
 except ImportError:
     create_causal_mask = None
 
@@ -178,17 +179,21 @@ _MODEL_NAMES = tuple(_MODEL.parameters)[1:]
 
 @stands_in(modeling_llama)
 class LlamaModel(modeling_llama.LlamaModel):
-    """Under torch.compile, gives attention no mask when there is nothing to mask but the future, which sdpa knows.
+    """Gives attention no mask when there is nothing to mask but the future, which sdpa knows.
 
-    transformers (4.53 on) hands a graph a mask of [batch, 1, seq, seq], with which sdpa cannot use its fast kernels: a
-    graph cannot look into position_ids and attention_mask for packed or padded rows. What was not passed needs no look.
+    transformers (4.53 on) looks into position_ids and attention_mask for packed or padded rows, and waits for the GPU
+    to do so. A graph of torch.compile cannot look: it gets a mask of [batch, 1, seq, seq], with which sdpa cannot use
+    its fast kernels. What was not passed needs no look.
     """
 
     def forward(self, *args, **kwargs):
         arguments = {**dict(zip(_MODEL_NAMES, args, strict=False)), **kwargs}
-        if torch.compiler.is_compiling() and _needs_no_mask(self.config, arguments):
+        ids, given = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        if ids is not None and given is None and is_one_op(self.embed_tokens, self.training):
+            arguments.update(input_ids=None, inputs_embeds=embedding(ids, self.embed_tokens))
+        if _needs_no_mask(self.config, arguments):
             return _forward_without_mask(self, **arguments)
-        return super().forward(*args, **kwargs)
+        return super().forward(**arguments)
 
     forward.__signature__ = _MODEL
 
@@ -205,6 +210,7 @@ def _needs_no_mask(config, arguments: dict[str, object]) -> bool:
     return (
         config._attn_implementation == "sdpa"
         and modeling_llama.create_causal_mask is create_causal_mask  # not one that other code has put there
+        and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
         and all(arguments.get(name) is None for name in _MAKE_A_MASK)
     )
 

@@ -16,8 +16,7 @@ backward are the same at each level. No saved tensor is written: a graph may be 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +26,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from liger_ext import _C
+from liger_ext.models.graph_ops import op_of_graphs, without_autocast
 from liger_ext.models.loss import plain_linear
 from liger_ext.models.patch import is_plain_tensor
 from liger_ext.models.recompute import is_exported
 from liger_ext.ops._checks import CASTING_MODES
-from liger_ext.ops._inductor import introduce
 
 _rms_norm = torch.ops.liger_ext.rms_norm.default
 _add_rms_norm = torch.ops.liger_ext.add_rms_norm.default
@@ -69,50 +68,7 @@ def norm_mlp(attention: Tensor, stream: Tensor, norm: nn.Module, mlp: nn.Module,
     return _NormMLP.apply(norm.variance_epsilon, memory, attention, stream, norm.weight, *parameters)
 
 
-def _without_autocast(function: Callable) -> Callable:
-    """The dtypes are those of the forward, wherever a backward is called."""
-
-    @functools.wraps(function)
-    def run(*args):
-        device_type = next(a for a in args if isinstance(a, Tensor)).device.type
-        if not torch.is_autocast_enabled(device_type):
-            return function(*args)
-        with torch.autocast(device_type, enabled=False):
-            return function(*args)
-
-    return run
-
-
-_LIBRARY = torch.library.Library("liger_ext_models", "FRAGMENT")  # apart from the public ops, which have records
-
-
-def _op_of_graphs(arguments: str) -> Callable:
-    """A decorator: in a graph that torch.compile makes, the function is one op, of these arguments.
-
-    What is kept is then decided here, not by the compiler, which would keep a matmul's input though it costs next to
-    nothing, and add gradients by kernels. An op has no None among its results: an empty tensor stands for it.
-    """
-
-    def decorate(function: Callable) -> Callable:
-        @_without_autocast
-        def run(*args):
-            results = function(*args)
-            some = next(t for t in results if t is not None)
-            return [some.new_empty(0) if t is None else t for t in results]
-
-        name = function.__name__.removeprefix("_")
-        _LIBRARY.define(f"{name}({arguments}, float eps, Tensor?[] parameters) -> Tensor[]")
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"liger_ext_models::{name}", run, lib=_LIBRARY)
-        op = getattr(torch.ops.liger_ext_models, name).default
-        introduce(op)
-
-        def call(*args):
-            return op(*args) if torch.compiler.is_compiling() else function(*args)
-
-        return call
-
-    return decorate
+_CONSTANTS = "float eps, Tensor?[] parameters"  # the last arguments of each
 
 
 class _NormLinears(torch.autograd.Function):
@@ -132,14 +88,14 @@ class _NormLinears(torch.autograd.Function):
         return None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
-@_op_of_graphs("Tensor x, Tensor norm_weight, bool keeps_y")
+@op_of_graphs("Tensor x, Tensor norm_weight, bool keeps_y, " + _CONSTANTS)
 def _norm_linears(x, norm_weight, keeps_y, eps, parameters):
     y, rstd = _norm(x, norm_weight, eps, parameters[0].dtype)
     return y if keeps_y else None, rstd, *(F.linear(y, *linear) for linear in _pairs(parameters))
 
 
-@_op_of_graphs("Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs")
-@_without_autocast
+@op_of_graphs("Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs, " + _CONSTANTS)
+@without_autocast
 def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, parameters):
     dstream, *douts = douts
     need_x, need_norm, *needs = needs
@@ -174,7 +130,7 @@ class _NormMLP(torch.autograd.Function):
 _KEPT = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
 
 
-@_op_of_graphs("Tensor attention, Tensor stream, Tensor norm_weight, str memory")
+@op_of_graphs("Tensor attention, Tensor stream, Tensor norm_weight, str memory, " + _CONSTANTS)
 def _norm_mlp(attention, stream, norm_weight, memory, eps, parameters):
     y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
     *gate_and_up, down = _pairs(parameters)
@@ -188,8 +144,8 @@ def _norm_mlp(attention, stream, norm_weight, memory, eps, parameters):
     return out + total, total, rstd, *kept
 
 
-@_op_of_graphs("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] kept, bool[] needs")
-@_without_autocast
+@op_of_graphs("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] kept, bool[] needs, " + _CONSTANTS)
+@without_autocast
 def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, parameters):
     need_total, need_norm, *needs = needs
     y, gate, up, h = kept

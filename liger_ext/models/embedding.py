@@ -1,0 +1,54 @@
+"""Token embedding in a graph of torch.compile.
+
+The compiler's own backward sums a 16-bit weight's gradient in fp32: twice its memory, at the end of the backward, where
+a step of a large model needs most. And it sums in any order: the bits differ from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_ext.models.graph_ops import op_of_graphs
+from liger_ext.models.patch import is_plain_tensor, only_forward_runs
+from liger_ext.models.recompute import is_exported
+
+
+def is_one_op(module: nn.Module, training: bool) -> bool:
+    """Whether a backward may follow in a graph, and `module` is a plain embedding."""
+    return (
+        torch.compiler.is_compiling()
+        and not is_exported()
+        and training
+        and torch.is_grad_enabled()
+        and type(module) is nn.Embedding
+        and only_forward_runs(module)
+        and is_plain_tensor(module.weight)
+        and module.max_norm is None
+        and not (module.sparse or module.scale_grad_by_freq)
+    )
+
+
+def embedding(input_ids: Tensor, module: nn.Embedding) -> Tensor:
+    """``module(input_ids)``: (...) -> (..., embedding_dim)."""
+    return _Embedding.apply(input_ids, module.weight, -1 if module.padding_idx is None else module.padding_idx)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_ids, weight, padding_idx):
+        ctx.save_for_backward(input_ids)
+        ctx.num_embeddings, ctx.padding_idx = weight.shape[0], padding_idx
+        return F.embedding(input_ids, weight)
+
+    @staticmethod
+    def backward(ctx, dout):
+        (input_ids,) = ctx.saved_tensors
+        (dweight,) = _embedding_backward(dout, input_ids, ctx.num_embeddings, ctx.padding_idx)
+        return None, dweight, None
+
+
+@op_of_graphs("Tensor dout, Tensor input_ids, SymInt num_embeddings, int padding_idx")
+def _embedding_backward(dout, input_ids, num_embeddings, padding_idx):
+    return (torch.ops.aten.embedding_dense_backward(dout, input_ids, num_embeddings, padding_idx, False),)
