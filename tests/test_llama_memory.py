@@ -260,7 +260,7 @@ def test_what_the_compiler_is_told(device):
     parameters = [weights[0], bias, weights[1], None, down, None]
     needs[6:] = True, False
     for memory in LEVELS:
-        arguments = x, x * 2, norm, memory, 1e-6, parameters
+        arguments = x, x * 2, norm, memory, True, 1e-6, parameters
         out, total, rstd, *kept = ops.norm_mlp(*arguments)
         torch.library.opcheck(ops.norm_mlp, arguments, test_utils=checks)
         arguments = out, total, norm, rstd, [t if t.numel() else None for t in kept], needs, 1e-6, parameters

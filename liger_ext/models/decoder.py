@@ -5,6 +5,7 @@ Each class here replaces the class of the same name in transformers; see `liger_
 
 import functools
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from transformers import activations, modeling_utils
 from transformers.models.llama import modeling_llama
 
 from liger_ext import functional
+from liger_ext.models.checkpoint import counting_runs, run_of
 from liger_ext.models.embedding import embedding, is_one_op
 from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
 from liger_ext.models.patch import copy_forward, is_plain_tensor, only_forward_runs, stands_in
@@ -88,6 +90,12 @@ _LAYER_DEFAULTS = {name: p.default for name, p in _LAYER.items() if p.default is
 _LAYER_RETURNS_TUPLE = "output_attentions" in _LAYER  # up to 4.53: hidden states[, attention weights]; then no tuple
 
 
+# 4.53 to 4.57: a checkpoint of a layer has its hooks inside.
+_HOOKS_ARE_CHECKPOINTED = any(
+    "__call__" in vars(c) for c in modeling_llama.LlamaDecoderLayer.__mro__ if c is not nn.Module
+)
+
+
 @stands_in(modeling_llama)
 class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     """Adds the attention's output to the residual stream and normalises the sum in one op.
@@ -106,7 +114,8 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         stream, attention, weights = self._attend(hidden_states, arguments)
         raises_dtype = _raises_dtype(norm.weight, attention, stream)
         if not raises_dtype and self._mlp_is_one_node(stream):
-            hidden_states = norm_mlp(attention, stream, norm, self.mlp, self._level())
+            is_read = run_of(self) < 2
+            hidden_states = norm_mlp(attention, stream, norm, self.mlp, self._level(), is_read)
         elif raises_dtype:
             residual = stream + attention
             hidden_states = residual + self.mlp(norm(residual))
@@ -126,7 +135,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
             return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
         projections = [getattr(attention, name, None) for name in _Projected.NAMES]
         plain = type(attention) is LlamaAttention and only_forward_runs(attention)
-        one_node = plain and runs_as_one_node(hidden_states, projections, self.training)
+        one_node = plain and self._is_differentiated() and runs_as_one_node(hidden_states, projections, self.training)
         if one_node and _sees_no_module(attention.config):
             stream, *projected = norm_linears(hidden_states, norm, projections, self._level())
             attention = functools.partial(LlamaAttention.forward, _Projected(attention, projected))
@@ -135,15 +144,36 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         with remade(self, normed, functional.rms_norm, hidden_states, norm.weight, norm.variance_epsilon):
             return hidden_states, *attention(hidden_states=normed, **arguments)
 
+    @property
+    def _gradient_checkpointing_func(self) -> Callable:
+        """What transformers (4.53 on) has each layer checkpoint itself with."""
+        try:
+            function = self.__dict__["_gradient_checkpointing_func"]
+        except KeyError as error:
+            raise AttributeError("_gradient_checkpointing_func") from error
+        seen = _HOOKS_ARE_CHECKPOINTED and not only_forward_runs(self)  # what the second run returns
+        as_it_is = torch.compiler.is_compiling() or self.liger_memory == "fast" or seen
+        return function if as_it_is else counting_runs(self, function)
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, function: Callable) -> None:
+        self.__dict__["_gradient_checkpointing_func"] = function
+
+    def _is_differentiated(self) -> bool:
+        return torch.is_grad_enabled() or run_of(self) > 0  # a reentrant checkpoint's first run has gradients off
+
     def _level(self) -> str:
         """Inside a checkpoint of the whole layer nothing is to be made a third time."""
+        if run_of(self):
+            return "low"
         checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
         return "auto" if self.liger_memory == "low" and checkpointed else self.liger_memory
 
     def _mlp_is_one_node(self, stream: torch.Tensor) -> bool:
         mlp = self.mlp
         return (
-            type(mlp) is LlamaMLP
+            self._is_differentiated()
+            and type(mlp) is LlamaMLP
             and only_forward_runs(mlp)
             and has_silu(mlp)
             and only_forward_runs(mlp.act_fn)

@@ -7,11 +7,16 @@ written by the backward of the gated linear unit, which reads gate and up anyway
 
 * "fast": all of it;
 * "auto": neither the norm's output nor h;
-* "low": of the MLP the norm's input alone; the matmuls of gate and up run a second time.
+* "low": of the MLP the norm's input alone; the matmuls of gate and up run a second time. Of long inputs gate, up and
+  their gradients exist for `TILE` rows at a time.
 
 The gradients of the residual stream and of a norm's consumers are summed on the way, by the norm's backward and by the
 matmuls, not by kernels of their own. The forward's results have the bits that the separate ops give, and those of the
-backward are the same at each level. No saved tensor is written: a graph may be used twice.
+backward are the same at each level, but for the weights' gradients of tiles, which are summed in fp32. No saved tensor
+is written: a graph may be used twice.
+
+In a checkpoint of the whole layer (`liger_ext.models.checkpoint`) "low" is also the fastest: the second forward, which
+is there for what the backward needs, ends before the MLP.
 """
 
 from __future__ import annotations
@@ -55,7 +60,9 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Linear], memory: s
     return _NormLinears.apply(norm.variance_epsilon, memory, x, norm.weight, *_parameters(x, linears))
 
 
-def norm_mlp(attention: Tensor, stream: Tensor, norm: nn.Module, mlp: nn.Module, memory: str) -> Tensor:
+def norm_mlp(
+    attention: Tensor, stream: Tensor, norm: nn.Module, mlp: nn.Module, memory: str, is_read: bool = True
+) -> Tensor:
     """``s + down(silu(gate(y)) * up(y))`` with ``s = attention + stream`` and ``y = norm(s)``.
 
     Args:
@@ -63,9 +70,10 @@ def norm_mlp(attention: Tensor, stream: Tensor, norm: nn.Module, mlp: nn.Module,
         norm: as in `norm_linears`.
         mlp: has the plain linear layers `gate_proj`, `up_proj` and `down_proj`.
         memory: one of the levels above.
+        is_read: False with "low" says that the result will only be differentiated: what it holds is not computed.
     """
     parameters = _parameters(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    return _NormMLP.apply(norm.variance_epsilon, memory, attention, stream, norm.weight, *parameters)
+    return _NormMLP.apply(norm.variance_epsilon, memory, is_read, attention, stream, norm.weight, *parameters)
 
 
 _CONSTANTS = "float eps, Tensor?[] parameters"  # the last arguments of each
@@ -107,8 +115,8 @@ def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, parameter
 
 class _NormMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, eps, memory, attention, stream, norm_weight, *parameters):
-        out, total, rstd, *kept = _norm_mlp(attention, stream, norm_weight, memory, eps, parameters)
+    def forward(ctx, eps, memory, is_read, attention, stream, norm_weight, *parameters):
+        out, total, rstd, *kept = _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, parameters)
         kept = [t if keep else None for t, keep in zip(kept, _KEPT[memory], strict=True)]
         ctx.save_for_backward(total, norm_weight, rstd, *kept, *parameters)
         ctx.eps, ctx.dtypes = eps, (attention.dtype, stream.dtype)
@@ -117,37 +125,68 @@ class _NormMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         total, norm_weight, rstd, y, gate, up, h, *parameters = ctx.saved_tensors
-        need_attention, need_stream, *needs = ctx.needs_input_grad[2:]
+        need_attention, need_stream, *needs = ctx.needs_input_grad[3:]
         needs = [need_attention or need_stream, *needs]
         gradients = _norm_mlp_backward(dout, total, norm_weight, rstd, (y, gate, up, h), needs, ctx.eps, parameters)
         dtotal, *others = (g if need else None for g, need in zip(gradients, needs, strict=True))
         dattention = dtotal.to(ctx.dtypes[0]) if need_attention else None
         dstream = dtotal.to(ctx.dtypes[1]) if need_stream else None
-        return None, None, dattention, dstream, *others
+        return None, None, None, dattention, dstream, *others
 
 
 # Of the norm's output, gate, up and h.
 _KEPT = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
 
 
-@op_of_graphs("Tensor attention, Tensor stream, Tensor norm_weight, str memory, " + _CONSTANTS)
-def _norm_mlp(attention, stream, norm_weight, memory, eps, parameters):
+@op_of_graphs("Tensor attention, Tensor stream, Tensor norm_weight, str memory, bool is_read, " + _CONSTANTS)
+def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, parameters):
     y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
+    if not is_read:
+        return total.new_empty(()).expand(total.shape), total, rstd, None, None, None, None
+    y, keeps = y.to(parameters[0].dtype), _KEPT[memory]
+    tiles = _tiles(total) if memory == "low" else []
+    if not tiles:
+        out, *kept = _mlp(y, total, keeps, parameters)
+        return out, total, rstd, *kept
+    out = torch.empty_like(total)
+    for tile in tiles:
+        _rows(out)[tile], *kept = _mlp(_rows(y)[tile], _rows(total)[tile], keeps, parameters)
+    return out, total, rstd, *kept
+
+
+def _mlp(y, total, keeps, parameters):
     *gate_and_up, down = _pairs(parameters)
-    y = y.to(parameters[0].dtype)
     gate, up = (F.linear(y, *linear) for linear in gate_and_up)
     h = _glu(gate, up, *_SWIGLU)
-    kept = [t if keep else None for t, keep in zip((y, gate, up, h), _KEPT[memory], strict=True)]
+    kept = [t if keep else None for t, keep in zip((y, gate, up, h), keeps, strict=True)]
     out = F.linear(h, *down)
     del y, gate, up, h  # before more is made
     # Not in place: selective checkpoints keep matmuls' results, to return them a second time.
-    return out + total, total, rstd, *kept
+    return out + total, *kept
 
 
 @op_of_graphs("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] kept, bool[] needs, " + _CONSTANTS)
 @without_autocast
 def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, parameters):
     need_total, need_norm, *needs = needs
+    need_dy = need_total or need_norm
+    constants = norm_weight, need_dy, needs, eps, parameters
+    tiles = _tiles(total) if kept[1] is None else []
+    if not tiles:
+        dy, gradients = _mlp_backward(dout, total, kept, *constants)
+    else:
+        dy = torch.empty_like(total) if need_dy else None
+        dout, sums = dout.contiguous(), None
+        for tile in tiles:
+            dy_of_tile, gradients = _mlp_backward(_rows(dout)[tile], _rows(total)[tile], kept, *constants)
+            if need_dy:
+                _rows(dy)[tile] = dy_of_tile
+            sums = _added(sums, gradients)
+        gradients = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
+    return *_norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm), *gradients
+
+
+def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, parameters):
     y, gate, up, h = kept
     if gate is None:
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
@@ -160,9 +199,26 @@ def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, paramet
     del gate, up, made, h  # before more is made
     if y is None and any(needs[:4:2]):
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
-    like = total if need_total or need_norm else None
-    dy, gradients = _linears_backward((dgate, dup), _rows(y), parameters[:4], needs, like)
-    return *_norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm), *gradients, *of_down
+    dy, of_gate_and_up = _linears_backward((dgate, dup), _rows(y), parameters[:4], needs, total if need_dy else None)
+    return dy, [*of_gate_and_up, *of_down]
+
+
+# Rows of the MLP that exist at a time where they are made again: enough to keep a GPU's matrix units busy, and little
+# beside what one layer's attention takes of a sequence that is too long for anything else.
+TILE = 8192
+
+
+def _tiles(x: Tensor) -> list[slice]:
+    """Of the rows of `x`, if they are more than one tile; none where the size is not known yet, as a graph is made."""
+    rows = x.numel() // x.shape[-1] if type(x) is Tensor else 0
+    return [slice(first, first + TILE) for first in range(0, rows, TILE)] if rows > TILE else []
+
+
+def _added(sums: list[Tensor | None] | None, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """In fp32: what is added to is rounded when all is there."""
+    if sums is None:
+        return [None if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    return [None if g is None else s.add_(g) for s, g in zip(sums, gradients, strict=True)]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -171,8 +227,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
 
 
 def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module], training: bool) -> bool:
-    """Whether a backward may follow, and `linears` are plain linear layers that take the dtype of `x`."""
-    if not torch.is_grad_enabled() or x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
+    """Whether `linears` are plain linear layers that take the dtype of `x`, and no more than a backward may follow."""
+    if x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
         return False
     if torch.compiler.is_compiling():
         if not training or is_exported():  # what is exported has public ops alone

@@ -1,0 +1,209 @@
+"""A patched Llama whose layers are checkpointed: results, what runs a second time, and long inputs in tiles."""
+
+import functools
+
+import pytest
+import torch
+from llama_models import (
+    TRANSFORMERS,
+    batch_of,
+    build,
+    checkpoint_layers,
+    compare,
+    lora,
+    one_thread,  # noqa: F401
+    patched,
+    step,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from transformers import LlamaModel
+
+from liger_ext.models import layer
+
+LEVELS = ("fast", "auto", "low")
+levels = pytest.mark.parametrize("memory", LEVELS)
+reentrant = pytest.mark.parametrize("use_reentrant", [True, False])
+# Before, a whole model calls its checkpoint function, not each layer.
+by_layer = pytest.mark.skipif(TRANSFORMERS < (4, 53), reason="transformers checkpoints layers from outside")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Of 33 rows."""
+    monkeypatch.setattr(layer, "TILE", 8)
+
+
+def checkpointed(model: nn.Module, use_reentrant: bool, **options) -> nn.Module:
+    checkpoint_layers(model, use_reentrant, **options)
+    return model
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    assert not [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+MODELS = {
+    "plain": build,
+    "biases": lambda: build(mlp_bias=True, attention_bias=True),
+    "frozen MLP": lambda: frozen(build(mlp_bias=True), "mlp"),
+    "frozen but for norms": lambda: frozen(build(), "proj"),
+    "LoRA": lambda: lora(build(), target_modules=["q_proj", "up_proj"]),
+}
+
+
+def frozen(model: nn.Module, part: str) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part not in name)
+    return model
+
+
+@reentrant
+@levels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_tiles_give_what_stock_gives(device, dtype, make, memory, use_reentrant, small_tiles):
+    compare(checkpointed(make().to(device, dtype).train(), use_reentrant), batch_of(device), memory=memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_tiles_without_a_checkpoint(device, dtype, small_tiles):
+    compare(build(mlp_bias=True).to(device, dtype).train(), batch_of(device), memory="low")
+
+
+def test_tiles_of_a_layout_that_is_not_contiguous(device, small_tiles):
+    def forward(model, input_ids, labels):
+        states = model(input_ids).last_hidden_state
+        return {"loss": (states.transpose(0, 1) * torch.arange(64, device=device)).square().mean()}
+
+    compare(build(LlamaModel, device=device).train(), batch_of(device), forward, memory="low")
+
+
+def test_the_sum_over_tiles_is_rounded_once(device, monkeypatch):
+    """As close to float64 as the product of all rows, with as many tiles as there are rows."""
+    torch.manual_seed(0)
+    model = build(device=device, dtype=torch.bfloat16, num_hidden_layers=1).train()
+    batch = batch_of(device, 8, 64)
+    results = []
+    for tile in (1 << 30, 4):
+        monkeypatch.setattr(layer, "TILE", tile)
+        results.append(step(patched(model, memory="low"), batch))
+    exact = step(model.double(), batch)
+    for name in (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")):
+        whole, tiled = ((result[name].double() - exact[name]).norm() for result in results)
+        assert tiled < 1.2 * whole
+
+
+@reentrant
+@pytest.mark.parametrize("memory", ["auto", "low"])
+def test_a_checkpoint_changes_no_bit(device, memory, use_reentrant):
+    model = patched(build(device=device, dtype=torch.bfloat16).train(), memory=memory)
+    expected = step(model, batch_of(device))
+    assert_same_bits(step(checkpointed(model, use_reentrant), batch_of(device)), expected)
+
+
+class Multiplied(TorchDispatchMode):
+    """Multiplications and additions of matrix products. (torch's counter hooks into modules, which are then called.)"""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            *_, a, b = args[:3]
+            self.count += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return op(*args, **(kwargs or {}))
+
+
+def flops(model, batch) -> int:
+    with Multiplied() as multiplied:
+        model(**batch).loss.backward()
+    return multiplied.count
+
+
+@by_layer
+@reentrant
+def test_the_second_run_ends_before_down_proj(device, use_reentrant):
+    """The checkpoint has all matmuls of the layers' forwards run again but for one."""
+    batch, model = batch_of(device), patched(build(device=device).train())
+    plain = flops(model, batch)
+    again = flops(checkpointed(model, use_reentrant), batch) - plain
+    rows = batch["labels"].numel()
+    down = 2 * rows * 64 * 128
+    linears = sum(2 * rows * m.weight.numel() for m in model.model.layers.modules() if isinstance(m, nn.Linear))
+    assert again == linears - 2 * down
+
+
+@reentrant
+@levels
+def test_a_checkpoint_inside_a_checkpoint(device, memory, use_reentrant):
+    """The outer one's second run is each layer's first, whose result the next layer reads."""
+
+    def forward(model, input_ids, labels):
+        states = checkpoint(
+            lambda embedded: model.model(inputs_embeds=embedded).last_hidden_state,
+            model.get_input_embeddings()(input_ids),
+            use_reentrant=False,
+        )
+        return {"loss": states.square().mean()}
+
+    compare(checkpointed(build(device=device).train(), use_reentrant), batch_of(device), forward, memory=memory)
+
+
+@pytest.mark.parametrize("memory", ["auto", "low"])
+def test_all_of_a_second_run(device, memory):
+    """Without an early stop, a checkpoint's second run goes to the layer's end."""
+    model = patched(build(device=device).train(), memory=memory)
+    expected = step(model, batch_of(device))
+    checkpointed(model, False)
+    with set_checkpoint_early_stop(False):
+        assert_same_bits(step(model, batch_of(device)), expected)
+
+
+def test_a_graph_is_used_twice(device):
+    model = checkpointed(patched(build(device=device).train()), False)
+    loss = model(**batch_of(device)).loss
+    loss.backward(retain_graph=True)
+    first = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss.backward()
+    assert_same_bits({name: p.grad for name, p in model.named_parameters()}, first)
+
+
+@reentrant
+def test_hooks_on_a_layer_see_what_it_returns(device, use_reentrant):
+    """Also where transformers has them run a second time."""
+    model, seen = patched(build(device=device).train()), []
+    model.model.layers[0].register_forward_hook(
+        lambda module, arguments, result: seen.append((result[0] if isinstance(result, tuple) else result).sum().item())
+    )
+    checkpointed(model, use_reentrant)
+    model(**batch_of(device)).loss.backward()
+    assert len(set(seen)) == 1
+
+
+def test_other_checkpoints_get_whole_results(device):
+    """One that calls a layer twice, and reads the second result; and one with contexts."""
+
+    def twice(function, *args):
+        function(*args)
+        return function(*args)
+
+    matmuls = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, matmuls)
+    model = patched(build(device=device).train())
+    expected = step(model, batch_of(device))
+    checkpointed(model, False, context_fn=contexts)
+    assert_same_bits(step(model, batch_of(device)), expected)
+    for module in model.model.layers:
+        module._gradient_checkpointing_func = twice
+    assert_same_bits(step(model, batch_of(device)), expected)
+
+
+def test_the_function_that_checkpoints_is_as_it_was_set(device):
+    model = build(device=device, num_hidden_layers=1)
+    module = patched(model).model.layers[0]
+    assert not hasattr(module, "_gradient_checkpointing_func")
+    module._gradient_checkpointing_func = checkpoint
+    assert module.__dict__["_gradient_checkpointing_func"] is checkpoint
