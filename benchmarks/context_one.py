@@ -41,12 +41,13 @@ def bisect(trial: Callable[[int], int | None], limit: int, guess: int, most: int
     """The largest number >= 1 whose ``trial`` fits, and whether the next one cannot; 0 if 1 does not fit.
 
     ``trial`` gives the peak in bytes, or None if it does not fit; it is called ``most`` times at most. Memory is a line
-    over the number, so two short trials (an eighth and a quarter of the guess) tell where it meets the limit; from
-    there on every trial corrects the line and narrows the interval, until what is left is less than one more takes.
+    over the number, but for short sequences, whose peak is at another moment of a step; so two trials, two and three
+    fifths of the guess, tell where it meets the limit. From there on every trial corrects the line and narrows the
+    interval, until what is left is less than one more takes.
     """
     low, high, fitted = 0, math.inf, {}
     misses = 0  # failures since something fitted
-    wanted = max(1, guess // 8)
+    wanted = max(1, 2 * guess // 5)
     for _ in range(most):
         peak = trial(wanted)
         if peak is None:
@@ -57,7 +58,7 @@ def bisect(trial: Callable[[int], int | None], limit: int, guess: int, most: int
         if high - low <= 1:
             break
         if len(fitted) < 2 and high == math.inf:
-            wanted = max(low + 1, guess // 4)
+            wanted = max(low + 1, 3 * guess // 5)
             continue
         line = _crossing(fitted, limit)
         if line is None:

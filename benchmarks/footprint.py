@@ -38,18 +38,21 @@ def count_parameters(config: dict) -> int:
         return sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**config)).parameters())
 
 
-def fixed_bytes(config: dict, dtype: torch.dtype) -> int:
-    """Parameters, gradients and the two states of AdamW, all in ``dtype``."""
-    return 4 * count_parameters(config) * dtype.itemsize
-
-
 def checkpointed_bytes_per_token(config: dict, dtype: torch.dtype) -> int:
-    """With gradient checkpointing: each layer's input, and in one layer gate, up, their product and the gradients of
-    these three. Attention and norms need less at another moment."""
+    """With gradient checkpointing, as the backward begins: each layer's input, and in one layer gate, up, their product
+    and the gradients of these three. Attention and norms need less at another moment."""
     inputs = config["num_hidden_layers"] * config["hidden_size"]
     return (inputs + 6 * config["intermediate_size"]) * dtype.itemsize
 
 
 def longest_context(config: dict, dtype: torch.dtype, limit: int) -> int:
-    """How many tokens of one sequence the model above lets into ``limit`` bytes; 0 if not even one."""
-    return max(0, limit - fixed_bytes(config, dtype)) // checkpointed_bytes_per_token(config, dtype)
+    """How many tokens of one sequence the model above lets into ``limit`` bytes; 0 if not even one.
+
+    As the backward begins there are parameters, the two states of AdamW and the head's gradient; of a short sequence,
+    more is in use at its end, when all gradients are there and the layers' inputs are not.
+    """
+    parameters = count_parameters(config)
+    begins = limit - (3 * parameters + config["vocab_size"] * config["hidden_size"]) * dtype.itemsize
+    ends = limit - 4 * parameters * dtype.itemsize
+    of_a_layer = 6 * config["intermediate_size"] * dtype.itemsize
+    return max(0, min(begins // checkpointed_bytes_per_token(config, dtype), ends // of_a_layer))

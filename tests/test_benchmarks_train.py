@@ -153,15 +153,18 @@ def test_footprint():
     assert of.peak is None
     parameters = footprint.count_parameters(TINY)
     assert parameters == sum(p.numel() for p in models.build(TINY, CPU, torch.float32).parameters())
-    fixed, each = (f(TINY, torch.bfloat16) for f in (footprint.fixed_bytes, footprint.checkpointed_bytes_per_token))
-    assert fixed == 8 * parameters and each == 2 * (2 * 32 + 6 * 80)
-    assert footprint.longest_context(TINY, torch.bfloat16, fixed + 10 * each) == 10
-    assert footprint.longest_context(TINY, torch.bfloat16, fixed - 1) == 0
+    each, head = footprint.checkpointed_bytes_per_token(TINY, torch.bfloat16), TINY["vocab_size"] * 32
+    assert each == 2 * (2 * 32 + 6 * 80)
+    begins, ends = 2 * (3 * parameters + head), 8 * parameters
+    assert begins < ends  # a short sequence has its peak at the end
+    assert footprint.longest_context(TINY, torch.bfloat16, ends + 10 * 2 * 6 * 80) == 10
+    assert footprint.longest_context(TINY, torch.bfloat16, begins + 10_000 * each) == 10_000
+    assert footprint.longest_context(TINY, torch.bfloat16, begins - 1) == 0
 
 
 @pytest.mark.parametrize("guess", [0, 1, 7, 150, 199, 200, 201, 300, 10_000])
 @pytest.mark.parametrize("short", [0, 5])  # what the limit promises and the allocator cannot give
-@pytest.mark.parametrize("steeper", [0, 50])  # from 40 on
+@pytest.mark.parametrize("steeper", [0, 50, 300])  # from 40 on
 def test_the_search_finds_the_largest(guess, short, steeper):
     limit, asked = 60_000 + 400 * 200 + 399, []
 
@@ -180,7 +183,7 @@ def test_the_search_finds_the_largest(guess, short, steeper):
 
 
 def test_a_search_that_may_not_go_on_says_so():
-    assert context_one.bisect(lambda n: 100 * n, 10**6, 40, most=2) == (10, False)
+    assert context_one.bisect(lambda n: 100 * n, 10**6, 40, most=2) == (24, False)
     assert context_one.bisect(lambda n: None, 10**6, 40) == (0, True)
     assert context_one.bisect(lambda n: None if n > 1 else 5, 10**6, 40) == (1, True)
 
