@@ -1,5 +1,6 @@
 // The table of contents of torch.ops.liger_ext: every op's schema. Forwards return what their backwards need; all ops are
-// functional. An output that an option leaves out has zero elements. Modes are integers here, names in Python:
+// functional, but for the one that overwrites an argument. An output that an option leaves out has zero elements. Modes are integers
+// here, names in Python:
 //   casting_mode 0 llama, 1 gemma, -1 none;  activation 0 silu, 1 gelu by tanh, 2 exact gelu;  reduction 0 none, 1 mean, 2 sum.
 #include <torch/csrc/stable/library.h>
 
@@ -27,8 +28,12 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
 
   m.def("glu(Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
   m.def(
-      "glu_backward(Tensor dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier,"
-      " bool need_h=False) -> (Tensor dgate, Tensor dup, Tensor h)");
+      "glu_backward(Tensor dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier)"
+      " -> (Tensor dgate, Tensor dup)");
+  // dh becomes h, what the forward returned: a caller that has not kept it needs no memory for it.
+  m.def(
+      "glu_backward_with_h_(Tensor(a!) dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier)"
+      " -> (Tensor dgate, Tensor dup)");
   m.def("glu_packed(Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
   m.def("glu_packed_backward(Tensor dh, Tensor gate_up, int activation, float gate_multiplier, float down_multiplier) -> Tensor");
 

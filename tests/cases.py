@@ -184,7 +184,7 @@ def gradients(example: Example, arguments: dict[str, Any]) -> tuple[Tensor, ...]
 
 
 class RecordCalls(TorchDispatchMode):
-    """Records the calls of liger_ext's ops, forward and backward, as (op, arguments), with those that were left out."""
+    """Records the calls of liger_ext's ops, forward and backward, as (op, arguments)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,8 +192,7 @@ class RecordCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "liger_ext":
-            left_out = func._schema.arguments[len(args) :]
-            self.calls.append((func, (*args, *(argument.default_value for argument in left_out))))
+            self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
 
     @property

@@ -21,6 +21,7 @@ TOOLKIT = os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"
 PACKAGES = sysconfig.get_path("purelib") + "/nvidia/cu13/bin"  # of nvidia-cuda-cuobjdump
 PATH = os.pathsep.join([TOOLKIT, os.environ["PATH"], PACKAGES])
 NVCC, CUOBJDUMP = shutil.which("nvcc", path=PATH), shutil.which("cuobjdump", path=PATH)
+needs_nvcc = pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None, reason="needs nvcc and c++filt")
 
 # Kernels whose output may be their input's memory: the fused loss's gradient in place of the logits, and dx times a
 # row's own factor.
@@ -37,8 +38,11 @@ def demangled(text):
     return text.replace("(anonymous namespace)::", "").replace("liger::gpu::", "")
 
 
-def loads_of_constants(ptx):
+def loads_of_constants(source):
     """{kernel: its loads by way of the cache for memory that nobody writes}."""
+    flags = "-gencode arch=compute_90a,code=compute_90a -std=c++20 -O3 --expt-relaxed-constexpr -diag-suppress=20012"
+    made = [NVCC, *flags.split(), "-DLIGER_BACKEND=gpu", "-Icsrc", "--ptx", f"csrc/gpu/{source}.cu", "-o", "-"]
+    ptx = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = {}
     for body in re.split(r"(?m)^(?=[.a-z ]*\.entry )", ptx)[1:]:
         name = re.search(r"entry<(.*)>\(", demangled(re.search(r"\.entry (\w+)", body)[1]))[1]
@@ -46,19 +50,28 @@ def loads_of_constants(ptx):
     return found
 
 
-@pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None, reason="needs nvcc and c++filt")
+@needs_nvcc
 @pytest.mark.parametrize("source", IN_PLACE)
 def test_kernels_that_write_in_place_load_what_may_be_written(source):
     """PTX forbids ld.global.nc for memory that is written while the kernel runs, even behind the load."""
-    flags = "-gencode arch=compute_90a,code=compute_90a -std=c++20 -O3 --expt-relaxed-constexpr -diag-suppress=20012"
-    made = [NVCC, *flags.split(), "-DLIGER_BACKEND=gpu", "-Icsrc", "--ptx", f"csrc/gpu/{source}.cu", "-o", "-"]
-    ptx = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    found = loads_of_constants(ptx)
+    found = loads_of_constants(source)
     in_place = {kernel for kernel in found if kernel.partition("<")[0] in IN_PLACE[source]}
     assert {kernel.partition("<")[0] for kernel in in_place} == set(IN_PLACE[source])
     assert {kernel: found[kernel] for kernel in in_place if found[kernel]} == {}
     if source == "elementwise":  # and the reader sees such loads where there are some
         assert all(loads for kernel, loads in found.items() if kernel.startswith("PartialColumns<float"))
+
+
+@needs_nvcc
+def test_dh_is_loaded_as_memory_that_is_written():
+    """By the kernels that write h over it: of dh, gate and up only gate and up are constants."""
+    found = loads_of_constants("glu")
+    with_h = {kernel: loads for kernel, loads in found.items() if re.match("GluBackwardKernel<.*true>", kernel)}
+    assert len(with_h) == 3 * 2 * 3  # dtypes, vectors, activations
+    for kernel, loads in with_h.items():
+        alone = found[kernel.replace("true>", "false>")]
+        assert len(loads) * 3 == len(alone) * 2, kernel
+    assert any(with_h.values())
 
 
 def resources(library):

@@ -7,7 +7,10 @@ import torch
 from cases import LOW, draw_leaf, draw_tensor, dtypes_of, hidden_sizes, laid_out, leading_shapes, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import Guarded, contiguous, draw_layout, same_bits, shares_memory
 from ops.glu import ACTIVATIONS, check_h
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from liger_ext import functional as F
 from liger_ext.testing import judge
@@ -84,6 +87,7 @@ def test_saturated_and_special_gates(device, op, approximate, dtype):
 
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 glu_backward = torch.ops.liger_ext.glu_backward.default
+glu_backward_with_h_ = torch.ops.liger_ext.glu_backward_with_h_.default
 
 
 @settings(max_examples=100)
@@ -115,34 +119,109 @@ def test_h_of_every_16_bit_gate(device, activation, dtype, layout):
     check_h(*(t.to(device) for t in (dh, gate, up)), activation, 1.7, 0.3)
 
 
-@pytest.mark.parametrize("need_h", [False, True])
-def test_opcheck_of_the_backward_with_h(device, need_h):
+@settings(max_examples=100)
+@given(rng=st.randoms(use_true_random=False), data=st.data())
+def test_h_is_written_over_dh_alone(device, rng, data):
+    """gate and up in any layout; dh contiguous, at any address."""
+    shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
+    dtype = data.draw(st.sampled_from(dtypes_of(device)))
+    guard = Guarded()
+    dh, gate, up = (normal(*shape, dtype=dtype, device=device, seed=seed) for seed in range(3))
+    gate, up = (guard.place("", t, draw_layout(rng, shape)) for t in (gate, up))
+    placed = guard.place("dh", dh, contiguous(shape, data.draw(st.sampled_from([0, 0, 1, 3]))))
+    gradients = glu_backward_with_h_(placed, gate, up, 0, 1.0, 1.0)
+    assert not shares_memory(gradients, (placed, gate, up))
+    assert same_bits(placed, torch.ops.liger_ext.glu(gate, up, 0, 1.0, 1.0))
+    placed.copy_(dh)
+    assert guard.changed() == []
+
+
+@each_activation
+@pytest.mark.parametrize("op", [glu_backward, glu_backward_with_h_])
+def test_opcheck_of_the_backward(device, op, activation):
     dh, gate, up = (normal(3, 33, device=device, seed=i) for i in range(3))
-    torch.library.opcheck(glu_backward, (dh, gate.t().contiguous().t(), up, 0, 1.0, 1.0, need_h))
+    torch.library.opcheck(op, (dh, gate.t().contiguous().t(), up, activation, 1.7, 0.3))
 
 
-def test_compiled_backward_with_h(device):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_backward_with_h(device, backend):
     def three(dh, gate, up):
-        dgate, dup, h = glu_backward(dh, gate, up, 0, 1.0, 1.0, True)
-        return dgate * 2, dup * 2, h * 2
+        h = dh * 2
+        dgate, dup = glu_backward_with_h_(h, gate, up, 0, 1.0, 1.0)
+        again, _ = glu_backward_with_h_(dh, gate, up, 0, 1.0, 1.0)
+        return dgate * 2, dup * 2, h * 2, again
 
-    tensors = [normal(3, 33, device=device, seed=i) for i in range(3)]
-    found = torch.compile(three, fullgraph=True, backend="aot_eager")(*tensors)
-    assert all(torch.equal(a, b) for a, b in zip(found, three(*tensors), strict=True))
+    eager, compiled = ([normal(3, 33, device=device, seed=i) for i in range(3)] for _ in range(2))
+    expected = three(*eager)
+    found = torch.compile(three, fullgraph=True, backend=backend)(*compiled)
+    assert all(torch.equal(a, b) for a, b in zip((*found, *compiled), (*expected, *eager), strict=True))
 
 
-@pytest.mark.parametrize("need_h", [False, True])
-@pytest.mark.parametrize("spoil, words", [
+BAD = [
     (lambda dh, gate, up: (dh[:, 1:], gate, up, 0), "dh has shape"),
     (lambda dh, gate, up: (dh, gate, up[1:], 0), "up has shape"),
-    (lambda dh, gate, up: (dh.bfloat16(), gate, up, 0), "dh"),
-    (lambda dh, gate, up: (dh, gate.int(), up.int(), 0), "gate"),
+    (lambda dh, gate, up: (dh.bfloat16(), gate, up, 0), "dh has dtype"),
+    (lambda dh, gate, up: (dh.to("meta"), gate, up, 0), "dh is on another device"),
+    (lambda dh, gate, up: (None, gate, up, 0), "dh is None"),
+    (lambda dh, gate, up: (dh, gate.int(), up.int(), 0), "gate has dtype"),
     (lambda dh, gate, up: (dh, gate, up, 3), "activation is 3"),
-])  # fmt: skip
-def test_bad_arguments_of_the_backward(device, need_h, spoil, words):
-    arguments = spoil(*(normal(3, 8, device=device, seed=i) for i in range(3)))
-    with pytest.raises(ValueError, match=f"glu_backward: {words}"):
-        glu_backward(*arguments, 1.0, 1.0, need_h)
-    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError, match=f"glu_backward: {words}"):
-        fake = (mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments)
-        glu_backward(*fake, 1.0, 1.0, need_h)
+]
+NOT_CONTIGUOUS = [
+    (lambda dh, gate, up: (dh[:1].expand(3, 8), gate, up, 0), "dh is not contiguous"),
+    (lambda dh, gate, up: (dh.t().contiguous().t(), gate, up, 0), "dh is not contiguous"),
+    (lambda dh, gate, up: (dh[:, :4], gate[:, :4], up[:, :4], 0), "dh is not contiguous"),
+]
+SHARED = [
+    (lambda dh, gate, up: (gate, gate, up, 0), "dh shares memory with gate"),
+    (lambda dh, gate, up: (up, gate, up, 0), "dh shares memory with up"),
+    (lambda dh, gate, up: (dh[1:], gate[1:], dh[:2], 0), "dh shares memory with up"),
+    (lambda dh, gate, up: (dh, dh[2:].expand(3, 8), up, 0), "dh shares memory with gate"),
+]
+
+
+@pytest.mark.parametrize(
+    "op, spoil, words",
+    [(glu_backward, *bad) for bad in BAD] + [(glu_backward_with_h_, *bad) for bad in BAD + NOT_CONTIGUOUS + SHARED],
+)
+def test_bad_arguments_of_the_backward(device, op, spoil, words):
+    expected = f"{op.__name__.removesuffix('.default')}: {words}"
+    tensors = [normal(3, 8, device=device, seed=i) for i in range(3)]
+    arguments = spoil(*(copies := [t.clone() for t in tensors]))
+    with pytest.raises(ValueError, match=expected):
+        op(*arguments, 1.0, 1.0)
+    assert all(map(torch.equal, copies, tensors))
+    if "shares memory" not in words:  # fake tensors have none
+        with FakeTensorMode() as mode, pytest.raises(ValueError, match=expected):
+            op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments), 1.0, 1.0)
+
+
+def test_neighbours_in_memory_are_apart(device):
+    expected, (gate, dh, up) = (normal(3, 2, 8, device=device) for _ in range(2))
+    glu_backward_with_h_(dh, gate, up, 0, 1.0, 1.0)
+    assert torch.equal(dh, torch.ops.liger_ext.glu(expected[0], expected[2], 0, 1.0, 1.0))
+    assert torch.equal(gate, expected[0]) and torch.equal(up, expected[2])
+
+
+@pytest.mark.parametrize("name", ["dh", "gate", "up"])
+def test_the_backward_with_h_has_no_derivative(device, name):
+    arguments = {n: normal(3, 8, device=device, seed=i) for i, n in enumerate(("dh", "gate", "up"))}
+    kept = arguments["dh"].clone()
+    leaf = arguments | {name: arguments[name].clone().requires_grad_()}
+    with pytest.raises(RuntimeError, match=f"glu_backward_with_h_ has no derivative: {name} requires a gradient"):
+        glu_backward_with_h_(*leaf.values(), 0, 1.0, 1.0)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        dual = forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
+        glu_backward_with_h_(*(arguments | {name: dual}).values(), 0, 1.0, 1.0)
+    assert torch.equal(arguments["dh"], kept)
+    with torch.no_grad():
+        glu_backward_with_h_(*leaf.values(), 0, 1.0, 1.0)
+
+
+def test_who_has_saved_dh_is_told(device):
+    x, gate, up = (normal(3, 8, device=device, seed=i) for i in range(3))
+    dh = x.requires_grad_() * 1
+    y = dh.sin()
+    with torch.no_grad():
+        glu_backward_with_h_(dh, gate, up, 0, 1.0, 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

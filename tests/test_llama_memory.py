@@ -83,6 +83,32 @@ def test_what_a_layer_keeps(device, dtype):
         assert kept["low"] == attention + 2 * (hidden + statistics)
 
 
+class AtOnce(Allocated):
+    """Of pieces of memory of `size` bytes: as many as there are at once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(())
+        self.size, self.most = size, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        results = super().__torch_dispatch__(op, types, args, kwargs)
+        held = [size for storage, size in self.storages.items() if not storage.expired()]
+        self.most = max(self.most, held.count(self.size))
+        return results
+
+
+@pytest.mark.parametrize("memory, at_once", [("fast", 3), ("auto", 3), ("low", 5)])
+def test_h_takes_the_memory_of_its_gradient(device, memory, at_once):
+    """An MLP's backward has the gradients of h, gate and up, and at "low" gate and up again."""
+    mlp = 96  # columns that nothing else has
+    model = patched(build(device=device, intermediate_size=mlp, num_hidden_layers=1).train(), memory=memory)
+    batch = batch_of(device)
+    loss = model(**batch).loss
+    with AtOnce(batch["labels"].numel() * mlp * 4) as allocated:
+        loss.backward()
+    assert allocated.most == at_once
+
+
 def frozen(model: nn.Module, *names: str) -> nn.Module:
     for name, parameter in model.named_parameters():
         if any(part in name for part in names):
@@ -230,12 +256,15 @@ def test_part_of_the_gradients(device, memory):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_second_derivative_is_an_error(device):
-    model = patched(build(device=device).train())
+@levels
+def test_a_second_derivative_is_an_error(device, memory):
+    model = patched(build(device=device).train(), memory=memory)
     weight = model.model.layers[0].mlp.up_proj.weight
     loss = model(**batch_of(device)).loss
+    (expected,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    assert torch.equal(gradient, expected)
     with pytest.raises(RuntimeError, match=r"twice|second derivative|double backward"):
-        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
         gradient.sum().backward()
 
 

@@ -22,9 +22,17 @@ inline void check_glu(const Tensor& gate, const Tensor& up, int64_t activation, 
 }
 
 inline void check_glu_backward(const Tensor& dh, const Tensor& gate, const Tensor& up, int64_t activation, double gate_multiplier,
-                               double down_multiplier, bool need_h) {
+                               double down_multiplier) {
   check_gate_and_up("glu_backward", gate, up, activation);
   check_same("glu_backward", dh, "dh", gate, "gate");
+}
+
+inline void check_glu_backward_with_h(const Tensor& dh, const Tensor& gate, const Tensor& up, int64_t activation, double gate_multiplier,
+                                      double down_multiplier) {
+  const char* op = "glu_backward_with_h_";
+  check_gate_and_up(op, gate, up, activation);
+  check_same(op, dh, "dh", gate, "gate");
+  require(dh.is_contiguous(), op, ": dh is not contiguous, expected a contiguous tensor, since it is overwritten");
 }
 
 inline void check_halves(const char* op, const Tensor& gate_up, int64_t activation) {

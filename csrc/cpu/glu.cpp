@@ -66,7 +66,8 @@ template <> void run(const GluForward& a, int64_t begin, int64_t end) {
 template <> void run(const GluBackward& a, int64_t begin, int64_t end) {
   with_activation(a, [&]<class T, class A, template <class, bool> class Of>() {
     if (!a.h.data) return backward<T, A, Of>(a, begin, end);
-    // The forward itself gives h its bits, a row at a time: gate and up are still in the cache.
+    // The forward itself gives h its bits, a row at a time: gate and up are still in the cache, and this row of dh, which may be h's
+    // memory, is done with.
     const GluForward again{a.rows, a.cols, a.gate, a.up, a.h, a.activation, a.gate_multiplier, a.down_multiplier};
     for (int64_t i = begin; i < end; ++i) {
       backward<T, A, Of>(a, i, i + 1);

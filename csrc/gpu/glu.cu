@@ -1,5 +1,5 @@
 // Gated linear units, bound by memory: forward reads gate and up and writes h, backward reads dh, gate and up and writes dgate and
-// dup, and h again where that is asked for, all of them once. A tile is block_threads() * K vectors of one row (or of a few short rows);
+// dup, and h over dh where that is asked for, all of them once. A tile is block_threads() * K vectors of one row (or of a few short rows);
 // every thread has all of its loads in flight before the first use. Tensors without gaps between rows are one long row.
 //
 // All three activations and their derivatives are x * s(x) and s + x * s', with s = sigmoid(x) (silu), sigmoid(2u) (gelu by tanh:
@@ -96,7 +96,8 @@ template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
     int64_t row;
     const auto columns = args.tiles.template columns<VEC>(row);
     Packed<T, VEC> dh[K], gate[K], up[K];
-    columns.template load<Hint::stream>(dh, a.dh.data, row * a.dh.stride);
+    // A thread stores h where it alone has loaded dh.
+    columns.template load<WithH ? Hint::in_place : Hint::stream>(dh, a.dh.data, row * a.dh.stride);
     columns.template load<Hint::stream>(gate, a.gate.data, row * a.gate.stride);
     columns.template load<Hint::stream>(up, a.up.data, row * a.up.stride);
 #pragma unroll

@@ -21,7 +21,7 @@ struct GluBackward {
   MutableRows dgate, dup;
   Activation activation;
   double gate_multiplier, down_multiplier;
-  MutableRows h;  // the forward's, to the bit; data == nullptr: not wanted
+  MutableRows h;  // the forward's, to the bit; it may be dh's memory. data == nullptr: not wanted
 };
 
 namespace LIGER_BACKEND {

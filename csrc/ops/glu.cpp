@@ -41,20 +41,40 @@ void backward(const Scope& scope, const Tensor& dh, const Halves& in, MutableRow
         scope);
 }
 
+// One is overwritten while the other is read. Memory between a tensor's first and last element counts as its own.
+void require_apart(const Scope& scope, const Tensor& written, const char* name, const Tensor& read, const char* read_name) {
+  const auto end = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    return at(static_cast<const char*>(t.data_ptr()), last + 1, dtype_of(t));
+  };
+  require(written.numel() == 0 || end(written) <= read.data_ptr() || end(read) <= written.data_ptr(), scope.op(), ": ", name,
+          " shares memory with ", read_name, ", expected memory of its own, since it is overwritten");
+}
+
 Tensor glu_op(Tensor gate, Tensor up, int64_t activation, double gate_multiplier, double down_multiplier) {
   const Scope scope("glu", gate);
   return forward(scope, gate, two_tensors(scope, gate, up), activation, gate_multiplier, down_multiplier);
 }
 
-std::tuple<Tensor, Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
-                                                   double down_multiplier, bool need_h) {
+std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
+                                           double down_multiplier) {
   const Scope scope("glu_backward", gate);
   const Halves in = two_tensors(scope, gate, up);
   Tensor dgate = allocate_like(scope, gate), dup = allocate_like(scope, up);
-  Tensor h = allocate(scope, need_h ? sizes_of(gate) : std::vector<int64_t>{0}, in.gate.view.dtype, gate);
-  backward(scope, dh, in, mutable_rows(dgate), mutable_rows(dup), activation, gate_multiplier, down_multiplier,
-           need_h ? mutable_rows(h) : MutableRows{});
-  return {dgate, dup, h};
+  backward(scope, dh, in, mutable_rows(dgate), mutable_rows(dup), activation, gate_multiplier, down_multiplier);
+  return {dgate, dup};
+}
+
+std::tuple<Tensor, Tensor> glu_backward_with_h_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
+                                                  double down_multiplier) {
+  const Scope scope("glu_backward_with_h_", gate);
+  require_apart(scope, dh, "dh", gate, "gate");
+  require_apart(scope, dh, "dh", up, "up");
+  const Halves in = two_tensors(scope, gate, up);
+  Tensor dgate = allocate_like(scope, gate), dup = allocate_like(scope, up);
+  backward(scope, dh, in, mutable_rows(dgate), mutable_rows(dup), activation, gate_multiplier, down_multiplier, mutable_rows(dh));
+  return {dgate, dup};
 }
 
 Tensor glu_packed_op(Tensor gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
@@ -78,6 +98,7 @@ Tensor glu_packed_backward_op(Tensor dh, Tensor gate_up, int64_t activation, dou
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
   m.impl("glu", boxed<glu_op, check_glu>);
   m.impl("glu_backward", boxed<glu_backward_op, check_glu_backward>);
+  m.impl("glu_backward_with_h_", boxed<glu_backward_with_h_op, check_glu_backward_with_h>);
   m.impl("glu_packed", boxed<glu_packed_op, check_glu_packed>);
   m.impl("glu_packed_backward", boxed<glu_packed_backward_op, check_glu_packed_backward>);
 }

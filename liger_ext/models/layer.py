@@ -2,8 +2,8 @@
 
 Linear layers keep their inputs: of a Llama the norms' outputs and h = silu(gate) * up, a third of what the forward of a
 training step keeps. Both cost little to make again: the norms' outputs one pass over the norms' inputs, and h is
-written by the backward of the gated linear unit, which reads gate and up anyway. What a node keeps, by the level of
-`memory`:
+written by the backward of the gated linear unit, which reads gate and up anyway, over h's gradient. What a node keeps,
+by the level of `memory`:
 
 * "fast": all of it;
 * "auto": neither the norm's output nor h;
@@ -42,6 +42,7 @@ _add_rms_norm = torch.ops.liger_ext.add_rms_norm.default
 _add_rms_norm_backward = torch.ops.liger_ext.add_rms_norm_backward.default
 _glu = torch.ops.liger_ext.glu.default
 _glu_backward = torch.ops.liger_ext.glu_backward.default
+_glu_backward_with_h_ = torch.ops.liger_ext.glu_backward_with_h_.default
 _SWIGLU = (int(_C.Activation.silu), 1.0, 1.0)
 _NORM = (0.0, CASTING_MODES["llama"])  # offset, casting mode
 
@@ -192,11 +193,17 @@ def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, parameter
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
         gate, up = (F.linear(y, *linear) for linear in _pairs(parameters[:4]))
     d = dout.to(parameters[4].dtype)
-    makes_h = h is None and needs[4]
-    dgate, dup, made = _glu_backward(d @ parameters[4], gate, up, *_SWIGLU, makes_h)
-    h = made if makes_h else h
+    dh = d @ parameters[4]
+    if h is None and needs[4] and dh.requires_grad:  # create_graph=True: dh is not to be written
+        h = _glu(gate, up, *_SWIGLU)
+    if h is None and needs[4]:
+        dgate, dup = _glu_backward_with_h_(dh, gate, up, *_SWIGLU)
+        h = dh
+    else:
+        dgate, dup = _glu_backward(dh, gate, up, *_SWIGLU)
+    del gate, up, dh  # before more is made
     _, of_down = _linears_backward([d], _rows(h), parameters[4:], needs[4:], None)
-    del gate, up, made, h  # before more is made
+    del h
     if y is None and any(needs[:4:2]):
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
     dy, of_gate_and_up = _linears_backward((dgate, dup), _rows(y), parameters[:4], needs, total if need_dy else None)

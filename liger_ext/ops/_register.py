@@ -47,10 +47,7 @@ def register(
     the backward op, then run with autocast off, so that no matmul inside is cast.
     """
     for op, implementation in ((name, fake), (f"{name}_backward", fake_backward)):
-        register_fake(op, implementation)
-        LIBRARY.impl(op, _refuse_transforms(op), "FuncTorchDynamicLayerFrontMode")
-        if not _load.gpu_available():
-            LIBRARY.impl(op, _gpu_missing, "CUDA")
+        _register_op(op, implementation)
         for device_type, key in _AUTOCAST.items():
             rule = torch.library.fallthrough_kernel
             if autocast is not None:
@@ -60,18 +57,15 @@ def register(
     return _register_autograd(name, setup_context, backward, casts=autocast is not None)
 
 
-def register_row_op(
-    name: str, *, fake: Callable | None = None, fake_backward: Callable | None = None, keeps_output: bool = False
-) -> Callable:
+def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bool = False) -> Callable:
     """:func:`register` for an op of tensors, then options, with one result, by default of the first one's shape and
-    dtype. The backward takes its gradient, the tensors that were given (or the output), and the options; it returns
-    their gradients, and with a ``fake_backward`` of its own it may return more behind them."""
+    dtype. The backward takes its gradient, the tensors that were given (or the output), and the options."""
     backward_op = getattr(torch.ops.liger_ext, f"{name}_backward").default
     types = [str(a.type) for a in getattr(torch.ops.liger_ext, name).default._schema.arguments]
     tensors = types.count("Tensor")
     options = (None,) * (len(types) - tensors)  # their gradients
 
-    def gradients(dy, *kept):
+    def fake_backward(dy, *kept):
         made = tuple(t.new_empty(t.shape) for t in kept[:tensors])
         return made if tensors > 1 else made[0]
 
@@ -90,15 +84,43 @@ def register_row_op(
         if not options:
             return backward_op(dy, *saved)
         made = backward_op(dy, *saved, *ctx.options)
-        return (*made[:tensors], *options) if tensors > 1 else (made, *options)
+        return (*made, *options) if tensors > 1 else (made, *options)
 
     return register(
         name,
         fake=fake or (lambda x, *_: x.new_empty(x.shape)),
-        fake_backward=fake_backward or gradients,
+        fake_backward=fake_backward,
         setup_context=setup_context,
         backward=backward,
     )
+
+
+def register_in_place(op: str, fake: Callable) -> None:
+    """For an op that overwrites its first argument, and has no derivative: tensors that require a gradient are refused.
+    Whoever has saved the argument for a backward is told, by its version, that it has changed."""
+    _register_op(op, fake)
+    overload = getattr(torch.ops.liger_ext, op).default
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def kernel(keyset, *args):
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(op, args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            name = next(n for n, t in zip(names, args, strict=True) if torch._C._any_requires_grad(t))
+            raise RuntimeError(f"liger_ext::{op} has no derivative: {name} requires a gradient, expected none")
+        with torch._C._AutoDispatchBelowAutograd():
+            results = overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        torch.autograd.graph.increment_version(args[0])
+        return results
+
+    LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
+
+
+def _register_op(op: str, fake: Callable) -> None:
+    register_fake(op, fake)
+    LIBRARY.impl(op, _refuse_transforms(op), "FuncTorchDynamicLayerFrontMode")
+    if not _load.gpu_available():
+        LIBRARY.impl(op, _gpu_missing, "CUDA")
 
 
 def register_fake(op: str, fake: Callable) -> None:

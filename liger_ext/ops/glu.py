@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from liger_ext import _C
 from liger_ext.ops._checks import code_of
-from liger_ext.ops._register import register_row_op
+from liger_ext.ops._register import register_in_place, register_row_op
 
 __all__ = [
     "LigerGEGLUMLP",
@@ -149,12 +149,8 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     return geglu(a, b)
 
 
-def _fake_backward(dh, gate, up, activation, gate_multiplier, down_multiplier, need_h=False):
-    """dgate, dup, and, if it is wanted, h as the forward gives it."""
-    return gate.new_empty(gate.shape), up.new_empty(up.shape), gate.new_empty(gate.shape if need_h else 0)
-
-
-_glu = register_row_op("glu", fake_backward=_fake_backward)
+_glu = register_row_op("glu")
+register_in_place("glu_backward_with_h_", lambda dh, gate, up, *_: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 _glu_packed = register_row_op(
     "glu_packed", fake=lambda gate_up, *_: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 )

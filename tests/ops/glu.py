@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
+from layouts import bits
 from plan_model import row_tiles
 from torch import Tensor
 
@@ -46,25 +47,21 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
     yield "swiglu", "multipliers", False, lambda: pair(3, 200, scale=20.0, **multipliers)
 
 
-# The backward op's h, which no public function asks for -------------------------------------------------------------
+# The backward that makes h too, which no public function calls ------------------------------------------------------
 
 ACTIVATIONS = {name: int(code) for name, code in _C.Activation.__members__.items()}
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    same = (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-    return same and torch.equal(a.view(integer), b.view(integer))
-
-
 def check_h(dh: Tensor, gate: Tensor, up: Tensor, *options: float) -> None:
-    """``options``: activation and multipliers. h has the forward's bits; dgate and dup those that they have without."""
-    glu, glu_backward = torch.ops.liger_ext.glu, torch.ops.liger_ext.glu_backward
-    dgate, dup, none = glu_backward(dh, gate, up, *options)
-    assert (none.shape, none.dtype, none.device) == ((0,), gate.dtype, gate.device)
-    found = glu_backward(dh, gate, up, *options, True)
-    for name, a, b in zip(("dgate", "dup", "h"), found, (dgate, dup, glu(gate, up, *options)), strict=True):
-        assert _same_bits(a, b), f"{name} of {gate.dtype} {tuple(gate.shape)}, {options}"
+    """``options``: activation and multipliers. A contiguous ``dh`` is overwritten by h, which has the forward's bits;
+    dgate and dup have those that they have without."""
+    ops = torch.ops.liger_ext
+    expected = (*ops.glu_backward(dh, gate, up, *options), ops.glu(gate, up, *options))
+    h = dh.contiguous()
+    found = (*ops.glu_backward_with_h_(h, gate, up, *options), h)
+    for name, a, b in zip(("dgate", "dup", "h"), found, expected, strict=True):
+        same = (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(bits(a), bits(b))
+        assert same, f"{name} of {gate.dtype} {tuple(gate.shape)}, {options}"
 
 
 def h_cases(dtype: torch.dtype) -> Iterator[tuple]:

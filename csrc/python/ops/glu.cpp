@@ -6,8 +6,7 @@
 namespace liger::python {
 
 const OpBindings glu_bindings([](py::module_& m, py::module_& checks) {
-  checks.def("glu", check_glu);
-  checks.def("glu_backward", check_glu_backward, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg() = false);
+  checks.def("glu", check_glu).def("glu_backward", check_glu_backward).def("glu_backward_with_h_", check_glu_backward_with_h);
   checks.def("glu_packed", check_glu_packed).def("glu_packed_backward", check_glu_packed_backward);
   py::enum_<Activation>(m, "Activation")
       .value("silu", Activation::silu)
