@@ -76,12 +76,12 @@ def fused_causal_lm_loss(
 
 def logits_memory(level: str, lm_head: nn.Module) -> str | int:
     """The fused loss's `memory` at one of `MEMORY_LEVELS`: the logits come when a step keeps most, so that their buffer
-    is what the peak grows by. It is as large as the head's gradient in fp32, which several chunks need, or half of it.
+    is what the peak grows by beside the sum of the head's gradient in fp32, of which it is a half, or a quarter.
     """
     weight = getattr(lm_head, "weight", None)
     if level == "fast" or not isinstance(weight, torch.Tensor) or weight.device.type != "cuda":
         return "auto"
-    return max(weight.numel() * 4 // (1 if level == "auto" else 2), 1 << 28)
+    return max(weight.numel() * 4 // (2 if level == "auto" else 4), 1 << 28)
 
 
 def causal_lm_loss(
