@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 from transformers import LlamaModel
 
+from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models import layer
 
 LEVELS = ("fast", "auto", "low")
@@ -201,9 +202,30 @@ def test_other_checkpoints_get_whole_results(device):
     assert_same_bits(step(model, batch_of(device)), expected)
 
 
-def test_the_function_that_checkpoints_is_as_it_was_set(device):
-    model = build(device=device, num_hidden_layers=1)
-    module = patched(model).model.layers[0]
-    assert not hasattr(module, "_gradient_checkpointing_func")
-    module._gradient_checkpointing_func = checkpoint
-    assert module.__dict__["_gradient_checkpointing_func"] is checkpoint
+def test_the_function_that_checkpoints_is_as_it_was_set():
+    model = build(num_hidden_layers=1)
+    module = model.model.layers[0]
+    with apply_liger_kernel_to_llama(model=model):
+        assert not hasattr(module, "_gradient_checkpointing_func")
+        module._gradient_checkpointing_func = checkpoint
+        assert module._gradient_checkpointing_func is not checkpoint
+    assert module._gradient_checkpointing_func is checkpoint
+    module._gradient_checkpointing_func = function = functools.partial(checkpoint, use_reentrant=False)
+    with apply_liger_kernel_to_llama(model=model, memory="fast"):
+        assert module._gradient_checkpointing_func is function
+    assert module._gradient_checkpointing_func is function
+
+
+@reentrant
+@pytest.mark.parametrize("first", ["patch", "checkpoint"])
+def test_compiled(device, use_reentrant, first):
+    """Also where nothing ran before the graph was made."""
+    torch._dynamo.reset()
+    stock = build(device=device).train()
+    model = checkpointed(stock, use_reentrant) if first == "checkpoint" else stock
+    model = checkpointed(patched(model), use_reentrant)
+    compare_with = step(checkpointed(stock, use_reentrant), batch_of(device))
+    result = step(torch.compile(model, backend="aot_eager", fullgraph=True), {**batch_of(device), "use_cache": False})
+    for name, value in compare_with.items():
+        if f"_orig_mod.{name}" in result:
+            torch.testing.assert_close(result[f"_orig_mod.{name}"], value, rtol=1e-4, atol=1e-5)

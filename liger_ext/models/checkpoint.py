@@ -10,6 +10,7 @@ import contextvars
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,6 +43,6 @@ def counting_runs(layer: nn.Module, function: Callable) -> Callable:
 
 
 def run_of(layer: nn.Module) -> int:
-    """0 outside of a checkpoint of this layer alone; 1, 2, ... inside."""
-    region = _current.get()
+    """0 outside of a checkpoint of this layer alone, and in graphs, which are the same in each run; else 1, 2, ..."""
+    region = None if torch.compiler.is_compiling() else _current.get()
     return region.runs if region is not None and region.layer is layer else 0

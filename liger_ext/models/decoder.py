@@ -147,17 +147,21 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     @property
     def _gradient_checkpointing_func(self) -> Callable:
         """What transformers (4.53 on) has each layer checkpoint itself with."""
-        try:
-            function = self.__dict__["_gradient_checkpointing_func"]
-        except KeyError as error:
-            raise AttributeError("_gradient_checkpointing_func") from error
+        function = self._checkpoint_function
         seen = _HOOKS_ARE_CHECKPOINTED and not only_forward_runs(self)  # what the second run returns
         as_it_is = torch.compiler.is_compiling() or self.liger_memory == "fast" or seen
         return function if as_it_is else counting_runs(self, function)
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable) -> None:
-        self.__dict__["_gradient_checkpointing_func"] = function
+        """For the stock class, if the patch is undone, and for the getter: torch.compile (2.11) finds a property again
+        where its own name is looked up in `__dict__`."""
+        self.__dict__["_gradient_checkpointing_func"] = self._checkpoint_function = function
+
+    def adopt_checkpoint_function(self) -> None:
+        """One that was set before the patch."""
+        if "_gradient_checkpointing_func" in self.__dict__:
+            self._gradient_checkpointing_func = self.__dict__["_gradient_checkpointing_func"]
 
     def _is_differentiated(self) -> bool:
         return torch.is_grad_enabled() or run_of(self) > 0  # a reentrant checkpoint's first run has gradients off

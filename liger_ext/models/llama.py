@@ -185,6 +185,8 @@ def apply_liger_kernel_to_llama(
         for module in modules:
             if hasattr(module, "liger_memory"):
                 _set_memory(module, memory, handle)
+            if isinstance(module, LlamaDecoderLayer):
+                module.adopt_checkpoint_function()
             if cross_entropy and isinstance(module, modeling_llama.LlamaForCausalLM):
                 _replace_loss(module, handle)
 
