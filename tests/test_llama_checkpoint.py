@@ -202,6 +202,100 @@ def test_other_checkpoints_get_whole_results(device):
     assert_same_bits(step(model, batch_of(device)), expected)
 
 
+def scaled_layers(model):
+    """Subclasses of the layers' classes, as they are, whose forward reads what theirs returns."""
+    for module in model.model.layers:
+        base = type(module)
+
+        def forward(self, x, *args, base=base, **kwargs):
+            result = base.forward(self, x, *args, **kwargs)
+            return (self.scale * result[0],) if isinstance(result, tuple) else self.scale * result
+
+        module.scale = nn.Parameter(torch.full_like(module.input_layernorm.weight, 1.5))
+        module.__class__ = type("Scaled", (base,), {"forward": forward})
+
+
+def scaled_functions(model):
+    """Functions around those that the layers have."""
+    for module in model.model.layers:
+        module.scale = nn.Parameter(torch.full_like(module.input_layernorm.weight, 1.5))
+
+        def around(forward, *args, old=module._gradient_checkpointing_func, scale=module.scale):
+            def scaled(*args):
+                result = forward(*args)
+                return (scale * result[0],) if isinstance(result, tuple) else scale * result
+
+            return old(scaled, *args)
+
+        module._gradient_checkpointing_func = around
+
+
+def replaced_function(model):
+    """One in the place of torch's, which reads the results of both runs."""
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, function, x):
+            ctx.function, ctx.result = function, function(x)
+            ctx.save_for_backward(x)
+            return ctx.result[0] if isinstance(ctx.result, tuple) else ctx.result
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                result = ctx.function(x)
+            result, first = (r[0] if isinstance(r, tuple) else r for r in (result, ctx.result))
+            torch.testing.assert_close(result, first)
+            torch.autograd.backward(result, gradient)
+            return None, x.grad
+
+    def own_checkpoint(function, x):
+        result = Checkpoint.apply(function, x)
+        return (result,) if TRANSFORMERS < (4, 54) else result
+
+    for module in model.model.layers:
+        module._gradient_checkpointing_func = own_checkpoint
+
+
+@by_layer
+@reentrant
+@pytest.mark.parametrize("change", [scaled_layers, scaled_functions, replaced_function])
+def test_code_of_others_that_reads_the_second_result(device, change, use_reentrant):
+    stock = checkpointed(build(device=device).train(), use_reentrant)
+    model = patched(stock, memory="auto")
+    results = []
+    for each in (stock, model):
+        change(each)
+        results.append(step(each, batch_of(device)))
+    expected, found = results
+    for name in expected.keys() & found.keys():
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert change is replaced_function or "model.layers.1.scale" in found
+
+
+@by_layer
+def test_a_layers_function_for_more_than_the_layer(device):
+    stock = checkpointed(build(device=device).train(), False)
+    gradients = []
+    for model in (stock, patched(stock)):
+        layers, checkpoints = model.model.layers, model.model.layers[0]._gradient_checkpointing_func
+        for module in layers:
+            module.gradient_checkpointing = False
+        x = torch.ones(1, 9, 64, device=device, requires_grad=True)
+        places = model.model.rotary_emb(x, torch.arange(9, device=device)[None])
+
+        def block(x, layers=layers, places=places):
+            for module in layers:
+                x = module(x, position_embeddings=places)
+                x = x[0] if isinstance(x, tuple) else x
+            return x
+
+        checkpoints(block, x).square().mean().backward()
+        gradients.append([x.grad, layers[0].mlp.up_proj.weight.grad, layers[1].mlp.up_proj.weight.grad])
+    torch.testing.assert_close(*reversed(gradients), rtol=1e-4, atol=1e-6)
+
+
 def test_the_function_that_checkpoints_is_as_it_was_set():
     model = build(num_hidden_layers=1)
     module = model.model.layers[0]
@@ -213,7 +307,8 @@ def test_the_function_that_checkpoints_is_as_it_was_set():
     module._gradient_checkpointing_func = function = functools.partial(checkpoint, use_reentrant=False)
     with apply_liger_kernel_to_llama(model=model, memory="fast"):
         assert module._gradient_checkpointing_func is function
-    assert module._gradient_checkpointing_func is function
+        del module._gradient_checkpointing_func
+        assert not hasattr(module, "_gradient_checkpointing_func")
 
 
 @reentrant

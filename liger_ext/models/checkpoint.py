@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+from liger_ext.models.forwards import find_foreign
 
 _current: contextvars.ContextVar[_Region | None] = contextvars.ContextVar("region", default=None)
 
@@ -32,14 +33,22 @@ class _Region:
             _current.reset(outer)
 
 
-def counting_runs(layer: nn.Module, function: Callable) -> Callable:
-    """`function`, by which `layer` checkpoints its forward, so that `run_of` tells its runs; others than torch's own,
-    which may do anything, and those with contexts, which may keep what the first run computed, are left alone."""
-    options = function.keywords if isinstance(function, functools.partial) else {}
-    called = function.func if isinstance(function, functools.partial) else function
-    if called is not checkpoint or "context_fn" in options:
+def counting_runs(layer: nn.Module, function: Callable, is_forward: Callable[[Callable], bool]) -> Callable:
+    """`function`, by which `layer` checkpoints its forward, so that `run_of` tells its runs.
+
+    Only those of what `is_forward` says is the forward, with nothing around it that could read its result, by torch's
+    own function without contexts, which may keep what the first run computed. Other functions may do anything.
+    """
+    is_partial = isinstance(function, functools.partial)
+    called, options = (function.func, function.keywords) if is_partial else (function, {})
+    foreign = find_foreign(called, "torch.utils.checkpoint", "checkpoint", trusted=("torch",)) is not None
+    if foreign or "context_fn" in options:
         return function
-    return lambda forward, *args, **kwargs: function(_Region(layer, forward), *args, **kwargs)
+
+    def run(forward: Callable, *args, **kwargs):
+        return function(_Region(layer, forward) if is_forward(forward) else forward, *args, **kwargs)
+
+    return run
 
 
 def run_of(layer: nn.Module) -> int:

@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 from liger_ext import functional
 from liger_ext.models.checkpoint import counting_runs, run_of
 from liger_ext.models.embedding import embedding, is_one_op
+from liger_ext.models.forwards import find_foreign
 from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
 from liger_ext.models.patch import copy_forward, is_plain_tensor, only_forward_runs, stands_in
 from liger_ext.models.recompute import recomputed, remade
@@ -148,9 +149,8 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     def _gradient_checkpointing_func(self) -> Callable:
         """What transformers (4.53 on) has each layer checkpoint itself with."""
         function = self._checkpoint_function
-        seen = _HOOKS_ARE_CHECKPOINTED and not only_forward_runs(self)  # what the second run returns
-        as_it_is = torch.compiler.is_compiling() or self.liger_memory == "fast" or seen
-        return function if as_it_is else counting_runs(self, function)
+        as_it_is = torch.compiler.is_compiling() or self.liger_memory == "fast"
+        return function if as_it_is else counting_runs(self, function, self._is_forward)
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable) -> None:
@@ -158,10 +158,30 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         where its own name is looked up in `__dict__`."""
         self.__dict__["_gradient_checkpointing_func"] = self._checkpoint_function = function
 
+    @_gradient_checkpointing_func.deleter
+    def _gradient_checkpointing_func(self) -> None:
+        del self.__dict__["_gradient_checkpointing_func"], self._checkpoint_function
+
     def adopt_checkpoint_function(self) -> None:
         """One that was set before the patch."""
         if "_gradient_checkpointing_func" in self.__dict__:
             self._gradient_checkpointing_func = self.__dict__["_gradient_checkpointing_func"]
+
+    def _is_forward(self, function: Callable) -> bool:
+        """Whether `function` is what transformers gives to a checkpoint, with no code of others in it: neither a
+        subclass's forward, nor a hook."""
+        if not isinstance(function, functools.partial):
+            return False
+        if _HOOKS_ARE_CHECKPOINTED:
+            called = type(self).forward
+            ours = getattr(function.func, "__func__", None) is nn.Module.__call__ and function.func.__self__ is self
+            ours = ours and only_forward_runs(self)
+        else:
+            called = function.func
+            ours = len(function.args) == 1 and function.args[0] is self
+        return (
+            ours and find_foreign(called, __name__, "LlamaDecoderLayer.forward", ("transformers", "liger_ext")) is None
+        )
 
     def _is_differentiated(self) -> bool:
         return torch.is_grad_enabled() or run_of(self) > 0  # a reentrant checkpoint's first run has gradients off

@@ -32,7 +32,8 @@ def is_one_op(module: nn.Module, training: bool) -> bool:
 
 def embedding(input_ids: Tensor, module: nn.Embedding) -> Tensor:
     """``module(input_ids)``: (...) -> (..., embedding_dim)."""
-    return _Embedding.apply(input_ids, module.weight, -1 if module.padding_idx is None else module.padding_idx)
+    padding_idx = -1 if module.padding_idx is None else module.padding_idx % module.weight.shape[0]
+    return _Embedding.apply(input_ids, module.weight, padding_idx)
 
 
 class _Embedding(torch.autograd.Function):
