@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.demo.models import cast_parameters
 from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.models.loss import MEMORY_LEVELS
 
 from .installed import has
 
@@ -63,7 +64,8 @@ def providers(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Mod
 
 def on_request(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
     """All providers, also those that run only where --providers names them: the patch's other levels of memory."""
-    return providers(device) | {f"{OURS} memory={level}": partial(_patched, memory=level) for level in ("fast", "low")}
+    others = [level for level in MEMORY_LEVELS if level != "auto"]
+    return providers(device) | {f"{OURS} memory={level}": partial(_patched, memory=level) for level in others}
 
 
 def build(config: dict, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:

@@ -22,6 +22,8 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext import apply_liger_kernel_to_llama
 
+LEVELS = ("fast", "auto", "low")  # of memory
+levels = pytest.mark.parametrize("memory", LEVELS)
 FACTOR = 1.5
 FACTOR_OF_ONE = 3
 VOCAB = 1000
@@ -67,6 +69,13 @@ def patched(model: nn.Module, **options: Any) -> nn.Module:
     """A patched copy."""
     model = copy.deepcopy(model)
     apply_liger_kernel_to_llama(model=model, **options)
+    return model
+
+
+def frozen(model: nn.Module, *names: str) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in names):
+            parameter.requires_grad_(False)
     return model
 
 

@@ -10,6 +10,8 @@ from llama_models import (
     build,
     checkpoint_layers,
     compare,
+    frozen,
+    levels,
     lora,
     one_thread,  # noqa: F401
     patched,
@@ -23,8 +25,6 @@ from transformers import LlamaModel
 from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models import layer
 
-LEVELS = ("fast", "auto", "low")
-levels = pytest.mark.parametrize("memory", LEVELS)
 reentrant = pytest.mark.parametrize("use_reentrant", [True, False])
 # Before, a whole model calls its checkpoint function, not each layer.
 by_layer = pytest.mark.skipif(TRANSFORMERS < (4, 53), reason="transformers checkpoints layers from outside")
@@ -55,18 +55,18 @@ MODELS = {
 }
 
 
-def frozen(model: nn.Module, part: str) -> nn.Module:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(part not in name)
-    return model
-
-
 @reentrant
 @levels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_tiles_give_what_stock_gives(device, dtype, make, memory, use_reentrant, small_tiles):
     compare(checkpointed(make().to(device, dtype).train(), use_reentrant), batch_of(device), memory=memory)
+
+
+@reentrant
+@levels
+def test_in_one_tile(device, memory, use_reentrant):
+    compare(checkpointed(build(device=device).train(), use_reentrant), batch_of(device), memory=memory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

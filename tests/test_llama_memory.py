@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from llama_models import (
+    LEVELS,
     TRANSFORMERS,
     batch_of,
     build,
-    checkpoint_layers,
     compare,
+    frozen,
+    levels,
     lora,
     one_thread,  # noqa: F401
     patched,
@@ -27,9 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models.recompute import remade
 
-LEVELS = ("fast", "auto", "low")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-levels = pytest.mark.parametrize("memory", LEVELS)
 
 
 class Allocated(TorchDispatchMode):
@@ -109,13 +109,6 @@ def test_h_takes_the_memory_of_its_gradient(device, memory, at_once):
     assert allocated.most == at_once
 
 
-def frozen(model: nn.Module, *names: str) -> nn.Module:
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in names):
-            parameter.requires_grad_(False)
-    return model
-
-
 def hooked(model: nn.Module, name: str) -> nn.Module:
     """A hook that changes what a module returns."""
     for found, module in model.named_modules():
@@ -192,14 +185,6 @@ def test_compiled(device, name, memory, autocast):
             return torch.compile(model, backend="aot_eager")(**batch)
 
     compare(MODELS[name]().to(device).train(), batch_of(device), forward, memory=memory)
-
-
-@levels
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_inside_checkpoints(device, memory, use_reentrant):
-    model = build(device=device).train()
-    checkpoint_layers(model, use_reentrant)
-    compare(model, batch_of(device), memory=memory)
 
 
 @levels

@@ -82,12 +82,8 @@ def measure_apart(config: LlamaConfig, plan: Plan) -> dict[str, dict[str, int] |
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     measured = {}
     for name in (UNPATCHED, PATCHED):
-        command = [
-            sys.executable,
-            "-m",
-            __spec__.name,
-            json.dumps(request | {"level": plan.memory if name == PATCHED else None}),
-        ]
+        asked = request | {"level": plan.memory if name == PATCHED else None}
+        command = [sys.executable, "-m", __spec__.name, json.dumps(asked)]
         child = subprocess.run(command, env=environment, capture_output=True, text=True)
         if child.returncode:
             raise RuntimeError(f"measuring the memory of {name} failed:\n{child.stderr[-4000:]}")

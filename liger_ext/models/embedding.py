@@ -12,16 +12,13 @@ from torch.nn import functional as F
 
 from liger_ext.models.graph_ops import op_of_graphs
 from liger_ext.models.patch import is_plain_tensor, only_forward_runs
-from liger_ext.models.recompute import is_exported
+from liger_ext.models.recompute import in_training_graph
 
 
 def is_one_op(module: nn.Module, training: bool) -> bool:
     """Whether a backward may follow in a graph, and `module` is a plain embedding."""
     return (
-        torch.compiler.is_compiling()
-        and not is_exported()
-        and training
-        and torch.is_grad_enabled()
+        in_training_graph(training)
         and type(module) is nn.Embedding
         and only_forward_runs(module)
         and is_plain_tensor(module.weight)

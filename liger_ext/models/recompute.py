@@ -26,13 +26,17 @@ def is_exported() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
-def recomputes(module: nn.Module) -> bool:
-    """Whether a graph of a training step of `module` is made by torch.compile, which is not to keep everything.
+def in_training_graph(training: bool) -> bool:
+    """Whether torch.compile makes a graph that a backward may follow.
 
-    torch.export makes graphs as well; a checkpoint in one has no gradients, or does not run.
+    torch.export makes graphs as well, of public ops alone; a checkpoint in one has no gradients, or does not run.
     """
-    keeps = module.liger_memory == "fast" or not module.training or not torch.is_grad_enabled()
-    return torch.compiler.is_compiling() and not is_exported() and not keeps
+    return torch.compiler.is_compiling() and not is_exported() and training and torch.is_grad_enabled()
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether the graph of a training step of `module` is not to keep everything."""
+    return in_training_graph(module.training) and module.liger_memory != "fast"
 
 
 def recomputed(module: nn.Module, function: Callable, *args: object) -> object:

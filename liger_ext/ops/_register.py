@@ -143,9 +143,6 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
     check = getattr(_C.checks, name)
     tensors = sum("Tensor" in str(argument.type) for argument in overload._schema.arguments)  # the first ones
     has_options = tensors < len(overload._schema.arguments)
-    defaults = tuple(
-        argument.default_value if argument.has_default_value() else None for argument in overload._schema.arguments
-    )
 
     def run_forward(ctx, *args):
         with below_autograd():
@@ -177,7 +174,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(name, args)
         if torch.is_grad_enabled() and any_requires_grad(*args):
-            return Function.apply(*args, *defaults[len(args) :])  # the dispatcher drops what equals a default
+            return Function.apply(*args)
         with below_autograd():
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
