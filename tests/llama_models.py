@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext import apply_liger_kernel_to_llama
 
-LEVELS = ("fast", "auto", "low")  # of memory
+LEVELS = ("fast", "auto", "low", "min")  # of memory
 levels = pytest.mark.parametrize("memory", LEVELS)
 FACTOR = 1.5
 FACTOR_OF_ONE = 3

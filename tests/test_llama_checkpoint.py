@@ -98,7 +98,7 @@ def test_the_sum_over_tiles_is_rounded_once(device, monkeypatch):
 
 
 @reentrant
-@pytest.mark.parametrize("memory", ["auto", "low"])
+@pytest.mark.parametrize("memory", ["auto", "low", "min"])
 def test_a_checkpoint_changes_no_bit(device, memory, use_reentrant):
     model = patched(build(device=device, dtype=torch.bfloat16).train(), memory=memory)
     expected = step(model, batch_of(device))
@@ -152,7 +152,7 @@ def test_a_checkpoint_inside_a_checkpoint(device, memory, use_reentrant):
     compare(checkpointed(build(device=device).train(), use_reentrant), batch_of(device), forward, memory=memory)
 
 
-@pytest.mark.parametrize("memory", ["auto", "low"])
+@pytest.mark.parametrize("memory", ["auto", "low", "min"])
 def test_all_of_a_second_run(device, memory):
     """Without an early stop, a checkpoint's second run goes to the layer's end."""
     model = patched(build(device=device).train(), memory=memory)

@@ -21,7 +21,7 @@ SHAPES = {
     "1b": dict(hidden=2048, intermediate=8192, layers=16, heads=(32, 8), vocab=128256, tied=True),
     "8b-layer": dict(hidden=4096, intermediate=14336, layers=1, heads=(32, 8), vocab=128256, tied=False),
 }
-LEVELS = ("fast", "auto", "low")  # of memory, of the patch
+LEVELS = ("fast", "auto", "low", "min")  # of memory, of the patch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -6,14 +6,16 @@ the second run returns is only differentiated, never read: its last matmuls need
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_ext.models.forwards import find_foreign
+from liger_ext.models.offload import inputs_on_host
 
 _current: contextvars.ContextVar[_Region | None] = contextvars.ContextVar("region", default=None)
 
@@ -33,8 +35,11 @@ class _Region:
             _current.reset(outer)
 
 
-def counting_runs(layer: nn.Module, function: Callable, is_forward: Callable[[Callable], bool]) -> Callable:
-    """`function`, by which `layer` checkpoints its forward, so that `run_of` tells its runs.
+def counting_runs(
+    layer: nn.Module, function: Callable, is_forward: Callable[[Callable], bool], on_host: bool
+) -> Callable:
+    """`function`, by which `layer` checkpoints its forward, so that `run_of` tells its runs, and the layer's input, if
+    wanted, waits on the host.
 
     Only those of what `is_forward` says is the forward, with nothing around it that could read its result, by torch's
     own function without contexts, which may keep what the first run computed. Other functions may do anything.
@@ -46,7 +51,9 @@ def counting_runs(layer: nn.Module, function: Callable, is_forward: Callable[[Ca
         return function
 
     def run(forward: Callable, *args, **kwargs):
-        return function(_Region(layer, forward) if is_forward(forward) else forward, *args, **kwargs)
+        waits = on_host and args and isinstance(args[0], Tensor)
+        with inputs_on_host(args[0]) if waits else contextlib.nullcontext():
+            return function(_Region(layer, forward) if is_forward(forward) else forward, *args, **kwargs)
 
     return run
 

@@ -51,7 +51,7 @@ class LlamaMLP(modeling_llama.LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (has_silu(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
             return super().forward(x)
-        return recomputed(self, self._run, x) if self.liger_memory == "low" else self._run(x)
+        return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -150,7 +150,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         """What transformers (4.53 on) has each layer checkpoint itself with."""
         function = self._checkpoint_function
         as_it_is = torch.compiler.is_compiling() or self.liger_memory == "fast"
-        return function if as_it_is else counting_runs(self, function, self._is_forward)
+        return function if as_it_is else counting_runs(self, function, self._is_forward, self.liger_memory == "min")
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable) -> None:
@@ -190,8 +190,9 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         """Inside a checkpoint of the whole layer nothing is to be made a third time."""
         if run_of(self):
             return "low"
-        checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
-        return "auto" if self.liger_memory == "low" and checkpointed else self.liger_memory
+        if self.liger_memory not in ("low", "min"):
+            return self.liger_memory
+        return "auto" if getattr(self, "gradient_checkpointing", False) and self.training else "low"
 
     def _mlp_is_one_node(self, stream: torch.Tensor) -> bool:
         mlp = self.mlp

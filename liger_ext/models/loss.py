@@ -15,7 +15,7 @@ from liger_ext.models.patch import is_plain_tensor, only_forward_runs
 VALUE_OPTIONS = ("label_smoothing", "lse_square_scale", "ce_weight", "use_token_scaling")
 OUTPUT_OPTIONS = ("return_token_accuracy", "return_predicted_tokens", "return_z_loss")
 FUSED_OPTIONS = ("accum_dtype", "memory")
-MEMORY_LEVELS = ("fast", "auto", "low")
+MEMORY_LEVELS = ("fast", "auto", "low", "min")
 
 
 @dataclass
@@ -76,12 +76,13 @@ def fused_causal_lm_loss(
 
 def logits_memory(level: str, lm_head: nn.Module) -> str | int:
     """The fused loss's `memory` at one of `MEMORY_LEVELS`: the logits come when a step keeps most, so that their buffer
-    is what the peak grows by beside the sum of the head's gradient in fp32, of which it is a half, or a quarter.
+    is what the peak grows by beside the sum of the head's gradient in fp32, of which it is a half, a quarter or
+    an eighth.
     """
     weight = getattr(lm_head, "weight", None)
     if level == "fast" or not isinstance(weight, torch.Tensor) or weight.device.type != "cuda":
         return "auto"
-    return max(weight.numel() * 4 // (2 if level == "auto" else 4), 1 << 28)
+    return max(weight.numel() * 4 // {"auto": 2, "low": 4, "min": 8}[level], 1 << 27)
 
 
 def causal_lm_loss(
