@@ -1,5 +1,5 @@
 // The table of contents of torch.ops.liger_ext: every op's schema. Forwards return what their backwards need; all ops are
-// functional, but for the one that overwrites an argument. An output that an option leaves out has zero elements. Modes are integers
+// functional, but for those that end in _ and overwrite their first argument. An output that an option leaves out has zero elements. Modes are integers
 // here, names in Python:
 //   casting_mode 0 llama, 1 gemma, -1 none;  activation 0 silu, 1 gelu by tanh, 2 exact gelu;  reduction 0 none, 1 mean, 2 sum.
 #include <torch/csrc/stable/library.h>
@@ -61,8 +61,9 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " -> Tensor");
 
   // chunk_rows, chunk_classes: how many rows and classes of logits exist at a time. gradients: the way to them (ops/fused_linear.h): 0
-  // none, 1 deferred, `saved` holds the unreduced gradient of all logits and the backward runs the matmuls; 2 accumulated, dx, dweight
-  // (accum) and dbias hold unreduced gradients; 3 recomputed.
+  // none, 1 deferred, `saved` holds the unreduced gradient of all logits and the backward runs the matmuls; 2 accumulated, dx, dbias, and
+  // dweight's memory with `saved` behind it hold sums of unreduced gradients; 3 recomputed; 4 overlaid, dweight's memory and `saved` hold
+  // the unreduced gradient of all logits. In 2 and 4 the backward_ makes dweight where it is.
   m.def(
       "fused_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? normalizer,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling,"
@@ -78,6 +79,13 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
       " bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "fused_linear_cross_entropy_backward_(Tensor(a!) dweight, Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias,"
+      " Tensor? ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dbias, int ignore_index, int reduction,"
+      " float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling, ScalarType? accum_dtype,"
+      " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
+      " bool need_dbias)"
+      " -> (Tensor dx, Tensor dbias)");
 
   // The benchmarks' measuring stick: a copy at the speed of the memory (kernels/stream_copy.h).
   m.def("stream_copy(Tensor x, int per_thread) -> Tensor");

@@ -3,13 +3,14 @@ takes. Numbers only: they can be asked for a GPU that is not here."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 
 from . import _C
 from .ops._checks import accumulator
-from .ops.fused_linear_cross_entropy import rows_within
+from .ops._chunks import overlays, rows_within
 from .records import RECORDS
 
 TOKENS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 8192, 4096, 14_336, 32, 8, 128, 128_256
@@ -18,7 +19,13 @@ SHAPE = (
     f"{TOKENS:,} tokens, hidden size {HIDDEN:,}, MLP {MLP:,}, {HEADS} + {KV_HEADS} heads of {HEAD_DIM}, "
     f"vocabulary {VOCAB:,}, bfloat16"
 )
-LEVELS: dict[str, str | int] = {"auto": "auto", "1 GiB": 1 << 30, "256 MiB": 1 << 28, "128 rows": 1}
+LEVELS: dict[str, str | int] = {
+    "fast": "fast",
+    "auto": "auto",
+    "1 GiB": 1 << 30,
+    "256 MiB": 1 << 28,
+    "128 rows": 1,
+}
 """Values of ``memory`` of the fused loss, by the names that they are shown under."""
 
 
@@ -30,44 +37,59 @@ def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]
                 yield name, record.plans(profile, record.llama, DTYPE, name)
 
 
-def fused_loss_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, chunk_rows: int) -> int:
-    """The most memory that a training step's fused loss has at a time: x, weight and target, their gradients, and what
-    the op allocates on the way, when at most ``chunk_rows`` rows of logits may exist."""
+def rows_at_a_time(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, memory: str | int, total: int) -> int:
+    """Rows of logits in memory at a time, of a step of ``tokens`` on a GPU with ``total`` bytes."""
+    if memory == "auto" and overlays(tokens, hidden, vocab, dtype):
+        return tokens
+    return _C.equal_chunks(tokens, rows_within(vocab, hidden, dtype, memory, total, True, tokens))
+
+
+def fused_loss_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, memory: str | int, total: int) -> int:
+    """The most memory that a training step's fused loss has at a time on a GPU with ``total`` bytes: x, weight and
+    target, their gradients, and what the op allocates on the way."""
     size, wide = dtype.itemsize, accumulator(dtype).itemsize
-    parameters = (tokens + vocab) * hidden * size
-    losses = tokens * (8 + wide)  # target and each row's loss
-    row = _C.padded_vocab(vocab) * size
-    if tokens <= chunk_rows:  # the gradient of all logits waits for the backward, which makes the results
-        return 2 * parameters + losses + tokens * row
-    # The forward adds up dx and dweight beside one chunk's logits; the backward scales them into the results.
-    sums = tokens * hidden * size + vocab * hidden * wide
-    return parameters + losses + sums + max(_C.equal_chunks(tokens, chunk_rows) * row, parameters)
+    x, weight = tokens * hidden * size, vocab * hidden * size
+    inputs = x + weight + tokens * (8 + wide)  # with target and each row's loss
+    if memory == "auto" and overlays(tokens, hidden, vocab, dtype):
+        # The gradient of all logits waits in dweight and a rest, beside what is set aside of dweight.
+        set_aside = _C.overlaid_pieces(tokens, hidden, vocab)[0].classes
+        return inputs + weight + x + (_C.overlaid_rest(tokens, hidden, vocab) + set_aside * hidden) * size
+    rows = rows_at_a_time(tokens, hidden, vocab, dtype, memory, total)
+    logits = rows * _C.padded_vocab(vocab) * size
+    if tokens <= rows:  # the gradient of all logits waits for the backward, which makes the results
+        return inputs + weight + x + logits
+    # The forward adds up dx and dweight beside one chunk's logits; the backward makes of them the results.
+    return inputs + x + vocab * hidden * wide + max(logits, x)
 
 
-def most_tokens(free: int, hidden: int, vocab: int, dtype: torch.dtype, chunk_rows: int) -> int:
+def most_tokens(free: int, hidden: int, vocab: int, dtype: torch.dtype, memory: str | int, total: int) -> int:
     """The largest number of tokens whose ``fused_loss_bytes`` are at most ``free``; 0 if not even one."""
 
     def fits(tokens: int) -> bool:
-        return fused_loss_bytes(tokens, hidden, vocab, dtype, chunk_rows) <= free
+        return fused_loss_bytes(tokens, hidden, vocab, dtype, memory, total) <= free
 
-    # One chunk, or several: within each, more tokens take more memory, up to the size of equal chunks.
-    several = chunk_rows + 1
-    low, high = (several, 1 << 40) if fits(several) else (0, chunk_rows + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    # Between these numbers, at which the op takes another way, more tokens take more memory, up to the size of chunks.
+    at_once = rows_within(vocab, hidden, dtype, memory, total, True)
+    starts = sorted({1, hidden, hidden * 5 // 2 + 1, at_once + 1, 1 << 40})
+    for low, high in reversed(list(itertools.pairwise(starts))):
+        if not fits(low):
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+    return 0
 
 
 def tokens_at_each_level(total: int, free: int) -> dict[str, dict[str, int]]:
-    """By name of a memory level: "rows" of logits at a time, "bytes" that the call of ``SHAPE`` takes, and "tokens",
+    """By name of a memory level: "rows" of logits at a time and "bytes" that the call of ``SHAPE`` takes, and "tokens",
     the largest count that the fused loss takes at Llama's sizes on a GPU with ``total`` bytes of memory of which
     ``free`` can be had. Of so many tokens x and its gradient are nearly all: most levels have the same."""
     found = {}
     for name, level in LEVELS.items():
-        sizes = HIDDEN, VOCAB, DTYPE, rows_within(VOCAB, HIDDEN, DTYPE, level, total, True)
+        sizes = HIDDEN, VOCAB, DTYPE, level, total
         found[name] = {
-            "rows": sizes[-1],
+            "rows": rows_at_a_time(TOKENS, *sizes),
             "bytes": fused_loss_bytes(TOKENS, *sizes),
             "tokens": most_tokens(free, *sizes),
         }

@@ -145,10 +145,12 @@ def test_an_op_called_directly(device, op, rng):
     for overload, arguments in recorded(draw_call(rng, op, dtypes_of(device), device)):
         originals = {i: a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)}
         tensors, guard = place(originals, lambda shape: draw_layout(rng, shape))
+        unchanged = copies(tensors)
         with unwritten_memory(0x81):
             found = result_of(overload, with_tensors(arguments, tensors))
         what = f"{overload}({', '.join(map(described, tensors.values()))})"
-        assert guard.changed() == [], what
+        schema = overload._schema.arguments
+        assert [i for i in guard.changed() if not (schema[i].alias_info and schema[i].alias_info.is_write)] == [], what
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = {i: mode.from_tensor(t) for i, t in tensors.items()}
             predicted = result_of(overload, with_tensors(arguments, fake))
@@ -161,7 +163,7 @@ def test_an_op_called_directly(device, op, rng):
             assert (real.shape, real.dtype) == (expected.shape, expected.dtype), what
             assert significant_strides(real) == significant_strides(expected), what
         with unwritten_memory(0x7E):
-            expected = result_of(overload, with_tensors(arguments, copies(tensors)))
+            expected = result_of(overload, with_tensors(arguments, unchanged))
         for real, like in zip(found, expected, strict=True):
             if not same_bits(real, like):
                 assert other_sums(op, device), f"other bits than contiguous copies: {what}"

@@ -30,16 +30,36 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
   return dtypes;
 }
 
-inline void check_schedule(const char* op, const Size& rows, const Size& vocab, int64_t gradients, const Size& chunk_rows,
-                           const Size& chunk_classes, bool need_dx, bool need_dweight, bool need_dbias) {
-  require(gradients >= 0 && gradients <= int64_t(launch::Gradients::recomputed), op, ": gradients is ", gradients,
-          ", expected 0 (none), 1 (deferred), 2 (accumulated) or 3 (recomputed)");
+// The sum of dweight over chunks: its first rows lie in so many elements of it that dweight fits there, the others in a rest. A sum in 16
+// bits is of dweight's own dtype, lest it be rounded once more.
+inline Dtype sum_dtype(const HeadDtypes& dtypes, Dtype weight) { return dtypes.accum == weight ? weight : dtypes.acc; }
+template <class Size> struct SumSizes {
+  Size rows, memory, rest;  // rows of the sum in dweight's memory; elements of the sum's dtype
+
+  SumSizes(const Size& vocab, const Size& hidden, Dtype sum, Dtype weight)
+      : rows(vocab / ratio(sum, weight)),
+        memory((vocab * hidden + ratio(sum, weight) - Size(1)) / ratio(sum, weight)),
+        rest((vocab - rows) * hidden) {}
+  static Size ratio(Dtype sum, Dtype weight) { return Size(int64_t(size_of(sum) / size_of(weight))); }
+};
+
+inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, int64_t gradients,
+                           const Size& chunk_rows, const Size& chunk_classes, bool need_dx, bool need_dweight, bool need_dbias) {
+  const Size rows = x.size(0), vocab = weight.size(0);
+  require(gradients >= 0 && gradients <= int64_t(launch::Gradients::overlaid), op, ": gradients is ", gradients,
+          ", expected 0 (none), 1 (deferred), 2 (accumulated), 3 (recomputed) or 4 (overlaid)");
   require(chunk_rows >= 1, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
   require(chunk_classes >= 1, op, ": chunk_classes is ", chunk_classes, ", expected at least 1");
   const auto way = launch::Gradients(gradients);
-  require(way != launch::Gradients::deferred || (chunk_rows >= rows && chunk_classes >= vocab), op,
-          ": gradients is 1 (deferred), for which all logits have to exist at a time, not ", chunk_rows, " of ", rows, " rows and ",
-          chunk_classes, " of ", vocab, " classes");
+  const bool overlaid = way == launch::Gradients::overlaid;
+  require(!(overlaid || way == launch::Gradients::deferred) || (chunk_rows >= rows && chunk_classes >= vocab), op, ": gradients is ",
+          gradients, ", for which all logits have to exist at a time, not ", chunk_rows, " of ", rows, " rows and ", chunk_classes, " of ",
+          vocab, " classes");
+  require(
+      !overlaid || (need_dweight && dtype_of(weight, "weight") == dtypes.compute && rows >= x.size(1) && x.size(1) >= 1), op,
+      ": gradients is 4 (overlaid), for which a gradient of weight in the dtype of the matmuls has to be wanted, and x to have at least as "
+      "many rows as columns, not shape ",
+      shape_text(x));
   require((way == launch::Gradients::none) == !(need_dx || need_dweight || need_dbias), op, ": gradients is ", gradients,
           ", which does not fit need_dx ", need_dx, ", need_dweight ", need_dweight, " and need_dbias ", need_dbias);
 }
@@ -49,16 +69,31 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
                                 const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias, bool need_dx,
                                 bool need_dweight, bool need_dbias) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
-  if (launch::Gradients(gradients) == launch::Gradients::deferred) {
-    check_device(op, saved, "saved", x, "x");
-    check_shape(op, saved, "saved", {rows, vocab});
-    require(type_of(saved) == scalar_type(dtypes.compute), op, ": saved has dtype ", dtype_name(type_of(saved)), ", expected ",
-            dtype_name(scalar_type(dtypes.compute)));
+  const Dtype weight_dtype = dtype_of(weight, "weight");
+  switch (launch::Gradients(gradients)) {
+    case launch::Gradients::none:
+    case launch::Gradients::recomputed:
+      return;
+    case launch::Gradients::deferred:
+      check_device(op, saved, "saved", x, "x");
+      check_shape(op, saved, "saved", {rows, vocab});
+      require(type_of(saved) == scalar_type(dtypes.compute), op, ": saved has dtype ", dtype_name(type_of(saved)), ", expected ",
+              dtype_name(scalar_type(dtypes.compute)));
+      return;
+    case launch::Gradients::overlaid:
+      check_made(op, saved, "saved", {launch::overlaid_rest(rows, hidden, vocab)}, dtypes.compute, x, "x");
+      check_made(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
+      return;
+    case launch::Gradients::accumulated: {
+      if (need_dx) check_made(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
+      if (need_dbias) check_made(op, dbias, "dbias", {vocab}, dtypes.acc, x, "x");
+      if (!need_dweight) return;
+      const Dtype sum = sum_dtype(dtypes, weight_dtype);
+      const SumSizes<Size> sizes(vocab, hidden, sum, weight_dtype);
+      check_made(op, saved, "saved", {sizes.rest}, sum, x, "x");
+      check_made(op, dweight, "dweight", {sizes.memory}, sum, x, "x");
+    }
   }
-  if (launch::Gradients(gradients) != launch::Gradients::accumulated) return;
-  if (need_dx) check_made(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
-  if (need_dweight) check_made(op, dweight, "dweight", {vocab, hidden}, dtypes.accum, x, "x");
-  if (need_dbias) check_made(op, dbias, "dbias", {vocab}, dtypes.acc, x, "x");
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -10,10 +10,12 @@ namespace liger::launch {
 namespace {
 
 const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_classes"};  // 0: all at a time
+const Fact overlaid{"overlaid"};
 
 bool in_pieces(const Call& call) { return call[chunk_classes] > 0 && call[chunk_classes] < call.cols; }
 // Of a fused loss whose gradients are all wanted.
 Gradients mode_of(const Call& call) {
+  if (call[overlaid] && call.rows > 0) return Gradients::overlaid;
   return gradients_of(true, true, (call[chunk_rows] == 0 || call.rows <= call[chunk_rows]) && !in_pieces(call), call[per_row] != 0);
 }
 int64_t chunk_of(const Call& call) { return equal_chunks(call.rows, call[chunk_rows] ? call[chunk_rows] : call.rows); }
@@ -53,9 +55,43 @@ void add_chunk(Launches& out, const DeviceProfile& device, const Call& call, boo
   if (call[bias] && sums) add_dbias(out, device, call, rows, piece.cols);
 }
 
+// The gradient of all logits in pieces.
+void add_overlaid(Launches& out, const DeviceProfile& device, const Call& call) {
+  const auto pieces = overlaid_pieces(call.rows, call[hidden], call.cols);
+  const auto for_each_piece = [&](auto f) {
+    for (const OverlaidPiece& of : pieces) {
+      Call piece = call;
+      piece.cols = of.classes;
+      f(piece);
+    }
+  };
+  for_each_piece([&](const Call& piece) {
+    if (call[bias]) add_pieces(out, device, call, fill_kernel, call.rows, piece.cols);
+    out.push_back(cross_entropy_statistics(device, logits(piece, call.rows, false)));
+  });
+  out.push_back(cross_entropy_merge(device, call.rows));
+  for_each_piece([&](const Call& piece) { out.push_back(cross_entropy_backward(device, logits(piece, call.rows, false), &call.knobs)); });
+}
+
+// What a sum of dweight takes to become dweight: in its own memory, from where the sum is wider, ever more rows at a time.
+void add_narrowing(Launches& out, const DeviceProfile& device, const Call& call) {
+  const int64_t ratio = call.element_bytes == 2 ? 2 : 1, here = call.cols / ratio;
+  const auto add = [&](int64_t rows) { add_pieces(out, device, call, scale_kernel, rows, call[hidden]); };
+  if (ratio == 1) return add(here);
+  int64_t done = std::min(narrowed_elsewhere, here);
+  add(done);
+  add(done);
+  for (int64_t next; done > 0 && done < here; done = next) {
+    next = std::min(done * ratio, here);
+    add(next - done);
+  }
+  add(call.cols - here);
+}
+
 Launches fused_loss(const DeviceProfile& device, const Call& call) {
   Launches first;
-  add_chunk(first, device, call, mode_of(call) != Gradients::recomputed, mode_of(call) == Gradients::accumulated);
+  if (mode_of(call) == Gradients::overlaid) add_overlaid(first, device, call);
+  else add_chunk(first, device, call, mode_of(call) != Gradients::recomputed, mode_of(call) == Gradients::accumulated);
   return with_sums(device, call, first, true);
 }
 
@@ -66,6 +102,14 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
     // Matmuls write the gradients; each row's own factor goes into dx and, for dweight, into a copy of x.
     for (int i = 0; call[per_row] && i < 2; ++i) add_pieces(out, device, call, scale_kernel, call.rows, call[hidden]);
     if (call[bias]) add_dbias(out, device, call, call.rows, call.cols);
+  } else if (mode_of(call) == Gradients::overlaid) {
+    const auto pieces = overlaid_pieces(call.rows, call[hidden], call.cols);
+    const int64_t wide = call.element_bytes == 2 ? 2 : 1;
+    add_pieces(out, device, call, scale_kernel, overlaid_block(call.rows, pieces[0].classes, wide), call[hidden]);
+    if (call[per_row]) add_pieces(out, device, call, scale_kernel, call.rows, call[hidden]);
+    for (const OverlaidPiece& piece : pieces)
+      if (call[bias]) add_dbias(out, device, call, call.rows, piece.classes);
+    if (pieces[0].in_dweight) add_pieces(out, device, call, scale_kernel, pieces[0].classes, call[hidden]);
   } else {
     if (mode_of(call) == Gradients::recomputed) {
       add_pieces(out, device, call, scale_kernel, chunk_of(call), call[hidden]);
@@ -74,7 +118,7 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
     } else {
       add_pieces(out, device, call, scale_kernel, 1, call.rows * call[hidden]);
     }
-    add_pieces(out, device, call, scale_kernel, 1, call.cols * call[hidden]);
+    add_narrowing(out, device, call);
   }
   if (call[bias]) add_pieces(out, device, call, scale_kernel, 1, call.cols);
   return out;

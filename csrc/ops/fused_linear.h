@@ -9,8 +9,12 @@
 // The ways to the gradients (launch/chunks.h), which the caller chooses:
 //   deferred     the gradient of all logits is saved and the backward runs the matmuls, with alpha = grad_output * scale. No fp32 copy of
 //                dweight exists, and per-row losses cost nothing extra.
-//   accumulated  the forward adds up unreduced dx, dweight, dbias; the backward scales them.
+//   overlaid     the same, where the gradient of all logits waits in the memory that becomes dweight, as far as that goes, in pieces of the
+//                vocabulary (launch/chunks.h). For half of its memory, the logits are read twice, and dx is a sum over the pieces.
+//   accumulated  the forward adds up unreduced dx, dweight, dbias; the backward scales them. The fp32 sum of a 16-bit dweight lies half in
+//                dweight's memory, half in a rest: the backward makes of the one what belongs there, and then what the other holds.
 //   recomputed   the backward runs the chunks again.
+// dweight's memory is written by the backward that may (fused_linear_cross_entropy_backward_); the other makes a new dweight beside it.
 // If each row's loss is a result, it has its own grad_output. It never multiplies a gradient of logits, which 16 bits might not hold then:
 // it multiplies the rows of dx when they are made, and for dweight those of x, relative to the largest of them.
 //
@@ -71,14 +75,32 @@ void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule
   }
 }
 
-// Gradients without scale, summed over chunks and pieces; those not wanted are empty.
+// The sum of dweight over chunks: its first rows in the memory that becomes dweight, the others in a rest (checks/head.h).
+class WeightSum {
+ public:
+  WeightSum(const Head& head, const Tensor& memory, const Tensor& rest);
+  void add(Range rows, Range classes, const Rows& gradient, const Rows& x) const;
+  // out = the sum * *factor. out: of weight's dtype, the sum's memory or memory apart.
+  void scale_into(const MutableRows& out, const void* factor) const;
+
+ private:
+  MutableRows sum_of(int64_t row) const;
+  void scale_rows(int64_t first, int64_t rows, const MutableRows& out, const void* factor) const;
+  void narrow_in_place(const MutableRows& out, const void* factor) const;
+
+  const Head& head_;
+  Tensor memory_, rest_;
+  int64_t in_memory_;  // rows
+};
+
+// Gradients without scale, summed over chunks and pieces; those not wanted are empty. dweight and rest: what WeightSum is of.
 class GradientSums {
  public:
-  GradientSums(const Head& head, const Schedule& schedule, bool wanted);
+  GradientSums(const Head& head, const Schedule& schedule, bool wanted, const Tensor& dweight);
   // A chunk's, or piece's, share. x: the chunk's; row_scale: of the rows of dbias, or none.
   void add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const;
 
-  Tensor dx, dweight, dbias;
+  Tensor dx, dweight, rest, dbias;
 
  private:
   const Head& head_;
@@ -86,18 +108,47 @@ class GradientSums {
   Tensor chunk_dx_;  // of pieces: a chunk's rows, in the accumulator's dtype
 };
 
+// The gradient of all logits in the memory that becomes dweight, and in a rest.
+class Overlaid {
+ public:
+  Overlaid(const Head& head, const Tensor& memory, const Tensor& rest)
+      : pieces(launch::overlaid_pieces(head.rows, head.hidden, head.vocab)), head_(head), memory_(memory), rest_(rest) {}
+
+  Range classes(size_t piece) const { return {pieces[piece].first, pieces[piece].classes}; }
+  MutableRows gradient(size_t piece) const;
+  // The losses of all rows into `results`, and the gradient of the logits.
+  template <class Loss> void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results) const {
+    const typename Loss::Pieces of(loss, head_.all_rows(), pieces.size(), counts, results);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      head_.logits(head_.all_rows(), classes(i), gradient(i));
+      of.statistics(i, classes(i), gradient(i));
+    }
+    of.merge();
+    for (size_t i = 0; i < pieces.size(); ++i) of.gradient(classes(i), gradient(i));
+  }
+
+  const std::vector<launch::OverlaidPiece> pieces;
+
+ private:
+  const Head& head_;
+  Tensor memory_, rest_;
+};
+
 // The results of a backward in their parameters' dtypes, and how each of the ways makes them.
 class Backward {
  public:
-  // scale: what all gradients are multiplied by beside dloss, times `factor`.
-  Backward(const Head& head, const Schedule& schedule, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-           const Tensor& dloss, bool per_row, const void* scale, double factor);
+  // scale: what all gradients are multiplied by beside dloss, times `factor`. in_place: the dweight that the forward returned is to become
+  // the gradient.
+  Backward(const Head& head, const Schedule& schedule, const Tensor& x, const OptionalTensor& bias, const Tensor& dloss, bool per_row,
+           const void* scale, double factor, bool in_place);
 
   void from_saved_gradient(const Tensor& saved);
-  void from_sums(const Tensor& dx_sum, const Tensor& dweight_sum, const Tensor& dbias_sum);
+  void from_overlaid(const Tensor& dweight_memory, const Tensor& rest);
+  void from_sums(const Tensor& dx_sum, const Tensor& dweight_sum, const Tensor& rest, const Tensor& dbias_sum);
   template <class Loss> void by_recomputing(const Loss& loss, const Tensor& counts) {
     const Tensor buffer = allocate(head_.scope, {schedule_.rows, schedule_.stride()}, head_.compute, scales_);
-    const GradientSums sums(head_, schedule_, true);
+    in_place_ = true;
+    const GradientSums sums(head_, schedule_, true, new_dweight());
     const Tensor scaled = scaled_x_buffer(schedule_.rows);
     Rows x;
     for_each_chunk<Loss, typename Loss::Results>(head_, loss, schedule_, mutable_rows(buffer), counts, nullptr, true,
@@ -105,7 +156,7 @@ class Backward {
                                                    if (schedule_.dweight && classes.first == 0) x = scaled_x(rows, scaled);
                                                    sums.add(rows, classes, gradient, x, from_row(row_grad_, rows.first));
                                                  });
-    from_sums(sums.dx, sums.dweight, sums.dbias);
+    from_sums(sums.dx, sums.dweight, sums.rest, sums.dbias);
   }
   // Of no rows.
   void zeros();
@@ -113,6 +164,8 @@ class Backward {
   Tensor dx, dweight, dbias;
 
  private:
+  Tensor new_dweight() const;
+  MutableRows dweight_rows() const { return {dweight.data_ptr(), head_.hidden, head_.weight}; }
   // Of every result; of dweight, where x is scaled for it; what x is scaled by.
   const void* alpha() const { return scales_.data_ptr(); }
   const void* dweight_alpha() const { return per_row_ ? scale_at(1) : alpha(); }
@@ -128,7 +181,7 @@ class Backward {
   const Schedule& schedule_;
   Tensor dloss_, scales_;
   Rows row_grad_;
-  bool per_row_;
+  bool per_row_, in_place_;
 };
 
 }  // namespace liger::LIGER_BACKEND

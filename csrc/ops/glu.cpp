@@ -41,17 +41,6 @@ void backward(const Scope& scope, const Tensor& dh, const Halves& in, MutableRow
         scope);
 }
 
-// One is overwritten while the other is read. Memory between a tensor's first and last element counts as its own.
-void require_apart(const Scope& scope, const Tensor& written, const char* name, const Tensor& read, const char* read_name) {
-  const auto end = [](const Tensor& t) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    return at(static_cast<const char*>(t.data_ptr()), last + 1, dtype_of(t));
-  };
-  require(written.numel() == 0 || end(written) <= read.data_ptr() || end(read) <= written.data_ptr(), scope.op(), ": ", name,
-          " shares memory with ", read_name, ", expected memory of its own, since it is overwritten");
-}
-
 Tensor glu_op(Tensor gate, Tensor up, int64_t activation, double gate_multiplier, double down_multiplier) {
   const Scope scope("glu", gate);
   return forward(scope, gate, two_tensors(scope, gate, up), activation, gate_multiplier, down_multiplier);

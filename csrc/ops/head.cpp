@@ -23,7 +23,8 @@ Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const Opti
   const HeadDtypes dtypes = head_dtypes(scope.op(), x, weight, accum_dtype, compute_dtype);
   compute = dtypes.compute;
   acc = dtypes.acc;
-  accum = dtypes.accum;
+  this->weight = dtype_of(weight);
+  sum = sum_dtype(dtypes, this->weight);
   bias_ = contiguous(scope, bias);
   x_ = as_matrix(scope, x);
   weight_ = as_matrix(scope, weight);

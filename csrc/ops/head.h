@@ -39,13 +39,15 @@ class Head {
   Rows x_rows() const { return in_compute_dtype(x_); }
   // May a matmul write this dtype?
   bool writes(Dtype dtype) const { return dtype == compute || dtype == acc; }
+  SumSizes<int64_t> sum_sizes() const { return {vocab, hidden, sum, weight}; }
   bool has_bias() const { return bias_.has_value(); }
   Range all_rows() const { return {0, rows}; }
   Range all_classes() const { return {0, vocab}; }
 
   const Scope& scope;
   int64_t rows = 0, hidden = 0, vocab = 0;
-  Dtype compute{}, acc{}, accum{};
+  // Of the matmuls, of losses, of the sum of dweight over chunks, and of weight.
+  Dtype compute{}, acc{}, sum{}, weight{};
 
  private:
   // Cast at the first use, since a backward may need neither.

@@ -179,4 +179,14 @@ Vector vector_of(const OptionalTensor& t) { return t ? Vector{t->data_ptr(), dty
 
 OptionalTensor contiguous(const Scope& scope, const OptionalTensor& t) { return t ? OptionalTensor(contiguous(scope, *t)) : t; }
 
+void require_apart(const Scope& scope, const Tensor& written, const char* name, const Tensor& read, const char* read_name) {
+  const auto end = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    return at(static_cast<const char*>(t.data_ptr()), last + 1, dtype_of(t));
+  };
+  require(written.numel() == 0 || end(written) <= read.data_ptr() || end(read) <= written.data_ptr(), scope.op(), ": ", name,
+          " shares memory with ", read_name, ", expected memory of its own, since it is overwritten");
+}
+
 }  // namespace liger::LIGER_BACKEND

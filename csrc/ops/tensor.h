@@ -55,6 +55,8 @@ Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype);
 Tensor allocate_statistics(const Scope& scope, const Tensor& like, Dtype dtype);     // a number for each row, in dtype's accumulator
 Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like);
 void zero(std::initializer_list<Tensor> tensors);
+// One is overwritten while the other is read. Memory between a tensor's first and last element counts as its own.
+void require_apart(const Scope& scope, const Tensor& written, const char* name, const Tensor& read, const char* read_name);
 std::vector<int64_t> sizes_of(const Tensor& t);
 
 // A checked tensor seen as a matrix of rows over its last dimension. Keeps a contiguous copy alive where its strides allow no such view.

@@ -201,8 +201,17 @@ void bind_plans(py::module_& m) {
       .value("none", Gradients::none)
       .value("deferred", Gradients::deferred)
       .value("accumulated", Gradients::accumulated)
-      .value("recomputed", Gradients::recomputed);
+      .value("recomputed", Gradients::recomputed)
+      .value("overlaid", Gradients::overlaid);
   m.def("gradients_of", &gradients_of, py::arg("input"), py::arg("parameters"), py::arg("at_once"), py::arg("per_row"));
+  py::class_<OverlaidPiece>(m, "OverlaidPiece", "See csrc/launch/chunks.h.")
+      .def_readonly("first", &OverlaidPiece::first)
+      .def_readonly("classes", &OverlaidPiece::classes)
+      .def_readonly("offset", &OverlaidPiece::offset)
+      .def_readonly("in_dweight", &OverlaidPiece::in_dweight);
+  m.def("overlaid_pieces", [](int64_t rows, int64_t hidden, int64_t vocab) { return overlaid_pieces(rows, hidden, vocab); },
+        py::arg("rows"), py::arg("hidden"), py::arg("vocab"));
+  m.def("overlaid_rest", &overlaid_rest<int64_t>, py::arg("rows"), py::arg("hidden"), py::arg("vocab"));
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
   bind_launches(m);

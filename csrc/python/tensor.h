@@ -27,6 +27,9 @@ class Size {
   friend bool operator>=(const Size& a, const Size& b) { return a.value_ >= b.value_; }
   friend bool operator>(const Size& a, const Size& b) { return a.value_ > b.value_; }
   friend Size operator*(const Size& a, const Size& b) { return Size(a.value_ * b.value_); }
+  friend Size operator+(const Size& a, const Size& b) { return Size(a.value_ + b.value_); }
+  friend Size operator-(const Size& a, const Size& b) { return Size(a.value_ - b.value_); }
+  friend Size operator/(const Size& a, const Size& b) { return made(PyNumber_FloorDivide(a.value_.ptr(), b.value_.ptr())); }
   friend Size operator%(const Size& a, const Size& b) { return made(PyNumber_Remainder(a.value_.ptr(), b.value_.ptr())); }
   friend void append(std::string& text, const Size& size) { text += std::string(py::str(size.value_)); }
 

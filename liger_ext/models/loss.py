@@ -80,9 +80,9 @@ def logits_memory(level: str, lm_head: nn.Module) -> str | int:
     an eighth.
     """
     weight = getattr(lm_head, "weight", None)
-    if level == "fast" or not isinstance(weight, torch.Tensor) or weight.device.type != "cuda":
-        return "auto"
-    return max(weight.numel() * 4 // {"auto": 2, "low": 4, "min": 8}[level], 1 << 27)
+    if level in ("fast", "auto") or not isinstance(weight, torch.Tensor) or weight.device.type != "cuda":
+        return level if level == "fast" else "auto"
+    return max(weight.numel() * 4 // {"low": 4, "min": 8}[level], 1 << 27)
 
 
 def causal_lm_loss(

@@ -40,6 +40,9 @@ def register(
 ) -> Callable:
     """Registers all of the above for ``name`` and ``name_backward``; returns what calls the op with the least overhead.
 
+    ``setup_context(ctx, inputs, output)`` finds ``ctx.unseen`` set where our own function has called: users get nothing
+    of the output that is only there for the backward.
+
     ``backward(ctx, saved, *grads)`` gets the saved tensors, since they are to be unpacked before autograd is left:
     hooks may run any code then, such as the recomputation of ``torch.utils.checkpoint``, which records a graph.
 
@@ -160,15 +163,21 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         with below_autograd():
             return backward(ctx, saved, *grads)
 
-    # Made by its metaclass, which takes the name of graph nodes from the class's: LigerRmsNormBackward.
-    Function = type(torch.autograd.Function)(
-        "Liger" + "".join(map(str.capitalize, name.split("_"))),
-        (torch.autograd.Function,),
-        {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)},
-    )
+    def run_forward_unseen(ctx, *args):
+        ctx.unseen = True
+        return run_forward(ctx, *args)
 
+    def function(forward):
+        # Made by its metaclass, which takes the name of graph nodes from the class's: LigerRmsNormBackward.
+        return type(torch.autograd.Function)(
+            "Liger" + "".join(map(str.capitalize, name.split("_"))),
+            (torch.autograd.Function,),
+            {"forward": staticmethod(forward), "backward": staticmethod(run_backward)},
+        )
+
+    Function = function(run_forward)
     # Function.apply prepares for torch.func transforms, which call() has ruled out, and then calls this.
-    apply = super(torch.autograd.Function, Function).apply
+    apply = super(torch.autograd.Function, function(run_forward_unseen)).apply
 
     def kernel(keyset, *args):
         if forward_ad._current_level >= 0:

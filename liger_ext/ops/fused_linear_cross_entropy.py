@@ -5,21 +5,26 @@ how many rows and classes of logits may exist at a time, and how the gradients c
 
 * deferred: all logits exist at once. The forward saves their gradient (without loss scale and denominator), and the
   backward runs the two matmuls.
+* overlaid: the same, where that gradient waits in the memory that becomes dweight.
 * accumulated: several chunks. The forward adds up dx and dweight, also without scale; the backward scales them.
 * recomputed: several chunks and reduction "none", where each row's gradient has a factor of its own: the backward runs
   the chunks again.
 
-Saved tensors are read, never written, so a second backward gives the same gradients.
+Where a second backward may follow, and where others see what is saved (hooks, graphs of torch.compile), saved tensors
+are read, never written. Else the backward makes dweight in the memory that the forward has prepared for it.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import numbers
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import (
+    _get_current_graph_task_keep_graph,
+    _saved_tensors_hooks_is_enabled,
+    _top_saved_tensors_default_hooks,
+)
 from torch.utils.flop_counter import register_flop_formula
 
 from liger_ext import _C
@@ -33,20 +38,20 @@ from liger_ext.ops._checks import (
     require,
     shape_text,
 )
+from liger_ext.ops._chunks import chunk_classes, chunk_rows, overlays, padded_vocab
 from liger_ext.ops._modules import check_loss_options
-from liger_ext.ops._register import register
+from liger_ext.ops._register import register, register_in_place
 from liger_ext.ops.cross_entropy import CrossEntropyOutput, class_weight, fake_results, results
 
 __all__ = ["LigerFusedLinearCrossEntropyLoss", "fused_linear_cross_entropy", "liger_fused_linear_cross_entropy"]
 
 _forward_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
 _backward_op = torch.ops.liger_ext.fused_linear_cross_entropy_backward.default
+_backward_in_place = torch.ops.liger_ext.fused_linear_cross_entropy_backward_.default
 
 _OP = "fused_linear_cross_entropy"
-_MIB = 1 << 20
-_ROW_MULTIPLE = _C.padded_vocab(1)
-_DEFERRED, _ACCUMULATED, _RECOMPUTED = map(
-    int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed)
+_DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
+    int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
 )
 _COMPUTE_DTYPE = [argument.name for argument in _forward_op._schema.arguments].index("compute_dtype")
 
@@ -88,9 +93,10 @@ def fused_linear_cross_entropy(
         accum_dtype: in which the weight's gradient is summed over chunks: float32 if None (float64 for float64), or the
             dtype of the matmuls, which takes half the memory and rounds after each chunk.
         use_token_scaling: multiply each token's loss by the probability of its target, as a constant.
-        memory: how large the buffer of logits may be: a number of bytes, or ``"auto"``, which bounds it by the
-            memory that the op needs anyway. It changes memory and speed, and results by rounding only. Where 128 rows
-            do not fit, the vocabulary goes through in pieces of at least 1,024 classes, and the logits are made twice.
+        memory: what the op may take on the way. ``"auto"``: little more than its gradients, at 1 to 3 % of its time.
+            ``"fast"``: logits of up to 1/32 of a GPU's memory, or as much as the weight's gradient in float32. A
+            number: bytes of logits at a time; where they do not hold 128 rows, the vocabulary goes through in pieces of
+            at least 1,024 classes, and the logits are made twice. It changes results by rounding only.
         normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
             all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
             which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
@@ -128,12 +134,17 @@ def fused_linear_cross_entropy(
     chunk = classes = 1
     is_head = weight.dim() == 2 and weight.shape[0] > 0  # else the op says what is wrong
     if is_head:
-        chunk = chunk_rows(weight.shape[0], weight.shape[1], dtype, memory, x.device, need_dweight)
+        chunk = chunk_rows(weight.shape[0], weight.shape[1], dtype, memory, x.device, need_dweight, rows.shape[0])
         classes = chunk_classes(weight.shape[0], dtype, memory)
     need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
-    # Where it is not known while a graph is made whether one chunk will do, sums over chunks are right for any number.
-    at_once = is_head and holds(rows.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
-    gradients = _gradients_of(need_dx, need_dweight or need_dbias, at_once, reduction == "none")
+    # Not in graphs, where nothing is to be written that an op has returned.
+    may_overlay = is_head and need_dweight and weight.dtype == dtype and not torch.compiler.is_compiling()
+    if may_overlay and memory == "auto" and overlays(*rows.shape, weight.shape[0], dtype, x.device.type):
+        gradients, chunk, classes = _OVERLAID, rows.shape[0], weight.shape[0]
+    else:
+        # Where it is not known while a graph is made whether one chunk will do, sums are right for any number.
+        at_once = is_head and holds(rows.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
+        gradients = _gradients_of(need_dx, need_dweight or need_dbias, at_once, reduction == "none")
     outputs = _call(
         rows, weight, target if target.dim() == 1 else target.reshape(-1), bias, ce_weight,
         None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
@@ -196,70 +207,9 @@ def liger_fused_linear_cross_entropy(
     return fused_linear_cross_entropy(input, weight, target, *options, **named_options)
 
 
-def chunk_rows(
-    vocab_size: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    memory: str | int,
-    device: torch.device,
-    need_dweight: bool = False,
-) -> int:
-    """How many rows of logits may exist at a time; the op makes the fewest equal chunks of at most as many.
-
-    ``memory`` is the size of the buffer of logits in bytes (at least 128 rows, of fewer classes where they do not fit:
-    :func:`chunk_classes`). ``"auto"`` is a GPU's memory / 32, but at least 256 MiB; on a CPU 64 MiB, but at least 256
-    rows. Where the weight's gradient is wanted, ``"auto"`` also takes a single chunk whenever its logits are no larger
-    than the float32 sum of that gradient, which only several chunks need.
-
-    Only facts that do not change decide (never how much memory is free), so that the same call gives the same bits; and
-    not the number of rows, so that one compiled graph serves every batch.
-
-    Raises:
-        ValueError: ``memory`` is neither ``"auto"`` nor a positive number.
-    """
-    gpu_bytes = _total_memory(device) if memory == "auto" and device.type == "cuda" else None
-    return rows_within(vocab_size, hidden_size, dtype, memory, gpu_bytes, need_dweight)
-
-
-def rows_within(
-    vocab_size: int, hidden_size: int, dtype: torch.dtype, memory: str | int, gpu_bytes: int | None, need_dweight: bool
-) -> int:
-    """:func:`chunk_rows` for a GPU with ``gpu_bytes`` of memory, or for a CPU (None)."""
-    row_bytes = _padded(vocab_size) * dtype.itemsize
-    if memory == "auto":
-        budget = max(64 * _MIB, 256 * row_bytes) if gpu_bytes is None else max(256 * _MIB, gpu_bytes // 32)
-        if need_dweight:
-            budget = max(budget, vocab_size * hidden_size * accumulator(dtype).itemsize)
-    elif isinstance(memory, (int, float)) and not isinstance(memory, bool) and 0 < memory < math.inf:
-        budget = int(memory)
-    else:
-        raise ValueError(f"{_OP}: memory is {memory!r}, expected 'auto' or a number of bytes greater than 0")
-    return max(budget // row_bytes // 128 * 128, 128)
-
-
-def chunk_classes(vocab_size: int, dtype: torch.dtype, memory: str | int) -> int:
-    """How many classes' logits may exist at a time: all, unless a number of bytes does not hold those of 128 rows; but
-    at least 1,024."""
-    if memory == "auto":
-        return vocab_size
-    fitting = int(memory) // (128 * dtype.itemsize) // _ROW_MULTIPLE * _ROW_MULTIPLE
-    return min(max(fitting, 1024), vocab_size)
-
-
 @torch.compiler.assume_constant_result
 def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
     return int(_C.gradients_of(need_dx, need_parameters, at_once, per_row))
-
-
-@torch.compiler.assume_constant_result
-@functools.cache
-def _total_memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
-
-
-def _padded(vocab_size: int) -> int:
-    """``_C.padded_vocab`` of a size that may be symbolic: the elements from one row of logits to the next."""
-    return (vocab_size + _ROW_MULTIPLE - 1) // _ROW_MULTIPLE * _ROW_MULTIPLE
 
 
 def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -309,16 +259,24 @@ def _fake(
     rows, hidden = x.shape
     vocab = weight.shape[0]
     need_dbias = need_dbias and bias is not None
-    deferred, accumulated = gradients == _DEFERRED, gradients == _ACCUMULATED
-    saved = x.new_empty(0, dtype=compute)
-    if deferred:
-        saved = x.new_empty_strided((rows, vocab), (_padded(vocab), 1), dtype=compute)
+    accumulated, overlaid = gradients == _ACCUMULATED, gradients == _OVERLAID
+    summed = weight.dtype if weight.dtype == accum_dtype else acc
+    saved, dweight = x.new_empty(0, dtype=summed), x.new_empty(0, dtype=summed)
+    if gradients == _DEFERRED:
+        saved = x.new_empty_strided((rows, vocab), (padded_vocab(vocab), 1), dtype=compute)
+    elif overlaid:  # csrc/launch/chunks.h: overlaid_rest
+        saved = x.new_empty(rows * padded_vocab(vocab - vocab * hidden // rows // 64 * 64), dtype=compute)
+        dweight = weight.new_empty(vocab * hidden)
+    elif accumulated and need_dweight:  # csrc/checks/head.h: SumSizes
+        ratio = summed.itemsize // weight.dtype.itemsize
+        saved = x.new_empty((vocab - vocab // ratio) * hidden, dtype=summed)
+        dweight = x.new_empty((vocab * hidden + ratio - 1) // ratio, dtype=summed)
     return (
         *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
         x.new_empty(_C.cross_entropy_counts, dtype=acc),
         saved,
         x.new_empty((rows, hidden) if accumulated and need_dx else 0, dtype=compute),
-        x.new_empty((vocab, hidden) if accumulated and need_dweight else 0, dtype=accum_dtype or acc),
+        dweight,
         x.new_empty(vocab if accumulated and need_dbias else 0, dtype=acc),
     )
 
@@ -332,6 +290,11 @@ def _fake_backward(dloss, x, weight, target, bias, *others):
         weight.new_empty(weight.shape if need_dweight else 0),
         x.new_empty(weight.shape[0] if need_dbias else 0, dtype=acc if bias is None else bias.dtype),
     )
+
+
+def _fake_backward_in_place(dweight, dloss, x, weight, target, bias, *others):
+    dx, _, dbias = _fake_backward(dloss, x, weight, target, bias, *others)
+    return dx, dbias
 
 
 def _setup_context(ctx, inputs, output):
@@ -351,6 +314,10 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
     ctx.save_for_backward(x, weight, target, bias, ce_weight, *others[3:])
+    dweight = others[6]
+    # Nobody else sees it: neither who called the op itself, nor hooks, nor a graph that is being made.
+    unseen = getattr(ctx, "unseen", False) and type(dweight) is Tensor and _saved_tensors_hooks_is_enabled()
+    ctx.own_dweight = unseen and dweight.numel() > 0 and _top_saved_tensors_default_hooks(False) is None
     ctx.options = options[:6] + options[9:]  # without return_*
 
 
@@ -361,7 +328,14 @@ def _backward(ctx, saved, dloss, *_):
         if reduction == REDUCTIONS["none"]:  # ignored rows count for nothing, not even a NaN
             dloss = torch.where(target == ignore_index, 0.0, dloss)
         # The same flags as in the forward, since what it saved follows from them.
-        dx, dweight, dbias = _backward_op(dloss, *saved, *ctx.options)
+        if ctx.own_dweight and not _get_current_graph_task_keep_graph():
+            *before, memory, dbias = saved
+            dx, dbias = _backward_in_place(memory, dloss, *before, dbias, *ctx.options)
+            torch.autograd.graph.increment_version(memory)
+            weight = saved[1]
+            dweight = memory.view(weight.dtype)[: weight.numel()].view(weight.shape)
+        else:
+            dx, dweight, dbias = _backward_op(dloss, *saved, *ctx.options)
         for index, gradient in ((0, dx), (1, dweight), (3, dbias)):
             if ctx.needs_input_grad[index]:
                 gradients[index] = gradient
@@ -376,6 +350,9 @@ _call = register(
     backward=_backward,
     autocast=_autocast,
 )
+
+
+register_in_place("fused_linear_cross_entropy_backward_", _fake_backward_in_place)
 
 
 # What torch.utils.flop_counter counts: the matmuls that run in forward and backward. Tensors are their shapes.
@@ -394,6 +371,10 @@ def _forward_flops(x_shape, weight_shape, *args, **_) -> int:
 def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
     logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight_shape[0]))
-    return _matmul_flops(
-        x_shape, weight_shape, logits + (gradients in (_DEFERRED, _RECOMPUTED)) * (need_dx + need_dweight)
-    )
+    matmuls = (gradients in (_DEFERRED, _RECOMPUTED, _OVERLAID)) * (need_dx + need_dweight)
+    return _matmul_flops(x_shape, weight_shape, logits + matmuls)
+
+
+@register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward_)
+def _backward_in_place_flops(dweight_shape, dloss_shape, x_shape, weight_shape, *args, **_) -> int:
+    return _backward_flops(dloss_shape, x_shape, weight_shape, *args)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops.fused_linear_cross_entropy import chunk_classes, rows_within
+from liger_ext.ops._chunks import chunk_classes, overlays, rows_within
 from liger_ext.records._record import Make, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
 from liger_ext.records.cross_entropy import (
@@ -108,7 +108,8 @@ def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int, options: 
     memory = options.get("memory", "auto")
     return {
         "hidden": size.hidden,
-        "chunk_rows": rows_within(size.cols, size.hidden, dtype, memory, memory_bytes, True),
+        "overlaid": memory == "auto" and overlays(size.rows, size.hidden, size.cols, dtype),
+        "chunk_rows": rows_within(size.cols, size.hidden, dtype, memory, memory_bytes, True, size.rows),
         "chunk_classes": chunk_classes(size.cols, dtype, memory),
         "full": costly(options) or bool(options.get("use_token_scaling")),
         "bias": options.get("bias") is not None,
@@ -117,7 +118,7 @@ def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int, options: 
 
 def _as_tuned(size: Size, dtype: torch.dtype, memory_bytes: int) -> tuple[Size, dict[str, int]]:
     """One chunk, with so small a hidden size that the matmuls are not what is timed."""
-    at_a_time = rows_within(size.cols, size.hidden, dtype, "auto", memory_bytes, True)
+    at_a_time = rows_within(size.cols, size.hidden, dtype, "fast", memory_bytes, True)
     return replace(size, rows=_C.equal_chunks(size.rows, at_a_time), hidden=64), {"memory": 1 << 50}
 
 

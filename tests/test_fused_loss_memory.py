@@ -1,0 +1,197 @@
+"""Levels of the fused loss's memory: the gradient of all logits overlaid with that of the weight, and sums that become
+it where they are. The results are under the one rule, whatever else happens to the graph."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from cases import RecordCalls, normal
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cross_entropy import draw_weight, loss_options
+from test_fused_linear_cross_entropy import head
+
+from liger_ext import _C
+from liger_ext import functional as F
+from liger_ext.ops import _chunks
+from liger_ext.testing import judge
+
+OVERLAID = int(_C.Gradients.overlaid)
+SIZES = [(64, 64, 700), (130, 64, 1100), (150, 60, 513), (97, 97, 64), (5, 3, 50), (300, 128, 4099)]
+sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small gradients are overlaid, too; on a CPU those of 16-bit matmuls as well."""
+    monkeypatch.setattr(_chunks, "_WORTH_OVERLAYING", 0)
+    monkeypatch.setattr(_chunks, "accumulator", lambda dtype: dtype)
+
+
+def loss_of(inputs, memory="auto", **options):
+    return F.fused_linear_cross_entropy(**inputs, memory=memory, **options)
+
+
+def leaves(inputs):
+    return [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def calls(run):
+    with RecordCalls() as record:
+        run()
+    return {op._schema.name.removeprefix("liger_ext::"): arguments for op, arguments in record.calls}
+
+
+def ways(run):
+    """The `gradients` of the forwards."""
+    names = [a.name for a in torch.ops.liger_ext.fused_linear_cross_entropy.default._schema.arguments]
+    return [a[names.index("gradients")] for op, a in calls(run).items() if op == "fused_linear_cross_entropy"]
+
+
+# Pieces ---------------------------------------------------------------------------------------------------------------
+
+
+@given(hidden=st.integers(1, 5000), more=st.floats(1, 20), vocab=st.integers(1, 300_000))
+def test_what_a_piece_makes_lies_where_others_were(hidden, more, vocab):
+    rows = int(hidden * more)
+    pieces = _C.overlaid_pieces(rows, hidden, vocab)
+    classes = sorted((p.first, p.first + p.classes) for p in pieces)
+    assert classes[0][0] == 0 and classes[-1][1] == vocab
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(classes))
+    aside = pieces[0].classes * pieces[0].in_dweight
+    taken = 0  # elements of dweight's memory whose matmul has run
+    for nth, p in enumerate(pieces):
+        padded = _C.padded_vocab(p.classes)
+        assert p.offset % 64 == 0 and p.first % 64 == 0
+        if not p.in_dweight:
+            assert nth == len(pieces) - 1 and p.offset == 0 and rows * padded == _C.overlaid_rest(rows, hidden, vocab)
+            continue
+        assert p.offset == taken and p.offset + rows * padded <= vocab * hidden
+        assert nth == 0 or (p.first + p.classes) * hidden <= taken
+        taken += rows * padded
+    assert sum(p.in_dweight for p in pieces) == len(pieces) or pieces[-1].in_dweight is False
+    assert aside <= max(vocab // 9, 64)
+
+
+def test_pieces_of_a_llama():
+    """8,192 tokens: a fourteenth of dweight is set aside, and there are four matmuls of each kind."""
+    pieces = _C.overlaid_pieces(8192, 4096, 128_256)
+    assert [p.classes for p in pieces] == [9216, 18_432, 36_480, 64_128]
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+@sizes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_overlaid_gradients(device, size, dtype, reduction):
+    made = head(*size, dtype=dtype, device=device, bias=True)
+    assert ways(functools.partial(loss_of, made, reduction=reduction)) == [OVERLAID]
+    judge("fused_linear_cross_entropy", {**made, "reduction": reduction})
+
+
+@given(data=st.data(), options=loss_options)
+def test_options_of_overlaid_gradients(device, data, options):
+    rows, hidden, vocab = data.draw(st.sampled_from(SIZES))
+    made = head(rows, hidden, vocab, device=device, bias=data.draw(st.booleans()))
+    options |= {
+        "ce_weight": draw_weight(data, vocab, device, torch.float32),
+        "use_token_scaling": data.draw(st.booleans()),
+    }
+    judge("fused_linear_cross_entropy", made | options)
+
+
+@sizes
+@pytest.mark.parametrize("needs", [("weight",), ("weight", "bias"), ("x", "weight"), ("x",), ("bias",)])
+def test_frozen_inputs(device, size, needs):
+    made = head(*size, device=device, bias=True)
+    for name, t in made.items():
+        if name != "target":
+            t.requires_grad_(name in needs)
+    assert (ways(functools.partial(loss_of, made)) == [OVERLAID]) == ("weight" in needs)
+    judge("fused_linear_cross_entropy", made)
+
+
+@sizes
+@pytest.mark.parametrize("memory", ["auto", 1])
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16", "bf16 x", "bf16 weight"])
+def test_the_same_bits_again(device, size, memory, dtypes):
+    """From run to run, with saved tensors that are kept, behind hooks, and where the op itself is called."""
+    x, w = (torch.bfloat16 if dtypes in ("bf16", f"bf16 {name}") else torch.float32 for name in ("x", "weight"))
+    made = head(*size, dtype=x, weight_dtype=w, device=device, bias=True)
+    gradients = functools.partial(torch.autograd.grad, inputs=leaves(made))
+
+    def same(found):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    expected = gradients(loss_of(made, memory))
+    same(gradients(loss_of(made, memory)))
+    loss = loss_of(made, memory)
+    same(gradients(loss, retain_graph=True))
+    same(gradients(loss, retain_graph=True))
+    same(gradients(loss))
+    with torch.autograd.graph.save_on_cpu():
+        same(gradients(loss_of(made, memory)))
+    op, arguments = torch.ops.liger_ext.fused_linear_cross_entropy, calls(lambda: loss_of(made, memory))
+    output = op(*arguments["fused_linear_cross_entropy"])
+    before = [t.clone() for t in output]
+    same(gradients(output[0]))
+    bits = [t.detach().reshape(-1).view(torch.uint8) for t in (*output, *before)]  # some are never written
+    assert all(torch.equal(a, b) for a, b in zip(bits[: len(output)], bits[len(output) :], strict=True))
+
+
+@pytest.mark.parametrize("memory", ["auto", 1])
+def test_a_gradient_has_memory_of_its_own(device, memory):
+    """What waits in its memory leaves nothing behind: neither a rest, nor a reference."""
+    made = head(300, 128, 4098, dtype=torch.bfloat16, device=device)
+    ran = calls(loss_of(made, memory).backward)
+    assert "fused_linear_cross_entropy_backward_" in ran and "fused_linear_cross_entropy_backward" not in ran
+    gradient = made["weight"].grad
+    assert gradient.untyped_storage().nbytes() == made["weight"].nbytes and gradient.is_contiguous()
+    first = gradient.clone()
+    loss_of(made, memory).backward()
+    torch.testing.assert_close(gradient, 2 * first)
+
+
+def test_many_rows_of_sums_are_narrowed(device):
+    """More than are made at a time, of a vocabulary that halves, and of one that does not."""
+    for vocab in (1024, 1025):
+        judge("fused_linear_cross_entropy", {**head(300, 16, vocab, dtype=torch.bfloat16, device=device), "memory": 1})
+
+
+@pytest.mark.parametrize("memory", ["fast", "auto", 1 << 30, 1])
+def test_a_checkpoint_around_it(device, memory):
+    made = head(150, 64, 700, device=device)
+    expected = torch.autograd.grad(loss_of(made, memory), leaves(made))
+    for use_reentrant in (False, True):
+        loss = torch.utils.checkpoint.checkpoint(
+            lambda x: loss_of({**made, "x": x}, memory), made["x"], use_reentrant=use_reentrant
+        )
+        loss.backward()
+        for leaf, gradient in zip(leaves(made), expected, strict=True):
+            assert torch.equal(leaf.grad, gradient)
+            leaf.grad = None
+
+
+def test_unknown_levels(device):
+    for memory in ("fastest", 0, -1, True, None):
+        with pytest.raises(ValueError, match=r"memory is .*, expected 'fast', 'auto' or a number of bytes"):
+            loss_of(head(4, device=device), memory)
+
+
+def test_what_cannot_be_overlaid(device):
+    """Fewer rows than columns, a frozen weight, a weight of another dtype: each is said."""
+    op = torch.ops.liger_ext.fused_linear_cross_entropy
+
+    def call(rows, hidden, dtype=torch.float32, need_dweight=True):
+        x, weight = normal(rows, hidden, device=device), normal(50, hidden, device=device, dtype=dtype)
+        target = torch.zeros(rows, dtype=torch.long, device=device)
+        options = -100, 1, 0.0, 0.0, None, False, False, False, False, None, None
+        return op(x, weight, target, None, None, None, *options, OVERLAID, rows, 50, True, need_dweight, False)
+
+    call(8, 8)
+    for bad in ((7, 8), (8, 8, torch.bfloat16), (8, 8, torch.float32, False)):
+        with pytest.raises(ValueError, match=r"gradients is 4 \(overlaid\)"):
+            call(*bad)
