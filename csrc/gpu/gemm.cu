@@ -2,8 +2,8 @@
 // torch's workspace and math mode (so that fp32 products follow torch's TF32 setting).
 //
 // The library is column-major: C = op(A) op(B) in rows is C' = op(B)' op(A)' in columns, the same memory with A and B swapped.
-// Accumulation is fp32, whatever the operands are. An alpha in device memory (a loss scale that no host knows) needs beta there
-// too: a constant of this file. Nothing synchronises or allocates, so that it can be captured in a graph.
+// Accumulation is fp32, whatever the operands are, also where the library cuts k into parts. An alpha in device memory (a loss scale that
+// no host knows) needs beta there too: a constant of this file. Nothing synchronises or allocates, so that it can be captured in a graph.
 #include <algorithm>
 #include <limits>
 
@@ -19,7 +19,7 @@ namespace {
 // Not const: of a constant that no kernel uses, clang leaves nothing in HIP's device code, and the runtime does not find it.
 __device__ float device_beta[2] = {0, 1};
 
-template <class F, int N> F find(const void* neighbour, const char* const (&names)[N]) {
+template <class F, class Names> F find(const void* neighbour, const Names& names) {
   for (const char* name : names)
     if (void* symbol = find_symbol(neighbour, name)) return reinterpret_cast<F>(symbol);
   return nullptr;
@@ -32,6 +32,8 @@ struct Library {
   blas::GemmEx<int64_t> gemm_64 = nullptr;  // may be missing
   blas::GetPointerMode get_pointer_mode = nullptr;
   blas::SetPointerMode set_pointer_mode = nullptr;
+  blas::GetMathMode get_math_mode = nullptr;  // where there are such modes
+  blas::SetMathMode set_math_mode = nullptr;
 
   Library() {
     if (!gemm) gemm = find<blas::GemmEx<int>>(nullptr, blas::gemm_names);
@@ -39,6 +41,8 @@ struct Library {
       gemm_64 = find<blas::GemmEx<int64_t>>(address(gemm), blas::gemm_64_names);
       get_pointer_mode = find<blas::GetPointerMode>(address(gemm), blas::get_pointer_mode_names);
       set_pointer_mode = find<blas::SetPointerMode>(address(gemm), blas::set_pointer_mode_names);
+      get_math_mode = find<blas::GetMathMode>(address(gemm), blas::get_math_mode_names);
+      set_math_mode = find<blas::SetMathMode>(address(gemm), blas::set_math_mode_names);
     }
     if (!gemm || !get_pointer_mode || !set_pointer_mode)
       throw std::runtime_error(text(
@@ -50,23 +54,28 @@ void check(int status, const char* what) {
   if (status != 0) throw std::runtime_error(text(blas::library, " failed with status ", status, " while ", what));
 }
 
-// Sets where the handle looks for alpha and beta, and puts the setting back.
-class PointerModeGuard {
+// Changes one of the handle's modes, and puts it back. Without such modes it does nothing.
+class ModeGuard {
  public:
-  PointerModeGuard(const Library& library, blas::Handle handle, int mode) : library_(library), handle_(handle) {
-    check(library.get_pointer_mode(handle, &before_), "reading the pointer mode");
-    changed_ = before_ != mode;
-    if (changed_) check(library.set_pointer_mode(handle, mode), "setting the pointer mode");
+  using Get = int (*)(blas::Handle, int*);
+  using Set = int (*)(blas::Handle, int);
+
+  template <class Change> ModeGuard(blas::Handle handle, Get get, Set set, Change change) : handle_(handle), set_(set) {
+    if (!get || !set) return;
+    check(get(handle, &before_), "reading a mode");
+    const int mode = change(before_);
+    changed_ = mode != before_;
+    if (changed_) check(set(handle, mode), "setting a mode");
   }
-  PointerModeGuard(const PointerModeGuard&) = delete;
-  ~PointerModeGuard() {
-    if (changed_) library_.set_pointer_mode(handle_, before_);
+  ModeGuard(const ModeGuard&) = delete;
+  ~ModeGuard() {
+    if (changed_) set_(handle_, before_);
   }
 
  private:
-  const Library& library_;
   blas::Handle handle_;
-  int before_ = blas::host;
+  Set set_;
+  int before_ = 0;
   bool changed_ = false;
 };
 
@@ -100,7 +109,11 @@ void gemm(const Gemm& op, Stream) {
   blas::Handle handle = nullptr;
   check(torch_get_current_cuda_blas_handle(&handle), "asking torch for its handle");
 
-  const PointerModeGuard mode(library, handle, op.alpha ? blas::device : blas::host);
+  // Where the handle looks for alpha and beta.
+  const ModeGuard pointers(handle, library.get_pointer_mode, library.set_pointer_mode,
+                           [&](int) { return op.alpha ? blas::device : blas::host; });
+  const ModeGuard sums(handle, library.get_math_mode, library.set_math_mode,
+                       [&](int mode) { return op.a.dtype == Dtype::f32 ? mode : mode | blas::no_reduced_precision; });
   const float host_alpha = 1, host_beta = op.accumulate ? 1 : 0;
   const void* alpha = op.alpha ? op.alpha : &host_alpha;
   const void* beta = op.alpha ? static_cast<const void*>(*device_address(device_beta) + (op.accumulate ? 1 : 0)) : &host_beta;

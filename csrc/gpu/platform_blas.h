@@ -1,6 +1,7 @@
 // The matrix library's words for gemm.cu: cuBLAS or hipBLAS. Neither header nor library is needed to build: the functions are
 // looked up in the library that torch has loaded, through prototypes of their C interface.
 #pragma once
+#include <array>
 #include <cstdint>
 
 #include "gpu/platform.h"
@@ -14,8 +15,12 @@ using GemmEx = int (*)(Handle, int transa, int transb, Index m, Index n, Index k
                        const void* b, int b_type, Index ldb, const void* beta, void* c, int c_type, Index ldc, int compute, int algorithm);
 using GetPointerMode = int (*)(Handle, int* mode);
 using SetPointerMode = int (*)(Handle, int mode);
+using GetMathMode = int (*)(Handle, int* mode);
+using SetMathMode = int (*)(Handle, int mode);
 
 enum PointerMode { host = 0, device = 1 };
+// Added to a math mode: parts of a sum of 16-bit products must not be added up in 16 bits.
+constexpr int no_reduced_precision = 16;
 constexpr int real_f32 = 0, real_f16 = 2, real_bf16 = 14;
 
 // Names are tried in this order.
@@ -27,6 +32,8 @@ constexpr const char* gemm_names[] = {"hipblasGemmEx_v2", "hipblasGemmEx"};
 constexpr const char* gemm_64_names[] = {"hipblasGemmEx_v2_64", "hipblasGemmEx_64"};
 constexpr const char* get_pointer_mode_names[] = {"hipblasGetPointerMode"};
 constexpr const char* set_pointer_mode_names[] = {"hipblasSetPointerMode"};
+// Sums are in fp32, whatever the mode.
+constexpr std::array<const char*, 0> get_math_mode_names, set_math_mode_names;
 #else
 constexpr const char* library = "cuBLAS";
 constexpr int normal = 0, transpose = 1, compute_f32 = 68, default_algorithm = -1;
@@ -34,6 +41,7 @@ constexpr const char* gemm_names[] = {"cublasGemmEx"};
 constexpr const char* gemm_64_names[] = {"cublasGemmEx_64"};
 constexpr const char* get_pointer_mode_names[] = {"cublasGetPointerMode_v2"};
 constexpr const char* set_pointer_mode_names[] = {"cublasSetPointerMode_v2"};
+constexpr std::array get_math_mode_names{"cublasGetMathMode"}, set_math_mode_names{"cublasSetMathMode"};
 #endif
 
 }  // namespace liger::gpu::blas

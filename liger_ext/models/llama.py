@@ -31,6 +31,7 @@ from liger_ext.models.loss import (
     LigerCausalLMOutputWithPast,
     causal_lm_cross_entropy,
     causal_lm_loss,
+    counted_rows,
     fused_causal_lm_loss,
     logits_memory,
 )
@@ -83,6 +84,8 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
         logits_to_keep = arguments.pop("logits_to_keep", 0)
+        if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
+            loss_arguments |= counted_rows(self.lm_head, **loss_arguments)
         outputs = self.model(**arguments, return_dict=True)
         hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
         if skip_logits:

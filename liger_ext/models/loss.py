@@ -41,6 +41,7 @@ def fused_causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     num_items_in_batch: int | torch.Tensor | None = None,
     ignore_index: int = -100,
+    rows: functional.CountedRows | None = None,
     **options,
 ) -> CrossEntropyOutput:
     """The loss of `lm_head(hidden_states)` against the labels, without keeping logits.
@@ -53,6 +54,7 @@ def fused_causal_lm_loss(
         labels: [...] int64, of the positions of `hidden_states`; each position is judged by its successor's label.
         shift_labels: [...] int64, labels shifted already; `labels` is not read then.
         num_items_in_batch: what the summed loss is divided by. None: the number of targets that are not ignored.
+        rows: of `counted_rows`.
         options: of `functional.fused_linear_cross_entropy`.
 
     Raises:
@@ -69,9 +71,29 @@ def fused_causal_lm_loss(
             head.bias,
             ignore_index=ignore_index,
             normalizer=num_items_in_batch,
+            rows=rows,
             **options,
         )
     )
+
+
+def counted_rows(
+    lm_head: nn.Module,
+    labels: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    **_,
+) -> dict[str, object]:
+    """`fused_causal_lm_loss`'s `shift_labels`, and `rows`, which are counted from now on; nothing, where it has no use
+    for them, or labels are on another device, or are not what they are to be."""
+    given = labels if shift_labels is None else shift_labels
+    head = plain_linear(lm_head)
+    if torch.compiler.is_compiling() or head is None or not is_plain_tensor(given) or given.dtype != torch.int64:
+        return {}
+    if given.device != head.weight.device:
+        return {}
+    shifted = shift(labels, ignore_index) if shift_labels is None else shift_labels
+    return {"shift_labels": shifted, "rows": functional.count_rows(shifted, ignore_index)}
 
 
 def logits_memory(level: str, lm_head: nn.Module) -> str | int:
@@ -160,12 +182,17 @@ def plain_linear(module: nn.Module) -> nn.Linear | None:
 _LINEAR, _F_LINEAR = nn.Linear.forward, nn.functional.linear
 
 
+def shift(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Each position's label is that of the position after it; the last one's is ignored."""
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
 def _targets(
     labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int, rows: torch.Tensor
 ) -> torch.Tensor:
     """What each row of the flattened batch predicts: the label of the position after it, and nothing at the end."""
     if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shift(labels, ignore_index)
     positions = rows.numel() // rows.shape[-1]
     if shift_labels.numel() != positions:
         raise ValueError(f"labels for {shift_labels.numel()} positions, but {positions} are kept (see logits_to_keep)")

@@ -11,6 +11,7 @@ in ``liger_ext``, and in ``liger_ext.functional``, ``liger_ext.modules`` or ``li
 import types as _types
 
 from liger_ext.ops.check_errors import *
+from liger_ext.ops.count_rows import *
 from liger_ext.ops.cross_entropy import *
 from liger_ext.ops.fused_linear_cross_entropy import *
 from liger_ext.ops.glu import *

@@ -41,6 +41,7 @@ from liger_ext.ops._checks import (
 from liger_ext.ops._chunks import chunk_classes, chunk_rows, overlays, padded_vocab
 from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._register import register, register_in_place
+from liger_ext.ops.count_rows import CountedRows, gather, listed_rows, scatter
 from liger_ext.ops.cross_entropy import CrossEntropyOutput, class_weight, fake_results, results
 
 __all__ = ["LigerFusedLinearCrossEntropyLoss", "fused_linear_cross_entropy", "liger_fused_linear_cross_entropy"]
@@ -75,6 +76,7 @@ def fused_linear_cross_entropy(
     *,
     memory: str | int = "auto",
     normalizer: Tensor | float | None = None,
+    rows: CountedRows | Tensor | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """``cross_entropy(x @ weight.T + bias, target)`` in chunks of rows, without the logits as a whole.
 
@@ -101,6 +103,8 @@ def fused_linear_cross_entropy(
             all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
             which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
             0 would give inf or NaN.
+        rows: the rows that count, on which alone the matmuls run, the others being ignored: from :func:`count_rows`, or
+            ``(n,)``, int64, each at most once. Results have the shapes that they have without.
 
     Returns:
         The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set.
@@ -108,7 +112,7 @@ def fused_linear_cross_entropy(
 
     Raises:
         ValueError: an option outside its range, or shapes, dtypes or devices that do not fit together.
-        IndexError: a target out of range, as in :func:`cross_entropy`.
+        IndexError: a target out of range, as in :func:`cross_entropy`, or a row, which a GPU reports likewise.
     """
     op = _OP
     check_tensors(op, x=x, weight=weight, target=target)
@@ -124,7 +128,13 @@ def fused_linear_cross_entropy(
         raise ValueError(f"{op}: normalizer is {normalizer}, expected None: reduction 'none' has no denominator")
     if bias is not None:
         check_tensors(op, bias=bias)
-    rows = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
+    targets = target if target.dim() == 1 else target.reshape(-1)
+    listed = None
+    if rows is not None and weight.dim() == 2:
+        listed = listed_rows(op, rows, targets, weight.shape[0])
+        if listed is not None:
+            flat, targets = gather(flat, listed[0]), listed[1]
     compute_dtype = _autocast_dtype(x.device.type, x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
     if ce_weight is not None:
@@ -134,24 +144,27 @@ def fused_linear_cross_entropy(
     chunk = classes = 1
     is_head = weight.dim() == 2 and weight.shape[0] > 0  # else the op says what is wrong
     if is_head:
-        chunk = chunk_rows(weight.shape[0], weight.shape[1], dtype, memory, x.device, need_dweight, rows.shape[0])
+        chunk = chunk_rows(weight.shape[0], weight.shape[1], dtype, memory, x.device, need_dweight, flat.shape[0])
         classes = chunk_classes(weight.shape[0], dtype, memory)
     need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
-    # Not in graphs, where nothing is to be written that an op has returned.
+    # Not in graphs, where nothing is written that an op returned; nor where a small product is added to a 16-bit bias.
     may_overlay = is_head and need_dweight and weight.dtype == dtype and not torch.compiler.is_compiling()
-    if may_overlay and memory == "auto" and overlays(*rows.shape, weight.shape[0], dtype, x.device.type):
-        gradients, chunk, classes = _OVERLAID, rows.shape[0], weight.shape[0]
+    may_overlay = may_overlay and (bias is None or dtype == accumulator(dtype))
+    if may_overlay and memory == "auto" and overlays(*flat.shape, weight.shape[0], dtype, x.device.type):
+        gradients, chunk, classes = _OVERLAID, flat.shape[0], weight.shape[0]
     else:
         # Where it is not known while a graph is made whether one chunk will do, sums are right for any number.
-        at_once = is_head and holds(rows.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
+        at_once = is_head and holds(flat.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
         gradients = _gradients_of(need_dx, need_dweight or need_dbias, at_once, reduction == "none")
     outputs = _call(
-        rows, weight, target if target.dim() == 1 else target.reshape(-1), bias, ce_weight,
+        flat, weight, targets, bias, ce_weight,
         None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
         ignore_index, code_of(op, "reduction", reduction, REDUCTIONS), label_smoothing, lse_square_scale, softcap,
         use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
         gradients, chunk, classes, need_dx, need_dweight, need_dbias,
     )  # fmt: skip
+    if listed is not None:
+        outputs = _for_all_rows(outputs, listed[0], target.numel(), reduction == "none")
     return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
 
 
@@ -210,6 +223,13 @@ def liger_fused_linear_cross_entropy(
 @torch.compiler.assume_constant_result
 def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
     return int(_C.gradients_of(need_dx, need_parameters, at_once, per_row))
+
+
+def _for_all_rows(outputs, index: Tensor, rows: int, per_row: bool) -> tuple[Tensor, ...]:
+    """Losses, z losses, accuracy and predictions of listed rows, among others that are ignored."""
+    loss, z_loss, accuracy, predicted, *_ = outputs
+    losses = [scatter(t, index, rows, 0) if per_row and t.numel() else t for t in (loss, z_loss, accuracy)]
+    return *losses, scatter(predicted, index, rows, -1) if predicted.numel() else predicted
 
 
 def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:

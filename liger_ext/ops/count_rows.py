@@ -1,0 +1,139 @@
+"""Rows whose target is ignored, left out of the fused loss: counted long before it needs them, without a stall."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from liger_ext.ops._checks import check_integer, check_tensors, shape_text
+
+__all__ = ["CountedRows", "count_rows"]
+
+_SIXTEENTHS = 16  # of all rows: so many numbers of rows there are, lest the allocator meet a new size in each step
+
+
+class CountedRows:
+    """Which rows of a target are not ignored; :func:`count_rows` makes it."""
+
+    def __init__(self, order: Tensor, kept: Tensor, counted: torch.cuda.Event | None) -> None:
+        self._order = order  # all rows, those that are kept first
+        self._kept = kept  # how many, in memory that the host can read after the event
+        self._counted = counted
+
+    def __repr__(self) -> str:
+        return f"CountedRows(of {self._order.numel()} rows)"
+
+    def index(self) -> Tensor | None:
+        """``(n,)``, int64: the rows that are not ignored, in order, and as many that are as make n a multiple of a
+        sixteenth of all; None if those are all. Waits until they are counted."""
+        if self._counted is not None:
+            self._counted.synchronize()  # without Python's lock
+            torch.cuda.current_stream(self._order.device).wait_event(self._counted)
+        rows = self._order.numel()
+        step = max(1, -(-rows // _SIXTEENTHS))
+        n = min(rows, max(1, -(-int(self._kept) // step)) * step)
+        return None if n == rows else self._order[:n]
+
+
+def count_rows(target: Tensor, ignore_index: int = -100) -> CountedRows | None:
+    """Begins to count the rows of ``target`` that are not ``ignore_index``, for the fused loss's ``rows``.
+
+    On a GPU it runs on a stream of its own, behind what the current one has to do by now, and the loss waits for the
+    number on the host. So it is to be called well before the loss, at the start of a forward: then the GPU has enough
+    to do while the host waits. A patched model does so itself.
+
+    Args:
+        target: int64, of any shape.
+        ignore_index: as in :func:`cross_entropy`.
+
+    Returns:
+        The rows to be; None where there is no number that the host could wait for: in graphs of torch.compile, while a
+        CUDA graph is captured, and of tensors without data.
+
+    Raises:
+        ValueError: target is not an int64 tensor.
+    """
+    check_tensors("count_rows", target=target)
+    check_integer("count_rows", ignore_index=ignore_index)
+    if target.dtype != torch.int64:
+        raise ValueError(f"count_rows: target has dtype {target.dtype}, expected torch.int64")
+    if torch.compiler.is_compiling() or type(target) is not Tensor or target.device.type not in ("cpu", "cuda"):
+        return None
+    if target.device.type == "cpu":
+        return CountedRows(*_ordered(target, ignore_index), None)
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.cuda.device(target.device):
+        order = target.new_empty(target.numel())
+        stream = _stream(target.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            ordered, kept = _ordered(target, ignore_index)
+            order.copy_(ordered)
+            on_host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(kept, non_blocking=True)
+            counted = stream.record_event()
+        for t in (target, order):  # their memory is the current stream's
+            t.record_stream(stream)
+        return CountedRows(order, on_host, counted)
+
+
+def _ordered(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    ignored = target.detach().reshape(-1) == ignore_index
+    return torch.argsort(ignored, stable=True), ignored.numel() - ignored.sum()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def listed_rows(op: str, rows: CountedRows | Tensor, target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor] | None:
+    """The index of ``rows`` and their targets; None for all rows. An index out of range gets a target that is.
+
+    Raises:
+        TypeError, ValueError, IndexError: ``rows`` is not what ``target``, ``(rows,)``, has.
+    """
+    n = target.numel()
+    if isinstance(rows, CountedRows):
+        if rows._order.numel() != n or rows._order.device != target.device:
+            raise ValueError(
+                f"{op}: rows is of a target with {rows._order.numel()} rows on {rows._order.device}, expected {n} on "
+                f"{target.device}"
+            )
+        index = rows.index()
+        return None if index is None else (index, target.index_select(0, index))
+    check_tensors(op, rows=rows)
+    if rows.dtype != torch.int64 or rows.dim() != 1:
+        raise ValueError(f"{op}: rows has shape {shape_text(rows)} and dtype {rows.dtype}, expected (n,) and int64")
+    if rows.device != target.device:
+        raise ValueError(f"{op}: rows is on {rows.device}, expected {target.device}, as target is")
+    wrong = (rows < 0) | (rows >= n)
+    if rows.device.type == "cpu" and not torch.compiler.is_compiling() and wrong.any():
+        raise IndexError(f"{op}: rows has {rows[wrong][0].item()}, expected at least 0 and less than {n}")
+    index = rows.clamp(0, max(n - 1, 0))
+    return index, target.index_select(0, index).masked_fill(wrong, vocab_size)
+
+
+class _Gathered(torch.autograd.Function):
+    """``x[index]`` of rows that are each listed once, so that the gradient's rows are only copied."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.rows, gradient.shape[1]).index_copy(0, index, gradient), None
+
+
+gather = _Gathered.apply
+
+
+def scatter(values: Tensor, index: Tensor, rows: int, other: float) -> Tensor:
+    """``(rows,)``: ``values`` where ``index`` says, and ``other`` elsewhere."""
+    return values.new_full((rows,), other).index_copy(0, index, values)

@@ -1,0 +1,169 @@
+"""Rows whose target is ignored are left out of the fused loss's matmuls: the results are the same."""
+
+import functools
+
+import pytest
+import torch
+from cases import RecordCalls, random_targets
+from hypothesis import given
+from hypothesis import strategies as st
+from llama_models import batch_of, build, compare, patched, step
+from test_cross_entropy import loss_options
+from test_fused_linear_cross_entropy import head
+
+from liger_ext import functional as F
+from liger_ext.testing import judge
+
+
+def with_counted_rows(**arguments):
+    counted = F.count_rows(arguments["target"], arguments.get("ignore_index", -100))
+    return F.fused_linear_cross_entropy(**arguments, rows=counted)
+
+
+def rows_of_the_op(run):
+    with RecordCalls() as record:
+        run()
+    return [a[0].shape[0] for op, a in record.calls if op._schema.name == "liger_ext::fused_linear_cross_entropy"]
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.05, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("memory", ["auto", 1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_counted_rows(device, ignored, memory, reduction):
+    made = {**head(device=device, bias=True, ignored=ignored), "memory": memory, "reduction": reduction}
+    judge("fused_linear_cross_entropy", made, run=with_counted_rows)
+    made |= {"target": made["target"].masked_fill(made["target"] == -100, 7), "ignore_index": 7}
+    judge("fused_linear_cross_entropy", made, run=with_counted_rows)
+
+
+@given(data=st.data(), options=loss_options)
+def test_options_of_counted_rows(device, data, options):
+    made = head(data.draw(st.sampled_from([0, 1, 5, 64, 300])), device=device, bias=True, ignored=0.6)
+    options["use_token_scaling"] = data.draw(st.booleans())
+    judge("fused_linear_cross_entropy", made | options, run=with_counted_rows)
+
+
+def test_the_matmuls_have_as_many_rows_as_count(device):
+    """Up to a sixteenth of all; those that fill it up are ignored ones."""
+    made = head(1600, device=device, ignored=0)
+    for kept, expected in ((0, 100), (1, 100), (100, 100), (101, 200), (850, 900), (1501, 1600), (1600, 1600)):
+        target = made["target"].clone()
+        target[torch.randperm(1600)[kept:]] = -100
+        assert rows_of_the_op(functools.partial(with_counted_rows, **{**made, "target": target})) == [expected]
+        index = F.count_rows(target).index()
+        assert (index is None) == (expected == 1600)
+        if index is not None:
+            assert index.unique().numel() == expected and (target[index] != -100).sum() == kept
+
+
+def test_an_index(device):
+    """Of the caller's own; rows that it leaves out are ignored."""
+    made = head(device=device, ignored=0.2)
+    index = torch.randperm(300, device=device)[:77]
+    masked = torch.full_like(made["target"], -100)
+    masked[index] = made["target"][index]
+    options = {"return_predicted_tokens": True, "reduction": "none"}
+    expected = F.fused_linear_cross_entropy(**{**made, "target": masked}, **options)
+    found = F.fused_linear_cross_entropy(**made, **options, rows=index)
+    compiled = torch.compile(F.fused_linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    again = compiled(**made, **options, rows=index)
+    for output in (found, again):
+        torch.testing.assert_close(output.loss, expected.loss)
+        assert torch.equal(output.predicted_tokens, expected.predicted_tokens)
+    leaves, weights = (made["x"], made["weight"]), torch.randn(300, device=device)
+    gradients = [torch.autograd.grad(output.loss, leaves, weights) for output in (expected, found, again)]
+    for a, b, c in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, c)
+
+
+def test_rows_that_do_not_fit(device):
+    made = head(8, device=device, ignored=0)
+    loss = functools.partial(F.fused_linear_cross_entropy, **made)
+    for bad, error, words in (
+        (F.count_rows(torch.zeros(9, dtype=torch.long, device=device)), ValueError, "9 rows"),
+        (torch.zeros(2, device=device), ValueError, "rows has shape"),
+        (torch.zeros(2, 2, dtype=torch.long, device=device), ValueError, "rows has shape"),
+        ([1, 2], TypeError, "rows"),
+    ):
+        with pytest.raises(error, match=words):
+            loss(rows=bad)
+    for wrong in (8, -1):
+        index = torch.tensor([0, wrong], device=device)
+        if device.type == "cpu":
+            with pytest.raises(IndexError, match=f"rows has {wrong}, expected at least 0 and less than 8"):
+                loss(rows=index)
+        else:
+            assert loss(rows=index).isnan()
+            torch.cuda.synchronize()
+            with pytest.raises(IndexError):
+                loss()
+    with pytest.raises(ValueError, match="count_rows: target has dtype"):
+        F.count_rows(torch.zeros(3, device=device))
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def instruction(device, batch=4, seq=64, share=0.6, **options):
+    """Of each sequence only the end is learned."""
+    made = batch_of(device, batch, seq)
+    made["labels"] = made["input_ids"].clone()
+    made["labels"][:, : int(share * seq)] = -100
+    return made | options
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_counts_its_labels(device, dtype):
+    compare(build(device=device, dtype=dtype).train(), instruction(device))
+    model = patched(build(device=device, dtype=dtype).train())
+    ran = rows_of_the_op(lambda: step(model, instruction(device)))
+    assert ran == [112]  # of 256, of which 104 count
+
+
+def test_labels_that_count_nothing(device):
+    model = patched(build(device=device).train())
+    found = step(model, instruction(device, share=1))
+    assert not any(gradient.any() for gradient in found.values())
+
+
+def test_shifted_labels_and_others(device):
+    made = instruction(device)
+    shifted = torch.nn.functional.pad(made["labels"], (0, 1), value=-100)[:, 1:]
+    model = patched(build(device=device).train())
+    expected = step(model, made)
+    labels = made.pop("labels")
+    found = step(model, made | {"shift_labels": shifted})
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    found = step(model, made | {"labels": labels.masked_fill(labels == -100, 3), "ignore_index": 3})
+    assert rows_of_the_op(lambda: model(**made, labels=labels, return_predicted_tokens=True)) == [112]
+    output = model(**made, labels=labels, return_predicted_tokens=True)
+    assert output.predicted_tokens.shape == (256,) and (output.predicted_tokens >= 0).sum() == 104
+
+
+@pytest.mark.cuda
+def test_counting_does_not_wait():
+    """Only the loss does."""
+    target = random_targets(4096, 50, device="cuda")
+    F.count_rows(target)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        counted = F.count_rows(target)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (target[counted.index()] != -100).sum() == (target != -100).sum()
+
+
+@pytest.mark.cuda
+def test_labels_that_are_still_on_their_way():
+    """Written on the current stream behind much other work."""
+    a = torch.randn(4096, 4096, device="cuda")
+    for seed in range(5):
+        target = torch.full((4096,), -100, device="cuda")
+        for _ in range(20):
+            a = torch.tanh(a @ a)
+        torch.manual_seed(seed)
+        target.copy_(random_targets(4096, 50, device="cuda", seed=seed, ignored=0.5))
+        counted = F.count_rows(target)
+        kept = counted.index()
+        assert (target[kept] != -100).sum() == (target != -100).sum() > 0
