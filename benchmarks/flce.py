@@ -1,4 +1,5 @@
-"""The fused loss, forward and backward, beside its floor: the three matmuls of the same operands in the same run."""
+"""The fused loss, forward and backward, at each level of memory, beside its floor: the three matmuls of the same
+operands in the same run."""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ from . import suite
 from .installed import Peer, functions_of
 from .timing import peak_mib, time_cpu
 
+# Rows, hidden size, vocabulary, and the share of targets that are ignored.
 SHAPES_CUDA = [
-    (4096, 2048, 128256),
-    (4096, 4096, 128256),
-    (8192, 4096, 128256),
-    (8192, 4096, 32000),
-    (16384, 2048, 128256),
+    (4096, 2048, 128256, 0),
+    (4096, 4096, 128256, 0),
+    (8192, 4096, 128256, 0),
+    (8192, 4096, 128256, 0.5),
+    (8192, 4096, 32000, 0),
+    (16384, 4096, 128256, 0),
+    (32768, 2048, 128256, 0),
 ]
-SHAPES_CPU = [(1024, 576, 49152), (512, 2048, 32000)]
+SHAPES_CPU = [(1024, 576, 49152, 0), (1024, 576, 49152, 0.5), (512, 2048, 32000, 0)]
 
 
 @dataclass
@@ -40,10 +44,12 @@ def _eager(x, w, t):
     return F.cross_entropy((x @ w.T).float(), t)
 
 
+_LIGER = "liger_kernel.ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction.apply"
 PEERS = {
-    "liger": Peer(
-        "liger_kernel.ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction.apply",
-        lambda f, x, w, t: f(x, w, t)[0],
+    "liger": Peer(_LIGER, lambda f, x, w, t: f(x, w, t)[0]),
+    "liger, fp32 sum": Peer(
+        _LIGER,
+        lambda f, x, w, t: f(x, w, t, None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32)[0],
     ),
     "cce": Peer("cut_cross_entropy:linear_cross_entropy"),
     "quack": Peer(
@@ -53,8 +59,17 @@ PEERS = {
 
 
 def providers() -> dict[str, Callable]:
-    ours, compiled = LF.fused_linear_cross_entropy, torch.compile(_eager, dynamic=False)
-    return {"liger_ext": ours, "torch": _eager, "torch.compile": compiled, **functions_of(PEERS)}
+    compiled = torch.compile(_eager, dynamic=False)
+    ours = {"liger_ext": _ours, FAST: partial(_ours, memory="fast")}
+    return {**ours, "torch": _eager, "torch.compile": compiled, **functions_of(PEERS)}
+
+
+FAST = "liger_ext, fast"
+
+
+def _ours(x, w, t, memory="auto"):
+    """As a patched model runs it, but that it counts long before."""
+    return LF.fused_linear_cross_entropy(x, w, t, memory=memory, rows=LF.count_rows(t))
 
 
 def _time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: int = 3) -> tuple[Timing, Timing]:
@@ -75,11 +90,25 @@ def _time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst:
     return Timing.of(samples[0]), Timing.of(samples[1])
 
 
-def inputs(rows: int, hidden: int, vocab: int, settings: suite.Settings) -> tuple[torch.Tensor, ...]:
+def inputs(
+    rows: int, hidden: int, vocab: int, settings: suite.Settings, ignored: float = 0
+) -> tuple[torch.Tensor, ...]:
     """Hidden states, weight and targets; logits of a spread of 1."""
     x = torch.randn(rows, hidden, device=settings.device, dtype=settings.torch_dtype, requires_grad=True)
     w = (torch.randn(vocab, hidden, device=settings.device) * hidden**-0.5).to(settings.torch_dtype).requires_grad_()
-    return x, w, torch.randint(vocab, (rows,), device=settings.device)
+    target = torch.randint(vocab, (rows,), device=settings.device)
+    target[torch.randperm(rows)[: int(rows * ignored)]] = -100
+    return x, w, target
+
+
+def gradient_of_logits(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """What the op multiplies: random numbers of both signs would draw more power, and slow the floor down."""
+    out = torch.empty(len(x), len(w), device=x.device, dtype=x.dtype)
+    for i in range(0, len(x), 1024):
+        share = torch.softmax((x[i : i + 1024] @ w.T).float(), 1)
+        share[torch.arange(len(share)), t[i : i + 1024].clamp(min=0)] -= 1
+        out[i : i + 1024] = share
+    return out
 
 
 def gradients(function: Callable, x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> object:
@@ -87,20 +116,22 @@ def gradients(function: Callable, x: torch.Tensor, w: torch.Tensor, t: torch.Ten
 
 
 def run(settings: suite.Settings) -> Iterator[Result]:
-    for rows, hidden, vocab in SHAPES_CPU if settings.device == "cpu" else SHAPES_CUDA:
-        x, w, t = inputs(rows, hidden, vocab, settings)
+    for rows, hidden, vocab, ignored in SHAPES_CPU if settings.device == "cpu" else SHAPES_CUDA:
+        x, w, t = inputs(rows, hidden, vocab, settings, ignored)
+        with torch.no_grad():
+            g = gradient_of_logits(x, w, t)
 
         @torch.no_grad()
-        def floor(x=x, w=w):
-            logits = x @ w.T
-            return logits @ w, logits.T @ x
+        def floor(x=x, w=w, g=g):
+            return x @ w.T, g @ w, g.T @ x
 
         calls = {
             name: partial(gradients, function, x, w, t)
             for name, function in providers().items()
             if settings.wants(name)
         }
-        result = Result(f"{rows}x{hidden}x{vocab}", settings.dtype, {}, {}, {})
+        shape = f"{rows}x{hidden}x{vocab}" + f", {ignored:.0%} ignored" * (ignored > 0)
+        result = Result(shape, settings.dtype, {}, {}, {})
         for name, call in calls.items():
             if settings.device == "cpu":
                 timed = time_cpu({"floor": floor, name: call}, seconds=2.0)
@@ -113,7 +144,7 @@ def run(settings: suite.Settings) -> Iterator[Result]:
                 result.times[name] = failure(error)
                 torch.cuda.synchronize()
         yield result
-        del x, w, t, calls
+        del x, w, t, g, floor, calls
 
 
 def _share(result: Result, provider: str) -> float | None:
@@ -153,4 +184,29 @@ def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[
     suite.bars(axis, [result.shape for result in results], shares, "three matmuls / forward + backward")
     axis.axhline(1, color="k", linestyle="--", linewidth=1)
     axis.set_title("fused linear cross entropy beside its floor (rows x hidden x vocab)")
-    return [suite.save(made, folder / f"flce_{settings.device}_{settings.dtype}.png")]
+    pictures = [suite.save(made, folder / f"flce_{settings.device}_{settings.dtype}.png")]
+    measured = [result for result in results if result.peak_mib]
+    if measured:
+        made, axes = suite.figure(len(measured), width=3.6)
+        for axis, result in zip(axes, measured, strict=True):
+            _front(axis, result)
+        pictures.append(suite.save(made, folder / f"flce_memory_{settings.device}_{settings.dtype}.png"))
+    return pictures
+
+
+def _front(axis, result: Result) -> None:
+    """Each provider a point: peak memory and time, both less being better; our levels are joined."""
+    points = {
+        name: (result.peak_mib[name], timing.median / 1e3)
+        for name, timing in result.times.items()
+        if isinstance(timing, Timing) and name in result.peak_mib
+    }
+    for i, (name, point) in enumerate(points.items()):
+        axis.plot(*point, "o", color=suite.colour(name, i))
+        axis.annotate(name, point, fontsize=7, xytext=(3, 3), textcoords="offset points")
+    ours = sorted(points[name] for name in ("liger_ext", FAST) if name in points)
+    axis.plot(*zip(*ours, strict=True) if ours else ([], []), color=suite.colour("liger_ext", 0), linewidth=1)
+    axis.axhline(next(iter(result.floors.values())).median / 1e3, color="k", linestyle="--", linewidth=1)
+    axis.set(xlabel="peak MiB above the inputs", ylabel="milliseconds", title=result.shape)
+    axis.set_ylim(0)
+    axis.set_xlim(0)

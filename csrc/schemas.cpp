@@ -1,6 +1,6 @@
 // The table of contents of torch.ops.liger_ext: every op's schema. Forwards return what their backwards need; all ops are
-// functional, but for those that end in _ and overwrite their first argument. An output that an option leaves out has zero elements. Modes are integers
-// here, names in Python:
+// functional, but for those that end in _ and overwrite their first argument. An output that an option leaves out has zero elements. Modes
+// are integers here, names in Python:
 //   casting_mode 0 llama, 1 gemma, -1 none;  activation 0 silu, 1 gelu by tanh, 2 exact gelu;  reduction 0 none, 1 mean, 2 sum.
 #include <torch/csrc/stable/library.h>
 

@@ -33,7 +33,7 @@ def small(monkeypatch):
                 yield case
 
     monkeypatch.setattr(rows, "cases", first_of_each_op)
-    monkeypatch.setattr(flce, "SHAPES_CPU", [(8, 16, 64), (16, 16, 64)])
+    monkeypatch.setattr(flce, "SHAPES_CPU", [(8, 16, 64, 0), (32, 16, 64, 0.5)])
     monkeypatch.setattr(memory, "SHAPES_CPU", [(8, 16, 64)])
     monkeypatch.setattr(host, "SAMPLES", 2)
 

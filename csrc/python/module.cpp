@@ -209,8 +209,9 @@ void bind_plans(py::module_& m) {
       .def_readonly("classes", &OverlaidPiece::classes)
       .def_readonly("offset", &OverlaidPiece::offset)
       .def_readonly("in_dweight", &OverlaidPiece::in_dweight);
-  m.def("overlaid_pieces", [](int64_t rows, int64_t hidden, int64_t vocab) { return overlaid_pieces(rows, hidden, vocab); },
-        py::arg("rows"), py::arg("hidden"), py::arg("vocab"));
+  m.def(
+      "overlaid_pieces", [](int64_t rows, int64_t hidden, int64_t vocab) { return overlaid_pieces(rows, hidden, vocab); }, py::arg("rows"),
+      py::arg("hidden"), py::arg("vocab"));
   m.def("overlaid_rest", &overlaid_rest<int64_t>, py::arg("rows"), py::arg("hidden"), py::arg("vocab"));
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
