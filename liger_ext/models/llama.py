@@ -147,11 +147,11 @@ def apply_liger_kernel_to_llama(
             `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
         fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.
         memory: how much a training step keeps for its backward. `"fast"`: what transformers' modules keep. `"auto"`:
-            without what is made again at little cost, the norms' outputs and silu(gate) * up; on a GPU the logits exist
-            in chunks of half the size of the head's gradient in fp32. `"low"`: the outputs of gate and up are made
-            again, too, by a second run of their matmuls, and the chunks are half as large. `"min"`: the chunks are half
-            as large again, and with gradient checkpointing (transformers 4.53 on) the layers' inputs wait in pinned
-            host memory, which must be large enough. Results are the same. The levels need `fused_add_rms_norm`,
+            without what is made again at little cost, the norms' outputs and silu(gate) * up; the fused loss has an
+            `"auto"` of its own. `"low"`: the outputs of gate and up are made again, too, by a second run of their
+            matmuls, and on a GPU the logits exist in chunks of a quarter of the head's gradient in fp32. `"min"`: the
+            chunks are half as large, and with gradient checkpointing (transformers 4.53 on) the layers' inputs wait in
+            pinned host memory, which must be large enough. Results are the same. The levels need `fused_add_rms_norm`,
             `swiglu` for the MLP's share and `rope` for the attention's. The argument `memory` of a model's forward is
             that of its loss alone.
 

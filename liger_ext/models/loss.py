@@ -97,9 +97,8 @@ def counted_rows(
 
 
 def logits_memory(level: str, lm_head: nn.Module) -> str | int:
-    """The fused loss's `memory` at one of `MEMORY_LEVELS`: the logits come when a step keeps most, so that their buffer
-    is what the peak grows by beside the sum of the head's gradient in fp32, of which it is a half, a quarter or
-    an eighth.
+    """The fused loss's `memory` at one of `MEMORY_LEVELS`. The logits come when a step keeps most, so that their buffer
+    is what the peak grows by beside the sum of the head's gradient in fp32, of which it is a quarter or an eighth.
     """
     weight = getattr(lm_head, "weight", None)
     if level in ("fast", "auto") or not isinstance(weight, torch.Tensor) or weight.device.type != "cuda":
