@@ -77,6 +77,52 @@ def test_an_index(device):
         torch.testing.assert_close(a, c)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_rows(device, reduction):
+    """Results keep their shapes."""
+    made = {**head(8, device=device), "reduction": reduction}
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    options = {"return_predicted_tokens": True, "return_token_accuracy": True, "return_z_loss": True}
+    expected = F.fused_linear_cross_entropy(**made | {"target": torch.full_like(made["target"], -100)}, **options)
+    found = F.fused_linear_cross_entropy(**made, **options, rows=none)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    gradients = torch.autograd.grad(found.loss.sum(), (made["x"], made["weight"]))
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_and_autocast(device, dtype):
+    """Also of another 16-bit dtype, with the backward inside."""
+    made = head(64, dtype=dtype, device=device, ignored=0.5)
+    for other in (torch.bfloat16, torch.float16):
+        with torch.autocast(device.type, other):
+            gradients = []
+            for rows in (None, F.count_rows(made["target"])):
+                loss = F.fused_linear_cross_entropy(**made, rows=rows)
+                gradients.append(torch.autograd.grad(loss, (made["x"], made["weight"])))
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
+
+
+def test_a_bad_target_is_named_where_it_is(device):
+    target = torch.full((32,), -100, device=device)
+    target[20] = 50
+    made = head(32, device=device) | {"target": target}
+    if device.type == "cpu":
+        for rows in (F.count_rows(target), torch.tensor([3, 20])):
+            with pytest.raises(IndexError, match=r"target\[20\] is 50, expected a class in \[0, 50\)"):
+                F.fused_linear_cross_entropy(**made, rows=rows)
+    F.fused_linear_cross_entropy(**made, rows=torch.tensor([3], device=device))  # it is not listed
+
+
+def test_transforms_are_refused_in_words(device):
+    made = head(8, device=device)
+    with pytest.raises(RuntimeError, match=r"liger_ext::.* does not work under torch.func"):
+        torch.func.grad(lambda x: F.fused_linear_cross_entropy(**made | {"x": x}, rows=F.count_rows(made["target"])))(
+            made["x"].detach()
+        )
+
+
 def test_rows_that_do_not_fit(device):
     made = head(8, device=device, ignored=0)
     loss = functools.partial(F.fused_linear_cross_entropy, **made)

@@ -175,8 +175,31 @@ def test_a_checkpoint_around_it(device, memory):
             leaf.grad = None
 
 
+@pytest.mark.parametrize("memory", ["fast", "auto", 1])
+def test_many_gradients_at_once(device, memory):
+    """torch.autograd.grad(is_grads_batched=True) runs the backward under vmap, which writes nothing in place."""
+    made = head(300, 128, 515, device=device)
+    loss = loss_of(made, memory)
+    (found,) = torch.autograd.grad(loss, made["weight"], torch.tensor([1.0, 3.0], device=device), is_grads_batched=True)
+    (expected,) = torch.autograd.grad(loss_of(made, memory), made["weight"])
+    torch.testing.assert_close(found, torch.stack([expected, 3 * expected]))
+
+
+def test_a_narrower_compute_dtype_than_float64(device):
+    """Of the op itself: sums in float32 would not fill the memory of a gradient in float64."""
+    if device.type == "cuda":
+        pytest.skip("float64 works on the CPU only")
+    x, weight = torch.randn(4, 3).double(), torch.randn(5, 3).double()
+    options = -100, 0, 0.0, 0.0, None, False, False, False, False, None, torch.float32
+    for gradients, need in ((0, False), (1, True), (2, True)):
+        with pytest.raises(ValueError, match=r"compute_dtype is .*float32, expected float64"):
+            torch.ops.liger_ext.fused_linear_cross_entropy(
+                x, weight, torch.arange(4), None, None, None, *options, gradients, 8, 8, need, need, False
+            )
+
+
 def test_unknown_levels(device):
-    for memory in ("fastest", 0, -1, True, None):
+    for memory in ("fastest", 0, -1, True, None, 1e300):
         with pytest.raises(ValueError, match=r"memory is .*, expected 'fast', 'auto' or a number of bytes"):
             loss_of(head(4, device=device), memory)
 

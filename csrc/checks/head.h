@@ -26,6 +26,8 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
   const HeadDtypes dtypes = head_dtypes(op, x, weight, accum_dtype, compute_dtype);
   require(dtypes.accum == dtypes.acc || dtypes.accum == dtypes.compute, op, ": accum_dtype is ", dtype_name(scalar_type(dtypes.accum)),
           ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
+  require(size_of(dtypes.acc) >= size_of(dtype_of(weight, "weight")), op, ": compute_dtype is ", dtype_name(scalar_type(dtypes.compute)),
+          ", expected float64 for a weight of float64");
   check_parameter(op, bias, "bias", weight.size(0), x, "x");
   return dtypes;
 }

@@ -90,7 +90,7 @@ def counted_rows(
     head = plain_linear(lm_head)
     if torch.compiler.is_compiling() or head is None or not is_plain_tensor(given) or given.dtype != torch.int64:
         return {}
-    if given.device != head.weight.device:
+    if given.device != head.weight.device or type(ignore_index) is not int:
         return {}
     shifted = shift(labels, ignore_index) if shift_labels is None else shift_labels
     return {"shift_labels": shifted, "rows": functional.count_rows(shifted, ignore_index)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 
@@ -66,7 +65,7 @@ def rows_within(
         budget = max(256 * _MIB, chunk * row_bytes) if need_dweight else 512 * _MIB
         if need_dweight and type(rows) is int and rows <= hidden_size:
             budget = max(budget, rows * row_bytes)  # at once, which takes less memory than the sum
-    elif isinstance(memory, (int, float)) and not isinstance(memory, bool) and 0 < memory < math.inf:
+    elif isinstance(memory, (int, float)) and not isinstance(memory, bool) and 0 < memory < 1 << 62:
         budget = int(memory)
     else:
         raise ValueError(f"{_OP}: memory is {memory!r}, expected 'fast', 'auto' or a number of bytes greater than 0")

@@ -6,6 +6,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from liger_ext.ops._checks import check_integer, check_tensors, shape_text
 
@@ -89,13 +90,17 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def listed_rows(op: str, rows: CountedRows | Tensor, target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor] | None:
+def listed_rows(
+    op: str, rows: CountedRows | Tensor, target: Tensor, vocab_size: int, ignore_index: int
+) -> tuple[Tensor, Tensor] | None:
     """The index of ``rows`` and their targets; None for all rows. An index out of range gets a target that is.
 
     Raises:
-        TypeError, ValueError, IndexError: ``rows`` is not what ``target``, ``(rows,)``, has.
+        TypeError, ValueError, IndexError: ``rows`` is not what ``target``, ``(rows,)``, has; on a CPU, where the op
+            would name another position, a target out of range.
     """
     n = target.numel()
+    looks = target.device.type == "cpu" and not torch.compiler.is_compiling()
     if isinstance(rows, CountedRows):
         if rows._order.numel() != n or rows._order.device != target.device:
             raise ValueError(
@@ -103,17 +108,28 @@ def listed_rows(op: str, rows: CountedRows | Tensor, target: Tensor, vocab_size:
                 f"{target.device}"
             )
         index = rows.index()
-        return None if index is None else (index, target.index_select(0, index))
-    check_tensors(op, rows=rows)
-    if rows.dtype != torch.int64 or rows.dim() != 1:
-        raise ValueError(f"{op}: rows has shape {shape_text(rows)} and dtype {rows.dtype}, expected (n,) and int64")
-    if rows.device != target.device:
-        raise ValueError(f"{op}: rows is on {rows.device}, expected {target.device}, as target is")
-    wrong = (rows < 0) | (rows >= n)
-    if rows.device.type == "cpu" and not torch.compiler.is_compiling() and wrong.any():
-        raise IndexError(f"{op}: rows has {rows[wrong][0].item()}, expected at least 0 and less than {n}")
-    index = rows.clamp(0, max(n - 1, 0))
-    return index, target.index_select(0, index).masked_fill(wrong, vocab_size)
+        if index is None:
+            return None
+        targets = target.index_select(0, index)
+    else:
+        check_tensors(op, rows=rows)
+        if rows.dtype != torch.int64 or rows.dim() != 1:
+            raise ValueError(f"{op}: rows has shape {shape_text(rows)} and dtype {rows.dtype}, expected (n,) and int64")
+        if rows.device != target.device:
+            raise ValueError(f"{op}: rows is on {rows.device}, expected {target.device}, as target is")
+        wrong = (rows < 0) | (rows >= n)
+        if looks and wrong.any():
+            raise IndexError(f"{op}: rows has {rows[wrong][0].item()}, expected at least 0 and less than {n}")
+        index = rows.clamp(0, max(n - 1, 0))
+        targets = target.index_select(0, index).masked_fill(wrong, vocab_size)
+    bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size)) if looks else None
+    if looks and bad.any():
+        at = int(index[bad].min())
+        raise IndexError(
+            f"{op}: target[{at}] is {int(target[at])}, expected a class in [0, {vocab_size}) or ignore_index "
+            f"({ignore_index})"
+        )
+    return index, targets
 
 
 class _Gathered(torch.autograd.Function):
@@ -128,12 +144,22 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.rows, gradient.shape[1]).index_copy(0, index, gradient), None
+        # In place: autocast has rules of its own for index_copy.
+        return gradient.new_zeros(ctx.rows, gradient.shape[1]).index_copy_(0, index, gradient), None
 
 
-gather = _Gathered.apply
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return x.index_select(0, index)  # whatever comes, the op refuses it
+    return _Gathered.apply(x, index)
 
 
-def scatter(values: Tensor, index: Tensor, rows: int, other: float) -> Tensor:
-    """``(rows,)``: ``values`` where ``index`` says, and ``other`` elsewhere."""
-    return values.new_full((rows,), other).index_copy(0, index, values)
+def for_all_rows(outputs, index: Tensor, rows: int, per_row: bool, *wanted: bool) -> tuple[Tensor, ...]:
+    """Losses, z losses, accuracy and predictions of listed rows, ``(rows,)``, among others that are ignored."""
+    made = []
+    for nth, (values, want) in enumerate(zip(outputs, (True, *wanted), strict=False)):
+        predicted = nth == 3
+        if want and (per_row or predicted):
+            values = values.new_full((rows,), -1 if predicted else 0).index_copy_(0, index, values)
+        made.append(values)
+    return tuple(made)

@@ -41,7 +41,7 @@ from liger_ext.ops._checks import (
 from liger_ext.ops._chunks import chunk_classes, chunk_rows, overlays, padded_vocab
 from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._register import register, register_in_place
-from liger_ext.ops.count_rows import CountedRows, gather, listed_rows, scatter
+from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
 from liger_ext.ops.cross_entropy import CrossEntropyOutput, class_weight, fake_results, results
 
 __all__ = ["LigerFusedLinearCrossEntropyLoss", "fused_linear_cross_entropy", "liger_fused_linear_cross_entropy"]
@@ -132,7 +132,7 @@ def fused_linear_cross_entropy(
     targets = target if target.dim() == 1 else target.reshape(-1)
     listed = None
     if rows is not None and weight.dim() == 2:
-        listed = listed_rows(op, rows, targets, weight.shape[0])
+        listed = listed_rows(op, rows, targets, weight.shape[0], ignore_index)
         if listed is not None:
             flat, targets = gather(flat, listed[0]), listed[1]
     compute_dtype = _autocast_dtype(x.device.type, x, weight)
@@ -164,7 +164,8 @@ def fused_linear_cross_entropy(
         gradients, chunk, classes, need_dx, need_dweight, need_dbias,
     )  # fmt: skip
     if listed is not None:
-        outputs = _for_all_rows(outputs, listed[0], target.numel(), reduction == "none")
+        wanted = reduction == "none", return_z_loss, return_token_accuracy, return_predicted_tokens
+        outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)
     return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
 
 
@@ -223,13 +224,6 @@ def liger_fused_linear_cross_entropy(
 @torch.compiler.assume_constant_result
 def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
     return int(_C.gradients_of(need_dx, need_parameters, at_once, per_row))
-
-
-def _for_all_rows(outputs, index: Tensor, rows: int, per_row: bool) -> tuple[Tensor, ...]:
-    """Losses, z losses, accuracy and predictions of listed rows, among others that are ignored."""
-    loss, z_loss, accuracy, predicted, *_ = outputs
-    losses = [scatter(t, index, rows, 0) if per_row and t.numel() else t for t in (loss, z_loss, accuracy)]
-    return *losses, scatter(predicted, index, rows, -1) if predicted.numel() else predicted
 
 
 def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -348,7 +342,8 @@ def _backward(ctx, saved, dloss, *_):
         if reduction == REDUCTIONS["none"]:  # ignored rows count for nothing, not even a NaN
             dloss = torch.where(target == ignore_index, 0.0, dloss)
         # The same flags as in the forward, since what it saved follows from them.
-        if ctx.own_dweight and not _get_current_graph_task_keep_graph():
+        batched = torch._C._functorch.is_legacy_batchedtensor(dloss)  # torch.autograd.grad(is_grads_batched=True)
+        if ctx.own_dweight and not batched and not _get_current_graph_task_keep_graph():
             *before, memory, dbias = saved
             dx, dbias = _backward_in_place(memory, dloss, *before, dbias, *ctx.options)
             torch.autograd.graph.increment_version(memory)
