@@ -32,14 +32,14 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
   return dtypes;
 }
 
-// The sum of dweight over chunks: its first rows lie in so many elements of it that dweight fits there, the others in a rest. A sum in 16
-// bits is of dweight's own dtype, lest it be rounded once more.
+// The sum of dweight over chunks: its first rows, a multiple of 64 lest a matmul begin unaligned, lie in as many elements as dweight takes,
+// the others in a rest. A sum in 16 bits is of dweight's own dtype, lest it be rounded once more.
 inline Dtype sum_dtype(const HeadDtypes& dtypes, Dtype weight) { return dtypes.accum == weight ? weight : dtypes.acc; }
 template <class Size> struct SumSizes {
   Size rows, memory, rest;  // rows of the sum in dweight's memory; elements of the sum's dtype
 
   SumSizes(const Size& vocab, const Size& hidden, Dtype sum, Dtype weight)
-      : rows(vocab / ratio(sum, weight)),
+      : rows(sum == weight ? vocab : vocab / ratio(sum, weight) / Size(64) * Size(64)),
         memory((vocab * hidden + ratio(sum, weight) - Size(1)) / ratio(sum, weight)),
         rest((vocab - rows) * hidden) {}
   static Size ratio(Dtype sum, Dtype weight) { return Size(int64_t(size_of(sum) / size_of(weight))); }

@@ -75,7 +75,7 @@ void add_overlaid(Launches& out, const DeviceProfile& device, const Call& call) 
 
 // What a sum of dweight takes to become dweight: in its own memory, from where the sum is wider, ever more rows at a time.
 void add_narrowing(Launches& out, const DeviceProfile& device, const Call& call) {
-  const int64_t ratio = call.element_bytes == 2 ? 2 : 1, here = call.cols / ratio;
+  const int64_t ratio = call.element_bytes == 2 ? 2 : 1, here = ratio == 1 ? call.cols : call.cols / ratio / 64 * 64;
   const auto add = [&](int64_t rows) { add_pieces(out, device, call, scale_kernel, rows, call[hidden]); };
   if (ratio == 1) return add(here);
   int64_t done = std::min(narrowed_elsewhere, here);

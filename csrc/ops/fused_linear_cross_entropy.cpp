@@ -28,7 +28,7 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
   const SumSizes<int64_t> sizes = head.sum_sizes();
   Tensor memory = overlaid ? allocate(scope, {head.vocab * head.hidden}, head.weight, x)
                            : allocate(scope, {sums_weight ? sizes.memory : 0}, head.sum, x);
-  // Half a row may be left at the end.
+  // Less than 64 rows are left at the end.
   const int64_t summed = sizes.rows * head.hidden;
   if (sums_weight && summed < sizes.memory) zero({torch::stable::narrow(memory, 0, summed, sizes.memory - summed)});
   GradientSums sums(head, schedule, accumulated, memory);

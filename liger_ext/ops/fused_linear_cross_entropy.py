@@ -283,7 +283,8 @@ def _fake(
         dweight = weight.new_empty(vocab * hidden)
     elif accumulated and need_dweight:  # csrc/checks/head.h: SumSizes
         ratio = summed.itemsize // weight.dtype.itemsize
-        saved = x.new_empty((vocab - vocab // ratio) * hidden, dtype=summed)
+        rest = 0 if summed == weight.dtype else vocab - vocab // ratio // 64 * 64
+        saved = x.new_empty(rest * hidden, dtype=summed)
         dweight = x.new_empty((vocab * hidden + ratio - 1) // ratio, dtype=summed)
     return (
         *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
