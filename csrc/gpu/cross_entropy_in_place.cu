@@ -77,9 +77,39 @@ template <class T, int N, bool Full> struct InPlace {
   }
 };
 
-// K: vectors of a row that a thread holds.
-template <class T, int N, int K> struct InPlaceRegisters {
-  using Args = InPlaceArgs;
+// Rows that lie in several matrices, in the order of their classes.
+struct RowPieces {
+  static constexpr int most = 16;
+  int count;
+  int first[most];
+  void* data[most];
+  int64_t stride[most];
+};
+struct InPiecesArgs : InPlaceArgs {
+  RowPieces pieces;
+};
+
+// Where a row's columns are.
+template <class T> struct WholeRow {
+  const T* logits;
+  T* gradient;
+  LIGER_DEVICE const T* from(int64_t column) const { return logits + column; }
+  LIGER_DEVICE T* to(int64_t column) const { return gradient + column; }
+};
+template <class T> struct RowInPieces {
+  const RowPieces& pieces;
+  int64_t row;
+  LIGER_DEVICE T* to(int64_t column) const {
+    int i = 0;
+    while (i + 1 < pieces.count && column >= pieces.first[i + 1]) ++i;
+    return static_cast<T*>(pieces.data[i]) + row * pieces.stride[i] + (column - pieces.first[i]);
+  }
+  LIGER_DEVICE const T* from(int64_t column) const { return to(column); }
+};
+
+// K: vectors of a row that a thread holds. Pieces: rows lie in several matrices.
+template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
+  using Args = std::conditional_t<Pieces, InPiecesArgs, InPlaceArgs>;
   static constexpr int max_threads = launch::in_place_registers.instance(N, K).max_threads, min_blocks = K == 10 ? 3 : 1;
 
   static LIGER_DEVICE void run(const Args& args) {
@@ -90,21 +120,33 @@ template <class T, int N, int K> struct InPlaceRegisters {
     // A row that its target takes out of the loss is not worth its fetching. But to wait for the target costs 1 to 3 % of the row's time.
     bool wanted = at < a.rows;
     if (wanted && a.counts[CrossEntropyCounts::valid] < args.at_once_from) wanted = a.is_class(a.target[at]);
-    const T* const data = static_cast<const T*>(a.logits) + at * a.stride;
+    const auto where = [&] {
+      if constexpr (Pieces) return RowInPieces<T>{args.pieces, at};
+      else return WholeRow<T>{static_cast<const T*>(a.logits) + at * a.stride, static_cast<T*>(args.gradient) + at * args.gradient_stride};
+    }();
     const int cols = int(a.vocab), whole = cols / N * N;
     const Columns<N, K> columns(group.index, group.threads_per_row, wanted ? whole : 0);
     // What is not there adds nothing to a sum and raises no maximum: no instruction asks for it again before the stores.
     Packed<T, N> x[K];
-    columns.template load<Hint::in_place>(x, data, 0, same_value(Packed<T, N>{}, minus_infinity()));
+    const Packed<T, N> nothing = same_value(Packed<T, N>{}, minus_infinity());
+    if constexpr (Pieces) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        x[k] = nothing;
+        if (columns.has(k)) load<Hint::in_place>(x[k], where.from(columns.first + k * columns.step));
+      }
+    } else {
+      columns.template load<Hint::in_place>(x, where.logits, 0, nothing);
+    }
     const LogitRow<T, false> row(a, at, first, false);
     const int tail = row.valid && whole + group.index < cols ? whole + group.index : -1;
     Packed<T, 1> last = same_value(Packed<T, 1>{}, minus_infinity());
-    if (tail >= 0) load(last, data + tail);
+    if (tail >= 0) load(last, where.from(tail));
     // The thread that has the target's column writes the losses, too: nobody else writes over this logit.
     const int owner = row.target / N & (group.threads_per_row - 1);
     const bool has_target = row.valid && (row.target < whole ? owner == group.index : row.target == tail);
     T raw_target{};
-    if (has_target) raw_target = data[row.target];
+    if (has_target) raw_target = *where.from(row.target);
     const LossGradients grad(a, args.gradient_scale);
 
     // What a row hardly ever needs takes its vectors from memory again, where nobody else writes them: few instructions, no registers.
@@ -113,7 +155,7 @@ template <class T, int N, int K> struct InPlaceRegisters {
       for (int k = 0; k < K; ++k) {
         if (!columns.has(k)) continue;
         Packed<T, N> raw;
-        load<Hint::in_place>(raw, data + (columns.first + k * columns.step));
+        load<Hint::in_place>(raw, where.from(columns.first + k * columns.step));
         use(raw, k);
       }
     };
@@ -148,13 +190,28 @@ template <class T, int N, int K> struct InPlaceRegisters {
     const float negative_log = own.base() - target_logit + log_sum;
     if (row.valid ? has_target : first && row.live) write_losses(a, args.out, row, own, lse, negative_log);
     if (!row.live) return;
-    T* const out = static_cast<T*>(args.gradient) + row.row * args.gradient_stride;
-    if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
+    if (!row.valid) {
+      const float value = row.ignored ? 0.f : not_a_number();
+      if constexpr (!Pieces) return RowWalk<T, N>(a.vocab, group).fill(where.gradient, value);
+      const Columns<N, K> all(group.index, group.threads_per_row, whole);
+#pragma unroll 1
+      for (int k = 0; k < K; ++k)
+        if (all.has(k)) store<Hint::stream>(where.to(all.first + k * all.step), same_value(Packed<T, N>{}, value));
+      if (whole + group.index < cols) *where.to(whole + group.index) = from_float<T>(value);
+      return;
+    }
 
     const RowGradient<T> gradient(a, row, own.base(), 0.f, 1 / own.sum, lse.high, row_token<T>(a, negative_log), grad.ce, grad.z);
 #pragma unroll
     for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
-    T* const to = opaque(out + columns.first);
+    T* const begin = [&]() -> T* {
+      if constexpr (Pieces) return nullptr;
+      else return opaque(where.gradient + columns.first);
+    }();
+    const auto to = [&](int k) {
+      if constexpr (Pieces) return where.to(columns.first + k * columns.step);
+      else return begin + k * columns.step;
+    };
     const auto share_of = [](const auto& raw, auto share) {
       auto out = raw;
       float g[decltype(out)::elements];
@@ -166,8 +223,8 @@ template <class T, int N, int K> struct InPlaceRegisters {
     const auto write = [&](auto share) {
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (columns.has(k)) store<Hint::stream>(to + k * columns.step, share_of(x[k], share));
-      if (tail >= 0) store(out + tail, share_of(last, share));
+        if (columns.has(k)) store<Hint::stream>(to(k), share_of(x[k], share));
+      if (tail >= 0) store(where.to(tail), share_of(last, share));
     };
     const auto product = [&](float logit) { return gradient.scale * gradient.exp(logit); };
     if constexpr (!Exp<T>::in_one_step) {
@@ -177,10 +234,10 @@ template <class T, int N, int K> struct InPlaceRegisters {
       const float exponent = gradient.exp.offset + log2f(gradient.scale);
       write([&](float logit) { return fast_exp2(logit * log2_e + exponent); });
     } else {
-      read_again([&](const Packed<T, N>& raw, int k) { store(to + k * columns.step, share_of(raw, product)); });
-      if (tail >= 0) store(out + tail, share_of(last, product));
+      read_again([&](const Packed<T, N>& raw, int k) { store(to(k), share_of(raw, product)); });
+      if (tail >= 0) store(where.to(tail), share_of(last, product));
     }
-    if (has_target) out[row.target] = from_float<T>(gradient.scale * gradient.exp(target_logit) - gradient.hard);
+    if (has_target) *where.to(row.target) = from_float<T>(gradient.scale * gradient.exp(target_logit) - gradient.hard);
   }
 };
 
@@ -208,6 +265,37 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
     using T = decltype(tag);
     with_instance<launch::in_place_registers, fits<T>>(made,
                                                        [&]<Instance I>() { launch<InPlaceRegisters<T, I.vec, I.k>>(made, args, stream); });
+  });
+}
+
+bool cross_entropy_takes_pieces(const CrossEntropyInPieces& op, Stream stream) {
+  const CrossEntropyRows& row = op.row;
+  const bool full = costly_options(row.options) || row.accuracy || row.predicted || row.options.token_scaling;
+  if (full || op.count > RowPieces::most || row.rows == 0 || size_of(row.logits.dtype) != 2) return false;
+  for (int i = 0; i < op.count; ++i)
+    if (!aligned(op.pieces[i].logits, 0)) return false;
+  return launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, true, false), true).of(launch::in_place_registers);
+}
+
+void cross_entropy_in_pieces(const CrossEntropyInPieces& op, Stream stream) {
+  const CrossEntropyRows& row = op.row;
+  const launch::Launch made = launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, true, false), true);
+  InPiecesArgs args{};
+  args.rows = logit_rows(row, row.vocab, made.plan, stream);
+  args.out = row_outputs(row);
+  args.gradient_scale = float(op.gradient_scale);
+  args.at_once_from = float(op.batch_rows) * 15 / 16;
+  args.pieces.count = op.count;
+  for (int i = 0; i < op.count; ++i) {
+    args.pieces.first[i] = int(op.pieces[i].first);
+    args.pieces.data[i] = op.pieces[i].logits.data;
+    args.pieces.stride[i] = op.pieces[i].logits.stride;
+  }
+  dispatch(row.logits.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if constexpr (sizeof(T) == 2)
+      with_instance<launch::in_place_registers, fits<T>>(
+          made, [&]<Instance I>() { launch<InPlaceRegisters<T, I.vec, I.k, true>>(made, args, stream); });
   });
 }
 

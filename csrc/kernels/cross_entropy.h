@@ -109,6 +109,19 @@ struct CrossEntropyInPlace {
   int64_t batch_rows;     // of all chunks: what row.counts are of
 };
 
+// The same of rows that lie in several matrices, each of some classes: from class `first`, a multiple of 64, in their order.
+struct LogitsPiece {
+  int64_t first;
+  MutableRows logits;
+};
+struct CrossEntropyInPieces {
+  CrossEntropyRows row;  // without logits
+  double gradient_scale;
+  int64_t batch_rows;
+  const LogitsPiece* pieces;
+  int count;
+};
+
 // Per-row losses to results: none: loss[i] = ce[i] + z[i]; else loss = ce_scale * sum(ce) + z_scale * sum(z), z_loss likewise;
 // accuracy: sum / valid. Sums in a fixed order. `counting`: what the counts are made of, if that is yet to do; nullptr: they are there.
 struct CrossEntropyReduce {
@@ -128,6 +141,9 @@ void cross_entropy_counts(const CrossEntropyCounts&, Stream);
 void cross_entropy_forward(const CrossEntropyRows&, Stream);
 void cross_entropy_backward(const CrossEntropyBackward&, Stream);
 void cross_entropy_in_place(const CrossEntropyInPlace&, Stream);
+// Does a kernel take such rows at once? Else statistics and merge are to be taken.
+bool cross_entropy_takes_pieces(const CrossEntropyInPieces&, Stream);
+void cross_entropy_in_pieces(const CrossEntropyInPieces&, Stream);
 void cross_entropy_statistics(const CrossEntropyStatistics&, Stream);
 void cross_entropy_merge(const CrossEntropyMerge&, Stream);
 void cross_entropy_reduce(const CrossEntropyReduce&, Stream);

@@ -29,6 +29,16 @@ class CrossEntropyLoss {
     else cross_entropy_forward(args, head_.scope);
   }
 
+  // All rows of logits, which lie in several matrices in the order of their classes, if a kernel does them at once.
+  bool whole_in_pieces(const std::vector<LogitsPiece>& pieces, const Tensor& counts, const LossRows* results) const {
+    CrossEntropyRows args = rows_of(head_.all_rows(), head_.all_classes(), pieces[0].logits, counts);
+    if (results) results->point(args, 0);
+    const CrossEntropyInPieces in_pieces{args, gradient_scale, head_.rows, pieces.data(), int(pieces.size())};
+    const bool taken = cross_entropy_takes_pieces(in_pieces, head_.scope);
+    if (taken) cross_entropy_in_pieces(in_pieces, head_.scope);
+    return taken;
+  }
+
   // Rows of logits in pieces: first the statistics of each piece, then, merged, the losses, then the gradient of each piece.
   class Pieces {
    public:

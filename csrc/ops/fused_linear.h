@@ -22,6 +22,7 @@
 #pragma once
 #include <algorithm>
 
+#include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "launch/chunks.h"
 #include "ops/head.h"
@@ -118,11 +119,15 @@ class Overlaid {
   MutableRows gradient(size_t piece) const;
   // The losses of all rows into `results`, and the gradient of the logits.
   template <class Loss> void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results) const {
-    const typename Loss::Pieces of(loss, head_.all_rows(), pieces.size(), counts, results);
+    std::vector<LogitsPiece> by_class;
     for (size_t i = 0; i < pieces.size(); ++i) {
       head_.logits(head_.all_rows(), classes(i), gradient(i));
-      of.statistics(i, classes(i), gradient(i));
+      by_class.push_back({classes(i).first, gradient(i)});
     }
+    std::sort(by_class.begin(), by_class.end(), [](const LogitsPiece& a, const LogitsPiece& b) { return a.first < b.first; });
+    if (loss.whole_in_pieces(by_class, counts, results)) return;
+    const typename Loss::Pieces of(loss, head_.all_rows(), pieces.size(), counts, results);
+    for (size_t i = 0; i < pieces.size(); ++i) of.statistics(i, classes(i), gradient(i));
     of.merge();
     for (size_t i = 0; i < pieces.size(); ++i) of.gradient(classes(i), gradient(i));
   }

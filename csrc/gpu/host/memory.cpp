@@ -1,3 +1,4 @@
+#include <map>
 #include "gpu/host/memory.h"
 
 #include <algorithm>
@@ -245,7 +246,7 @@ std::string unfinished() {
 
 }  // namespace
 
-Buffers::Buffers(std::initializer_list<Buffer> given) {
+Buffers::Buffers(const std::vector<Buffer>& given) {
   std::vector<Buffer> buffers;
   for (const Buffer& buffer : given)
     if (!buffer.empty()) buffers.push_back(buffer);
@@ -287,9 +288,11 @@ void begin_launch(const std::string& kernel, const void* args, size_t args_bytes
   launch_start = now + 1;
   launched.push_back(kernel);
 }
-// Every matrix that the launch has touched must agree, and there must be one, or anything else of as many elements.
+// Every matrix that the launch has touched must agree, and there must be one, or anything else of as many elements: buffers of one name
+// are parts of one.
 void check_launch(int64_t rows, int64_t cols) {
   bool any = rows * cols == 0;
+  std::map<std::string, int64_t> parts;
   for (const Region& region : regions)
     for (const Buffer& buffer : region.buffers) {
       int64_t touched = 0, left_out = 0;
@@ -300,7 +303,7 @@ void check_launch(int64_t rows, int64_t cols) {
         left_out += !is && buffer.each > 0 && buffer.optional && buffer.optional(offset);
       });
       const int64_t elements = rows * cols * std::max<int64_t>(buffer.each, 1);
-      any = any || touched + left_out == elements;
+      any = any || touched + left_out == elements || (parts[buffer.name] += touched) == elements;
       if (buffer.each > 0 && touched > 0 && touched + left_out != elements)
         throw std::runtime_error(text("host target: uncovered: the launch declares ", rows, " rows of ", cols,
                                       " columns, its threads touch ", touched, " elements ", buffer.at(0), ", not ", elements - left_out,

@@ -53,7 +53,8 @@ struct Buffer {
 // The buffers that launches may touch for as long as this lives; one at a time in a process.
 class Buffers {
  public:
-  Buffers(std::initializer_list<Buffer>);
+  Buffers(std::initializer_list<Buffer> given) : Buffers(std::vector<Buffer>(given)) {}
+  explicit Buffers(const std::vector<Buffer>&);
   ~Buffers() noexcept(false);  // throws std::runtime_error, unless an exception is on its way, about what is unwritten or unread
   Buffers(const Buffers&) = delete;
 };

@@ -7,6 +7,8 @@ decltype(cpu::cross_entropy_counts) cross_entropy_counts;
 decltype(cpu::cross_entropy_forward) cross_entropy_forward;
 decltype(cpu::cross_entropy_backward) cross_entropy_backward;
 decltype(cpu::cross_entropy_in_place) cross_entropy_in_place;
+decltype(cpu::cross_entropy_takes_pieces) cross_entropy_takes_pieces;
+decltype(cpu::cross_entropy_in_pieces) cross_entropy_in_pieces;
 decltype(cpu::cross_entropy_statistics) cross_entropy_statistics;
 decltype(cpu::cross_entropy_merge) cross_entropy_merge;
 decltype(cpu::cross_entropy_reduce) cross_entropy_reduce;
@@ -66,6 +68,23 @@ void cross_entropy_backward(const CrossEntropyBackward& a, Stream stream) {
 void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream stream) {
   const Buffers buffers = logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, a.gradient);
   gpu::cross_entropy_in_place(a, stream);
+  gpu::raise_reported_targets();
+}
+
+bool cross_entropy_takes_pieces(const CrossEntropyInPieces& a, Stream stream) { return gpu::cross_entropy_takes_pieces(a, stream); }
+void cross_entropy_in_pieces(const CrossEntropyInPieces& a, Stream stream) {
+  const CrossEntropyRows& row = a.row;
+  std::vector<Buffer> buffers{in("target", row.target, row.rows, i64), optional(in("weight", row.class_weight, row.vocab)),
+                              optional(in("counts", row.counts, CrossEntropyCounts::slots, f32)), out("ce", row.ce, row.rows, f32),
+                              out("z", row.z, row.rows, f32)};
+  for (int i = 0; i < a.count; ++i) {
+    const int64_t end = i + 1 < a.count ? a.pieces[i + 1].first : row.vocab;
+    Buffer piece = matrix("piece", a.pieces[i].logits, row.rows, end - a.pieces[i].first, Content::both);
+    piece.each = 0;
+    buffers.push_back(piece);
+  }
+  const Buffers watched(buffers);
+  gpu::cross_entropy_in_pieces(a, stream);
   gpu::raise_reported_targets();
 }
 
