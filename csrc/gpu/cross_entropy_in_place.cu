@@ -80,31 +80,42 @@ template <class T, int N, bool Full> struct InPlace {
 // Rows that lie in several matrices, in the order of their classes.
 struct RowPieces {
   static constexpr int most = 16;
-  int count;
-  int first[most];
-  void* data[most];
+  int end[most];  // the last one's is beyond all columns
+  void* begin[most];  // where column 0 of row 0 would be
   int64_t stride[most];
 };
 struct InPiecesArgs : InPlaceArgs {
   RowPieces pieces;
 };
 
-// Where a row's columns are.
-template <class T> struct WholeRow {
-  const T* logits;
-  T* gradient;
-  LIGER_DEVICE const T* from(int64_t column) const { return logits + column; }
-  LIGER_DEVICE T* to(int64_t column) const { return gradient + column; }
+// Where the columns of a row are, counted from `first`. They are asked for in ascending order.
+template <class T> class WholeRow {
+ public:
+  LIGER_DEVICE WholeRow(T* row, int first) : begin_(opaque(row + first)) {}
+  LIGER_DEVICE T* operator()(int column) const { return begin_ + column; }
+
+ private:
+  T* begin_;
 };
-template <class T> struct RowInPieces {
-  const RowPieces& pieces;
-  int64_t row;
-  LIGER_DEVICE T* to(int64_t column) const {
-    int i = 0;
-    while (i + 1 < pieces.count && column >= pieces.first[i + 1]) ++i;
-    return static_cast<T*>(pieces.data[i]) + row * pieces.stride[i] + (column - pieces.first[i]);
+template <class T> class RowInPieces {
+ public:
+  LIGER_DEVICE RowInPieces(const RowPieces& pieces, int64_t row, int first) : pieces_(pieces), row_(row), first_(first) { take(0); }
+  LIGER_DEVICE T* operator()(int column) {
+    while (first_ + column >= end_) take(piece_ + 1);
+    return begin_ + column;
   }
-  LIGER_DEVICE const T* from(int64_t column) const { return to(column); }
+
+ private:
+  LIGER_DEVICE void take(int piece) {
+    piece_ = piece;
+    end_ = pieces_.end[piece];
+    begin_ = static_cast<T*>(pieces_.begin[piece]) + row_ * pieces_.stride[piece] + first_;
+  }
+
+  const RowPieces& pieces_;
+  int64_t row_;
+  int first_, piece_, end_;
+  T* begin_;
 };
 
 // K: vectors of a row that a thread holds. Pieces: rows lie in several matrices.
@@ -120,42 +131,44 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
     // A row that its target takes out of the loss is not worth its fetching. But to wait for the target costs 1 to 3 % of the row's time.
     bool wanted = at < a.rows;
     if (wanted && a.counts[CrossEntropyCounts::valid] < args.at_once_from) wanted = a.is_class(a.target[at]);
-    const auto where = [&] {
-      if constexpr (Pieces) return RowInPieces<T>{args.pieces, at};
-      else return WholeRow<T>{static_cast<const T*>(a.logits) + at * a.stride, static_cast<T*>(args.gradient) + at * args.gradient_stride};
-    }();
+    const auto logits_from = [&](int first) {
+      if constexpr (Pieces) return RowInPieces<T>(args.pieces, at, first);
+      else return WholeRow<const T>(static_cast<const T*>(a.logits) + at * a.stride, first);
+    };
+    const auto gradient_from = [&](int first) {
+      if constexpr (Pieces) return RowInPieces<T>(args.pieces, at, first);
+      else return WholeRow<T>(static_cast<T*>(args.gradient) + at * args.gradient_stride, first);
+    };
     const int cols = int(a.vocab), whole = cols / N * N;
     const Columns<N, K> columns(group.index, group.threads_per_row, wanted ? whole : 0);
     // What is not there adds nothing to a sum and raises no maximum: no instruction asks for it again before the stores.
     Packed<T, N> x[K];
     const Packed<T, N> nothing = same_value(Packed<T, N>{}, minus_infinity());
-    if constexpr (Pieces) {
+    auto logits = logits_from(columns.first);
 #pragma unroll
-      for (int k = 0; k < K; ++k) {
-        x[k] = nothing;
-        if (columns.has(k)) load<Hint::in_place>(x[k], where.from(columns.first + k * columns.step));
-      }
-    } else {
-      columns.template load<Hint::in_place>(x, where.logits, 0, nothing);
+    for (int k = 0; k < K; ++k) {
+      x[k] = nothing;
+      if (columns.has(k)) load<Hint::in_place>(x[k], logits(k * columns.step));
     }
     const LogitRow<T, false> row(a, at, first, false);
     const int tail = row.valid && whole + group.index < cols ? whole + group.index : -1;
     Packed<T, 1> last = same_value(Packed<T, 1>{}, minus_infinity());
-    if (tail >= 0) load(last, where.from(tail));
+    if (tail >= 0) load(last, logits_from(tail)(0));
     // The thread that has the target's column writes the losses, too: nobody else writes over this logit.
     const int owner = row.target / N & (group.threads_per_row - 1);
     const bool has_target = row.valid && (row.target < whole ? owner == group.index : row.target == tail);
     T raw_target{};
-    if (has_target) raw_target = *where.from(row.target);
+    if (has_target) raw_target = *logits_from(int(row.target))(0);
     const LossGradients grad(a, args.gradient_scale);
 
     // What a row hardly ever needs takes its vectors from memory again, where nobody else writes them: few instructions, no registers.
     const auto read_again = [&](auto use) {
+      auto logits = logits_from(columns.first);
 #pragma unroll 1
       for (int k = 0; k < K; ++k) {
         if (!columns.has(k)) continue;
         Packed<T, N> raw;
-        load<Hint::in_place>(raw, where.from(columns.first + k * columns.step));
+        load<Hint::in_place>(raw, logits(k * columns.step));
         use(raw, k);
       }
     };
@@ -192,26 +205,19 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
     if (!row.live) return;
     if (!row.valid) {
       const float value = row.ignored ? 0.f : not_a_number();
-      if constexpr (!Pieces) return RowWalk<T, N>(a.vocab, group).fill(where.gradient, value);
       const Columns<N, K> all(group.index, group.threads_per_row, whole);
+      auto to = gradient_from(all.first);
 #pragma unroll 1
       for (int k = 0; k < K; ++k)
-        if (all.has(k)) store<Hint::stream>(where.to(all.first + k * all.step), same_value(Packed<T, N>{}, value));
-      if (whole + group.index < cols) *where.to(whole + group.index) = from_float<T>(value);
+        if (all.has(k)) store<Hint::stream>(to(k * all.step), same_value(Packed<T, N>{}, value));
+      if (whole + group.index < cols) *gradient_from(whole + group.index)(0) = from_float<T>(value);
       return;
     }
 
     const RowGradient<T> gradient(a, row, own.base(), 0.f, 1 / own.sum, lse.high, row_token<T>(a, negative_log), grad.ce, grad.z);
 #pragma unroll
     for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);
-    T* const begin = [&]() -> T* {
-      if constexpr (Pieces) return nullptr;
-      else return opaque(where.gradient + columns.first);
-    }();
-    const auto to = [&](int k) {
-      if constexpr (Pieces) return where.to(columns.first + k * columns.step);
-      else return begin + k * columns.step;
-    };
+    auto to = gradient_from(columns.first);
     const auto share_of = [](const auto& raw, auto share) {
       auto out = raw;
       float g[decltype(out)::elements];
@@ -223,8 +229,8 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
     const auto write = [&](auto share) {
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (columns.has(k)) store<Hint::stream>(to(k), share_of(x[k], share));
-      if (tail >= 0) store(where.to(tail), share_of(last, share));
+        if (columns.has(k)) store<Hint::stream>(to(k * columns.step), share_of(x[k], share));
+      if (tail >= 0) store(gradient_from(tail)(0), share_of(last, share));
     };
     const auto product = [&](float logit) { return gradient.scale * gradient.exp(logit); };
     if constexpr (!Exp<T>::in_one_step) {
@@ -234,10 +240,10 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
       const float exponent = gradient.exp.offset + log2f(gradient.scale);
       write([&](float logit) { return fast_exp2(logit * log2_e + exponent); });
     } else {
-      read_again([&](const Packed<T, N>& raw, int k) { store(to(k), share_of(raw, product)); });
-      if (tail >= 0) store(where.to(tail), share_of(last, product));
+      read_again([&](const Packed<T, N>& raw, int k) { store(to(k * columns.step), share_of(raw, product)); });
+      if (tail >= 0) store(gradient_from(tail)(0), share_of(last, product));
     }
-    if (has_target) *where.to(row.target) = from_float<T>(gradient.scale * gradient.exp(target_logit) - gradient.hard);
+    if (has_target) *gradient_from(int(row.target))(0) = from_float<T>(gradient.scale * gradient.exp(target_logit) - gradient.hard);
   }
 };
 
@@ -285,11 +291,11 @@ void cross_entropy_in_pieces(const CrossEntropyInPieces& op, Stream stream) {
   args.out = row_outputs(row);
   args.gradient_scale = float(op.gradient_scale);
   args.at_once_from = float(op.batch_rows) * 15 / 16;
-  args.pieces.count = op.count;
   for (int i = 0; i < op.count; ++i) {
-    args.pieces.first[i] = int(op.pieces[i].first);
-    args.pieces.data[i] = op.pieces[i].logits.data;
-    args.pieces.stride[i] = op.pieces[i].logits.stride;
+    const MutableRows& logits = op.pieces[i].logits;
+    args.pieces.end[i] = i + 1 < op.count ? int(op.pieces[i + 1].first) : INT_MAX;
+    args.pieces.begin[i] = static_cast<char*>(logits.data) - op.pieces[i].first * size_of(logits.dtype);
+    args.pieces.stride[i] = logits.stride;
   }
   dispatch(row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
