@@ -24,7 +24,6 @@
 #include <memory>
 
 #include "cpu/dispatch.h"
-#include "kernels/elementwise.h"
 #include "kernels/errors.h"
 
 namespace liger::cpu {
@@ -191,8 +190,9 @@ template <class F> void with_padded_rows(const Gemm& g, const F& f) {
 
 }  // namespace
 
-void gemm(const Gemm& g, Stream) {
+void gemm(const Gemm& g, Stream stream) {
   if (g.m == 0 || g.n == 0) return;
+  if (g.bias) return gemm(with_bias_in_c(g, stream), stream);
   const double alpha = !g.alpha ? 1 : g.a.dtype == Dtype::f64 ? *static_cast<const double*>(g.alpha) : *static_cast<const float*>(g.alpha);
   const bool hardware = hardware_multiplies(g.a.dtype), direct = hardware && g.c_dtype == g.a.dtype, narrow = size_of(g.a.dtype) == 2;
   const auto multiply = [&](const Gemm& part) {

@@ -4,6 +4,9 @@
 // The library is column-major: C = op(A) op(B) in rows is C' = op(B)' op(A)' in columns, the same memory with A and B swapped.
 // Accumulation is fp32, whatever the operands are, also where the library cuts k into parts. An alpha in device memory (a loss scale that
 // no host knows) needs beta there too: a constant of this file. Nothing synchronises or allocates, so that it can be captured in a graph.
+//
+// A bias: an fp32 C is filled with it and added to. To a C in 16 bits cuBLAS adds a product that it has rounded: such a sum is cublasLt's,
+// whose epilogue adds the bias in fp32. It gets no workspace, since that of torch's handle is cuBLAS's own, so it never cuts k into parts.
 #include <algorithm>
 #include <limits>
 
@@ -25,6 +28,26 @@ template <class F, class Names> F find(const void* neighbour, const Names& names
   return nullptr;
 }
 template <class F> const void* address(F* function) { return reinterpret_cast<const void*>(function); }
+
+// cublasLt: beside cuBLAS, which is linked to it. Where a function is missing, as with hipBLAS, none is used.
+struct LtLibrary {
+  const void* neighbour;
+  blas::LtCreateMatmul create_matmul = find<blas::LtCreateMatmul>(neighbour, blas::lt_create_matmul_names);
+  blas::LtCreateLayout create_layout = find<blas::LtCreateLayout>(neighbour, blas::lt_create_layout_names);
+  blas::LtCreatePreference create_preference = find<blas::LtCreatePreference>(neighbour, blas::lt_create_preference_names);
+  blas::LtDestroy destroy_matmul = find<blas::LtDestroy>(neighbour, blas::lt_destroy_matmul_names);
+  blas::LtDestroy destroy_layout = find<blas::LtDestroy>(neighbour, blas::lt_destroy_layout_names);
+  blas::LtDestroy destroy_preference = find<blas::LtDestroy>(neighbour, blas::lt_destroy_preference_names);
+  blas::LtSetAttribute set_matmul = find<blas::LtSetAttribute>(neighbour, blas::lt_set_matmul_names);
+  blas::LtSetAttribute set_preference = find<blas::LtSetAttribute>(neighbour, blas::lt_set_preference_names);
+  blas::LtFindAlgorithm find_algorithm = find<blas::LtFindAlgorithm>(neighbour, blas::lt_find_algorithm_names);
+  blas::LtMatmul matmul = find<blas::LtMatmul>(neighbour, blas::lt_matmul_names);
+
+  explicit operator bool() const {
+    return create_matmul && create_layout && create_preference && destroy_matmul && destroy_layout && destroy_preference && set_matmul &&
+           set_preference && find_algorithm && matmul;
+  }
+};
 
 // All of one library: the one that torch is linked to; where torch does not show it, the process's first.
 struct Library {
@@ -99,15 +122,80 @@ int64_t leading_dimension(int64_t stride, int64_t rows, int64_t cols) {
   return std::max({stride, cols, int64_t{1}});
 }
 
+// A matrix of so many rows as it is stored: transposed, the library's word for it.
+int64_t leading_dimension(const Matrix& x, int64_t rows, int64_t cols) {
+  return x.transposed ? leading_dimension(x.stride, cols, rows) : leading_dimension(x.stride, rows, cols);
+}
+int transposition(const Matrix& x) { return x.transposed ? blas::transpose : blas::normal; }
+
+// One of cublasLt's descriptors, while a product is queued; false if it could not be made.
+class Descriptor {
+ public:
+  template <class Create, class... Args> Descriptor(blas::LtDestroy destroy, Create create, Args... args) : destroy_(destroy) {
+    if (create(&made_, args...) != 0) made_ = nullptr;
+  }
+  Descriptor(const Descriptor&) = delete;
+  ~Descriptor() {
+    if (made_) destroy_(made_);
+  }
+  operator blas::Descriptor() const { return made_; }
+
+ private:
+  blas::LtDestroy destroy_;
+  blas::Descriptor made_ = nullptr;
+};
+
+uint32_t alignment(const void* data) {
+  const uintptr_t bits = reinterpret_cast<uintptr_t>(data) | 256;
+  return uint32_t(bits & -bits);
+}
+
+// Queues a product of 16-bit matrices with a bias, or returns false: where there is no cublasLt, or it has no way to do it.
+bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, Stream stream) {
+  if (!lt || size_of(op.c_dtype) != 2 || op.k == 0) return false;
+  const int type = type_of(op.c_dtype);
+  const auto layout = [&](const Matrix& x, int64_t rows, int64_t cols) {
+    return Descriptor(lt.destroy_layout, lt.create_layout, type, uint64_t(x.transposed ? rows : cols), uint64_t(x.transposed ? cols : rows),
+                      leading_dimension(x, rows, cols));
+  };
+  const Descriptor a = layout(op.b, op.k, op.n), b = layout(op.a, op.m, op.k),
+                   c = layout({op.c, op.c_stride, op.c_dtype, false}, op.m, op.n),
+                   matmul(lt.destroy_matmul, lt.create_matmul, blas::compute_f32, blas::real_f32),
+                   preference(lt.destroy_preference, lt.create_preference);
+  if (!a || !b || !c || !matmul || !preference) return false;
+  const auto set = [](blas::LtSetAttribute function, blas::Descriptor of, int attribute, auto value) {
+    return function(of, attribute, &value, sizeof(value)) == 0;
+  };
+  blas::LtResult result{};
+  int found = 0;
+  const float alpha = 1, beta = 0;
+  return set(lt.set_matmul, matmul, blas::lt_transa, int32_t{transposition(op.b)}) &&
+         set(lt.set_matmul, matmul, blas::lt_transb, int32_t{transposition(op.a)}) &&
+         set(lt.set_matmul, matmul, blas::lt_epilogue, blas::lt_add_bias) && set(lt.set_matmul, matmul, blas::lt_bias, op.bias) &&
+         set(lt.set_preference, preference, blas::lt_alignment_a, alignment(op.b.data)) &&
+         set(lt.set_preference, preference, blas::lt_alignment_b, alignment(op.a.data)) &&
+         set(lt.set_preference, preference, blas::lt_alignment_c, alignment(op.c)) &&
+         set(lt.set_preference, preference, blas::lt_alignment_d, alignment(op.c)) &&
+         lt.find_algorithm(handle, matmul, a, b, c, c, preference, 1, &result, &found) == 0 && found == 1 && result.status == 0 &&
+         lt.matmul(handle, matmul, &alpha, op.b.data, a, op.a.data, b, &beta, op.c, c, op.c, c, &result.algorithm, nullptr, 0,
+                   stream.handle) == 0;
+}
+
 }  // namespace
 
-void gemm(const Gemm& op, Stream) {
+void gemm(const Gemm& op, Stream stream) {
   if (op.m == 0 || op.n == 0) return;
   static const Library library;
   require(op.a.dtype == op.b.dtype, "gemm: the two matrices must have one dtype");
   require(op.c_dtype == op.a.dtype || op.c_dtype == Dtype::f32, "gemm: the result must have the operands' dtype or be fp32");
   blas::Handle handle = nullptr;
   check(torch_get_current_cuda_blas_handle(&handle), "asking torch for its handle");
+  if (op.bias) {
+    static const LtLibrary lt{address(library.gemm)};
+    require(!op.alpha && !op.accumulate, "gemm: a bias goes with neither a factor nor a sum");
+    if (!gemm_with_bias(lt, handle, op, stream)) gemm(with_bias_in_c(op, stream), stream);
+    return;
+  }
 
   // Where the handle looks for alpha and beta.
   const ModeGuard pointers(handle, library.get_pointer_mode, library.set_pointer_mode,
@@ -118,15 +206,13 @@ void gemm(const Gemm& op, Stream) {
   const void* alpha = op.alpha ? op.alpha : &host_alpha;
   const void* beta = op.alpha ? static_cast<const void*>(*device_address(device_beta) + (op.accumulate ? 1 : 0)) : &host_beta;
 
-  const int64_t lda = op.a.transposed ? leading_dimension(op.a.stride, op.k, op.m) : leading_dimension(op.a.stride, op.m, op.k);
-  const int64_t ldb = op.b.transposed ? leading_dimension(op.b.stride, op.n, op.k) : leading_dimension(op.b.stride, op.k, op.n);
+  const int64_t lda = leading_dimension(op.a, op.m, op.k), ldb = leading_dimension(op.b, op.k, op.n);
   const int64_t ldc = leading_dimension(op.c_stride, op.m, op.n);
-  const int transa = op.a.transposed ? blas::transpose : blas::normal, transb = op.b.transposed ? blas::transpose : blas::normal;
   const int type = type_of(op.a.dtype), c_type = type_of(op.c_dtype);
   auto run = [&](auto function, auto index) {
     using Index = decltype(index);
-    check(function(handle, transb, transa, Index(op.n), Index(op.m), Index(op.k), alpha, op.b.data, type, Index(ldb), op.a.data, type,
-                   Index(lda), beta, op.c, c_type, Index(ldc), blas::compute_f32, blas::default_algorithm),
+    check(function(handle, transposition(op.b), transposition(op.a), Index(op.n), Index(op.m), Index(op.k), alpha, op.b.data, type,
+                   Index(ldb), op.a.data, type, Index(lda), beta, op.c, c_type, Index(ldc), blas::compute_f32, blas::default_algorithm),
           "multiplying matrices");
   };
   if (std::max({op.m, op.n, op.k, lda, ldb, ldc}) <= std::numeric_limits<int>::max()) run(library.gemm, int{});

@@ -18,6 +18,34 @@ using SetPointerMode = int (*)(Handle, int mode);
 using GetMathMode = int (*)(Handle, int* mode);
 using SetMathMode = int (*)(Handle, int mode);
 
+// cublasLt, which adds a bias to a 16-bit product before it rounds. A handle of cuBLAS is one of its handles, too; matrices are
+// column-major. Structs and enumerators are the same in CUDA 11, 12 and 13.
+using Descriptor = void*;
+struct LtAlgorithm {
+  uint64_t data[8];
+};
+struct LtResult {
+  LtAlgorithm algorithm;
+  size_t workspace;
+  int status;
+  float waves;
+  int reserved[4];
+};
+using LtCreateMatmul = int (*)(Descriptor*, int compute, int scale_type);
+using LtCreateLayout = int (*)(Descriptor*, int type, uint64_t rows, uint64_t cols, int64_t ld);
+using LtCreatePreference = int (*)(Descriptor*);
+using LtSetAttribute = int (*)(Descriptor, int attribute, const void* value, size_t bytes);
+using LtDestroy = int (*)(Descriptor);
+using LtFindAlgorithm = int (*)(Handle, Descriptor matmul, Descriptor a, Descriptor b, Descriptor c, Descriptor d, Descriptor preference,
+                                int wanted, LtResult* results, int* found);
+using LtMatmul = int (*)(Handle, Descriptor matmul, const void* alpha, const void* a, Descriptor, const void* b, Descriptor,
+                         const void* beta, const void* c, Descriptor, void* d, Descriptor, const LtAlgorithm*, void* workspace,
+                         size_t workspace_bytes, void* stream);
+// Attributes of matmuls and of preferences.
+enum LtAttribute { lt_transa = 3, lt_transb = 4, lt_epilogue = 7, lt_bias = 8 };
+enum LtPreference { lt_alignment_a = 5, lt_alignment_b = 6, lt_alignment_c = 7, lt_alignment_d = 8 };
+constexpr uint32_t lt_add_bias = 4;
+
 enum PointerMode { host = 0, device = 1 };
 // Added to a math mode: parts of a sum of 16-bit products must not be added up in 16 bits.
 constexpr int no_reduced_precision = 16;
@@ -34,6 +62,10 @@ constexpr const char* get_pointer_mode_names[] = {"hipblasGetPointerMode"};
 constexpr const char* set_pointer_mode_names[] = {"hipblasSetPointerMode"};
 // Sums are in fp32, whatever the mode.
 constexpr std::array<const char*, 0> get_math_mode_names, set_math_mode_names;
+// And C is added in fp32.
+constexpr std::array<const char*, 0> lt_create_matmul_names, lt_create_layout_names, lt_create_preference_names, lt_destroy_matmul_names,
+    lt_destroy_layout_names, lt_destroy_preference_names, lt_set_matmul_names, lt_set_preference_names, lt_find_algorithm_names,
+    lt_matmul_names;
 #else
 constexpr const char* library = "cuBLAS";
 constexpr int normal = 0, transpose = 1, compute_f32 = 68, default_algorithm = -1;
@@ -42,6 +74,11 @@ constexpr const char* gemm_64_names[] = {"cublasGemmEx_64"};
 constexpr const char* get_pointer_mode_names[] = {"cublasGetPointerMode_v2"};
 constexpr const char* set_pointer_mode_names[] = {"cublasSetPointerMode_v2"};
 constexpr std::array get_math_mode_names{"cublasGetMathMode"}, set_math_mode_names{"cublasSetMathMode"};
+constexpr std::array lt_create_matmul_names{"cublasLtMatmulDescCreate"}, lt_create_layout_names{"cublasLtMatrixLayoutCreate"},
+    lt_create_preference_names{"cublasLtMatmulPreferenceCreate"}, lt_destroy_matmul_names{"cublasLtMatmulDescDestroy"},
+    lt_destroy_layout_names{"cublasLtMatrixLayoutDestroy"}, lt_destroy_preference_names{"cublasLtMatmulPreferenceDestroy"},
+    lt_set_matmul_names{"cublasLtMatmulDescSetAttribute"}, lt_set_preference_names{"cublasLtMatmulPreferenceSetAttribute"},
+    lt_find_algorithm_names{"cublasLtMatmulAlgoGetHeuristic"}, lt_matmul_names{"cublasLtMatmul"};
 #endif
 
 }  // namespace liger::gpu::blas

@@ -14,7 +14,7 @@ struct ScaleCast {
   Rows row_scale;        // one element a row, any dtype, stride in elements; or data == nullptr
 };
 
-// Every row of `matrix` becomes `values`: a bias, on top of which a matmul accumulates its product with one rounding.
+// Every row of `matrix` becomes `values`: a bias, to which a matmul adds (gemm.h).
 struct FillRows {
   int64_t rows, cols;
   MutableRows matrix;

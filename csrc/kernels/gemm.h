@@ -1,7 +1,7 @@
 // Matrix products with the library that torch has loaded, row-major:
-//   C[m, n] = alpha * op(A)[m, k] * op(B)[k, n] + (accumulate ? C : 0).
+//   C[m, n] = alpha * op(A)[m, k] * op(B)[k, n] + (accumulate ? C : 0), or + bias[n] in every row, and one rounding to C's dtype.
 #pragma once
-#include "kernels/types.h"
+#include "kernels/elementwise.h"
 
 namespace liger {
 
@@ -20,9 +20,18 @@ struct Gemm {
   Dtype c_dtype;        // that of a and b, or fp32
   const void* alpha;    // one value in device memory (accumulator type); nullptr: 1
   bool accumulate;
+  const void* bias = nullptr;  // n elements of C's dtype, or nullptr; not with accumulate
 };
 
 namespace LIGER_BACKEND {
 void gemm(const Gemm&, Stream);
+
+// The same, of a C that is filled with the bias.
+inline Gemm with_bias_in_c(Gemm g, Stream stream) {
+  fill_rows({g.m, g.n, {g.c, g.c_stride, g.c_dtype}, {g.bias, g.c_dtype}}, stream);
+  g.accumulate = true;
+  g.bias = nullptr;
+  return g;
+}
 }  // namespace LIGER_BACKEND
 }  // namespace liger

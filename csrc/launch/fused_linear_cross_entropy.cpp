@@ -37,7 +37,7 @@ void add_chunk(Launches& out, const DeviceProfile& device, const Call& call, boo
   const int64_t rows = chunk_of(call);
   Call piece = call;
   if (in_pieces(call)) piece.cols = call[chunk_classes];
-  const auto add_bias = [&] {
+  const auto add_bias = [&] {  // but for matmuls that add it themselves (gpu/gemm.cu)
     if (call[bias]) add_pieces(out, device, call, fill_kernel, rows, piece.cols);
   };
   add_bias();

@@ -25,20 +25,15 @@ Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const Opti
   acc = dtypes.acc;
   this->weight = dtype_of(weight);
   sum = sum_dtype(dtypes, this->weight);
-  bias_ = contiguous(scope, bias);
+  if (bias) bias_ = as_rows(scope, *bias);
   x_ = as_matrix(scope, x);
   weight_ = as_matrix(scope, weight);
 }
 
 void Head::logits(Range rows, Range classes, const MutableRows& out) const {
-  if (bias_) {
-    Vector bias = vector_of(bias_);
-    bias.data = at(bias.data, classes.first, bias.dtype);
-    fill_rows({rows.count, classes.count, out, bias}, scope);
-  }
+  const void* const bias = bias_ ? at(in_compute_dtype(*bias_).data, classes.first, compute) : nullptr;
   const Rows x = from_row(x_rows(), rows.first), weight = from_row(in_compute_dtype(weight_), classes.first);
-  gemm({rows.count, classes.count, hidden, matrix(x), matrix(weight, true), out.data, out.stride, compute, nullptr, bias_.has_value()},
-       scope);
+  gemm({rows.count, classes.count, hidden, matrix(x), matrix(weight, true), out.data, out.stride, compute, nullptr, false, bias}, scope);
 }
 
 void Head::input_gradient(Range rows, Range classes, const Rows& gradient, const MutableRows& dx, const void* alpha,

@@ -54,7 +54,7 @@ class Head {
   Rows in_compute_dtype(RowsView& operand) const;
 
   mutable RowsView x_, weight_;
-  OptionalTensor bias_;
+  mutable std::optional<RowsView> bias_;
 };
 
 }  // namespace liger::LIGER_BACKEND

@@ -7,7 +7,8 @@
 
 namespace liger::cpu {
 
-void gemm(const Gemm& g, Stream) {
+void gemm(const Gemm& g, Stream stream) {
+  if (g.bias && g.m * g.n > 0) return gemm(with_bias_in_c(g, stream), stream);
   // As a GPU's library does.
   const auto apart = [](const Matrix& x, int64_t rows, int64_t cols) {
     return x.transposed ? cols <= 1 || x.stride >= rows : rows <= 1 || x.stride >= cols;
