@@ -147,9 +147,8 @@ def fused_linear_cross_entropy(
         chunk = chunk_rows(weight.shape[0], weight.shape[1], dtype, memory, x.device, need_dweight, flat.shape[0])
         classes = chunk_classes(weight.shape[0], dtype, memory)
     need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
-    # Not in graphs, where nothing is written that an op returned; nor where a small product is added to a 16-bit bias.
+    # Not in graphs, where nothing is written that an op returned.
     may_overlay = is_head and need_dweight and weight.dtype == dtype and not torch.compiler.is_compiling()
-    may_overlay = may_overlay and (bias is None or dtype == accumulator(dtype))
     if may_overlay and memory == "auto" and overlays(*flat.shape, weight.shape[0], dtype, x.device.type):
         gradients, chunk, classes = _OVERLAID, flat.shape[0], weight.shape[0]
     else:
