@@ -80,8 +80,8 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
-      "fused_linear_cross_entropy_backward_(Tensor(a!) dweight, Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias,"
-      " Tensor? ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dbias, int ignore_index, int reduction,"
+      "fused_linear_cross_entropy_backward_(Tensor(a!) dweight, Tensor(b!) saved, Tensor dloss, Tensor x, Tensor weight, Tensor target,"
+      " Tensor? bias, Tensor? ce_weight, Tensor counts, Tensor dx, Tensor dbias, int ignore_index, int reduction,"
       " float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling, ScalarType? accum_dtype,"
       " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
       " bool need_dbias)"

@@ -10,7 +10,7 @@ import torch
 
 from . import _C
 from .ops._checks import accumulator
-from .ops._chunks import overlays, rows_within
+from .ops._chunks import overlaid_bytes, rows_within, stored_classes
 from .records import RECORDS
 
 TOKENS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 8192, 4096, 14_336, 32, 8, 128, 128_256
@@ -19,14 +19,8 @@ SHAPE = (
     f"{TOKENS:,} tokens, hidden size {HIDDEN:,}, MLP {MLP:,}, {HEADS} + {KV_HEADS} heads of {HEAD_DIM}, "
     f"vocabulary {VOCAB:,}, bfloat16"
 )
-LEVELS: dict[str, str | int] = {
-    "fast": "fast",
-    "auto": "auto",
-    "1 GiB": 1 << 30,
-    "256 MiB": 1 << 28,
-    "128 rows": 1,
-}
-"""Values of ``memory`` of the fused loss, by the names that they are shown under."""
+LEVELS = ("fast", "auto", "low", "min")
+"""Of ``memory`` of the fused loss."""
 
 
 def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]]]:
@@ -39,7 +33,7 @@ def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]
 
 def rows_at_a_time(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, memory: str | int, total: int) -> int:
     """Rows of logits in memory at a time, of a step of ``tokens`` on a GPU with ``total`` bytes."""
-    if memory == "auto" and overlays(tokens, hidden, vocab, dtype):
+    if stored_classes(tokens, hidden, vocab, dtype, memory) is not None:
         return tokens
     return _C.equal_chunks(tokens, rows_within(vocab, hidden, dtype, memory, total, True, tokens))
 
@@ -50,10 +44,9 @@ def fused_loss_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, m
     size, wide = dtype.itemsize, accumulator(dtype).itemsize
     x, weight = tokens * hidden * size, vocab * hidden * size
     inputs = x + weight + tokens * (8 + wide)  # with target and each row's loss
-    if memory == "auto" and overlays(tokens, hidden, vocab, dtype):
-        # The gradient of all logits waits in dweight and a rest, beside what is set aside of dweight.
-        set_aside = _C.overlaid_pieces(tokens, hidden, vocab)[0].classes
-        return inputs + weight + x + (_C.overlaid_rest(tokens, hidden, vocab) + set_aside * hidden) * size
+    stored = stored_classes(tokens, hidden, vocab, dtype, memory)
+    if stored is not None:
+        return inputs + overlaid_bytes(tokens, hidden, vocab, stored, dtype)
     rows = rows_at_a_time(tokens, hidden, vocab, dtype, memory, total)
     logits = rows * _C.padded_vocab(vocab) * size
     if tokens <= rows:  # the gradient of all logits waits for the backward, which makes the results
@@ -70,7 +63,7 @@ def most_tokens(free: int, hidden: int, vocab: int, dtype: torch.dtype, memory: 
 
     # Between these numbers, at which the op takes another way, more tokens take more memory, up to the size of chunks.
     at_once = rows_within(vocab, hidden, dtype, memory, total, True)
-    starts = sorted({1, hidden, hidden * 5 // 2 + 1, at_once + 1, 1 << 40})
+    starts = sorted({1, hidden, hidden * 5 // 2 + 1, hidden * 8 + 1, at_once + 1, 1 << 40})
     for low, high in reversed(list(itertools.pairwise(starts))):
         if not fits(low):
             continue
@@ -86,9 +79,9 @@ def tokens_at_each_level(total: int, free: int) -> dict[str, dict[str, int]]:
     the largest count that the fused loss takes at Llama's sizes on a GPU with ``total`` bytes of memory of which
     ``free`` can be had. Of so many tokens x and its gradient are nearly all: most levels have the same."""
     found = {}
-    for name, level in LEVELS.items():
+    for level in LEVELS:
         sizes = HIDDEN, VOCAB, DTYPE, level, total
-        found[name] = {
+        found[level] = {
             "rows": rows_at_a_time(TOKENS, *sizes),
             "bytes": fused_loss_bytes(TOKENS, *sizes),
             "tokens": most_tokens(free, *sizes),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from cases import RecordCalls, normal
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_cross_entropy import draw_weight, loss_options
 from test_fused_linear_cross_entropy import head
@@ -18,7 +18,8 @@ from liger_ext.ops import _chunks
 from liger_ext.testing import judge
 
 OVERLAID = int(_C.Gradients.overlaid)
-SIZES = [(64, 64, 700), (130, 64, 1100), (150, 60, 513), (97, 97, 64), (5, 3, 50), (300, 128, 4099)]
+SIZES = [(64, 64, 700), (130, 64, 1100), (150, 60, 513), (97, 97, 64), (5, 3, 50), (300, 128, 4099), (120, 128, 4000), (500, 64, 2100)]
+levels = pytest.mark.parametrize("memory", ["auto", "low", "min"])
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 
 
@@ -31,6 +32,13 @@ def small(monkeypatch):
 
 def loss_of(inputs, memory="auto", **options):
     return F.fused_linear_cross_entropy(**inputs, memory=memory, **options)
+
+
+def overlays(size, memory):
+    """Whether the gradient of logits is laid over that of the weight, whose memory holds those of 64 classes."""
+    rows, hidden, vocab = size
+    least, most = {"auto": (hidden, 2.5), "low": (1, 2.5), "min": (1, 8)}[memory]
+    return least <= rows <= most * hidden and vocab * hidden >= 64 * rows
 
 
 def leaves(inputs):
@@ -52,32 +60,47 @@ def ways(run):
 # Pieces ---------------------------------------------------------------------------------------------------------------
 
 
-@given(hidden=st.integers(1, 5000), more=st.floats(1, 20), vocab=st.integers(1, 300_000))
-def test_what_a_piece_makes_lies_where_others_were(hidden, more, vocab):
-    rows = int(hidden * more)
-    pieces = _C.overlaid_pieces(rows, hidden, vocab)
+@given(hidden=st.integers(1, 5000), more=st.floats(0.01, 20), vocab=st.integers(64, 300_000), share=st.floats(0, 1))
+def test_what_a_piece_makes_lies_where_others_were(hidden, more, vocab, share):
+    """A history of dweight's memory: each class's gradient is there when its matmul reads it, and each class's dweight
+    is written once, where nothing waits."""
+    rows = max(1, int(hidden * more))
+    assume(vocab * hidden >= 64 * rows)
+    inside = _C.overlaid_classes(rows, hidden, vocab)
+    stored = vocab if share == 1 else min(inside + int((vocab - inside) * share) // 64 * 64, vocab)
+    sizes = rows, hidden, vocab, stored
+    pieces = _C.overlaid_pieces(*sizes)
     classes = sorted((p.first, p.first + p.classes) for p in pieces)
     assert classes[0][0] == 0 and classes[-1][1] == vocab
     assert all(a[1] == b[0] for a, b in itertools.pairwise(classes))
-    aside = pieces[0].classes * pieces[0].in_dweight
-    taken = 0  # elements of dweight's memory whose matmul has run
+    room = {"dweight": vocab * hidden, "rest": _C.overlaid_rest(*sizes), "spare": _C.overlaid_spare(*sizes)}
+    waiting = [p for p in pieces if not p.again]
+    assert sum(p.classes for p in waiting) == stored and pieces[: len(waiting)] == waiting
+    aside = None
     for nth, p in enumerate(pieces):
-        padded = _C.padded_vocab(p.classes)
-        assert p.offset % 64 == 0 and p.first % 64 == 0
-        if not p.in_dweight:
-            assert nth == len(pieces) - 1 and p.offset == 0 and rows * padded == _C.overlaid_rest(rows, hidden, vocab)
+        end = p.offset + rows * _C.padded_vocab(p.classes)
+        assert p.offset % 64 == 0 and p.first % 64 == 0 and end <= room[p.place]
+        made = p.first * hidden, (p.first + p.classes) * hidden
+        if nth == 0 and p.place == "dweight" and not p.again:
+            aside = made
+            assert made[1] - made[0] <= room["spare"]
             continue
-        assert p.offset == taken and p.offset + rows * padded <= vocab * hidden
-        assert nth == 0 or (p.first + p.classes) * hidden <= taken
-        taken += rows * padded
-    assert sum(p.in_dweight for p in pieces) == len(pieces) or pieces[-1].in_dweight is False
-    assert aside <= max(vocab // 9, 64)
+        # Neither its own gradient nor one that still waits lies where its dweight is written.
+        there = [p] if p.again else [q for q in waiting if pieces.index(q) >= nth]
+        for q in there:
+            if q.place == "dweight":
+                assert q.offset >= made[1] or q.offset + rows * _C.padded_vocab(q.classes) <= made[0]
+        if p.again and p.place == "dweight":
+            assert p.offset >= made[1]  # and not where dweight is done
+    assert aside is None or aside[1] - aside[0] <= max(vocab * 23 // 200, 64) * hidden
 
 
 def test_pieces_of_a_llama():
     """8,192 tokens: a fourteenth of dweight is set aside, and there are four matmuls of each kind."""
-    pieces = _C.overlaid_pieces(8192, 4096, 128_256)
-    assert [p.classes for p in pieces] == [9216, 18_432, 36_480, 64_128]
+    pieces = _C.overlaid_pieces(8192, 4096, 128_256, 128_256)
+    assert [p.classes for p in pieces] == [9472, 18_944, 35_712, 64_128]
+    least = _C.overlaid_pieces(8192, 4096, 128_256, 64_128)
+    assert [p.classes for p in least if not p.again] == [4160, 8320, 16_640, 33_280, 1728]
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -86,10 +109,11 @@ def test_pieces_of_a_llama():
 @sizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_overlaid_gradients(device, size, dtype, reduction):
+@levels
+def test_overlaid_gradients(device, size, dtype, reduction, memory):
     made = head(*size, dtype=dtype, device=device, bias=True)
-    assert ways(functools.partial(loss_of, made, reduction=reduction)) == [OVERLAID]
-    judge("fused_linear_cross_entropy", {**made, "reduction": reduction})
+    assert (ways(functools.partial(loss_of, made, memory, reduction=reduction)) == [OVERLAID]) == overlays(size, memory)
+    judge("fused_linear_cross_entropy", {**made, "reduction": reduction, "memory": memory})
 
 
 @pytest.mark.parametrize("size", [(300, 128, 4099), (512, 256, 4096)], ids=str)
@@ -111,6 +135,7 @@ def test_options_of_overlaid_gradients(device, data, options):
     rows, hidden, vocab = data.draw(st.sampled_from(SIZES))
     made = head(rows, hidden, vocab, device=device, bias=data.draw(st.booleans()))
     options |= {
+        "memory": data.draw(st.sampled_from(["auto", "low", "min"])),
         "ce_weight": draw_weight(data, vocab, device, torch.float32),
         "use_token_scaling": data.draw(st.booleans()),
     }
@@ -118,18 +143,20 @@ def test_options_of_overlaid_gradients(device, data, options):
 
 
 @sizes
+@levels
 @pytest.mark.parametrize("needs", [("weight",), ("weight", "bias"), ("x", "weight"), ("x",), ("bias",)])
-def test_frozen_inputs(device, size, needs):
+def test_frozen_inputs(device, size, needs, memory):
     made = head(*size, device=device, bias=True)
     for name, t in made.items():
         if name != "target":
             t.requires_grad_(name in needs)
-    assert (ways(functools.partial(loss_of, made)) == [OVERLAID]) == ("weight" in needs)
-    judge("fused_linear_cross_entropy", made)
+    overlaid = "weight" in needs and overlays(size, memory)
+    assert (ways(functools.partial(loss_of, made, memory)) == [OVERLAID]) == overlaid
+    judge("fused_linear_cross_entropy", {**made, "memory": memory})
 
 
 @sizes
-@pytest.mark.parametrize("memory", ["auto", 1])
+@pytest.mark.parametrize("memory", ["auto", "low", "min", 1])
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "bf16 x", "bf16 weight"])
 def test_the_same_bits_again(device, size, memory, dtypes):
     """From run to run, with saved tensors that are kept, behind hooks, and where the op itself is called."""
@@ -156,7 +183,7 @@ def test_the_same_bits_again(device, size, memory, dtypes):
     assert all(torch.equal(a, b) for a, b in zip(bits[: len(output)], bits[len(output) :], strict=True))
 
 
-@pytest.mark.parametrize("memory", ["auto", 1])
+@pytest.mark.parametrize("memory", ["auto", "low", "min", 1])
 def test_a_gradient_has_memory_of_its_own(device, memory):
     """What waits in its memory leaves nothing behind: neither a rest, nor a reference."""
     made = head(300, 128, 4098, dtype=torch.bfloat16, device=device)
@@ -175,7 +202,7 @@ def test_many_rows_of_sums_are_narrowed(device):
         judge("fused_linear_cross_entropy", {**head(300, 16, vocab, dtype=torch.bfloat16, device=device), "memory": 1})
 
 
-@pytest.mark.parametrize("memory", ["fast", "auto", 1 << 30, 1])
+@pytest.mark.parametrize("memory", ["fast", "auto", "low", "min", 1 << 30, 1])
 def test_a_checkpoint_around_it(device, memory):
     made = head(150, 64, 700, device=device)
     expected = torch.autograd.grad(loss_of(made, memory), leaves(made))
@@ -189,7 +216,7 @@ def test_a_checkpoint_around_it(device, memory):
             leaf.grad = None
 
 
-@pytest.mark.parametrize("memory", ["fast", "auto", 1])
+@pytest.mark.parametrize("memory", ["fast", "auto", "low", "min", 1])
 def test_many_gradients_at_once(device, memory):
     """torch.autograd.grad(is_grads_batched=True) runs the backward under vmap, which writes nothing in place."""
     made = head(300, 128, 515, device=device)
@@ -214,21 +241,24 @@ def test_a_narrower_compute_dtype_than_float64(device):
 
 def test_unknown_levels(device):
     for memory in ("fastest", 0, -1, True, None, 1e300):
-        with pytest.raises(ValueError, match=r"memory is .*, expected 'fast', 'auto' or a number of bytes"):
+        with pytest.raises(ValueError, match=r"memory is .*, expected 'fast', 'auto', 'low', 'min' or a number of bytes"):
             loss_of(head(4, device=device), memory)
 
 
 def test_what_cannot_be_overlaid(device):
-    """Fewer rows than columns, a frozen weight, a weight of another dtype: each is said."""
+    """A frozen weight, a weight of another dtype, no rows, too few classes stored: each is said."""
     op = torch.ops.liger_ext.fused_linear_cross_entropy
 
-    def call(rows, hidden, dtype=torch.float32, need_dweight=True):
-        x, weight = normal(rows, hidden, device=device), normal(50, hidden, device=device, dtype=dtype)
+    def call(rows, hidden, dtype=torch.float32, need_dweight=True, stored=150):
+        x, weight = normal(rows, hidden, device=device), normal(150, hidden, device=device, dtype=dtype)
         target = torch.zeros(rows, dtype=torch.long, device=device)
         options = -100, 1, 0.0, 0.0, None, False, False, False, False, None, None
-        return op(x, weight, target, None, None, None, *options, OVERLAID, rows, 50, True, need_dweight, False)
+        return op(x, weight, target, None, None, None, *options, OVERLAID, max(rows, 1), stored, True, need_dweight, False)
 
     call(8, 8)
-    for bad in ((7, 8), (8, 8, torch.bfloat16), (8, 8, torch.float32, False)):
+    call(7, 8)
+    call(9, 8, stored=128)
+    few = [(9, 8, torch.float32, True, stored) for stored in (64, 127, 129)]
+    for bad in ((0, 8), (8, 8, torch.bfloat16), (8, 8, torch.float32, False), (19, 8, torch.float32, True, 64), *few):
         with pytest.raises(ValueError, match=r"gradients is 4 \(overlaid\)"):
             call(*bad)

@@ -45,30 +45,40 @@ template <class Size> struct SumSizes {
   static Size ratio(Dtype sum, Dtype weight) { return Size(int64_t(size_of(sum) / size_of(weight))); }
 };
 
+inline void check_overlaid(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, const Size& chunk_rows,
+                           const Size& chunk_classes, bool need_dweight) {
+  const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
+  require(need_dweight && dtype_of(weight, "weight") == dtypes.compute, op,
+          ": gradients is 4 (overlaid), for which a gradient of weight in the dtype of the matmuls has to be wanted");
+  require(hidden >= 1 && rows >= 1 && chunk_rows >= rows, op, ": gradients is 4 (overlaid), for which x must not be empty, nor have more than ",
+          chunk_rows, " rows (chunk_rows), but has shape ", shape_text(x));
+  if (chunk_classes >= vocab) return;
+  const Size inside = launch::overlaid_classes(rows, hidden, vocab);
+  require(chunk_classes % Size(64) == Size(0) && chunk_classes >= inside && vocab * hidden >= rows * Size(64), op,
+          ": gradients is 4 (overlaid) and chunk_classes ", chunk_classes, ", expected a multiple of 64, at least ", inside,
+          ", whose gradients dweight holds, and it has to hold those of 64 classes");
+}
+
 inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, int64_t gradients,
                            const Size& chunk_rows, const Size& chunk_classes, bool need_dx, bool need_dweight, bool need_dbias) {
   const Size rows = x.size(0), vocab = weight.size(0);
   require(gradients >= 0 && gradients <= int64_t(launch::Gradients::overlaid), op, ": gradients is ", gradients,
           ", expected 0 (none), 1 (deferred), 2 (accumulated), 3 (recomputed) or 4 (overlaid)");
   require(chunk_rows >= 1, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
-  require(chunk_classes >= 1, op, ": chunk_classes is ", chunk_classes, ", expected at least 1");
   const auto way = launch::Gradients(gradients);
   const bool overlaid = way == launch::Gradients::overlaid;
-  require(!(overlaid || way == launch::Gradients::deferred) || (chunk_rows >= rows && chunk_classes >= vocab), op, ": gradients is ",
-          gradients, ", for which all logits have to exist at a time, not ", chunk_rows, " of ", rows, " rows and ", chunk_classes, " of ",
-          vocab, " classes");
-  require(
-      !overlaid || (need_dweight && dtype_of(weight, "weight") == dtypes.compute && rows >= x.size(1) && x.size(1) >= 1), op,
-      ": gradients is 4 (overlaid), for which a gradient of weight in the dtype of the matmuls has to be wanted, and x to have at least as "
-      "many rows as columns, not shape ",
-      shape_text(x));
+  require(chunk_classes >= (overlaid ? 0 : 1), op, ": chunk_classes is ", chunk_classes, ", expected at least 1");
+  require(way != launch::Gradients::deferred || (chunk_rows >= rows && chunk_classes >= vocab), op,
+          ": gradients is 1 (deferred), for which all logits have to exist at a time, not ", chunk_rows, " of ", rows, " rows and ",
+          chunk_classes, " of ", vocab, " classes");
+  if (overlaid) check_overlaid(op, x, weight, dtypes, chunk_rows, chunk_classes, need_dweight);
   require((way == launch::Gradients::none) == !(need_dx || need_dweight || need_dbias), op, ": gradients is ", gradients,
           ", which does not fit need_dx ", need_dx, ", need_dweight ", need_dweight, " and need_dbias ", need_dbias);
 }
 
 // What the forward made for the backward.
 inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, int64_t gradients,
-                                const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias, bool need_dx,
+                                const Size& stored, const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias, bool need_dx,
                                 bool need_dweight, bool need_dbias) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
   const Dtype weight_dtype = dtype_of(weight, "weight");
@@ -83,7 +93,7 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
               dtype_name(scalar_type(dtypes.compute)));
       return;
     case launch::Gradients::overlaid:
-      check_made(op, saved, "saved", {launch::overlaid_rest(rows, hidden, vocab)}, dtypes.compute, x, "x");
+      check_made(op, saved, "saved", {launch::overlaid_rest(rows, hidden, vocab, stored)}, dtypes.compute, x, "x");
       check_made(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
       return;
     case launch::Gradients::accumulated: {

@@ -79,7 +79,7 @@ template <class T, int N, bool Full> struct InPlace {
 
 // Rows that lie in several matrices, in the order of their classes.
 struct RowPieces {
-  static constexpr int most = 16;
+  static constexpr int most = launch::most_pieces;
   int end[most];  // the last one's is beyond all columns
   void* begin[most];  // where column 0 of row 0 would be
   int64_t stride[most];
@@ -247,6 +247,14 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
   }
 };
 
+std::optional<launch::Launch> launch_in_pieces(const CrossEntropyInPieces& op, Stream stream) {
+  const CrossEntropyRows& row = op.row;
+  bool vectors = true;
+  for (int i = 0; i < op.count; ++i) vectors &= aligned(op.pieces[i].logits, 0);
+  const bool plain = !costly_options(row.options) && !row.accuracy && !row.predicted && !row.options.token_scaling;
+  return launch::cross_entropy_in_pieces(device_profile(stream.device), logits_shape(row, vectors, !plain), plain, op.count);
+}
+
 }  // namespace
 
 void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
@@ -274,18 +282,11 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   });
 }
 
-bool cross_entropy_takes_pieces(const CrossEntropyInPieces& op, Stream stream) {
-  const CrossEntropyRows& row = op.row;
-  const bool full = costly_options(row.options) || row.accuracy || row.predicted || row.options.token_scaling;
-  if (full || op.count > RowPieces::most || row.rows == 0 || size_of(row.logits.dtype) != 2) return false;
-  for (int i = 0; i < op.count; ++i)
-    if (!aligned(op.pieces[i].logits, 0)) return false;
-  return launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, true, false), true).of(launch::in_place_registers);
-}
+bool cross_entropy_takes_pieces(const CrossEntropyInPieces& op, Stream stream) { return launch_in_pieces(op, stream).has_value(); }
 
 void cross_entropy_in_pieces(const CrossEntropyInPieces& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
-  const launch::Launch made = launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, true, false), true);
+  const launch::Launch made = launch_in_pieces(op, stream).value();
   InPiecesArgs args{};
   args.rows = logit_rows(row, row.vocab, made.plan, stream);
   args.out = row_outputs(row);

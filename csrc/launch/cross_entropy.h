@@ -1,5 +1,7 @@
 // The launches of cross entropy and of the fused loss's kernel for rows of logits.
 #pragma once
+#include <optional>
+
 #include "launch/launch.h"
 
 namespace liger::launch {
@@ -34,6 +36,9 @@ inline constexpr Kernel in_place_registers("InPlaceRegisters", Instance{row_thre
                                            Instance{512, wide, 16, none, true});
 inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
+// Of rows that lie in so many matrices, in 16 bits: the first kernel, or none.
+inline constexpr int most_pieces = 16;
+std::optional<Launch> cross_entropy_in_pieces(const DeviceProfile&, const LogitsShape&, bool plain, int pieces, const Knobs* = nullptr);
 
 // Of a piece of the vocabulary, and the merge of all pieces, which takes a thread for each row.
 inline constexpr Kernel statistics_kernel("Statistics", Instance{logits_threads, 1}, Instance{logits_threads, wide});

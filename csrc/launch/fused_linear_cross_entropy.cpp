@@ -10,7 +10,7 @@ namespace liger::launch {
 namespace {
 
 const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_classes"};  // 0: all at a time
-const Fact overlaid{"overlaid"};
+const Fact overlaid{"overlaid"};  // of the gradients of chunk_classes classes
 
 bool in_pieces(const Call& call) { return call[chunk_classes] > 0 && call[chunk_classes] < call.cols; }
 // Of a fused loss whose gradients are all wanted.
@@ -55,27 +55,44 @@ void add_chunk(Launches& out, const DeviceProfile& device, const Call& call, boo
   if (call[bias] && sums) add_dbias(out, device, call, rows, piece.cols);
 }
 
-// The gradient of all logits in pieces.
-void add_overlaid(Launches& out, const DeviceProfile& device, const Call& call) {
-  const auto pieces = overlaid_pieces(call.rows, call[hidden], call.cols);
-  const auto for_each_piece = [&](auto f) {
-    for (const OverlaidPiece& of : pieces) {
-      Call piece = call;
-      piece.cols = of.classes;
-      f(piece);
-    }
-  };
-  for_each_piece([&](const Call& piece) {
-    if (call[bias]) add_pieces(out, device, call, fill_kernel, call.rows, piece.cols);
-    out.push_back(cross_entropy_statistics(device, logits(piece, call.rows, false)));
-  });
-  out.push_back(cross_entropy_merge(device, call.rows));
-  for_each_piece([&](const Call& piece) { out.push_back(cross_entropy_backward(device, logits(piece, call.rows, false), &call.knobs)); });
+std::vector<OverlaidPiece> pieces_of(const Call& call) {
+  return overlaid_pieces(call.rows, call[hidden], call.cols, call[chunk_classes],
+                         overlaid_aside(call.rows, call[hidden], call.cols, call[chunk_classes]));
+}
+Call piece_of(const Call& call, int64_t classes) {
+  Call piece = call;
+  piece.cols = classes;
+  return piece;
 }
 
-// What a sum of dweight takes to become dweight: in its own memory, from where the sum is wider, ever more rows at a time.
-void add_narrowing(Launches& out, const DeviceProfile& device, const Call& call) {
-  const int64_t ratio = call.element_bytes == 2 ? 2 : 1, here = ratio == 1 ? call.cols : call.cols / ratio / 64 * 64;
+// The gradient of logits in pieces: of all of them in one pass, where the device has that, or by way of each piece's statistics.
+void add_overlaid(Launches& out, const DeviceProfile& device, const Call& call) {
+  const auto pieces = pieces_of(call);
+  const auto add_bias = [&](int64_t classes) {
+    if (call[bias]) add_pieces(out, device, call, fill_kernel, call.rows, classes);
+  };
+  if (call[chunk_classes] >= call.cols) {
+    for (const OverlaidPiece& piece : pieces) add_bias(piece.classes);
+    if (const auto made = cross_entropy_in_pieces(device, logits(call, call.rows, true), !call[full], int(pieces.size()), &call.knobs))
+      return out.push_back(*made);
+    out.clear();
+  }
+  const auto add_statistics = [&](int64_t classes) {
+    add_bias(classes);
+    out.push_back(cross_entropy_statistics(device, logits(piece_of(call, classes), call.rows, false)));
+  };
+  const int64_t at_a_time = call.cols * call[hidden] / call.rows / 64 * 64;
+  for (int64_t first = call[chunk_classes]; first < call.cols; first += at_a_time) add_statistics(std::min(at_a_time, call.cols - first));
+  for (const OverlaidPiece& piece : pieces)
+    if (!piece.again) add_statistics(piece.classes);
+  out.push_back(cross_entropy_merge(device, call.rows));
+  for (const OverlaidPiece& piece : pieces)
+    if (!piece.again) out.push_back(cross_entropy_backward(device, logits(piece_of(call, piece.classes), call.rows, false), &call.knobs));
+}
+
+// What a sum of rows takes to become narrower: in its own memory, from where it is wider, ever more rows at a time.
+void add_narrowing(Launches& out, const DeviceProfile& device, const Call& call, int64_t all, int64_t here) {
+  const int64_t ratio = call.element_bytes == 2 ? 2 : 1;
   const auto add = [&](int64_t rows) { add_pieces(out, device, call, scale_kernel, rows, call[hidden]); };
   if (ratio == 1) return add(here);
   int64_t done = std::min(narrowed_elsewhere, here);
@@ -85,7 +102,7 @@ void add_narrowing(Launches& out, const DeviceProfile& device, const Call& call)
     next = std::min(done * ratio, here);
     add(next - done);
   }
-  add(call.cols - here);
+  add(all - here);
 }
 
 Launches fused_loss(const DeviceProfile& device, const Call& call) {
@@ -98,18 +115,24 @@ Launches fused_loss(const DeviceProfile& device, const Call& call) {
 Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
   Launches out{product(device, call[per_row] ? call.rows : 1)};
   if (call.rows == 0) return out;
+  const int64_t ratio = call.element_bytes == 2 ? 2 : 1;
   if (mode_of(call) == Gradients::deferred) {
     // Matmuls write the gradients; each row's own factor goes into dx and, for dweight, into a copy of x.
     for (int i = 0; call[per_row] && i < 2; ++i) add_pieces(out, device, call, scale_kernel, call.rows, call[hidden]);
     if (call[bias]) add_dbias(out, device, call, call.rows, call.cols);
   } else if (mode_of(call) == Gradients::overlaid) {
-    const auto pieces = overlaid_pieces(call.rows, call[hidden], call.cols);
-    const int64_t wide = call.element_bytes == 2 ? 2 : 1;
-    add_pieces(out, device, call, scale_kernel, overlaid_block(call.rows, pieces[0].classes, wide), call[hidden]);
+    const auto pieces = pieces_of(call);
+    if (call.element_bytes == 2 || call[per_row]) add_narrowing(out, device, call, call.rows, overlaid_sum_rows(call.rows, ratio));
     if (call[per_row]) add_pieces(out, device, call, scale_kernel, call.rows, call[hidden]);
     for (const OverlaidPiece& piece : pieces)
       if (call[bias]) add_dbias(out, device, call, call.rows, piece.classes);
-    if (pieces[0].in_dweight) add_pieces(out, device, call, scale_kernel, pieces[0].classes, call[hidden]);
+    if (pieces[0].place == OverlaidPiece::Place::dweight && !pieces[0].again)
+      add_pieces(out, device, call, scale_kernel, pieces[0].classes, call[hidden]);
+    for (const OverlaidPiece& piece : pieces) {
+      if (!piece.again) continue;
+      if (call[bias]) add_pieces(out, device, call, fill_kernel, call.rows, piece.classes);
+      out.push_back(cross_entropy_backward(device, logits(piece_of(call, piece.classes), call.rows, false), &call.knobs));
+    }
   } else {
     if (mode_of(call) == Gradients::recomputed) {
       add_pieces(out, device, call, scale_kernel, chunk_of(call), call[hidden]);
@@ -118,7 +141,7 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
     } else {
       add_pieces(out, device, call, scale_kernel, 1, call.rows * call[hidden]);
     }
-    add_narrowing(out, device, call);
+    add_narrowing(out, device, call, call.cols, ratio == 1 ? call.cols : call.cols / ratio / 64 * 64);
   }
   if (call[bias]) add_pieces(out, device, call, scale_kernel, 1, call.cols);
   return out;

@@ -1,5 +1,6 @@
 // Cross entropy as the loss of a head (fused_linear.h): what becomes of rows of logits, whole, or in pieces of the vocabulary.
 #pragma once
+#include "launch/chunks.h"
 #include "ops/head.h"
 #include "ops/loss.h"
 
@@ -29,29 +30,31 @@ class CrossEntropyLoss {
     else cross_entropy_forward(args, head_.scope);
   }
 
-  // All rows of logits, which lie in several matrices in the order of their classes, if a kernel does them at once.
-  bool whole_in_pieces(const std::vector<LogitsPiece>& pieces, const Tensor& counts, const LossRows* results) const {
-    CrossEntropyRows args = rows_of(head_.all_rows(), head_.all_classes(), pieces[0].logits, counts);
+  // The same of all rows, which lie in several matrices in the order of their classes; or false, and nothing is done.
+  bool in_pieces(const std::vector<LogitsPiece>& pieces, const Tensor& counts, const LossRows* results) const {
+    CrossEntropyRows args = rows_of(head_.all_rows(), head_.all_classes(), {}, counts);
+    args.logits.dtype = head_.compute;
     if (results) results->point(args, 0);
-    const CrossEntropyInPieces in_pieces{args, gradient_scale, head_.rows, pieces.data(), int(pieces.size())};
-    const bool taken = cross_entropy_takes_pieces(in_pieces, head_.scope);
-    if (taken) cross_entropy_in_pieces(in_pieces, head_.scope);
+    const CrossEntropyInPieces op{args, gradient_scale, head_.rows, pieces.data(), int(pieces.size())};
+    const bool taken = cross_entropy_takes_pieces(op, head_.scope);
+    if (taken) cross_entropy_in_pieces(op, head_.scope);
     return taken;
   }
 
   // Rows of logits in pieces: first the statistics of each piece, then, merged, the losses, then the gradient of each piece.
   class Pieces {
    public:
-    Pieces(const CrossEntropyLoss& loss, Range rows, int64_t pieces, const Tensor& counts, const LossRows* results)
-        : loss_(loss), rows_(rows), pieces_(pieces), counts_(counts), results_(loss.rows_of(rows, loss.head_.all_classes(), {}, counts)) {
+    // pieces: at most so many. kept: memory for what gradient() needs, or, where it is to be called alone, that; else it is made here.
+    Pieces(const CrossEntropyLoss& loss, Range rows, int64_t pieces, const Tensor& counts, const LossRows* results,
+           const OptionalTensor& kept = {})
+        : loss_(loss), rows_(rows), counts_(counts), results_(loss.rows_of(rows, loss.head_.all_classes(), {}, counts)) {
       if (results) results->point(results_, rows.first);
       const bool predictions = results_.accuracy || results_.predicted;
       const Head& head = loss.head_;
       statistics_ = allocate(head.scope, {pieces, CrossEntropyStatistics::slots, rows.count}, head.acc, loss.target);
       best_class_ = allocate(head.scope, {predictions ? pieces : 0, rows.count}, ScalarType::Long, loss.target);
-      lse_ = allocate(head.scope, {2, rows.count}, head.acc, loss.target);
-      token_ = allocate(head.scope, {loss.options.token_scaling ? rows.count : 0}, head.acc, loss.target);
-      results_.lse = lse_.data_ptr();
+      kept_ = kept ? *kept : allocate(head.scope, {launch::kept_for_gradients(rows.count, loss.options.token_scaling)}, head.acc, loss.target);
+      results_.lse = kept_.data_ptr();
     }
 
     void statistics(int64_t piece, Range classes, const MutableRows& logits) const {
@@ -61,11 +64,11 @@ class CrossEntropyLoss {
            best_classes() ? best_classes() + piece * rows_.count : nullptr},
           loss_.head_.scope);
     }
-    void merge() const {
-      cross_entropy_merge({results_, pieces_, statistics_.data_ptr(), best_classes(), loss_.head_.acc, token()}, loss_.head_.scope);
+    void merge(int64_t pieces) const {
+      cross_entropy_merge({results_, pieces, statistics_.data_ptr(), best_classes(), loss_.head_.acc, token()}, loss_.head_.scope);
     }
     void gradient(Range classes, const MutableRows& logits) const {
-      CrossEntropyBackward args = backward_of(loss_.rows_of(rows_, classes, logits, counts_), lse_, logits);
+      CrossEntropyBackward args = backward_of(loss_.rows_of(rows_, classes, logits, counts_), kept_, logits);
       args.classes = classes_of(classes);
       args.token = token();
       args.gradient_scale = loss_.gradient_scale;
@@ -75,14 +78,13 @@ class CrossEntropyLoss {
    private:
     Classes classes_of(Range classes) const { return {classes.first, loss_.head_.vocab}; }
     int64_t* best_classes() const { return best_class_.numel() ? static_cast<int64_t*>(best_class_.data_ptr()) : nullptr; }
-    void* token() const { return token_.numel() ? token_.data_ptr() : nullptr; }
+    void* token() const { return loss_.options.token_scaling ? at(kept_.data_ptr(), 2 * rows_.count, loss_.head_.acc) : nullptr; }
 
     const CrossEntropyLoss& loss_;
     Range rows_;
-    int64_t pieces_;
     const Tensor& counts_;
     CrossEntropyRows results_;
-    Tensor statistics_, best_class_, lse_, token_;
+    Tensor statistics_, best_class_, kept_;
   };
 
   const CrossEntropyOptions options;

@@ -11,57 +11,14 @@ Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_
           std::min(chunk_classes, head.vocab)};
 }
 
-WeightSum::WeightSum(const Head& head, const Tensor& memory, const Tensor& rest)
-    : head_(head), memory_(memory), rest_(rest), in_memory_(head.sum_sizes().rows) {}
-
-// The sum's row, and those behind it in the same memory.
-MutableRows WeightSum::sum_of(int64_t row) const {
-  const bool inside = row < in_memory_;
-  void* const first = inside ? memory_.data_ptr() : rest_.data_ptr();
-  return from_row(MutableRows{first, head_.hidden, head_.sum}, inside ? row : row - in_memory_);
+RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest) {
+  return {head.scope, head.vocab, head.hidden, head.sum, head.sum_sizes().rows, memory.data_ptr(), rest.data_ptr(), memory};
 }
 
-void WeightSum::add(Range rows, Range classes, const Rows& gradient, const Rows& x) const {
-  const int64_t end = classes.first + classes.count, inside = std::clamp(in_memory_ - classes.first, int64_t{0}, classes.count);
-  const auto add_part = [&](int64_t first, int64_t count) {
-    if (count == 0) return;
-    const Rows part{at(gradient.data, first - classes.first, gradient.dtype), gradient.stride, gradient.dtype};
-    head_.weight_gradient({0, count}, rows.count, part, x, sum_of(first), nullptr, rows.first > 0);
-  };
-  add_part(classes.first, inside);
-  add_part(classes.first + inside, end - classes.first - inside);
-}
-
-void WeightSum::scale_rows(int64_t first, int64_t rows, const MutableRows& out, const void* factor) const {
-  if (rows > 0) scale_cast({rows, head_.hidden, readable(sum_of(first)), from_row(out, first), factor, {}}, head_.scope);
-}
-
-void WeightSum::scale_into(const MutableRows& out, const void* factor) const {
-  if (head_.hidden == 0) return;
-  if (out.data == memory_.data_ptr() && out.dtype != head_.sum) narrow_in_place(out, factor);
-  else scale_rows(0, in_memory_, out, factor);
-  scale_rows(in_memory_, head_.vocab - in_memory_, out, factor);
-}
-
-// Rows of wider numbers become rows of narrower ones in the same memory. What the first `done` rows took has room for `ratio` times as
-// many, so that many can be made at a time from then on; the first are made elsewhere.
-void WeightSum::narrow_in_place(const MutableRows& out, const void* factor) const {
-  const auto ratio = int64_t(size_of(head_.sum) / size_of(out.dtype));
-  int64_t done = std::min(launch::narrowed_elsewhere, in_memory_);
-  const Tensor elsewhere = allocate(head_.scope, {done, head_.hidden}, out.dtype, memory_);
-  const MutableRows first = mutable_rows(elsewhere);
-  scale_rows(0, done, first, factor);
-  if (done > 0) scale_cast({done, head_.hidden, readable(first), out, nullptr, {}}, head_.scope);
-  for (int64_t next; done < in_memory_; done = next) {
-    next = std::min(done * ratio, in_memory_);
-    scale_rows(done, next - done, out, factor);
-  }
-}
-
-MutableRows Overlaid::gradient(size_t piece) const {
-  const launch::OverlaidPiece& p = pieces[piece];
-  const Tensor& memory = p.in_dweight ? memory_ : rest_;
-  return {at(memory.data_ptr(), p.offset, head_.compute), launch::padded_vocab(p.classes), head_.compute};
+MutableRows Overlaid::where(const launch::OverlaidPiece& piece, const Tensor& dweight, const Tensor& rest, const Tensor& spare) const {
+  using Place = launch::OverlaidPiece::Place;
+  const Tensor& memory = piece.place == Place::dweight ? dweight : piece.place == Place::rest ? rest : spare;
+  return {at(memory.data_ptr(), piece.offset, head_.compute), launch::padded_vocab(piece.classes), head_.compute};
 }
 
 GradientSums::GradientSums(const Head& head, const Schedule& schedule, bool wanted, const Tensor& dweight)
@@ -87,7 +44,11 @@ void GradientSums::add(Range rows, Range classes, const Rows& gradient, const Ro
         scale_cast({rows.count, head_.hidden, readable(sum), from_row(out, rows.first), nullptr, {}}, head_.scope);
     }
   }
-  if (schedule_.dweight) WeightSum(head_, dweight, rest).add(rows, classes, gradient, x);
+  if (schedule_.dweight)
+    weight_sum(head_, dweight, rest).for_each_part(classes, [&](int64_t first, int64_t count, const MutableRows& sum) {
+      const Rows part{at(gradient.data, first - classes.first, gradient.dtype), gradient.stride, gradient.dtype};
+      head_.weight_gradient({0, count}, rows.count, part, x, sum, nullptr, rows.first > 0);
+    });
   if (schedule_.dbias) head_.bias_gradient(classes, rows.count, gradient, row_scale, dbias, rows.first > 0);
 }
 
@@ -135,43 +96,68 @@ void Backward::from_saved_gradient(const Tensor& saved) {
   }
 }
 
-void Backward::from_overlaid(const Tensor& dweight_memory, const Tensor& rest) {
-  dweight = in_place_ ? dweight_memory : new_dweight();
-  const Overlaid overlaid(head_, dweight_memory, rest);
-  const auto gradient = [&](size_t i) { return readable(overlaid.gradient(i)); };
-  const size_t pieces = overlaid.pieces.size();
-  // For what is set aside of dweight, and before, for blocks of rows of dx in the accumulator's dtype.
-  const int64_t wide = int64_t(size_of(head_.acc) / size_of(head_.compute)), aside = overlaid.classes(0).count;
-  const int64_t block = launch::overlaid_block(head_.rows, aside, wide);
-  const Tensor spare = allocate(head_.scope, {std::max(aside, block * wide) * head_.hidden}, head_.compute, scales_);
+void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std::function<void(Range, const MutableRows&)>& make_again) {
+  dweight = in_place_ ? memory : new_dweight();
+  const Overlaid overlaid(head_, schedule_, memory, rest);
+  const Range all = head_.all_rows();
+  const auto elements = [&](int64_t bytes) { return bytes / int64_t(size_of(head_.compute)); };
 
-  for (int64_t first = 0; schedule_.dx && first < head_.rows; first += block) {
-    const Range rows{0, std::min(block, head_.rows - first)};
-    const MutableRows sum{spare.data_ptr(), head_.hidden, head_.acc};
-    for (size_t i = 0; i < pieces; ++i) head_.input_gradient(rows, overlaid.classes(i), from_row(gradient(i), first), sum, alpha(), i > 0);
-    scale_cast({rows.count, head_.hidden, readable(sum), from_row(mutable_rows(dx), first), nullptr, from_row(row_grad_, first)},
-               head_.scope);
-  }
+  // The sum of dx: in the memory that becomes dx, and in the spare; but apart where dx is not done when the spare is wanted.
+  const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, int64_t(size_of(head_.acc) / size_of(dtype_of(dx))));
+  const int64_t dx_rest = schedule_.dx ? (head_.rows - in_dx) * head_.hidden * int64_t(size_of(head_.acc)) : 0;
+  const int64_t spare_elements = launch::overlaid_spare(head_.rows, head_.hidden, overlaid.set_aside);
+  const Tensor apart = allocate(head_.scope, {overlaid.all_stored() ? 0 : elements(dx_rest)}, head_.compute, scales_);
+  const Tensor spare = allocate(head_.scope, {overlaid.all_stored() ? std::max(spare_elements, elements(dx_rest)) : spare_elements},
+                                head_.compute, scales_);
+  const RowSum dx_sum(head_.scope, head_.rows, head_.hidden, head_.acc, in_dx, dx.data_ptr(),
+                      (overlaid.all_stored() ? spare : apart).data_ptr(), scales_);
+  bool begun = false;
+  const auto add_to_dx = [&](Range classes, const Rows& gradient) {
+    if (!schedule_.dx) return;
+    dx_sum.for_each_part(all, [&](int64_t first, int64_t count, const MutableRows& sum) {
+      head_.input_gradient({0, count}, classes, from_row(gradient, first), sum, alpha(), begun);
+    });
+    begun = true;
+  };
+  const auto finish_dx = [&] {
+    if (schedule_.dx) dx_sum.scale_into(mutable_rows(dx), nullptr, row_grad_);
+  };
+  overlaid.for_each_stored([&](Range classes, const MutableRows& gradient) { add_to_dx(classes, readable(gradient)); });
+  if (overlaid.all_stored()) finish_dx();
 
-  const Tensor scaled = scaled_x_buffer(head_.rows);
-  const Rows x = scaled_x(head_.all_rows(), scaled);
-  const MutableRows out = dweight_rows(), apart{spare.data_ptr(), head_.hidden, head_.compute};
-  const bool sets_aside = in_place_ && overlaid.pieces[0].in_dweight;
-  const Tensor sum = allocate(head_.scope, {schedule_.dbias ? head_.vocab : 0}, head_.acc, scales_);
-  for (size_t i = 0; i < pieces; ++i) {
-    const Range classes = overlaid.classes(i);
-    if (schedule_.dbias) head_.bias_gradient(classes, head_.rows, gradient(i), row_grad_, sum, false);
-    const MutableRows to = sets_aside && i == 0 ? apart : from_row(out, classes.first);
-    head_.weight_gradient({0, classes.count}, head_.rows, gradient(i), x, to, dweight_alpha(), false);
+  const Tensor scaled = scaled_x_buffer(head_.rows), bias_sum = allocate(head_.scope, {schedule_.dbias ? head_.vocab : 0}, head_.acc, scales_);
+  const Rows x = scaled_x(all, scaled);
+  const MutableRows out = dweight_rows(), aside{spare.data_ptr(), head_.hidden, head_.compute};
+  const auto make_dweight = [&](Range classes, const Rows& gradient, const MutableRows& to) {
+    if (schedule_.dbias) head_.bias_gradient(classes, head_.rows, gradient, row_grad_, bias_sum, false);
+    head_.weight_gradient({0, classes.count}, head_.rows, gradient, x, to, dweight_alpha(), false);
+  };
+  bool sets_aside = in_place_ && overlaid.pieces[0].place == launch::OverlaidPiece::Place::dweight && !overlaid.pieces[0].again;
+  const Range first = {overlaid.pieces[0].first, sets_aside ? overlaid.pieces[0].classes : 0};
+  overlaid.for_each_stored([&](Range classes, const MutableRows& gradient) {
+    make_dweight(classes, readable(gradient), sets_aside ? aside : from_row(out, classes.first));
+    sets_aside = false;
+  });
+  if (first.count > 0) scale_cast({first.count, head_.hidden, readable(aside), from_row(out, first.first), nullptr, {}}, head_.scope);
+
+  // Who may not write dweight may not write the rest, either.
+  const Tensor scratch = allocate(head_.scope, {in_place_ || overlaid.all_stored() ? 0 : rest.numel()}, head_.compute, scales_);
+  for (const launch::OverlaidPiece& piece : overlaid.pieces) {
+    if (!piece.again) continue;
+    const Range classes{piece.first, piece.classes};
+    const MutableRows gradient = overlaid.where(piece, dweight, in_place_ ? rest : scratch, spare);
+    make_again(classes, gradient);
+    add_to_dx(classes, readable(gradient));
+    make_dweight(classes, readable(gradient), from_row(out, classes.first));
   }
-  if (sets_aside) scale_cast({aside, head_.hidden, readable(apart), from_row(out, overlaid.classes(0).first), nullptr, {}}, head_.scope);
-  if (schedule_.dbias) scale(sum, dbias, alpha(), {});
+  if (!overlaid.all_stored()) finish_dx();
+  if (schedule_.dbias) scale(bias_sum, dbias, alpha(), {});
 }
 
 void Backward::from_sums(const Tensor& dx_sum, const Tensor& dweight_sum, const Tensor& rest, const Tensor& dbias_sum) {
   dweight = in_place_ ? dweight_sum : new_dweight();
   if (schedule_.dx) scale(dx_sum, dx, alpha(), row_grad_);
-  if (schedule_.dweight) WeightSum(head_, dweight_sum, rest).scale_into(dweight_rows(), dweight_alpha());
+  if (schedule_.dweight) weight_sum(head_, dweight_sum, rest).scale_into(dweight_rows(), dweight_alpha(), {});
   if (schedule_.dbias) scale(dbias_sum, dbias, alpha(), {});
 }
 

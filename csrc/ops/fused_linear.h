@@ -9,8 +9,8 @@
 // The ways to the gradients (launch/chunks.h), which the caller chooses:
 //   deferred     the gradient of all logits is saved and the backward runs the matmuls, with alpha = grad_output * scale. No fp32 copy of
 //                dweight exists, and per-row losses cost nothing extra.
-//   overlaid     the same, where the gradient of all logits waits in the memory that becomes dweight, as far as that goes, in pieces of the
-//                vocabulary (launch/chunks.h). For half of its memory, the logits are read twice, and dx is a sum over the pieces.
+//   overlaid     the same, where the gradient of the logits waits in the memory that becomes dweight, and in a rest, in pieces of the
+//                vocabulary (launch/chunks.h); dx is a sum over them. Of classes beyond chunk_classes it is made again in the backward.
 //   accumulated  the forward adds up unreduced dx, dweight, dbias; the backward scales them. The fp32 sum of a 16-bit dweight lies half in
 //                dweight's memory, half in a rest: the backward makes of the one what belongs there, and then what the other holds.
 //   recomputed   the backward runs the chunks again.
@@ -21,11 +21,13 @@
 // Loss is a class such as CrossEntropyLoss (cross_entropy_loss.h).
 #pragma once
 #include <algorithm>
+#include <functional>
 
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "launch/chunks.h"
 #include "ops/head.h"
+#include "ops/row_sum.h"
 
 namespace liger::LIGER_BACKEND {
 
@@ -67,7 +69,7 @@ void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule
     };
     const typename Loss::Pieces pieces(loss, rows, (head.vocab + schedule.classes - 1) / schedule.classes, counts, results);
     for_each_piece([&](Range classes) { pieces.statistics(classes.first / schedule.classes, classes, buffer); });
-    pieces.merge();
+    pieces.merge((head.vocab + schedule.classes - 1) / schedule.classes);
     if (!gradient) continue;
     for_each_piece([&](Range classes) {
       pieces.gradient(classes, buffer);
@@ -76,25 +78,10 @@ void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule
   }
 }
 
-// The sum of dweight over chunks: its first rows in the memory that becomes dweight, the others in a rest (checks/head.h).
-class WeightSum {
- public:
-  WeightSum(const Head& head, const Tensor& memory, const Tensor& rest);
-  void add(Range rows, Range classes, const Rows& gradient, const Rows& x) const;
-  // out = the sum * *factor. out: of weight's dtype, the sum's memory or memory apart.
-  void scale_into(const MutableRows& out, const void* factor) const;
+// The sum of dweight over chunks (checks/head.h). memory: that which becomes dweight.
+RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest);
 
- private:
-  MutableRows sum_of(int64_t row) const;
-  void scale_rows(int64_t first, int64_t rows, const MutableRows& out, const void* factor) const;
-  void narrow_in_place(const MutableRows& out, const void* factor) const;
-
-  const Head& head_;
-  Tensor memory_, rest_;
-  int64_t in_memory_;  // rows
-};
-
-// Gradients without scale, summed over chunks and pieces; those not wanted are empty. dweight and rest: what WeightSum is of.
+// Gradients without scale, summed over chunks and pieces; those not wanted are empty. dweight and rest: of weight_sum.
 class GradientSums {
  public:
   GradientSums(const Head& head, const Schedule& schedule, bool wanted, const Tensor& dweight);
@@ -109,33 +96,61 @@ class GradientSums {
   Tensor chunk_dx_;  // of pieces: a chunk's rows, in the accumulator's dtype
 };
 
-// The gradient of all logits in the memory that becomes dweight, and in a rest.
+// The gradient of the logits in the memory that becomes dweight, and in a rest.
 class Overlaid {
  public:
-  Overlaid(const Head& head, const Tensor& memory, const Tensor& rest)
-      : pieces(launch::overlaid_pieces(head.rows, head.hidden, head.vocab)), head_(head), memory_(memory), rest_(rest) {}
+  // schedule.classes: how many are stored.
+  Overlaid(const Head& head, const Schedule& schedule, const Tensor& memory, const Tensor& rest)
+      : set_aside(launch::overlaid_aside(head.rows, head.hidden, head.vocab, schedule.classes)),
+        pieces(launch::overlaid_pieces(head.rows, head.hidden, head.vocab, schedule.classes, set_aside)),
+        head_(head),
+        stored_(schedule.classes),
+        memory_(memory),
+        rest_(rest) {}
 
-  Range classes(size_t piece) const { return {pieces[piece].first, pieces[piece].classes}; }
-  MutableRows gradient(size_t piece) const;
-  // The losses of all rows into `results`, and the gradient of the logits.
-  template <class Loss> void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results) const {
-    std::vector<LogitsPiece> by_class;
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      head_.logits(head_.all_rows(), classes(i), gradient(i));
-      by_class.push_back({classes(i).first, gradient(i)});
+  bool all_stored() const { return stored_ == head_.vocab; }
+
+  // The losses of all rows into `results`, and the gradient of the logits. kept: what the backward makes the others of (Loss::Pieces).
+  template <class Loss> void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results,
+                                  const OptionalTensor& kept) const {
+    const Range all = head_.all_rows();
+    // The others' logits lie where the stored ones will.
+    const int64_t at_a_time = head_.vocab * head_.hidden / head_.rows / 64 * 64;
+    const int64_t others = all_stored() ? 0 : (head_.vocab - stored_ + at_a_time - 1) / at_a_time;
+    const typename Loss::Pieces of(loss, all, others + int64_t(pieces.size()), counts, results, kept);
+    int64_t nth = 0;
+    for (int64_t first = stored_; first < head_.vocab; first += at_a_time) {
+      const Range classes{first, std::min(at_a_time, head_.vocab - first)};
+      const MutableRows logits{memory_.data_ptr(), launch::padded_vocab(classes.count), head_.compute};
+      head_.logits(all, classes, logits);
+      of.statistics(nth++, classes, logits);
     }
+    std::vector<LogitsPiece> by_class;
+    for_each_stored([&](Range classes, const MutableRows& logits) {
+      head_.logits(all, classes, logits);
+      by_class.push_back({classes.first, logits});
+    });
     std::sort(by_class.begin(), by_class.end(), [](const LogitsPiece& a, const LogitsPiece& b) { return a.first < b.first; });
-    if (loss.whole_in_pieces(by_class, counts, results)) return;
-    const typename Loss::Pieces of(loss, head_.all_rows(), pieces.size(), counts, results);
-    for (size_t i = 0; i < pieces.size(); ++i) of.statistics(i, classes(i), gradient(i));
-    of.merge();
-    for (size_t i = 0; i < pieces.size(); ++i) of.gradient(classes(i), gradient(i));
+    if (all_stored() && loss.in_pieces(by_class, counts, results)) return;
+    for_each_stored([&](Range classes, const MutableRows& logits) { of.statistics(nth++, classes, logits); });
+    of.merge(nth);
+    for_each_stored([&](Range classes, const MutableRows& logits) { of.gradient(classes, logits); });
   }
 
+  // f(classes, their gradient) of each stored piece, in the order in which dweight is made.
+  template <class F> void for_each_stored(F f) const {
+    for (const launch::OverlaidPiece& piece : pieces)
+      if (!piece.again) f(Range{piece.first, piece.classes}, where(piece, memory_, rest_, memory_));
+  }
+  // A piece's gradient.
+  MutableRows where(const launch::OverlaidPiece& piece, const Tensor& dweight, const Tensor& rest, const Tensor& spare) const;
+
+  const int64_t set_aside;
   const std::vector<launch::OverlaidPiece> pieces;
 
  private:
   const Head& head_;
+  int64_t stored_;
   Tensor memory_, rest_;
 };
 
@@ -148,7 +163,8 @@ class Backward {
            const void* scale, double factor, bool in_place);
 
   void from_saved_gradient(const Tensor& saved);
-  void from_overlaid(const Tensor& dweight_memory, const Tensor& rest);
+  // make_again(classes, out): the gradient of all rows' logits of classes that are not stored.
+  void from_overlaid(const Tensor& memory, const Tensor& rest, const std::function<void(Range, const MutableRows&)>& make_again);
   void from_sums(const Tensor& dx_sum, const Tensor& dweight_sum, const Tensor& rest, const Tensor& dbias_sum);
   template <class Loss> void by_recomputing(const Loss& loss, const Tensor& counts) {
     const Tensor buffer = allocate(head_.scope, {schedule_.rows, schedule_.stride()}, head_.compute, scales_);

@@ -6,6 +6,13 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
+// What stands behind the counts: what the backward needs to make gradients of logits again.
+OptionalTensor kept_of(const Tensor& counts) {
+  const int64_t kept = counts.numel() - CrossEntropyCounts::slots;
+  Tensor all = counts;
+  return kept > 0 ? OptionalTensor(torch::stable::narrow(all, 0, CrossEntropyCounts::slots, kept)) : OptionalTensor();
+}
+
 using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor bias, OptionalTensor ce_weight, OptionalTensor normalizer,
@@ -19,11 +26,13 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
   const CrossEntropyLoss loss(head, options, target, ce_weight);
   const Schedule schedule = schedule_of(head, need_dx, need_dweight, need_dbias, gradients, chunk_rows, chunk_classes);
 
-  const Counts counts = counts_of(scope, loss.target, loss.class_weight, normalizer, head.vocab, options, head.acc);
+  const bool overlaid = schedule.gradients == Gradients::overlaid;
+  const int64_t kept = overlaid && schedule.classes < head.vocab ? launch::kept_for_gradients(head.rows, use_token_scaling) : 0;
+  const Counts counts = counts_of(scope, loss.target, loss.class_weight, normalizer, head.vocab, options, head.acc, kept);
   cross_entropy_counts(counts.how, scope);
   LossRows losses(scope, x, head.rows, head.acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
   const auto way = schedule.gradients;
-  const bool deferred = way == Gradients::deferred, accumulated = way == Gradients::accumulated, overlaid = way == Gradients::overlaid;
+  const bool deferred = way == Gradients::deferred, accumulated = way == Gradients::accumulated;
   const bool sums_weight = accumulated && schedule.dweight;
   const SumSizes<int64_t> sizes = head.sum_sizes();
   Tensor memory = overlaid ? allocate(scope, {head.vocab * head.hidden}, head.weight, x)
@@ -35,8 +44,8 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
   Tensor& saved = sums.rest;
   if (deferred) saved = allocate(scope, {head.rows, head.vocab}, {schedule.stride(), 1}, head.compute, x);
   if (overlaid) {
-    saved = allocate(scope, {launch::overlaid_rest(head.rows, head.hidden, head.vocab)}, head.compute, x);
-    Overlaid(head, sums.dweight, saved).make(loss, counts.values, &losses);
+    saved = allocate(scope, {launch::overlaid_rest(head.rows, head.hidden, head.vocab, schedule.classes)}, head.compute, x);
+    Overlaid(head, schedule, sums.dweight, saved).make(loss, counts.values, &losses, kept_of(counts.values));
   } else if (head.rows > 0) {
     const Tensor buffer = deferred ? saved : allocate(scope, {schedule.rows, schedule.stride()}, head.compute, x);
     const MutableRows logits{buffer.data_ptr(), schedule.stride(), head.compute};
@@ -68,6 +77,7 @@ BackwardResult backward_of(const char* op, bool in_place, const Tensor& dloss, c
   if (in_place) {
     require_apart(scope, dweight, "dweight", x, "x");
     require_apart(scope, dweight, "dweight", weight, "weight");
+    require_apart(scope, dweight, "dweight", saved, "saved");
   }
 
   Backward backward(head, schedule, x, bias, dloss, loss.per_row(), loss.scale(counts), 1 / loss.gradient_scale, in_place);
@@ -88,9 +98,13 @@ BackwardResult backward_of(const char* op, bool in_place, const Tensor& dloss, c
     case Gradients::recomputed:
       backward.by_recomputing(loss, counts);
       break;
-    case Gradients::overlaid:
-      backward.from_overlaid(dweight, saved);
-      break;
+    case Gradients::overlaid: {
+      const CrossEntropyLoss::Pieces pieces(loss, head.all_rows(), 0, counts, nullptr, kept_of(counts));
+      backward.from_overlaid(dweight, saved, [&](Range classes, const MutableRows& out) {
+        head.logits(head.all_rows(), classes, out);
+        pieces.gradient(classes, out);
+      });
+    }
   }
   return {backward.dx, backward.dweight, backward.dbias};
 }
@@ -105,8 +119,8 @@ BackwardResult backward_op(Tensor dloss, Tensor x, Tensor weight, Tensor target,
                      compute_dtype, gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias);
 }
 
-std::tuple<Tensor, Tensor> backward_in_place_op(Tensor dweight, Tensor dloss, Tensor x, Tensor weight, Tensor target, OptionalTensor bias,
-                                                OptionalTensor ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dbias,
+std::tuple<Tensor, Tensor> backward_in_place_op(Tensor dweight, Tensor saved, Tensor dloss, Tensor x, Tensor weight, Tensor target,
+                                                OptionalTensor bias, OptionalTensor ce_weight, Tensor counts, Tensor dx, Tensor dbias,
                                                 int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
                                                 std::optional<double> softcap, bool use_token_scaling,
                                                 std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype,

@@ -3,8 +3,8 @@
 namespace liger::LIGER_BACKEND {
 
 Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
-                 int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator) {
-  const Tensor values = allocate(scope, {CrossEntropyCounts::slots}, accumulator, target);
+                 int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more) {
+  const Tensor values = allocate(scope, {CrossEntropyCounts::slots + more}, accumulator, target);
   return {values,
           {target.size(0), vocab, static_cast<const int64_t*>(target.data_ptr()), vector_of(class_weight),
            normalizer ? normalizer->data_ptr() : nullptr, options, accumulator, values.data_ptr()}};

@@ -28,13 +28,13 @@ inline CrossEntropyBackward backward_of(const CrossEntropyRows& of, const Tensor
           .classes = {0, of.vocab}};
 }
 
-// The counts' memory and how they are made; cross_entropy_counts, or the reduction, makes them.
+// The counts' memory, with so many `more` elements behind them, and how they are made; cross_entropy_counts, or the reduction, does that.
 struct Counts {
   Tensor values;
   CrossEntropyCounts how;
 };
 Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
-                 int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator);
+                 int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more = 0);
 
 // Buffers for per-row losses of a whole batch, and what the op returns of them.
 class LossRows {

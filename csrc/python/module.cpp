@@ -208,11 +208,22 @@ void bind_plans(py::module_& m) {
       .def_readonly("first", &OverlaidPiece::first)
       .def_readonly("classes", &OverlaidPiece::classes)
       .def_readonly("offset", &OverlaidPiece::offset)
-      .def_readonly("in_dweight", &OverlaidPiece::in_dweight);
+      .def_property_readonly("place", [](const OverlaidPiece& p) { return std::array{"dweight", "rest", "spare"}[size_t(p.place)]; })
+      .def_readonly("again", &OverlaidPiece::again);
   m.def(
-      "overlaid_pieces", [](int64_t rows, int64_t hidden, int64_t vocab) { return overlaid_pieces(rows, hidden, vocab); }, py::arg("rows"),
-      py::arg("hidden"), py::arg("vocab"));
-  m.def("overlaid_rest", &overlaid_rest<int64_t>, py::arg("rows"), py::arg("hidden"), py::arg("vocab"));
+      "overlaid_pieces",
+      [](int64_t rows, int64_t hidden, int64_t vocab, int64_t stored) {
+        return overlaid_pieces(rows, hidden, vocab, stored, overlaid_aside(rows, hidden, vocab, stored));
+      },
+      py::arg("rows"), py::arg("hidden"), py::arg("vocab"), py::arg("stored"));
+  m.def("overlaid_classes", &overlaid_classes<int64_t>, py::arg("rows"), py::arg("hidden"), py::arg("vocab"));
+  m.def("overlaid_rest", &overlaid_rest<int64_t>, py::arg("rows"), py::arg("hidden"), py::arg("vocab"), py::arg("stored"));
+  m.def(
+      "overlaid_spare",
+      [](int64_t rows, int64_t hidden, int64_t vocab, int64_t stored) {
+        return overlaid_spare(rows, hidden, overlaid_aside(rows, hidden, vocab, stored));
+      },
+      py::arg("rows"), py::arg("hidden"), py::arg("vocab"), py::arg("stored"), "Elements.");
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
   bind_launches(m);

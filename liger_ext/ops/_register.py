@@ -99,11 +99,12 @@ def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bo
 
 
 def register_in_place(op: str, fake: Callable) -> None:
-    """For an op that overwrites its first argument, and has no derivative: tensors that require a gradient are refused.
-    Whoever has saved the argument for a backward is told, by its version, that it has changed."""
+    """For an op that overwrites arguments, and has no derivative: tensors that require a gradient are refused. Whoever
+    has saved such an argument for a backward is told, by its version, that it has changed."""
     _register_op(op, fake)
     overload = getattr(torch.ops.liger_ext, op).default
     names = [argument.name for argument in overload._schema.arguments]
+    written = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
 
     def kernel(keyset, *args):
         if forward_ad._current_level >= 0:
@@ -113,7 +114,7 @@ def register_in_place(op: str, fake: Callable) -> None:
             raise RuntimeError(f"liger_ext::{op} has no derivative: {name} requires a gradient, expected none")
         with torch._C._AutoDispatchBelowAutograd():
             results = overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-        torch.autograd.graph.increment_version(args[0])
+        torch.autograd.graph.increment_version([args[i] for i in written])
         return results
 
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)

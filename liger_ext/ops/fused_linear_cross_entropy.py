@@ -38,7 +38,7 @@ from liger_ext.ops._checks import (
     require,
     shape_text,
 )
-from liger_ext.ops._chunks import chunk_classes, chunk_rows, overlays, padded_vocab
+from liger_ext.ops._chunks import chunk_classes, chunk_rows, padded_vocab, stored_classes
 from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._register import register, register_in_place
 from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
@@ -149,8 +149,9 @@ def fused_linear_cross_entropy(
     need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
     # Not in graphs, where nothing is written that an op returned.
     may_overlay = is_head and need_dweight and weight.dtype == dtype and not torch.compiler.is_compiling()
-    if may_overlay and memory == "auto" and overlays(*flat.shape, weight.shape[0], dtype, x.device.type):
-        gradients, chunk, classes = _OVERLAID, flat.shape[0], weight.shape[0]
+    stored = stored_classes(*flat.shape, weight.shape[0], dtype, memory, x.device.type) if may_overlay else None
+    if stored is not None:
+        gradients, chunk, classes = _OVERLAID, flat.shape[0], stored
     else:
         # Where it is not known while a graph is made whether one chunk will do, sums are right for any number.
         at_once = is_head and holds(flat.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
@@ -272,14 +273,16 @@ def _fake(
     rows, hidden = x.shape
     vocab = weight.shape[0]
     need_dbias = need_dbias and bias is not None
-    accumulated, overlaid = gradients == _ACCUMULATED, gradients == _OVERLAID
+    accumulated, overlaid, kept = gradients == _ACCUMULATED, gradients == _OVERLAID, 0
     summed = weight.dtype if weight.dtype == accum_dtype else acc
     saved, dweight = x.new_empty(0, dtype=summed), x.new_empty(0, dtype=summed)
     if gradients == _DEFERRED:
         saved = x.new_empty_strided((rows, vocab), (padded_vocab(vocab), 1), dtype=compute)
     elif overlaid:  # csrc/launch/chunks.h: overlaid_rest
-        saved = x.new_empty(rows * padded_vocab(vocab - vocab * hidden // rows // 64 * 64), dtype=compute)
+        inside = vocab * hidden // rows // 64 * 64 if rows >= hidden else 0
+        saved = x.new_empty(rows * padded_vocab(min(chunk_classes, vocab) - inside), dtype=compute)
         dweight = weight.new_empty(vocab * hidden)
+        kept = rows * (3 if use_token_scaling else 2) if chunk_classes < vocab else 0
     elif accumulated and need_dweight:  # csrc/checks/head.h: SumSizes
         ratio = summed.itemsize // weight.dtype.itemsize
         rest = 0 if summed == weight.dtype else vocab - vocab // ratio // 64 * 64
@@ -287,7 +290,7 @@ def _fake(
         dweight = x.new_empty((vocab * hidden + ratio - 1) // ratio, dtype=summed)
     return (
         *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
-        x.new_empty(_C.cross_entropy_counts, dtype=acc),
+        x.new_empty(_C.cross_entropy_counts + kept, dtype=acc),
         saved,
         x.new_empty((rows, hidden) if accumulated and need_dx else 0, dtype=compute),
         dweight,
@@ -306,7 +309,7 @@ def _fake_backward(dloss, x, weight, target, bias, *others):
     )
 
 
-def _fake_backward_in_place(dweight, dloss, x, weight, target, bias, *others):
+def _fake_backward_in_place(dweight, saved, dloss, x, weight, target, bias, *others):
     dx, _, dbias = _fake_backward(dloss, x, weight, target, bias, *others)
     return dx, dbias
 
@@ -344,9 +347,9 @@ def _backward(ctx, saved, dloss, *_):
         # The same flags as in the forward, since what it saved follows from them.
         batched = torch._C._functorch.is_legacy_batchedtensor(dloss)  # torch.autograd.grad(is_grads_batched=True)
         if ctx.own_dweight and not batched and not _get_current_graph_task_keep_graph():
-            *before, memory, dbias = saved
-            dx, dbias = _backward_in_place(memory, dloss, *before, dbias, *ctx.options)
-            torch.autograd.graph.increment_version(memory)
+            *inputs, rest, dx, memory, dbias = saved
+            dx, dbias = _backward_in_place(memory, rest, dloss, *inputs, dx, dbias, *ctx.options)
+            torch.autograd.graph.increment_version((memory, rest))
             weight = saved[1]
             dweight = memory.view(weight.dtype)[: weight.numel()].view(weight.shape)
         else:
@@ -387,9 +390,10 @@ def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
     logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight_shape[0]))
     matmuls = (gradients in (_DEFERRED, _RECOMPUTED, _OVERLAID)) * (need_dx + need_dweight)
-    return _matmul_flops(x_shape, weight_shape, logits + matmuls)
+    again = (weight_shape[0] - chunk_classes if gradients == _OVERLAID else 0), weight_shape[1]  # classes not stored
+    return _matmul_flops(x_shape, weight_shape, logits + matmuls) + _matmul_flops(x_shape, (max(again[0], 0), again[1]), 1)
 
 
 @register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward_)
-def _backward_in_place_flops(dweight_shape, dloss_shape, x_shape, weight_shape, *args, **_) -> int:
+def _backward_in_place_flops(dweight_shape, saved_shape, dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     return _backward_flops(dloss_shape, x_shape, weight_shape, *args)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._chunks import chunk_classes, overlays, rows_within
+from liger_ext.ops._chunks import chunk_classes, rows_within, stored_classes
 from liger_ext.records._record import Make, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
 from liger_ext.records.cross_entropy import (
@@ -106,11 +106,12 @@ def _inputs(make: Make, size: Size) -> dict[str, Any]:
 
 def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int, options: Mapping[str, Any]) -> dict[str, Any]:
     memory = options.get("memory", "auto")
+    stored = stored_classes(size.rows, size.hidden, size.cols, dtype, memory)
     return {
         "hidden": size.hidden,
-        "overlaid": memory == "auto" and overlays(size.rows, size.hidden, size.cols, dtype),
+        "overlaid": stored is not None,
         "chunk_rows": rows_within(size.cols, size.hidden, dtype, memory, memory_bytes, True, size.rows),
-        "chunk_classes": chunk_classes(size.cols, dtype, memory),
+        "chunk_classes": chunk_classes(size.cols, dtype, memory) if stored is None else stored,
         "full": costly(options) or bool(options.get("use_token_scaling")),
         "bias": options.get("bias") is not None,
     }

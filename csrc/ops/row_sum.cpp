@@ -1,0 +1,41 @@
+#include "ops/row_sum.h"
+
+#include "kernels/elementwise.h"
+#include "launch/chunks.h"
+
+namespace liger::LIGER_BACKEND {
+
+// The sum's row, and those behind it in the same memory.
+MutableRows RowSum::from(int64_t row) const {
+  const bool inside = row < in_memory_;
+  return from_row(MutableRows{inside ? memory_ : rest_, cols_, dtype_}, inside ? row : row - in_memory_);
+}
+
+void RowSum::scale_rows(int64_t first, int64_t rows, const MutableRows& out, const void* factor, const Rows& row_scale) const {
+  if (rows > 0) scale_cast({rows, cols_, readable(from(first)), from_row(out, first), factor, from_row(row_scale, first)}, scope_);
+}
+
+void RowSum::scale_into(const MutableRows& out, const void* factor, const Rows& row_scale) const {
+  const bool done = out.data == memory_ && out.dtype == dtype_ && factor == nullptr && row_scale.data == nullptr;
+  if (cols_ == 0 || done) return;
+  if (out.data == memory_ && out.dtype != dtype_) narrow_in_place(out, factor, row_scale);
+  else scale_rows(0, in_memory_, out, factor, row_scale);
+  scale_rows(in_memory_, rows_ - in_memory_, out, factor, row_scale);
+}
+
+// Rows of wider numbers become rows of narrower ones in the same memory. What the first `done` rows took has room for `ratio` times as
+// many, so that many can be made at a time from then on; the first are made elsewhere.
+void RowSum::narrow_in_place(const MutableRows& out, const void* factor, const Rows& row_scale) const {
+  const auto ratio = int64_t(size_of(dtype_) / size_of(out.dtype));
+  int64_t done = std::min(launch::narrowed_elsewhere, in_memory_);
+  const Tensor elsewhere = allocate(scope_, {done, cols_}, out.dtype, like_);
+  const MutableRows first = mutable_rows(elsewhere);
+  scale_rows(0, done, first, factor, row_scale);
+  if (done > 0) scale_cast({done, cols_, readable(first), out, nullptr, {}}, scope_);
+  for (int64_t next; done < in_memory_; done = next) {
+    next = std::min(done * ratio, in_memory_);
+    scale_rows(done, next - done, out, factor, row_scale);
+  }
+}
+
+}  // namespace liger::LIGER_BACKEND
