@@ -219,10 +219,14 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def python(*arguments: Any, **environment: str) -> str:
+def environment() -> dict[str, str]:
+    """Of another Python with this one's modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def python(*arguments: Any, **changed: str) -> str:
     """What another Python with this one's modules prints; it must succeed."""
-    path = os.pathsep.join(filter(None, sys.path))
-    env = {**os.environ, "PYTHONPATH": path, **environment}
+    env = environment() | changed
     done = subprocess.run([sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

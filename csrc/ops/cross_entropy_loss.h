@@ -1,4 +1,5 @@
-// Cross entropy as the loss of a head (fused_linear.h): what becomes of rows of logits, whole, or in pieces of the vocabulary.
+// Cross entropy as the loss of a head (fused_linear.h): what becomes of rows of logits, whole, or in pieces of the vocabulary. The head's
+// classes may be a shard of a larger vocabulary, one of its pieces (sharded_vocabulary.cpp).
 #pragma once
 #include "launch/chunks.h"
 #include "ops/head.h"
@@ -10,12 +11,15 @@ class CrossEntropyLoss {
  public:
   using Results = LossRows;
 
-  CrossEntropyLoss(const Head& head, const CrossEntropyOptions& options, const Tensor& target, const OptionalTensor& class_weight)
+  // class_weight: of the whole vocabulary.
+  CrossEntropyLoss(const Head& head, const CrossEntropyOptions& options, const Tensor& target, const OptionalTensor& class_weight,
+                   std::optional<Classes> shard = {})
       : options(options),
         target(contiguous(head.scope, target)),
         class_weight(contiguous(head.scope, class_weight)),
         gradient_scale(head.compute == Dtype::f16 ? 64.0 : 1.0),
-        head_(head) {}
+        head_(head),
+        shard_(shard.value_or(Classes{0, head.vocab})) {}
 
   // The gradients that the functions below leave in the place of logits are to be multiplied by *scale() / gradient_scale, and by
   // grad_output: one number, or one of each row.
@@ -45,30 +49,33 @@ class CrossEntropyLoss {
   class Pieces {
    public:
     // pieces: at most so many. kept: memory for what gradient() needs, or, where it is to be called alone, that; else it is made here.
+    // statistics, best_class: likewise for what merge() needs (kernels/cross_entropy.h).
     Pieces(const CrossEntropyLoss& loss, Range rows, int64_t pieces, const Tensor& counts, const LossRows* results,
-           const OptionalTensor& kept = {})
-        : loss_(loss), rows_(rows), counts_(counts), results_(loss.rows_of(rows, loss.head_.all_classes(), {}, counts)) {
+           const OptionalTensor& kept = {}, const OptionalTensor& statistics = {}, const OptionalTensor& best_class = {})
+        : loss_(loss), rows_(rows), counts_(counts), results_(loss.rows_of(rows, {0, loss.shard_.all}, {}, counts)) {
       if (results) results->point(results_, rows.first);
       const bool predictions = results_.accuracy || results_.predicted;
       const Head& head = loss.head_;
-      statistics_ = allocate(head.scope, {pieces, CrossEntropyStatistics::slots, rows.count}, head.acc, loss.target);
-      best_class_ = allocate(head.scope, {predictions ? pieces : 0, rows.count}, ScalarType::Long, loss.target);
-      kept_ = kept ? *kept : allocate(head.scope, {launch::kept_for_gradients(rows.count, loss.options.token_scaling)}, head.acc, loss.target);
+      statistics_ =
+          statistics ? *statistics : allocate(head.scope, {pieces, CrossEntropyStatistics::slots, rows.count}, head.acc, loss.target);
+      best_class_ = best_class ? *best_class : allocate(head.scope, {predictions ? pieces : 0, rows.count}, ScalarType::Long, loss.target);
+      kept_ =
+          kept ? *kept : allocate(head.scope, {launch::kept_for_gradients(rows.count, loss.options.token_scaling)}, head.acc, loss.target);
       results_.lse = kept_.data_ptr();
     }
 
     void statistics(int64_t piece, Range classes, const MutableRows& logits) const {
       const int64_t first = piece * CrossEntropyStatistics::slots * rows_.count;
       cross_entropy_statistics(
-          {loss_.rows_of(rows_, classes, logits, counts_), classes_of(classes), at(statistics_.data_ptr(), first, loss_.head_.acc),
-           best_classes() ? best_classes() + piece * rows_.count : nullptr},
+          {loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), classes_of(classes),
+           at(statistics_.data_ptr(), first, loss_.head_.acc), best_classes() ? best_classes() + piece * rows_.count : nullptr},
           loss_.head_.scope);
     }
     void merge(int64_t pieces) const {
       cross_entropy_merge({results_, pieces, statistics_.data_ptr(), best_classes(), loss_.head_.acc, token()}, loss_.head_.scope);
     }
     void gradient(Range classes, const MutableRows& logits) const {
-      CrossEntropyBackward args = backward_of(loss_.rows_of(rows_, classes, logits, counts_), kept_, logits);
+      CrossEntropyBackward args = backward_of(loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), kept_, logits);
       args.classes = classes_of(classes);
       args.token = token();
       args.gradient_scale = loss_.gradient_scale;
@@ -76,7 +83,8 @@ class CrossEntropyLoss {
     }
 
    private:
-    Classes classes_of(Range classes) const { return {classes.first, loss_.head_.vocab}; }
+    Range in_vocabulary(Range classes) const { return {loss_.shard_.first + classes.first, classes.count}; }
+    Classes classes_of(Range classes) const { return {in_vocabulary(classes).first, loss_.shard_.all}; }
     int64_t* best_classes() const { return best_class_.numel() ? static_cast<int64_t*>(best_class_.data_ptr()) : nullptr; }
     void* token() const { return loss_.options.token_scaling ? at(kept_.data_ptr(), 2 * rows_.count, loss_.head_.acc) : nullptr; }
 
@@ -94,6 +102,7 @@ class CrossEntropyLoss {
   const double gradient_scale;
 
  private:
+  // classes: of the vocabulary.
   CrossEntropyRows rows_of(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {
     CrossEntropyRows args{};
     args.rows = rows.count;
@@ -110,6 +119,7 @@ class CrossEntropyLoss {
   }
 
   const Head& head_;
+  const Classes shard_;
 };
 
 }  // namespace liger::LIGER_BACKEND

@@ -26,7 +26,7 @@ GradientSums::GradientSums(const Head& head, const Schedule& schedule, bool want
   const auto sum = [&](bool of, std::vector<int64_t> sizes, Dtype dtype) {
     return allocate(head.scope, wanted && of ? sizes : std::vector<int64_t>{0}, dtype, head.x());
   };
-  dx = sum(schedule.dx, {head.rows, head.hidden}, head.compute);
+  dx = sum(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? head.acc : head.compute);
   rest = sum(schedule.dweight, {head.sum_sizes().rest}, head.sum);
   dbias = sum(schedule.dbias, {head.vocab}, head.acc);
   if (wanted && schedule.dx && schedule.in_pieces(head)) chunk_dx_ = sum(true, {schedule.rows, head.hidden}, head.acc);
@@ -58,7 +58,7 @@ Backward::Backward(const Head& head, const Schedule& schedule, const Tensor& x, 
   const auto output = [&](bool wanted, const std::vector<int64_t>& sizes, ScalarType type) {
     return allocate(head.scope, wanted ? sizes : std::vector<int64_t>{0}, type, x);
   };
-  dx = output(schedule.dx, {head.rows, head.hidden}, type_of(x));
+  dx = output(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? scalar_type(head.acc) : type_of(x));
   dbias = output(schedule.dbias, {head.vocab}, bias ? type_of(*bias) : scalar_type(head.acc));
 
   if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, dtype_of(dloss_)};
@@ -78,7 +78,7 @@ void Backward::from_saved_gradient(const Tensor& saved) {
   const Rows gradient = rows;
   if (schedule_.dx) {
     // Rows that are still to be scaled stay in the matmuls' dtype: a narrower one would round them twice.
-    const bool apart = per_row_ && dtype_of(dx) != head_.compute;
+    const bool apart = per_row_ && !schedule_.dx_is_term && dtype_of(dx) != head_.compute;
     const Tensor made = apart ? allocate(head_.scope, {head_.rows, head_.hidden}, head_.compute, scales_) : dx;
     into(made, [&](const MutableRows& out) { head_.input_gradient(head_.all_rows(), head_.all_classes(), gradient, out, alpha(), false); });
     if (per_row_) scale(made, dx, nullptr, row_grad_);

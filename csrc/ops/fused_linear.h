@@ -38,6 +38,7 @@ struct Schedule {
   bool dx, dweight, dbias;
   Gradients gradients;
   int64_t rows, classes;
+  bool dx_is_term = false;  // of a sum over shards of the vocabulary: in the accumulator's dtype, for the sum to be rounded once
 
   bool in_pieces(const Head& head) const { return classes < head.vocab; }
   // The buffer's rows begin aligned.

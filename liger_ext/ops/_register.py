@@ -98,9 +98,9 @@ def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bo
     )
 
 
-def register_in_place(op: str, fake: Callable) -> None:
-    """For an op that overwrites arguments, and has no derivative: tensors that require a gradient are refused. Whoever
-    has saved such an argument for a backward is told, by its version, that it has changed."""
+def register_without_derivative(op: str, fake: Callable) -> None:
+    """For an op that refuses tensors that require a gradient, such as one that overwrites arguments. Whoever has saved
+    such an argument for a backward is told, by its version, that it has changed."""
     _register_op(op, fake)
     overload = getattr(torch.ops.liger_ext, op).default
     names = [argument.name for argument in overload._schema.arguments]

@@ -40,7 +40,8 @@ from liger_ext.ops._checks import (
 )
 from liger_ext.ops._chunks import chunk_classes, chunk_rows, padded_vocab, stored_classes
 from liger_ext.ops._modules import check_loss_options
-from liger_ext.ops._register import register, register_in_place
+from liger_ext.ops._register import register, register_without_derivative
+from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
 from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
 from liger_ext.ops.cross_entropy import CrossEntropyOutput, class_weight, fake_results, results
 
@@ -77,6 +78,7 @@ def fused_linear_cross_entropy(
     memory: str | int = "auto",
     normalizer: Tensor | float | None = None,
     rows: CountedRows | Tensor | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """``cross_entropy(x @ weight.T + bias, target)`` in chunks of rows, without the logits as a whole.
 
@@ -105,6 +107,12 @@ def fused_linear_cross_entropy(
             0 would give inf or NaN.
         rows: the rows that count, on which alone the matmuls run, the others being ignored: from :func:`count_rows`, or
             ``(n,)``, int64, each at most once. Results have the shapes that they have without.
+        process_group: shards the vocabulary over its processes (tensor parallelism): weight and bias have this
+            process's classes, in the order of ranks; x, target, ce_weight and the options are those of all classes, and
+            the same everywhere. So are the loss, to the bit, and the gradient of x, which is that of all classes. A
+            weight that is a DTensor, ``Shard(0)`` on a mesh of one dimension, needs none; its gradient is a DTensor.
+            Of other tensors the sizes are gathered, and waited for, in the first call with each. ``"auto"`` is
+            ``"fast"`` then, and a number never less than 128 rows of the shard.
 
     Returns:
         The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set.
@@ -128,11 +136,16 @@ def fused_linear_cross_entropy(
         raise ValueError(f"{op}: normalizer is {normalizer}, expected None: reduction 'none' has no denominator")
     if bias is not None:
         check_tensors(op, bias=bias)
+    shard = None
+    if process_group is not None or is_dtensor(weight):
+        shard, x, weight, target, bias, ce_weight = local_tensors(process_group, x, weight, target, bias, ce_weight)
+        memory = "fast" if memory == "auto" else memory
     flat = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
     targets = target if target.dim() == 1 else target.reshape(-1)
     listed = None
     if rows is not None and weight.dim() == 2:
-        listed = listed_rows(op, rows, targets, weight.shape[0], ignore_index)
+        vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+        listed = listed_rows(op, rows, targets, vocab_size, ignore_index)
         if listed is not None:
             flat, targets = gather(flat, listed[0]), listed[1]
     compute_dtype = _autocast_dtype(x.device.type, x, weight)
@@ -142,13 +155,15 @@ def fused_linear_cross_entropy(
     grad = torch.is_grad_enabled()
     need_dweight = grad and weight.requires_grad
     chunk = classes = 1
-    is_head = weight.dim() == 2 and weight.shape[0] > 0  # else the op says what is wrong
+    is_head = weight.dim() == 2 and (shard is not None or weight.shape[0] > 0)  # else the op says what is wrong
     if is_head:
-        chunk = chunk_rows(weight.shape[0], weight.shape[1], dtype, memory, x.device, need_dweight, flat.shape[0])
+        most_classes = weight.shape[0] if shard is None else max(1, *shard.sizes)
+        chunk = chunk_rows(most_classes, weight.shape[1], dtype, memory, x.device, need_dweight, flat.shape[0])
         classes = chunk_classes(weight.shape[0], dtype, memory)
     need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
     # Not in graphs, where nothing is written that an op returned.
-    may_overlay = is_head and need_dweight and weight.dtype == dtype and not torch.compiler.is_compiling()
+    may_overlay = is_head and shard is None and need_dweight and weight.dtype == dtype
+    may_overlay = may_overlay and not torch.compiler.is_compiling()
     stored = stored_classes(*flat.shape, weight.shape[0], dtype, memory, x.device.type) if may_overlay else None
     if stored is not None:
         gradients, chunk, classes = _OVERLAID, flat.shape[0], stored
@@ -156,13 +171,17 @@ def fused_linear_cross_entropy(
         # Where it is not known while a graph is made whether one chunk will do, sums are right for any number.
         at_once = is_head and holds(flat.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
         gradients = _gradients_of(need_dx, need_dweight or need_dbias, at_once, reduction == "none")
-    outputs = _call(
+    arguments = (
         flat, weight, targets, bias, ce_weight,
         None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
         ignore_index, code_of(op, "reduction", reduction, REDUCTIONS), label_smoothing, lse_square_scale, softcap,
         use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
-        gradients, chunk, classes, need_dx, need_dweight, need_dbias,
     )  # fmt: skip
+    needs = need_dx, need_dweight, need_dbias
+    if shard is None:
+        outputs = _call(*arguments, gradients, chunk, classes, *needs)
+    else:
+        outputs = sharded_loss(shard, needs, chunk, *arguments)
     if listed is not None:
         wanted = reduction == "none", return_z_loss, return_token_accuracy, return_predicted_tokens
         outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)
@@ -370,7 +389,7 @@ _call = register(
 )
 
 
-register_in_place("fused_linear_cross_entropy_backward_", _fake_backward_in_place)
+register_without_derivative("fused_linear_cross_entropy_backward_", _fake_backward_in_place)
 
 
 # What torch.utils.flop_counter counts: the matmuls that run in forward and backward. Tensors are their shapes.

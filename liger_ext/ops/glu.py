@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from liger_ext import _C
 from liger_ext.ops._checks import code_of
-from liger_ext.ops._register import register_in_place, register_row_op
+from liger_ext.ops._register import register_row_op, register_without_derivative
 
 __all__ = [
     "LigerGEGLUMLP",
@@ -150,7 +150,9 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
 
 
 _glu = register_row_op("glu")
-register_in_place("glu_backward_with_h_", lambda dh, gate, up, *_: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
+register_without_derivative(
+    "glu_backward_with_h_", lambda dh, gate, up, *_: (gate.new_empty(gate.shape), up.new_empty(up.shape))
+)
 _glu_packed = register_row_op(
     "glu_packed", fake=lambda gate_up, *_: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 )
