@@ -60,11 +60,10 @@ PEERS = {
 
 def providers() -> dict[str, Callable]:
     compiled = torch.compile(_eager, dynamic=False)
-    ours = {"liger_ext": _ours, FAST: partial(_ours, memory="fast")}
+    ours = {"liger_ext": _ours} | {
+        f"liger_ext, {level}": partial(_ours, memory=level) for level in ("fast", "low", "min")
+    }
     return {**ours, "torch": _eager, "torch.compile": compiled, **functions_of(PEERS)}
-
-
-FAST = "liger_ext, fast"
 
 
 def _ours(x, w, t, memory="auto"):
@@ -204,7 +203,7 @@ def _front(axis, result: Result) -> None:
     for i, (name, point) in enumerate(points.items()):
         axis.plot(*point, "o", color=suite.colour(name, i))
         axis.annotate(name, point, fontsize=7, xytext=(3, 3), textcoords="offset points")
-    ours = sorted(points[name] for name in ("liger_ext", FAST) if name in points)
+    ours = sorted(point for name, point in points.items() if name.startswith("liger_ext"))
     axis.plot(*zip(*ours, strict=True) if ours else ([], []), color=suite.colour("liger_ext", 0), linewidth=1)
     axis.axhline(next(iter(result.floors.values())).median / 1e3, color="k", linestyle="--", linewidth=1)
     axis.set(xlabel="peak MiB above the inputs", ylabel="milliseconds", title=result.shape)

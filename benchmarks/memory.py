@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import liger_ext.functional as LF
 from liger_ext._timing import failure
 
 from . import flce, suite
@@ -20,7 +19,6 @@ from .timing import peak_mib
 
 SHAPES_CUDA = [(4096, 4096, 128256), (8192, 4096, 128256), (16384, 2048, 128256)]
 SHAPES_CPU = [(512, 576, 49152), (1024, 576, 49152), (2048, 576, 49152)]
-BUDGET_MIB = 256
 
 
 @dataclass
@@ -31,8 +29,7 @@ class Peak:
 
 
 def providers() -> dict[str, Callable]:
-    ours = partial(LF.fused_linear_cross_entropy, memory=BUDGET_MIB << 20)
-    return {**flce.providers(), f"liger_ext, {BUDGET_MIB} MiB": ours}
+    return flce.providers()
 
 
 def run(settings: suite.Settings) -> Iterator[Peak]:

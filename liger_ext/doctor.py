@@ -181,7 +181,10 @@ def _print_plans(title: str, profile: _C.DeviceProfile, free: int) -> None:
     for level, found in _llama.tokens_at_each_level(profile.memory_bytes, free).items():
         taken = f"{_llama.TOKENS:,} tokens take {_gib(found['bytes'], 1)}"
         most = f"at most {found['tokens']:,} tokens fit"
-        print(f"  {'memory ' + level:36}{taken}, {most}, {found['rows']:,} rows of logits at a time")
+        at_a_time = f"{found['rows']:,} rows of logits at a time"
+        if found["stored"] < 1:
+            at_a_time = f"{found['stored']:.0%} of their gradient stored, the rest made again"
+        print(f"  {'memory=' + repr(level):36}{taken}, {most}, {at_a_time}")
 
 
 def self_test(device: str) -> list[dict[str, Any]]:

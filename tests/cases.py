@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ext._load import library_folder
+from liger_ext.ops import _chunks
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "padded", "offset", "columns", "transposed", "expanded")
@@ -237,3 +239,20 @@ def told(function: str) -> list[str]:
     tell = getattr(ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")), function)
     tell.restype = ctypes.c_char_p
     return tell().decode().splitlines()
+
+
+within = _chunks._within
+
+
+@contextlib.contextmanager
+def least_memory():
+    """Fewer bytes of ``memory`` than the fused loss can do with are the least that it can: ``memory=1`` makes the
+    smallest chunks."""
+
+    def at_least(call, budget):
+        return within(call, max(budget, _chunks.least_bytes(call)))
+
+    with mock.patch.object(_chunks, "_within", at_least):
+        _chunks._planned.cache_clear()
+        yield
+    _chunks._planned.cache_clear()

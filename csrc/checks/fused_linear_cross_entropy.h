@@ -40,7 +40,8 @@ inline void check_fused_linear_cross_entropy_gradients(const char* op, const Ten
   check_loss_gradient(op, dloss, reduction, x.size(0), x, "x");
   const Size rows = x.size(0), vocab = weight.size(0), stored = chunk_classes < vocab ? chunk_classes : vocab;
   const bool makes_again = launch::Gradients(gradients) == launch::Gradients::overlaid && stored < vocab;
-  check_made(op, counts, "counts", {Size(int64_t(CrossEntropyCounts::slots)) + (makes_again ? launch::kept_for_gradients(rows, use_token_scaling) : Size(0))},
+  check_made(op, counts, "counts",
+             {Size(int64_t(CrossEntropyCounts::slots)) + (makes_again ? launch::kept_for_gradients(rows, use_token_scaling) : Size(0))},
              dtypes.acc, x, "x");
   check_gradient_sums(op, x, weight, dtypes, gradients, stored, saved, dx, dweight, dbias, need_dx, need_dweight, need_dbias && bias);
 }
@@ -63,10 +64,10 @@ inline void check_fused_linear_cross_entropy_backward(const Tensor& dloss, const
 // dweight, which the forward returned, becomes the gradient; saved may be overwritten.
 inline void check_fused_linear_cross_entropy_backward_in_place(
     const Tensor& dweight, const Tensor& saved, const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
-    const OptionalTensor& bias, const OptionalTensor& ce_weight, const Tensor& counts, const Tensor& dx, const Tensor& dbias, int64_t ignore_index,
-    int64_t reduction, double label_smoothing, double lse_square_scale, const std::optional<double>& softcap, bool use_token_scaling,
-    const std::optional<ScalarType>& accum_dtype, const std::optional<ScalarType>& compute_dtype, int64_t gradients, const Size& chunk_rows,
-    const Size& chunk_classes, bool need_dx, bool need_dweight, bool need_dbias) {
+    const OptionalTensor& bias, const OptionalTensor& ce_weight, const Tensor& counts, const Tensor& dx, const Tensor& dbias,
+    int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale, const std::optional<double>& softcap,
+    bool use_token_scaling, const std::optional<ScalarType>& accum_dtype, const std::optional<ScalarType>& compute_dtype, int64_t gradients,
+    const Size& chunk_rows, const Size& chunk_classes, bool need_dx, bool need_dweight, bool need_dbias) {
   const char* op = "fused_linear_cross_entropy_backward_";
   check_fused_linear_cross_entropy_gradients(op, dloss, x, weight, target, bias, ce_weight, counts, saved, dx, dweight, dbias, ignore_index,
                                              reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling, accum_dtype,

@@ -50,8 +50,9 @@ inline void check_overlaid(const char* op, const Tensor& x, const Tensor& weight
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
   require(need_dweight && dtype_of(weight, "weight") == dtypes.compute, op,
           ": gradients is 4 (overlaid), for which a gradient of weight in the dtype of the matmuls has to be wanted");
-  require(hidden >= 1 && rows >= 1 && chunk_rows >= rows, op, ": gradients is 4 (overlaid), for which x must not be empty, nor have more than ",
-          chunk_rows, " rows (chunk_rows), but has shape ", shape_text(x));
+  require(hidden >= 1 && rows >= 1 && chunk_rows >= rows, op,
+          ": gradients is 4 (overlaid), for which x must not be empty, nor have more than ", chunk_rows,
+          " rows (chunk_rows), but has shape ", shape_text(x));
   if (chunk_classes >= vocab) return;
   const Size inside = launch::overlaid_classes(rows, hidden, vocab);
   require(chunk_classes % Size(64) == Size(0) && chunk_classes >= inside && vocab * hidden >= rows * Size(64), op,
@@ -78,8 +79,8 @@ inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight
 
 // What the forward made for the backward.
 inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, int64_t gradients,
-                                const Size& stored, const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias, bool need_dx,
-                                bool need_dweight, bool need_dbias) {
+                                const Size& stored, const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
+                                bool need_dx, bool need_dweight, bool need_dbias) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
   const Dtype weight_dtype = dtype_of(weight, "weight");
   switch (launch::Gradients(gradients)) {
@@ -88,7 +89,7 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
       return;
     case launch::Gradients::deferred:
       check_device(op, saved, "saved", x, "x");
-      check_shape(op, saved, "saved", {rows, vocab});
+      check_shape(op, saved, "saved", {rows, (vocab + Size(63)) / Size(64) * Size(64)});
       require(type_of(saved) == scalar_type(dtypes.compute), op, ": saved has dtype ", dtype_name(type_of(saved)), ", expected ",
               dtype_name(scalar_type(dtypes.compute)));
       return;

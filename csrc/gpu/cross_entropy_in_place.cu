@@ -86,6 +86,8 @@ struct RowPieces {
 };
 struct InPiecesArgs : InPlaceArgs {
   RowPieces pieces;
+  int columns;  // of the pieces
+  const float* others;  // statistics of the other classes; nullptr: there are none
 };
 
 // Where the columns of a row are, counted from `first`. They are asked for in ascending order.
@@ -139,7 +141,11 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
       if constexpr (Pieces) return RowInPieces<T>(args.pieces, at, first);
       else return WholeRow<T>(static_cast<T*>(args.gradient) + at * args.gradient_stride, first);
     };
-    const int cols = int(a.vocab), whole = cols / N * N;
+    const int cols = [&] {
+      if constexpr (Pieces) return args.columns;
+      else return int(a.vocab);
+    }();
+    const int whole = cols / N * N;
     const Columns<N, K> columns(group.index, group.threads_per_row, wanted ? whole : 0);
     // What is not there adds nothing to a sum and raises no maximum: no instruction asks for it again before the stores.
     Packed<T, N> x[K];
@@ -196,12 +202,26 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
     }
     float merged[2] = {own.max, own.sum * exp.correction(own.base())};
     group.reduce(merged, [](float (&to)[2], const float (&from)[2]) { join_exponentials<bf16>(to, from); });  // of fp32, too: fast
+    float target_logit = to_float(raw_target);
+    bool writes = row.valid ? has_target : first && row.live;
+    if constexpr (Pieces) {
+      using Slots = CrossEntropyStatistics;
+      if (args.others && row.valid) {
+        const auto of = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };
+        const float others[2] = {of(Slots::maximum), of(Slots::sum)};
+        join_exponentials<bf16>(merged, others);
+        if (row.target >= cols) {
+          target_logit = of(Slots::target);
+          writes = first;
+        }
+      }
+    }
     own.max = merged[0];
     own.sum = merged[1];
-    const float log_sum = own.log_sum(), target_logit = to_float(raw_target);
+    const float log_sum = own.log_sum();
     const LogSumExp lse{own.base() + log_sum, 0};
     const float negative_log = own.base() - target_logit + log_sum;
-    if (row.valid ? has_target : first && row.live) write_losses(a, args.out, row, own, lse, negative_log);
+    if (writes) write_losses(a, args.out, row, own, lse, negative_log);
     if (!row.live) return;
     if (!row.valid) {
       const float value = row.ignored ? 0.f : not_a_number();
@@ -288,10 +308,13 @@ void cross_entropy_in_pieces(const CrossEntropyInPieces& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   const launch::Launch made = launch_in_pieces(op, stream).value();
   InPiecesArgs args{};
-  args.rows = logit_rows(row, row.vocab, made.plan, stream);
+  args.rows = logit_rows(row, op.classes, made.plan, stream);
+  args.rows.vocab = op.classes;
   args.out = row_outputs(row);
   args.gradient_scale = float(op.gradient_scale);
   args.at_once_from = float(op.batch_rows) * 15 / 16;
+  args.columns = int(row.vocab);
+  args.others = static_cast<const float*>(op.others);
   for (int i = 0; i < op.count; ++i) {
     const MutableRows& logits = op.pieces[i].logits;
     args.pieces.end[i] = i + 1 < op.count ? int(op.pieces[i + 1].first) : INT_MAX;

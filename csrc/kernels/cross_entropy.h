@@ -115,7 +115,9 @@ struct LogitsPiece {
   MutableRows logits;
 };
 struct CrossEntropyInPieces {
-  CrossEntropyRows row;  // without logits
+  CrossEntropyRows row;  // without logits; vocab: of the pieces
+  int64_t classes;       // of the vocabulary, which may have others behind the pieces'
+  const void* others;    // their CrossEntropyStatistics, [slots, rows] of A; nullptr: there are none
   double gradient_scale;
   int64_t batch_rows;
   const LogitsPiece* pieces;

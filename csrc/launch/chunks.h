@@ -105,8 +105,10 @@ inline int64_t overlaid_aside(int64_t rows, int64_t hidden, int64_t vocab, int64
 // What a loss keeps of each row for gradients that are made again: its log-sum-exp in two parts, and the probability of its target.
 template <class Size> Size kept_for_gradients(const Size& rows, bool token_scaling) { return rows * Size(token_scaling ? 3 : 2); }
 
-// How many rows of dx's sum lie in the memory that becomes dx, if one element of it takes so much as `wide` of dx.
-constexpr int64_t overlaid_sum_rows(int64_t rows, int64_t wide) { return rows / wide; }
+// How many rows of dx's sum lie in the memory that becomes dx, as many as it holds: none if the spare holds all, or dx is as wide.
+constexpr int64_t overlaid_sum_rows(int64_t rows, int64_t hidden, int64_t dx_bytes, int64_t sum_bytes, int64_t spare_bytes) {
+  return dx_bytes < sum_bytes && rows * hidden * sum_bytes <= spare_bytes ? 0 : rows * dx_bytes / sum_bytes;
+}
 
 // A sum of dweight becomes dweight in its own memory: so many of its first rows by way of other memory.
 constexpr int64_t narrowed_elsewhere = 64;

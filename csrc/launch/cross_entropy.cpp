@@ -57,7 +57,8 @@ Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& of
   return {&in_place_kernel, in_place_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, true, knobs), tunable};
 }
 
-std::optional<Launch> cross_entropy_in_pieces(const DeviceProfile& device, const LogitsShape& of, bool plain, int pieces, const Knobs* given) {
+std::optional<Launch> cross_entropy_in_pieces(const DeviceProfile& device, const LogitsShape& of, bool plain, int pieces,
+                                              const Knobs* given) {
   const Launch made = cross_entropy_in_place(device, of, plain, given);
   if (of.element_bytes != 2 || pieces > most_pieces || !made.of(in_place_registers)) return std::nullopt;
   return made;

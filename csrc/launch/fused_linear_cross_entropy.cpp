@@ -71,18 +71,23 @@ void add_overlaid(Launches& out, const DeviceProfile& device, const Call& call) 
   const auto add_bias = [&](int64_t classes) {
     if (call[bias]) add_pieces(out, device, call, fill_kernel, call.rows, classes);
   };
-  if (call[chunk_classes] >= call.cols) {
-    for (const OverlaidPiece& piece : pieces) add_bias(piece.classes);
-    if (const auto made = cross_entropy_in_pieces(device, logits(call, call.rows, true), !call[full], int(pieces.size()), &call.knobs))
-      return out.push_back(*made);
-    out.clear();
-  }
   const auto add_statistics = [&](int64_t classes) {
-    add_bias(classes);
     out.push_back(cross_entropy_statistics(device, logits(piece_of(call, classes), call.rows, false)));
   };
   const int64_t at_a_time = call.cols * call[hidden] / call.rows / 64 * 64;
-  for (int64_t first = call[chunk_classes]; first < call.cols; first += at_a_time) add_statistics(std::min(at_a_time, call.cols - first));
+  int others = 0, stored = 0;
+  for (int64_t first = call[chunk_classes]; first < call.cols; first += at_a_time, ++others) {
+    add_bias(std::min(at_a_time, call.cols - first));
+    add_statistics(std::min(at_a_time, call.cols - first));
+  }
+  for (const OverlaidPiece& piece : pieces) {
+    if (!piece.again) add_bias(piece.classes);
+    stored += !piece.again;
+  }
+  const Call pass = piece_of(call, std::min(call[chunk_classes], call.cols));
+  if (stored > 0 && others <= 1)
+    if (const auto made = cross_entropy_in_pieces(device, logits(pass, call.rows, true), !call[full], stored, &call.knobs))
+      return out.push_back(*made);
   for (const OverlaidPiece& piece : pieces)
     if (!piece.again) add_statistics(piece.classes);
   out.push_back(cross_entropy_merge(device, call.rows));
@@ -122,7 +127,11 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
     if (call[bias]) add_dbias(out, device, call, call.rows, call.cols);
   } else if (mode_of(call) == Gradients::overlaid) {
     const auto pieces = pieces_of(call);
-    if (call.element_bytes == 2 || call[per_row]) add_narrowing(out, device, call, call.rows, overlaid_sum_rows(call.rows, ratio));
+    const bool all = call[chunk_classes] >= call.cols;
+    const int64_t aside = overlaid_aside(call.rows, call[hidden], call.cols, call[chunk_classes]);
+    const int64_t sum_rows = overlaid_sum_rows(call.rows, call[hidden], call.element_bytes, 4,
+                                               all ? overlaid_spare(call.rows, call[hidden], aside) * call.element_bytes : 0);
+    if (call.element_bytes == 2 || call[per_row]) add_narrowing(out, device, call, call.rows, sum_rows);
     if (call[per_row]) add_pieces(out, device, call, scale_kernel, call.rows, call[hidden]);
     for (const OverlaidPiece& piece : pieces)
       if (call[bias]) add_dbias(out, device, call, call.rows, piece.classes);

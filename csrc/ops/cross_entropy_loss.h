@@ -34,12 +34,15 @@ class CrossEntropyLoss {
     else cross_entropy_forward(args, head_.scope);
   }
 
-  // The same of all rows, which lie in several matrices in the order of their classes; or false, and nothing is done.
-  bool in_pieces(const std::vector<LogitsPiece>& pieces, const Tensor& counts, const LossRows* results) const {
-    CrossEntropyRows args = rows_of(head_.all_rows(), head_.all_classes(), {}, counts);
+  // The same of all rows, which lie in several matrices, in the order of their classes, up to `classes`; or false, and nothing is done.
+  // others: the statistics of the other classes, and kept: what their gradient is made of (Pieces); or neither.
+  bool in_pieces(const std::vector<LogitsPiece>& pieces, int64_t classes, const void* others, const Tensor& counts, const LossRows* results,
+                 const OptionalTensor& kept) const {
+    CrossEntropyRows args = rows_of(head_.all_rows(), {0, classes}, {}, counts);
     args.logits.dtype = head_.compute;
     if (results) results->point(args, 0);
-    const CrossEntropyInPieces op{args, gradient_scale, head_.rows, pieces.data(), int(pieces.size())};
+    args.lse = kept ? kept->data_ptr() : nullptr;
+    const CrossEntropyInPieces op{args, head_.vocab, others, gradient_scale, head_.rows, pieces.data(), int(pieces.size())};
     const bool taken = cross_entropy_takes_pieces(op, head_.scope);
     if (taken) cross_entropy_in_pieces(op, head_.scope);
     return taken;
@@ -65,11 +68,12 @@ class CrossEntropyLoss {
     }
 
     void statistics(int64_t piece, Range classes, const MutableRows& logits) const {
-      const int64_t first = piece * CrossEntropyStatistics::slots * rows_.count;
-      cross_entropy_statistics(
-          {loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), classes_of(classes),
-           at(statistics_.data_ptr(), first, loss_.head_.acc), best_classes() ? best_classes() + piece * rows_.count : nullptr},
-          loss_.head_.scope);
+      cross_entropy_statistics({loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), classes_of(classes),
+                                const_cast<void*>(statistics_of(piece)), best_classes() ? best_classes() + piece * rows_.count : nullptr},
+                               loss_.head_.scope);
+    }
+    const void* statistics_of(int64_t piece) const {
+      return at(statistics_.data_ptr(), piece * CrossEntropyStatistics::slots * rows_.count, loss_.head_.acc);
     }
     void merge(int64_t pieces) const {
       cross_entropy_merge({results_, pieces, statistics_.data_ptr(), best_classes(), loss_.head_.acc, token()}, loss_.head_.scope);

@@ -102,13 +102,16 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std
   const Range all = head_.all_rows();
   const auto elements = [&](int64_t bytes) { return bytes / int64_t(size_of(head_.compute)); };
 
-  // The sum of dx: in the memory that becomes dx, and in the spare; but apart where dx is not done when the spare is wanted.
-  const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, int64_t(size_of(head_.acc) / size_of(dtype_of(dx))));
+  // The sum of dx: in the spare, with its first rows in the memory that becomes dx where that is too small; but apart from it where dx is
+  // not done when the spare is wanted.
+  const int64_t spare_bytes = launch::overlaid_spare(head_.rows, head_.hidden, overlaid.set_aside) * int64_t(size_of(head_.compute));
+  const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(size_of(dtype_of(dx))), int64_t(size_of(head_.acc)),
+                                                  overlaid.all_stored() ? spare_bytes : 0);
   const int64_t dx_rest = schedule_.dx ? (head_.rows - in_dx) * head_.hidden * int64_t(size_of(head_.acc)) : 0;
-  const int64_t spare_elements = launch::overlaid_spare(head_.rows, head_.hidden, overlaid.set_aside);
+  const int64_t spare_elements = elements(spare_bytes);
   const Tensor apart = allocate(head_.scope, {overlaid.all_stored() ? 0 : elements(dx_rest)}, head_.compute, scales_);
-  const Tensor spare = allocate(head_.scope, {overlaid.all_stored() ? std::max(spare_elements, elements(dx_rest)) : spare_elements},
-                                head_.compute, scales_);
+  const Tensor spare =
+      allocate(head_.scope, {overlaid.all_stored() ? std::max(spare_elements, elements(dx_rest)) : spare_elements}, head_.compute, scales_);
   const RowSum dx_sum(head_.scope, head_.rows, head_.hidden, head_.acc, in_dx, dx.data_ptr(),
                       (overlaid.all_stored() ? spare : apart).data_ptr(), scales_);
   bool begun = false;
@@ -125,7 +128,8 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std
   overlaid.for_each_stored([&](Range classes, const MutableRows& gradient) { add_to_dx(classes, readable(gradient)); });
   if (overlaid.all_stored()) finish_dx();
 
-  const Tensor scaled = scaled_x_buffer(head_.rows), bias_sum = allocate(head_.scope, {schedule_.dbias ? head_.vocab : 0}, head_.acc, scales_);
+  const Tensor scaled = scaled_x_buffer(head_.rows),
+               bias_sum = allocate(head_.scope, {schedule_.dbias ? head_.vocab : 0}, head_.acc, scales_);
   const Rows x = scaled_x(all, scaled);
   const MutableRows out = dweight_rows(), aside{spare.data_ptr(), head_.hidden, head_.compute};
   const auto make_dweight = [&](Range classes, const Rows& gradient, const MutableRows& to) {

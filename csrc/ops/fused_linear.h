@@ -112,13 +112,15 @@ class Overlaid {
   bool all_stored() const { return stored_ == head_.vocab; }
 
   // The losses of all rows into `results`, and the gradient of the logits. kept: what the backward makes the others of (Loss::Pieces).
-  template <class Loss> void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results,
-                                  const OptionalTensor& kept) const {
+  template <class Loss>
+  void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results, const OptionalTensor& kept) const {
     const Range all = head_.all_rows();
     // The others' logits lie where the stored ones will.
     const int64_t at_a_time = head_.vocab * head_.hidden / head_.rows / 64 * 64;
     const int64_t others = all_stored() ? 0 : (head_.vocab - stored_ + at_a_time - 1) / at_a_time;
-    const typename Loss::Pieces of(loss, all, others + int64_t(pieces.size()), counts, results, kept);
+    const auto is_stored = [](const launch::OverlaidPiece& piece) { return !piece.again; };
+    const int64_t stored = std::count_if(pieces.begin(), pieces.end(), is_stored);
+    const typename Loss::Pieces of(loss, all, others + stored, counts, results, kept);
     int64_t nth = 0;
     for (int64_t first = stored_; first < head_.vocab; first += at_a_time) {
       const Range classes{first, std::min(at_a_time, head_.vocab - first)};
@@ -132,7 +134,8 @@ class Overlaid {
       by_class.push_back({classes.first, logits});
     });
     std::sort(by_class.begin(), by_class.end(), [](const LogitsPiece& a, const LogitsPiece& b) { return a.first < b.first; });
-    if (all_stored() && loss.in_pieces(by_class, counts, results)) return;
+    const void* const of_others = others > 0 ? of.statistics_of(0) : nullptr;
+    if (stored > 0 && others <= 1 && loss.in_pieces(by_class, std::min(stored_, head_.vocab), of_others, counts, results, kept)) return;
     for_each_stored([&](Range classes, const MutableRows& logits) { of.statistics(nth++, classes, logits); });
     of.merge(nth);
     for_each_stored([&](Range classes, const MutableRows& logits) { of.gradient(classes, logits); });

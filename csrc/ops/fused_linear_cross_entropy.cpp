@@ -42,7 +42,10 @@ ForwardResult forward_op(Tensor x, Tensor weight, Tensor target, OptionalTensor 
   if (sums_weight && summed < sizes.memory) zero({torch::stable::narrow(memory, 0, summed, sizes.memory - summed)});
   GradientSums sums(head, schedule, accumulated, memory);
   Tensor& saved = sums.rest;
-  if (deferred) saved = allocate(scope, {head.rows, head.vocab}, {schedule.stride(), 1}, head.compute, x);
+  if (deferred) {
+    saved = allocate(scope, {head.rows, schedule.stride()}, head.compute, x);
+    zero({torch::stable::narrow(saved, 1, head.vocab, schedule.stride() - head.vocab)});
+  }
   if (overlaid) {
     saved = allocate(scope, {launch::overlaid_rest(head.rows, head.hidden, head.vocab, schedule.classes)}, head.compute, x);
     Overlaid(head, schedule, sums.dweight, saved).make(loss, counts.values, &losses, kept_of(counts.values));

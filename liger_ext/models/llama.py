@@ -33,7 +33,6 @@ from liger_ext.models.loss import (
     causal_lm_loss,
     counted_rows,
     fused_causal_lm_loss,
-    logits_memory,
 )
 from liger_ext.models.patch import (
     PatchHandle,
@@ -91,7 +90,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         if skip_logits:
             logits = None
             if options.get("memory") is None:
-                options["memory"] = logits_memory(self.liger_memory, self.lm_head)
+                options["memory"] = self.liger_memory
             result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, **options)
         else:
             logits = self.lm_head(hidden_states)

@@ -96,16 +96,6 @@ def counted_rows(
     return {"shift_labels": shifted, "rows": functional.count_rows(shifted, ignore_index)}
 
 
-def logits_memory(level: str, lm_head: nn.Module) -> str | int:
-    """The fused loss's `memory` at one of `MEMORY_LEVELS`. The logits come when a step keeps most, so that their buffer
-    is what the peak grows by beside the sum of the head's gradient in fp32, of which it is a quarter or an eighth.
-    """
-    weight = getattr(lm_head, "weight", None)
-    if level in ("fast", "auto") or not isinstance(weight, torch.Tensor) or weight.device.type != "cuda":
-        return level if level == "fast" else "auto"
-    return max(weight.numel() * 4 // {"low": 4, "min": 8}[level], 1 << 27)
-
-
 def causal_lm_loss(
     logits: torch.Tensor,
     labels: torch.Tensor | None = None,

@@ -34,11 +34,10 @@ from liger_ext.ops._checks import (
     check_integer,
     check_tensors,
     code_of,
-    holds,
     require,
     shape_text,
 )
-from liger_ext.ops._chunks import chunk_classes, chunk_rows, padded_vocab, stored_classes
+from liger_ext.ops._chunks import Call, Plan, gpu_memory, padded_vocab, plan, shard_rows
 from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._register import register, register_without_derivative
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
@@ -97,10 +96,11 @@ def fused_linear_cross_entropy(
         accum_dtype: in which the weight's gradient is summed over chunks: float32 if None (float64 for float64), or the
             dtype of the matmuls, which takes half the memory and rounds after each chunk.
         use_token_scaling: multiply each token's loss by the probability of its target, as a constant.
-        memory: what the op may take on the way. ``"auto"``: little more than its gradients, at 1 to 3 % of its time.
-            ``"fast"``: logits of up to 1/32 of a GPU's memory, or as much as the weight's gradient in float32. A
-            number: bytes of logits at a time; where they do not hold 128 rows, the vocabulary goes through in pieces of
-            at least 1,024 classes, and the logits are made twice. It changes results by rounding only.
+        memory: what a forward and its backward may take beside the arguments, gradients included. ``"fast"``: the
+            gradient of all logits, up to 1/32 of a GPU's memory. ``"auto"``: that gradient lies where the weight's will
+            be, for 1 to 3 % of the time. ``"low"``, ``"min"``: part of it, down to what fits there, is stored, and the
+            rest made again, for up to 12 and 30 %. A number of bytes is kept to by the fastest way that fits (under
+            ``torch.compile``, where chunks of 128 rows of logits fit). It changes results by rounding only.
         normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
             all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
             which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
@@ -119,7 +119,8 @@ def fused_linear_cross_entropy(
         Only the loss is differentiable, with respect to x, weight and bias.
 
     Raises:
-        ValueError: an option outside its range, or shapes, dtypes or devices that do not fit together.
+        ValueError: an option outside its range, shapes, dtypes or devices that do not fit together, or fewer bytes of
+            ``memory`` than the call can do with.
         IndexError: a target out of range, as in :func:`cross_entropy`, or a row, which a GPU reports likewise.
     """
     op = _OP
@@ -154,34 +155,29 @@ def fused_linear_cross_entropy(
         ce_weight = class_weight(op, ce_weight, "ce_weight", dtype)
     grad = torch.is_grad_enabled()
     need_dweight = grad and weight.requires_grad
-    chunk = classes = 1
-    is_head = weight.dim() == 2 and (shard is not None or weight.shape[0] > 0)  # else the op says what is wrong
-    if is_head:
-        most_classes = weight.shape[0] if shard is None else max(1, *shard.sizes)
-        chunk = chunk_rows(most_classes, weight.shape[1], dtype, memory, x.device, need_dweight, flat.shape[0])
-        classes = chunk_classes(weight.shape[0], dtype, memory)
     need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
-    # Not in graphs, where nothing is written that an op returned.
-    may_overlay = is_head and shard is None and need_dweight and weight.dtype == dtype
-    may_overlay = may_overlay and not torch.compiler.is_compiling()
-    stored = stored_classes(*flat.shape, weight.shape[0], dtype, memory, x.device.type) if may_overlay else None
-    if stored is not None:
-        gradients, chunk, classes = _OVERLAID, flat.shape[0], stored
-    else:
-        # Where it is not known while a graph is made whether one chunk will do, sums are right for any number.
-        at_once = is_head and holds(flat.shape[0] <= chunk) and holds(weight.shape[0] <= classes)
-        gradients = _gradients_of(need_dx, need_dweight or need_dbias, at_once, reduction == "none")
+    needs = need_dx, need_dweight, need_dbias
+    of = None
+    if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # else the op says what is wrong
+        most_classes = weight.shape[0] if shard is None else max(1, *shard.sizes)
+        # Nothing is overlaid in graphs, where nobody writes what an op returned.
+        overlays = shard is None and weight.dtype == dtype and not torch.compiler.is_compiling()
+        sums = weight.dtype if weight.dtype == accum_dtype else None
+        of = Call(
+            flat.shape[0], weight.shape[1], most_classes, dtype, gpu_memory(x.device), *needs, reduction == "none",
+            overlays, sums,
+        )  # fmt: skip
     arguments = (
         flat, weight, targets, bias, ce_weight,
         None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
         ignore_index, code_of(op, "reduction", reduction, REDUCTIONS), label_smoothing, lse_square_scale, softcap,
         use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
     )  # fmt: skip
-    needs = need_dx, need_dweight, need_dbias
     if shard is None:
-        outputs = _call(*arguments, gradients, chunk, classes, *needs)
+        way = Plan(_ACCUMULATED if any(needs) else 0, 1, 1) if of is None else plan(of, memory)
+        outputs = _call(*arguments, *way, *needs)
     else:
-        outputs = sharded_loss(shard, needs, chunk, *arguments)
+        outputs = sharded_loss(shard, needs, 1 if of is None else shard_rows(of, memory), *arguments)
     if listed is not None:
         wanted = reduction == "none", return_z_loss, return_token_accuracy, return_predicted_tokens
         outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)
@@ -240,11 +236,6 @@ def liger_fused_linear_cross_entropy(
     return fused_linear_cross_entropy(input, weight, target, *options, **named_options)
 
 
-@torch.compiler.assume_constant_result
-def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
-    return int(_C.gradients_of(need_dx, need_parameters, at_once, per_row))
-
-
 def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     # Neither way waits for the device.
     if isinstance(value, Tensor):
@@ -296,7 +287,7 @@ def _fake(
     summed = weight.dtype if weight.dtype == accum_dtype else acc
     saved, dweight = x.new_empty(0, dtype=summed), x.new_empty(0, dtype=summed)
     if gradients == _DEFERRED:
-        saved = x.new_empty_strided((rows, vocab), (padded_vocab(vocab), 1), dtype=compute)
+        saved = x.new_empty((rows, padded_vocab(vocab)), dtype=compute)
     elif overlaid:  # csrc/launch/chunks.h: overlaid_rest
         inside = vocab * hidden // rows // 64 * 64 if rows >= hidden else 0
         saved = x.new_empty(rows * padded_vocab(min(chunk_classes, vocab) - inside), dtype=compute)
@@ -410,7 +401,9 @@ def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight_shape[0]))
     matmuls = (gradients in (_DEFERRED, _RECOMPUTED, _OVERLAID)) * (need_dx + need_dweight)
     again = (weight_shape[0] - chunk_classes if gradients == _OVERLAID else 0), weight_shape[1]  # classes not stored
-    return _matmul_flops(x_shape, weight_shape, logits + matmuls) + _matmul_flops(x_shape, (max(again[0], 0), again[1]), 1)
+    return _matmul_flops(x_shape, weight_shape, logits + matmuls) + _matmul_flops(
+        x_shape, (max(again[0], 0), again[1]), 1
+    )
 
 
 @register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward_)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._chunks import chunk_classes, rows_within, stored_classes
+from liger_ext.ops._chunks import Call, level_rows, plan
 from liger_ext.records._record import Make, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
 from liger_ext.records.cross_entropy import (
@@ -105,13 +105,13 @@ def _inputs(make: Make, size: Size) -> dict[str, Any]:
 
 
 def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    memory = options.get("memory", "auto")
-    stored = stored_classes(size.rows, size.hidden, size.cols, dtype, memory)
+    call = Call(size.rows, size.hidden, size.cols, dtype, memory_bytes)
+    way = plan(call, options.get("memory", "auto"))
     return {
         "hidden": size.hidden,
-        "overlaid": stored is not None,
-        "chunk_rows": rows_within(size.cols, size.hidden, dtype, memory, memory_bytes, True, size.rows),
-        "chunk_classes": chunk_classes(size.cols, dtype, memory) if stored is None else stored,
+        "overlaid": way.gradients == int(_C.Gradients.overlaid),
+        "chunk_rows": way.rows,
+        "chunk_classes": way.classes,
         "full": costly(options) or bool(options.get("use_token_scaling")),
         "bias": options.get("bias") is not None,
     }
@@ -119,7 +119,7 @@ def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int, options: 
 
 def _as_tuned(size: Size, dtype: torch.dtype, memory_bytes: int) -> tuple[Size, dict[str, int]]:
     """One chunk, with so small a hidden size that the matmuls are not what is timed."""
-    at_a_time = rows_within(size.cols, size.hidden, dtype, "fast", memory_bytes, True)
+    at_a_time = level_rows(Call(size.rows, size.hidden, size.cols, dtype, memory_bytes), "fast")
     return replace(size, rows=_C.equal_chunks(size.rows, at_a_time), hidden=64), {"memory": 1 << 50}
 
 

@@ -1,5 +1,5 @@
-#include <map>
 #include "gpu/host/memory.h"
+#include <map>
 
 #include <algorithm>
 #include <cstdlib>

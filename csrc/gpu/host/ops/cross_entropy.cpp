@@ -74,9 +74,13 @@ void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream stream) {
 bool cross_entropy_takes_pieces(const CrossEntropyInPieces& a, Stream stream) { return gpu::cross_entropy_takes_pieces(a, stream); }
 void cross_entropy_in_pieces(const CrossEntropyInPieces& a, Stream stream) {
   const CrossEntropyRows& row = a.row;
-  std::vector<Buffer> buffers{in("target", row.target, row.rows, i64), optional(in("weight", row.class_weight, row.vocab)),
-                              optional(in("counts", row.counts, CrossEntropyCounts::slots, f32)), out("ce", row.ce, row.rows, f32),
-                              out("z", row.z, row.rows, f32)};
+  std::vector<Buffer> buffers{in("target", row.target, row.rows, i64),
+                              optional(in("weight", row.class_weight, row.vocab)),
+                              optional(in("counts", row.counts, CrossEntropyCounts::slots, f32)),
+                              out("ce", row.ce, row.rows, f32),
+                              out("z", row.z, row.rows, f32),
+                              out("lse", row.lse, 2 * row.rows, f32),
+                              optional(in("others", a.others, CrossEntropyStatistics::slots * row.rows, f32))};
   for (int i = 0; i < a.count; ++i) {
     const int64_t end = i + 1 < a.count ? a.pieces[i + 1].first : row.vocab;
     Buffer piece = matrix("piece", a.pieces[i].logits, row.rows, end - a.pieces[i].first, Content::both);
