@@ -49,7 +49,7 @@ def most_tokens(free: int, hidden: int, vocab: int, dtype: torch.dtype, memory: 
     # Between these numbers, at which the op takes another way, more tokens take more memory, up to the size of chunks.
     at_once = _chunks.level_rows(_chunks.Call(1 << 40, hidden, vocab, dtype, total), memory)
     worth = -(-_chunks.WORTH_OVERLAYING // (vocab * dtype.itemsize))
-    starts = sorted({1, hidden, hidden * 5 // 2 + 1, hidden * 8 + 1, worth, at_once + 1, 1 << 40})
+    starts = sorted({1, hidden, hidden * 5 // 2 + 1, hidden * 8 + 1, hidden * 16 + 1, worth, at_once + 1, 1 << 40})
     for low, high in reversed(list(itertools.pairwise(starts))):
         if not fits(low):
             continue

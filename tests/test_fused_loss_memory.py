@@ -28,6 +28,7 @@ SIZES = [
     (300, 128, 4099),
     (120, 128, 4000),
     (500, 64, 2100),
+    (480, 32, 1999),
 ]
 levels = pytest.mark.parametrize("memory", ["auto", "low", "min"])
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
@@ -51,7 +52,7 @@ def overlays(size, memory):
     """Whether the gradient of logits is laid over that of the weight, whose memory holds those of 64 classes; or None,
     where "low" may do with all at once."""
     rows, hidden, vocab = size
-    least, most = {"auto": (hidden, 2.5), "low": (hidden, 8), "min": (1, 8)}[memory]
+    least, most = {"auto": (hidden, 2.5), "low": (hidden, 8), "min": (1, 16)}[memory]
     if memory == "low" and (vocab < 1000 or rows < hidden):
         return None
     return least <= rows <= most * hidden and vocab * hidden >= 64 * rows

@@ -251,10 +251,10 @@ def _overlaid(call: Call, level: str) -> Plan | None:
     if level == "auto":
         fast_sums = call.gpu_bytes is not None or call.dtype == accumulator(call.dtype)
         return Plan(_OVERLAID, call.rows, call.vocab) if _few_rows(call) and fast_sums else None
-    if call.rows > call.hidden * 8:
-        return None
-    if level == "min":
+    if level == "min" and call.rows <= call.hidden * 16:
         return Plan(_OVERLAID, call.rows, _C.overlaid_classes(call.rows, call.hidden, call.vocab))
+    if level == "min" or call.rows > call.hidden * 8:
+        return None
     dweight, dx = call.vocab * call.hidden * call.dtype.itemsize, call.rows * call.hidden * call.dtype.itemsize
     return _within(call, max(dweight * 38 // 25 + dx * 5, least_bytes(call)))
 
