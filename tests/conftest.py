@@ -30,8 +30,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("liger_ext")
 
-from cases import least_memory  # noqa: E402
-
 LARGE_BYTES = 60 << 30  # device memory that the largest of the large tests may take
 
 
@@ -53,12 +51,6 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = runs
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _a_byte_is_the_least():
-    with least_memory():
-        yield
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -19,6 +19,7 @@ from cases import LOW, laid_out, normal, random_targets, told
 from ops import BY_NAME, EXAMPLES, IDS
 from ops.glu import check_h, h_cases
 
+from liger_ext.ops import _chunks
 from liger_ext.records import RECORDS, Make, Size
 from liger_ext.testing import judge
 
@@ -171,12 +172,21 @@ def test_fused_loss_in_pieces(dtype):
 
 
 @dtypes
+def test_fused_loss_of_overlaid_rows(dtype, monkeypatch):
+    """A part of each row, in several matrices; its other classes are made again."""
+    monkeypatch.setattr(_chunks, "WORTH_OVERLAYING", 0)
+    _chunks._planned.cache_clear()
+    fused_loss(16, 12_032, dtype, memory="min")
+    _chunks._planned.cache_clear()
+
+
+@dtypes
 def test_fused_loss_unaligned(dtype):
     bias = laid_out(normal(35, dtype=dtype, seed=5), "offset").requires_grad_()
     class_weight = laid_out(normal(35, seed=6).abs() + 0.1, "offset")
     fused_loss(9, 35, dtype, hidden=7, bias=bias, ce_weight=class_weight, reduction="none")
-    # What autograd saves may come back without the gaps between its rows.
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
+    # What autograd saves may come back elsewhere.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: laid_out(t.detach(), "offset")):
         fused_loss(9, 35, dtype, bias=bias)
 
 

@@ -111,7 +111,7 @@ template <class T> class RowInPieces {
   LIGER_DEVICE void take(int piece) {
     piece_ = piece;
     end_ = pieces_.end[piece];
-    begin_ = static_cast<T*>(pieces_.begin[piece]) + row_ * pieces_.stride[piece] + first_;
+    begin_ = opaque(static_cast<T*>(pieces_.begin[piece]) + (row_ * pieces_.stride[piece] + first_));
   }
 
   const RowPieces& pieces_;
