@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -240,7 +241,25 @@ def told(function: str) -> list[str]:
     return tell().decode().splitlines()
 
 
-within = _chunks._within
+def most_bytes(device: torch.device, run: Callable[[], Any]) -> int:
+    """The most memory that tensors made by ``run``, its result included, have at a time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        result = run()
+        torch.cuda.synchronize()
+        del result
+        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    del result
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events, "the profiler has seen no allocation"
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+within, graph_rows = _chunks._within, _chunks._graph_rows
 
 
 def _or_smallest_chunks(call: _chunks.Call, budget: int) -> _chunks.Plan:
@@ -249,5 +268,10 @@ def _or_smallest_chunks(call: _chunks.Call, budget: int) -> _chunks.Plan:
     return _chunks._in_chunks(call, _chunks._LEAST_ROWS, min(_chunks._LEAST_CLASSES, call.vocab))
 
 
+def _or_least_rows(call: _chunks.Call, budget: int) -> int:
+    return _chunks._LEAST_ROWS if budget == 1 else graph_rows(call, budget)
+
+
 # In tests fewer bytes than the fused loss can do with (memory=1) are no error, but make the smallest chunks.
 _chunks._within = _or_smallest_chunks
+_chunks._graph_rows = _or_least_rows

@@ -171,7 +171,7 @@ def test_loss_modules_take_every_option_of_their_function():
         (
             liger_ext.LigerFusedLinearCrossEntropyLoss,
             F.fused_linear_cross_entropy,
-            {"x", "weight", "target", "bias", "memory", "normalizer", "rows", "process_group"},
+            {"x", "weight", "target", "bias", "normalizer", "rows", "process_group"},
         ),
     ):
         options = set(inspect.signature(function).parameters) - own

@@ -1,17 +1,18 @@
-"""How much memory the fused loss takes, and the way that it goes at each level of ``memory``: how its rows and classes
-are cut into chunks, and where the gradient of the logits waits."""
+"""The way that the fused loss goes at each level of ``memory``: how its rows and classes are cut into chunks, and where
+the gradient of the logits waits."""
 
 from __future__ import annotations
 
 import bisect
 import functools
+import numbers
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator, holds
+from liger_ext.ops._loss_memory import Call, Plan, bytes_of
 
 LEVELS = ("fast", "auto", "low", "min")
 
@@ -20,36 +21,7 @@ _MIB = 1 << 20
 _ROW_MULTIPLE = _C.padded_vocab(1)
 _LEAST_ROWS, _LEAST_CLASSES = 128, 1024  # of logits at a time
 WORTH_OVERLAYING = 16 * _MIB  # of logits
-_DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
-    int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
-)
-
-
-class Call(NamedTuple):
-    """A call of the fused loss, as far as its memory goes. ``rows`` may be symbolic; ``dtype`` is that of the matmuls,
-    ``sum_dtype`` (None: the accumulator's) that in which dweight is summed over chunks; ``gpu_bytes`` is the memory of
-    the GPU, None of a CPU; ``overlays``: the logits' gradient may lie where dweight will be."""
-
-    rows: int
-    hidden: int
-    vocab: int
-    dtype: torch.dtype
-    gpu_bytes: int | None
-    dx: bool = True
-    dweight: bool = True
-    dbias: bool = False
-    per_row: bool = False
-    overlays: bool = True
-    sum_dtype: torch.dtype | None = None
-
-
-class Plan(NamedTuple):
-    """The way to the gradients (``_C.Gradients``); rows of logits at a time; and classes of them, or, overlaid, how
-    many classes' gradients are stored."""
-
-    gradients: int
-    rows: int
-    classes: int
+_OVERLAID = int(_C.Gradients.overlaid)
 
 
 def plan(call: Call, memory: str | int) -> Plan:
@@ -66,9 +38,7 @@ def plan(call: Call, memory: str | int) -> Plan:
         return _planned(*call, memory)
     if isinstance(memory, str):
         return _in_chunks(call, level_rows(call, memory), call.vocab)
-    # dweight's sum, that of dx and dx, and as much for logits as is left, but at least 128 rows of them.
-    taken = call.vocab * call.hidden * accumulator(call.dtype).itemsize if call.dweight else 0
-    return _in_chunks(call, _rows_in(call, int(memory) - taken - 2 * _dx_bytes(call)), call.vocab)
+    return _in_chunks(call, _graph_rows(call, int(memory)), call.vocab)
 
 
 def shard_rows(call: Call, memory: str | int) -> int:
@@ -81,10 +51,32 @@ def shard_rows(call: Call, memory: str | int) -> int:
 
 
 def _check(memory: str | int) -> None:
-    number = isinstance(memory, (int, float)) and not isinstance(memory, bool) and 0 < memory < 1 << 62
+    number = isinstance(memory, numbers.Integral) and not isinstance(memory, bool) and memory > 0
     if not number and not (isinstance(memory, str) and memory in LEVELS):
         levels = ", ".join(map(repr, LEVELS))
-        raise ValueError(f"{_OP}: memory is {memory!r}, expected {levels} or a number of bytes greater than 0")
+        raise ValueError(f"{_OP}: memory is {memory!r}, expected {levels} or a number of bytes, an integer above 0")
+
+
+def _graph_rows(call: Call, budget: int) -> int:
+    """Rows of logits at a time in a graph, which may serve any number of rows, and whose backward makes dweight beside
+    the sum of it."""
+    size, acc = call.dtype.itemsize, accumulator(call.dtype).itemsize
+    x_dtype, weight_dtype = call.x_dtype or call.dtype, call.weight_dtype or call.dtype
+    # Sums, gradients, and copies in the dtype of the matmuls: of each number of weight, of x, and of bias.
+    of_weight = ((call.sum_dtype or accumulator(call.dtype)).itemsize + weight_dtype.itemsize) * call.dweight
+    of_x = (size + x_dtype.itemsize) * call.dx
+    of_weight += size if weight_dtype != call.dtype else 0
+    of_x += size if x_dtype != call.dtype else 0
+    of_bias = 4 * acc if call.bias_dtype is not None else 0
+    others = (call.hidden * of_weight + of_bias) * call.vocab + call.rows * (call.hidden * of_x + 32 * acc)
+    others += call.all_rows * call.hidden * 2 * x_dtype.itemsize + (10 * _MIB if call.dbias else _MIB)
+    least = others + (min(call.rows, _LEAST_ROWS) if type(call.rows) is int else _LEAST_ROWS) * _row_bytes(call)
+    if holds(budget < least):
+        raise ValueError(
+            f"{_OP}: memory is {budget} bytes, expected at least {least} in a graph of torch.compile, for {call.rows} "
+            f"rows of {call.hidden} columns and {call.vocab} classes: their gradients, and what makes them"
+        )
+    return _rows_in(call, budget - others)
 
 
 def _rows_in(call: Call, logits_bytes: int) -> int:
@@ -124,44 +116,19 @@ def level_rows(call: Call, level: str) -> int:
     return _rows_in(call, budget)
 
 
-def bytes_of(call: Call, way: Plan) -> int:
-    """The most memory that a forward and its backward have at a time beside their arguments, results included."""
-    size, acc = call.dtype.itemsize, accumulator(call.dtype).itemsize
-    dx = _dx_bytes(call)
-    dweight = call.vocab * call.hidden * size if call.dweight else 0
-    # Losses and statistics of rows; sums of columns; each row's grad_output multiplies a copy of x.
-    small = call.rows * 256 + _MIB + (call.vocab * 12 + 5 * _MIB if call.dbias else 0)
-    x_copy = call.rows * call.hidden * size if call.per_row and call.dweight else 0
-    if way.gradients == _OVERLAID:
-        sizes = call.rows, call.hidden, call.vocab, min(way.classes, call.vocab)
-        rest, spare = _C.overlaid_rest(*sizes) * size, _C.overlaid_spare(*sizes) * size
-        # The first rows of dx's sum lie where dx will be; the others in the spare, if dx is done before that is wanted.
-        sum_rest = (call.rows - call.rows * size // acc) * call.hidden * acc if call.dx else 0
-        beside = max(spare, sum_rest) if way.classes >= call.vocab else spare + sum_rest
-        return dweight + dx + rest + beside + x_copy + small
-    rows = _C.equal_chunks(call.rows, way.rows)
-    logits = rows * padded_vocab(min(way.classes, call.vocab)) * size
-    if way.gradients == _DEFERRED:
-        return dweight + dx + logits + x_copy + small
-    if call.dweight:
-        dweight = call.vocab * call.hidden * (call.sum_dtype or accumulator(call.dtype)).itemsize
-    if way.classes < call.vocab:
-        small += rows * 32 * (call.vocab // way.classes + 1) + (rows * call.hidden * acc if call.dx else 0)
-    if way.gradients == _RECOMPUTED:
-        return dweight + 2 * dx + logits + rows * call.hidden * size + small
-    return dweight + dx + max(logits, dx) + small  # the sum of dx becomes dx when the logits are gone
-
-
 def least_bytes(call: Call) -> int:
     """The smallest number of bytes within which the call can be done."""
     return min(bytes_of(call, way) for way in _smallest(call))
 
 
 def _smallest(call: Call) -> Iterator[Plan]:
+    """The ways, each where it takes the least memory."""
+    yield _in_chunks(call, _LEAST_ROWS, call.vocab)
     yield _in_chunks(call, _LEAST_ROWS, min(_LEAST_CLASSES, call.vocab))
     if call.dweight or call.dbias:
         yield _in_chunks(call, max(call.rows, 1), call.vocab)
     if _can_overlay(call):
+        yield Plan(_OVERLAID, call.rows, call.vocab)
         yield Plan(_OVERLAID, call.rows, _C.overlaid_classes(call.rows, call.hidden, call.vocab))
 
 
@@ -251,12 +218,13 @@ def _overlaid(call: Call, level: str) -> Plan | None:
     if level == "auto":
         fast_sums = call.gpu_bytes is not None or call.dtype == accumulator(call.dtype)
         return Plan(_OVERLAID, call.rows, call.vocab) if _few_rows(call) and fast_sums else None
+    least = Plan(_OVERLAID, call.rows, _C.overlaid_classes(call.rows, call.hidden, call.vocab))
     if level == "min" and call.rows <= call.hidden * 16:
-        return Plan(_OVERLAID, call.rows, _C.overlaid_classes(call.rows, call.hidden, call.vocab))
+        return least
     if level == "min" or call.rows > call.hidden * 8:
         return None
     dweight, dx = call.vocab * call.hidden * call.dtype.itemsize, call.rows * call.hidden * call.dtype.itemsize
-    return _within(call, max(dweight * 38 // 25 + dx * 5, least_bytes(call)))
+    return _within(call, max(dweight * 38 // 25 + dx * 5, bytes_of(call, least)))
 
 
 def gpu_memory(device: torch.device) -> int | None:

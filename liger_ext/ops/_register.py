@@ -27,6 +27,7 @@ from liger_ext.ops._inductor import introduce, make_known
 LIBRARY = torch.library.Library("liger_ext", "IMPL")
 
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(_AUTOCAST["cpu"]) | torch._C.DispatchKeySet(_AUTOCAST["cuda"])
 
 
 def register(
@@ -199,7 +200,11 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         if has_options and records and any_requires_grad(*args[tensors:]):
             _refuse_learned_option(overload._schema, args)
         if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
-            return overload(*args)
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # our own function has looked at it
+                return run(records, args)
+        return run(records, args)
+
+    def run(records, args):
         if records:
             return apply(*args)
         try:

@@ -1,0 +1,199 @@
+"""The op of the fused loss in torch: its shapes without data, its autograd, its rule under autocast, its flops.
+
+The op says which gradients are wanted, how many rows and classes of logits may exist at a time, and how the gradients
+come about (``_C.Gradients``):
+
+* deferred: all logits exist at once. The forward saves their gradient (without loss scale and denominator), and the
+  backward runs the two matmuls.
+* overlaid: the same, where that gradient waits in the memory that becomes dweight.
+* accumulated: several chunks. The forward adds up dx and dweight, also without scale; the backward scales them.
+* recomputed: several chunks and reduction "none", where each row's gradient has a factor of its own: the backward runs
+  the chunks again.
+
+Where a second backward may follow, and where others see what is saved (hooks, graphs of torch.compile), saved tensors
+are read, never written. Else the backward makes dweight in the memory that the forward has prepared for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C._autograd import (
+    _get_current_graph_task_keep_graph,
+    _saved_tensors_hooks_is_enabled,
+    _top_saved_tensors_default_hooks,
+)
+from torch.utils.flop_counter import register_flop_formula
+
+from liger_ext import _C
+from liger_ext.ops._checks import REDUCTIONS, accumulator
+from liger_ext.ops._chunks import padded_vocab
+from liger_ext.ops._register import register, register_without_derivative
+from liger_ext.ops.cross_entropy import fake_results
+
+_forward_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
+_backward_op = torch.ops.liger_ext.fused_linear_cross_entropy_backward.default
+_backward_in_place = torch.ops.liger_ext.fused_linear_cross_entropy_backward_.default
+
+_DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
+    int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
+)
+_COMPUTE_DTYPE = [argument.name for argument in _forward_op._schema.arguments].index("compute_dtype")
+
+
+def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
+    # As torch's own matmuls: float64 is left alone. Of other devices (meta) torch knows no autocast.
+    if device_type not in ("cpu", "cuda"):
+        return None
+    if x.dtype == torch.float64 or weight.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _autocast(device_type, *args):
+    if args[_COMPUTE_DTYPE] is not None:
+        return args
+    return *args[:_COMPUTE_DTYPE], autocast_dtype(device_type, args[0], args[1]), *args[_COMPUTE_DTYPE + 1 :]
+
+
+def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """Of the matmuls and of the losses."""
+    compute = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
+    return compute, accumulator(compute)
+
+
+def _fake(
+    x, weight, target, bias, ce_weight, normalizer, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
+    use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
+    gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias,
+):  # fmt: skip
+    compute, acc = _dtypes(x, weight, compute_dtype)
+    rows, hidden = x.shape
+    vocab = weight.shape[0]
+    need_dbias = need_dbias and bias is not None
+    accumulated, overlaid, kept = gradients == _ACCUMULATED, gradients == _OVERLAID, 0
+    summed = weight.dtype if weight.dtype == accum_dtype else acc
+    saved, dweight = x.new_empty(0, dtype=summed), x.new_empty(0, dtype=summed)
+    if gradients == _DEFERRED:
+        saved = x.new_empty((rows, padded_vocab(vocab)), dtype=compute)
+    elif overlaid:  # csrc/launch/chunks.h: overlaid_rest
+        inside = vocab * hidden // rows // 64 * 64 if rows >= hidden else 0
+        saved = x.new_empty(rows * padded_vocab(min(chunk_classes, vocab) - inside), dtype=compute)
+        dweight = weight.new_empty(vocab * hidden)
+        kept = rows * (3 if use_token_scaling else 2) if chunk_classes < vocab else 0
+    elif accumulated and need_dweight:  # csrc/checks/head.h: SumSizes
+        ratio = summed.itemsize // weight.dtype.itemsize
+        rest = 0 if summed == weight.dtype else vocab - vocab // ratio // 64 * 64
+        saved = x.new_empty(rest * hidden, dtype=summed)
+        dweight = x.new_empty((vocab * hidden + ratio - 1) // ratio, dtype=summed)
+    return (
+        *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
+        x.new_empty(_C.cross_entropy_counts + kept, dtype=acc),
+        saved,
+        x.new_empty((rows, hidden) if accumulated and need_dx else 0, dtype=compute),
+        dweight,
+        x.new_empty(vocab if accumulated and need_dbias else 0, dtype=acc),
+    )
+
+
+def _fake_backward(dloss, x, weight, target, bias, *others):
+    *_, compute_dtype, _, _, _, need_dx, need_dweight, need_dbias = others
+    _, acc = _dtypes(x, weight, compute_dtype)
+    need_dbias = need_dbias and bias is not None
+    return (
+        x.new_empty(x.shape if need_dx else 0),
+        weight.new_empty(weight.shape if need_dweight else 0),
+        x.new_empty(weight.shape[0] if need_dbias else 0, dtype=acc if bias is None else bias.dtype),
+    )
+
+
+def _fake_backward_in_place(dweight, saved, dloss, x, weight, target, bias, *others):
+    dx, _, dbias = _fake_backward(dloss, x, weight, target, bias, *others)
+    return dx, dbias
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, target, bias, ce_weight, _, *options = inputs
+    *_, need_dx, need_dweight, need_dbias = options
+    for index, name, need in ((0, "x", need_dx), (1, "weight", need_dweight), (3, "bias", need_dbias)):
+        if ctx.needs_input_grad[index] and not need:
+            raise RuntimeError(
+                f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a "
+                f"gradient. Pass need_d{name}=True, or {name}.detach()"
+            )
+    if ctx.needs_input_grad[4]:
+        raise RuntimeError(
+            "liger_ext::fused_linear_cross_entropy has no gradient for ce_weight: pass ce_weight.detach()"
+        )
+    _, *others = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*others)
+    ctx.save_for_backward(x, weight, target, bias, ce_weight, *others[3:])
+    dweight = others[6]
+    # Nobody else sees it: neither who called the op itself, nor hooks, nor a graph that is being made.
+    unseen = getattr(ctx, "unseen", False) and type(dweight) is Tensor and _saved_tensors_hooks_is_enabled()
+    ctx.own_dweight = unseen and dweight.numel() > 0 and _top_saved_tensors_default_hooks(False) is None
+    ctx.options = options[:6] + options[9:]  # without return_*
+
+
+def _backward(ctx, saved, dloss, *_):
+    gradients = [None] * 23
+    if dloss is not None:
+        target, (ignore_index, reduction) = saved[2], ctx.options[:2]
+        if reduction == REDUCTIONS["none"]:  # ignored rows count for nothing, not even a NaN
+            dloss = torch.where(target == ignore_index, 0.0, dloss)
+        # The same flags as in the forward, since what it saved follows from them.
+        batched = torch._C._functorch.is_legacy_batchedtensor(dloss)  # torch.autograd.grad(is_grads_batched=True)
+        if ctx.own_dweight and not batched and not _get_current_graph_task_keep_graph():
+            *inputs, rest, dx, memory, dbias = saved
+            dx, dbias = _backward_in_place(memory, rest, dloss, *inputs, dx, dbias, *ctx.options)
+            torch.autograd.graph.increment_version((memory, rest))
+            weight = saved[1]
+            dweight = memory.view(weight.dtype)[: weight.numel()].view(weight.shape)
+        else:
+            dx, dweight, dbias = _backward_op(dloss, *saved, *ctx.options)
+        for index, gradient in ((0, dx), (1, dweight), (3, dbias)):
+            if ctx.needs_input_grad[index]:
+                gradients[index] = gradient
+    return tuple(gradients)
+
+
+call_op = register(
+    "fused_linear_cross_entropy",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+    autocast=_autocast,
+)
+
+
+register_without_derivative("fused_linear_cross_entropy_backward_", _fake_backward_in_place)
+
+
+# What torch.utils.flop_counter counts: the matmuls that run in forward and backward. Tensors are their shapes.
+def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[0] * matmuls
+
+
+@register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
+def _forward_flops(x_shape, weight_shape, *args, **_) -> int:
+    gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
+    again = gradients == _ACCUMULATED and chunk_classes < weight_shape[0]  # the logits of pieces, for their gradient
+    return _matmul_flops(x_shape, weight_shape, 1 + again + (gradients == _ACCUMULATED) * (need_dx + need_dweight))
+
+
+@register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward)
+def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
+    gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
+    logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight_shape[0]))
+    matmuls = (gradients in (_DEFERRED, _RECOMPUTED, _OVERLAID)) * (need_dx + need_dweight)
+    again = (weight_shape[0] - chunk_classes if gradients == _OVERLAID else 0), weight_shape[1]  # classes not stored
+    return _matmul_flops(x_shape, weight_shape, logits + matmuls) + _matmul_flops(
+        x_shape, (max(again[0], 0), again[1]), 1
+    )
+
+
+@register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward_)
+def _backward_in_place_flops(dweight_shape, saved_shape, dloss_shape, x_shape, weight_shape, *args, **_) -> int:
+    return _backward_flops(dloss_shape, x_shape, weight_shape, *args)
