@@ -153,6 +153,21 @@ def test_bytes_are_kept_to(call, more):
     assert all(found <= least * n for found, n in zip(taken, sorted([1, *more]), strict=True))
 
 
+@given(
+    rows=st.sampled_from([1, 1.5, 2, 4, 7.5]), hidden=st.sampled_from([1024, 2048, 4096, 5120]), share=st.floats(0, 1)
+)
+def test_a_budget_is_used(rows, hidden, share):
+    """Between what stores nothing beside dweight and what stores all, all but what one piece takes is used."""
+    call = _chunks.Call(int(rows * hidden), hidden, 128_256, torch.bfloat16, 140 << 30)
+    least, most = (
+        _chunks.bytes_of(call, _chunks.Plan(OVERLAID, call.rows, stored))
+        for stored in (_C.overlaid_classes(*call[:3]), call.vocab - 64)
+    )
+    budget = int(least + share * (most - least))
+    way = _chunks.plan(call, budget)
+    assert _chunks.bytes_of(call, way) >= budget * 0.995 or way.gradients != OVERLAID
+
+
 def test_fewer_bytes_than_it_can_do_with(device, monkeypatch):
     made = head(300, 128, 4099, device=device)
     call = _chunks.Call(300, 128, 4099, torch.float32, 140 << 30)

@@ -157,8 +157,10 @@ def _ways(call: Call, budget: int) -> Iterator[Plan]:
         yield _in_chunks(call, chunk, vocab)
     if overlay:
         inside = _C.overlaid_classes(rows, hidden, vocab)
-        left = budget - bytes_of(call, Plan(_OVERLAID, rows, inside))
-        stored = inside + max(0, left // (rows * call.dtype.itemsize) // 64 * 64)
+        stored = inside
+        for _ in range(4):  # what is beside the gradients depends on how many are stored, but hardly
+            left = budget - bytes_of(call, Plan(_OVERLAID, rows, stored))
+            stored = max(inside, stored + left // (rows * call.dtype.itemsize) // 64 * 64)
         if stored < vocab:
             yield Plan(_OVERLAID, rows, stored)
     if chunk >= _LEAST_ROWS:
