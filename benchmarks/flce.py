@@ -15,6 +15,7 @@ import liger_ext.functional as LF
 from liger_ext._timing import Timing, failure
 
 from . import suite
+from .flce_errors import MATMUL, Errors, Exact
 from .installed import Peer, functions_of
 from .timing import peak_mib, time_cpu
 
@@ -38,6 +39,7 @@ class Result:
     floors: dict[str, Timing]  # taken in turns with each provider
     times: dict[str, Timing | str]
     peak_mib: dict[str, float]  # above the inputs (CUDA only)
+    errors: dict[str, Errors]  # of each provider, and of one matmul of the stored gradient
 
 
 def _eager(x, w, t):
@@ -124,26 +126,26 @@ def run(settings: suite.Settings) -> Iterator[Result]:
         def floor(x=x, w=w, g=g):
             return x @ w.T, g @ w, g.T @ x
 
-        calls = {
-            name: partial(gradients, function, x, w, t)
-            for name, function in providers(counted=ignored > 0).items()
-            if settings.wants(name)
-        }
+        functions = {n: f for n, f in providers(counted=ignored > 0).items() if settings.wants(n)}
+        calls = {name: partial(gradients, function, x, w, t) for name, function in functions.items()}
         shape = f"{rows}x{hidden}x{vocab}" + f", {ignored:.0%} ignored" * (ignored > 0)
-        result = Result(shape, settings.dtype, {}, {}, {})
+        exact = Exact(x, w, t)
+        result = Result(shape, settings.dtype, {}, {}, {}, {MATMUL: exact.of_one_matmul()})
         for name, call in calls.items():
             if settings.device == "cpu":
                 timed = time_cpu({"floor": floor, name: call}, seconds=2.0)
                 result.floors[name], result.times[name] = timed["floor"], timed[name]
+                result.errors[name] = exact.errors(functions[name])
                 continue
             try:
                 result.peak_mib[name] = peak_mib(call, settings.device)
+                result.errors[name] = exact.errors(functions[name])
                 result.floors[name], result.times[name] = _time_beside_floor(floor, call)
             except Exception as error:  # a peer that cannot run this shape must not end the run
                 result.times[name] = failure(error)
                 torch.cuda.synchronize()
         yield result
-        del x, w, t, g, floor, calls
+        del x, w, t, g, floor, calls, exact
 
 
 def _share(result: Result, provider: str) -> float | None:
@@ -163,7 +165,24 @@ def _cell(result: Result, provider: str) -> str:
     return f"{suite.duration(result.times[provider])}, {share:.2f}{peak}"
 
 
-def table(results: list[Result], settings: suite.Settings) -> suite.Grid:
+def table(results: list[Result], settings: suite.Settings) -> list[suite.Grid]:
+    return [_times(results, settings), _errors(results, settings)]
+
+
+def _errors(results: list[Result], settings: suite.Settings) -> suite.Grid:
+    names = [name for name in suite.names_of(result.errors for result in results) if name != MATMUL]
+    grid = suite.Grid(
+        f"{settings.dtype}: error of dweight and of the loss, relative, against float64 over logits and their gradient "
+        f"rounded to {settings.dtype}",
+        ["rows x hidden x vocab", MATMUL, *names],
+    )
+    for result in results:
+        cells = [result.errors.get(name) for name in (MATMUL, *names)]
+        grid.rows.append([result.shape, *["" if cell is None else str(cell) for cell in cells]])
+    return grid
+
+
+def _times(results: list[Result], settings: suite.Settings) -> suite.Grid:
     names = suite.names_of(result.times for result in results)
     grid = suite.Grid(
         f"{settings.dtype}: forward + backward, the time of three matmuls taken in turns with it over its own, "

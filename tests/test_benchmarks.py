@@ -86,7 +86,8 @@ def test_efficiency_is_the_copys_time_over_the_ops():
 def test_the_share_of_the_floor_is_of_the_floor_timed_beside_it():
     floors = {"torch": Timing(40, 40, 40), "liger_ext": Timing(30, 30, 30)}
     times = {"torch": Timing(80, 80, 80), "liger_ext": Timing(40, 40, 40)}
-    (line,) = flce.table([flce.Result("1x2x3", "fp32", floors, times, {})], suite.Settings("cpu", "fp32")).rows
+    result = flce.Result("1x2x3", "fp32", floors, times, {}, {})
+    (line,) = flce.table([result], suite.Settings("cpu", "fp32"))[0].rows
     assert line[2:] == ["80.0 us, 0.50", "40.0 us, 0.75"]
 
 

@@ -1,0 +1,61 @@
+"""How exact a fused loss is: against float64 over the logits as they are stored, rounded to the dtype of x, and over
+their gradient, likewise rounded. What is left is the arithmetic of the loss, and of the matmul of dweight, with the
+roundings of its sums; one matmul of the stored gradient over all rows, rounded once, is the measure of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+MATMUL = "one matmul"
+_CLASSES, _ROWS = 1024, 256  # whose dweight is compared; whose logits exist in float64 at a time
+
+
+@dataclass
+class Errors:
+    dweight: float  # root of the mean square, relative to that of dweight
+    loss: float | None  # relative
+
+    def __str__(self) -> str:
+        return f"{self.dweight:.1e}" + (f", {self.loss:.0e}" if self.loss is not None else "")
+
+
+class Exact:
+    def __init__(self, x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> None:
+        self._arguments = x, w, t
+        self._classes = torch.linspace(0, len(w) - 1, min(_CLASSES, len(w)), device=w.device).long()
+        self._stored = torch.empty(len(x), len(self._classes), device=x.device, dtype=x.dtype)
+        losses = []
+        with torch.no_grad():
+            logits_of = x @ w.T
+            for first in range(0, len(x), _ROWS):
+                rows = slice(first, first + _ROWS)
+                logits, target = logits_of[rows].double(), t[rows]
+                counts = target >= 0
+                lse = torch.logsumexp(logits, 1)
+                at_target = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
+                losses.append((lse - at_target)[counts])
+                of_classes = (logits[:, self._classes] - lse[:, None]).exp() - (
+                    self._classes == target[:, None]
+                ).double()
+                self._stored[rows] = (of_classes * counts[:, None]).to(x.dtype)
+            self._count = int((t >= 0).sum())
+            self._loss = float(torch.cat(losses).sum()) / self._count
+            self._dweight = self._stored.double().T @ x.double() / self._count
+
+    def of_one_matmul(self) -> Errors:
+        x, *_ = self._arguments
+        with torch.no_grad():
+            made = torch.addmm(x.new_zeros(()), self._stored.T, x, beta=0, alpha=1 / self._count)
+        return Errors(self._off(made), None)
+
+    def errors(self, loss_of: Callable) -> Errors:
+        loss = loss_of(*self._arguments)
+        (dweight,) = torch.autograd.grad(loss, self._arguments[1])
+        off = abs(float(loss.detach().double()) - self._loss) / abs(self._loss)
+        return Errors(self._off(dweight[self._classes]), off)
+
+    def _off(self, made: torch.Tensor) -> float:
+        return float((made.double() - self._dweight).norm() / self._dweight.norm())
