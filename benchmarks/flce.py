@@ -29,6 +29,7 @@ SHAPES_CUDA = [
     (16384, 4096, 128256, 0),
     (32768, 2048, 128256, 0),
 ]
+SUM = "rounded sum"
 SHAPES_CPU = [(1024, 576, 49152, 0), (1024, 576, 49152, 0.5), (512, 2048, 32000, 0)]
 
 
@@ -66,11 +67,15 @@ def providers(counted: bool = False) -> dict[str, Callable]:
     ours = {"liger_ext": partial(_ours, counted=counted)}
     for level in ("fast", "low", "min"):
         ours[f"liger_ext, {level}"] = partial(_ours, counted=counted, memory=level)
+    for level in ("low", "min"):
+        ours[f"liger_ext, {level}, {SUM}"] = partial(_ours, counted=counted, memory=level, sums=True)
     return {**ours, "torch": _eager, "torch.compile": compiled, **functions_of(PEERS)}
 
 
-def _ours(x, w, t, memory="auto", counted=False):
-    return LF.fused_linear_cross_entropy(x, w, t, memory=memory, rows=LF.count_rows(t) if counted else None)
+def _ours(x, w, t, memory="auto", counted=False, sums=False):
+    """sums: of dweight, over chunks, are rounded to its dtype, as Liger's are."""
+    rows = LF.count_rows(t) if counted else None
+    return LF.fused_linear_cross_entropy(x, w, t, memory=memory, rows=rows, accum_dtype=w.dtype if sums else None)
 
 
 def _time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: int = 3) -> tuple[Timing, Timing]:
@@ -207,24 +212,44 @@ def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[
     if measured:
         made, axes = suite.figure(len(measured), width=3.6)
         for axis, result in zip(axes, measured, strict=True):
-            _front(axis, result)
+            _front(axis, result, [name for name in names if any(name in each.peak_mib for each in measured)])
+        axes[0].set_ylabel("milliseconds; dashed: three matmuls")
+        by_label = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+        made.legend(by_label.values(), by_label, loc="outside lower center", ncols=len(names), fontsize=8)
         pictures.append(suite.save(made, folder / f"flce_memory_{settings.device}_{settings.dtype}.png"))
     return pictures
 
 
-def _front(axis, result: Result) -> None:
-    """Each provider a point: peak memory and time, both less being better; our levels are joined."""
-    points = {
-        name: (result.peak_mib[name], timing.median / 1e3)
-        for name, timing in result.times.items()
-        if isinstance(timing, Timing) and name in result.peak_mib
-    }
-    for i, (name, point) in enumerate(points.items()):
-        axis.plot(*point, "o", color=suite.colour(name, i))
-        axis.annotate(name, point, fontsize=7, xytext=(3, 3), textcoords="offset points")
-    ours = sorted(point for name, point in points.items() if name.startswith("liger_ext"))
-    axis.plot(*zip(*ours, strict=True) if ours else ([], []), color=suite.colour("liger_ext", 0), linewidth=1)
+_LEVELS = ("fast", "auto", "low", "min")
+
+
+def _front(axis, result: Result, names: list[str]) -> None:
+    """Each provider a point: peak memory and time, both less being better; our levels are joined, and named."""
+    ours = []
+    for i, name in enumerate(names):
+        timing, peak = result.times.get(name), result.peak_mib.get(name)
+        if not isinstance(timing, Timing) or peak is None:
+            continue
+        point = peak, timing.median / 1e3
+        if name.endswith(SUM):
+            axis.plot(*point, "o", fillstyle="none", color=suite.colour("liger_ext", 0), label=f"liger_ext, {SUM}")
+        elif name.startswith("liger_ext"):
+            level = name.partition(", ")[2] or "auto"
+            ours.append((_LEVELS.index(level), level, point))
+        else:
+            axis.plot(*point, "o", color=suite.colour(name, i), label=name)
+    ours.sort()
+    points = [point for *_, point in ours]
+    axis.plot(*zip(*points, strict=True), "o-", color=suite.colour("liger_ext", 0), label="liger_ext", zorder=3)
+    named = {point: ", ".join(level for _, level, other in ours if _close(point, other)) for point in points}
+    for text, point in {text: point for point, text in named.items()}.items():
+        axis.annotate(text, point, fontsize=7, xytext=(-2, -12), textcoords="offset points", ha="center")
     axis.axhline(next(iter(result.floors.values())).median / 1e3, color="k", linestyle="--", linewidth=1)
-    axis.set(xlabel="peak MiB above the inputs", ylabel="milliseconds", title=result.shape)
+    axis.set(xlabel="peak MiB above the inputs", title=result.shape, xscale="log")
+    axis.margins(x=0.15)
     axis.set_ylim(0)
-    axis.set_xlim(0)
+
+
+def _close(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Are they one mark in the picture?"""
+    return all(abs(a - b) <= 0.03 * a for a, b in zip(one, other, strict=True))

@@ -153,7 +153,9 @@ def _ways(call: Call, budget: int) -> Iterator[Plan]:
         yield Plan(_OVERLAID, rows, vocab)
     fits = range(_LEAST_ROWS, rows + _LEAST_ROWS, 128)
     chunk = 128 * bisect.bisect_right(fits, budget, key=lambda n: bytes_of(call, _in_chunks(call, n, vocab)))
-    if chunk >= hidden // 2 and chunk >= _LEAST_ROWS:
+    # The sum of dweight is read and written once a chunk.
+    sum_size = (call.sum_dtype or accumulator(call.dtype)).itemsize
+    if chunk >= hidden // (8 if sum_size == 2 else 2) and chunk >= _LEAST_ROWS:
         yield _in_chunks(call, chunk, vocab)
     if overlay:
         inside = _C.overlaid_classes(rows, hidden, vocab)
@@ -221,10 +223,10 @@ def _overlaid(call: Call, level: str) -> Plan | None:
         fast_sums = call.gpu_bytes is not None or call.dtype == accumulator(call.dtype)
         return Plan(_OVERLAID, call.rows, call.vocab) if _few_rows(call) and fast_sums else None
     least = Plan(_OVERLAID, call.rows, _C.overlaid_classes(call.rows, call.hidden, call.vocab))
-    if level == "min" and call.rows <= call.hidden * 16:
-        return least
-    if level == "min" or call.rows > call.hidden * 8:
+    if call.rows > call.hidden * {"low": 8, "min": 16}[level]:
         return None
+    if level == "min":  # a sum in 16 bits leaves more for chunks
+        return least if call.sum_dtype in (None, accumulator(call.dtype)) else _within(call, bytes_of(call, least))
     dweight, dx = call.vocab * call.hidden * call.dtype.itemsize, call.rows * call.hidden * call.dtype.itemsize
     return _within(call, max(dweight * 38 // 25 + dx * 5, bytes_of(call, least)))
 
