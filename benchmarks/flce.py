@@ -246,6 +246,7 @@ def _front(axis, result: Result, names: list[str]) -> None:
         axis.annotate(text, point, fontsize=7, xytext=(-2, -12), textcoords="offset points", ha="center")
     axis.axhline(next(iter(result.floors.values())).median / 1e3, color="k", linestyle="--", linewidth=1)
     axis.set(xlabel="peak MiB above the inputs", title=result.shape, xscale="log")
+    axis.xaxis.set_minor_formatter("")
     axis.margins(x=0.15)
     axis.set_ylim(0)
 
