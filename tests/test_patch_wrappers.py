@@ -23,7 +23,8 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
 from liger_ext.models import llama
-from liger_ext.models.loss import plain_linear
+from liger_ext.models.head import Linear, loss_caller
+from liger_ext.models.patch import is_plain_linear
 
 peft = pytest.importorskip("peft")
 
@@ -101,14 +102,15 @@ def mesh(tmp_path_factory):
     distributed.destroy_process_group()
 
 
-def shard(model, mesh, head=False):
+def shard(model, mesh, head=None, **options):
+    """head: options of the head's own group of parameters."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    if head:
-        fully_shard(model.lm_head, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
+    if head is not None:
+        fully_shard(model.lm_head, mesh=mesh, **(options | head))
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def sharded_step(model):
@@ -118,7 +120,7 @@ def sharded_step(model):
     return results
 
 
-@pytest.mark.parametrize("head", [False, True], ids=["", "sharded head"])
+@pytest.mark.parametrize("head", [None, {}, {"reshard_after_forward": False}], ids=["", "sharded head", "kept head"])
 @pytest.mark.parametrize("order", ["patch, shard", "shard, patch"])
 def test_fsdp2(mesh, order, head):
     from torch.distributed.fsdp import FSDPModule
@@ -145,8 +147,7 @@ def test_fsdp2(mesh, order, head):
         assert_close(result, expected)
         assert ops(model, **batch_of("cpu")) == (expected_ops if is_patched else set())
 
-    loss = "cross_entropy" if head else "fused_linear_cross_entropy"  # a sharded head must be called to be gathered
-    expected_ops = {"rms_norm", "add_rms_norm", "glu", "rope", loss}
+    expected_ops = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}
     check(True)
     with torch.no_grad():
         assert model.eval()(**batch_of("cpu")).logits is not None
@@ -158,6 +159,59 @@ def test_fsdp2(mesh, order, head):
     handle = apply_liger_kernel_to_llama(model=model)
     check(True)
     handle.revert()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2_in_bf16(mesh, reshard):
+    """What the head's own policy casts, and a gradient that is added to one of an earlier step."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    stock = build(tie_word_embeddings=False).train()
+    models = [
+        shard(m, mesh, {"reshard_after_forward": reshard}, mp_policy=policy)
+        for m in (copy.deepcopy(stock), patched(stock))
+    ]
+    for _ in range(2):
+        losses = [m(**batch_of("cpu"), num_items_in_batch=11).loss for m in models]
+        torch.testing.assert_close(losses[1].double(), losses[0].double(), rtol=2e-2, atol=0)
+        for loss in losses:
+            loss.backward()
+    expected, found = (m.lm_head.weight.grad.full_tensor() for m in models)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.03 * expected.abs().max().item())
+    assert "fused_linear_cross_entropy" in ops(models[1], **batch_of("cpu"))
+
+
+def test_hooks_on_the_head(device):
+    """Of those that may read logits, all do; others leave the loss fused. A call without a loss is as ever."""
+    model = patched(build(device=device).train())
+    assert type(model.lm_head) is Linear
+    seen = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert "cross_entropy" in ops(model, **batch_of(device))
+    assert seen[0][-1] == VOCAB
+    hook.remove()
+    assert "fused_linear_cross_entropy" in ops(model, **batch_of(device))
+    hidden_states = torch.randn(2, 64, device=device)
+    expected = nn.functional.linear(hidden_states, model.lm_head.weight)
+    torch.testing.assert_close(model.lm_head(hidden_states), expected, rtol=0, atol=0)
+    model.resize_token_embeddings(VOCAB + 24)  # makes a new head
+    assert "fused_linear_cross_entropy" in ops(model, **batch_of(device))
+
+
+def test_what_is_no_linear_head(mesh):
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    assert loss_caller(Scaled(4, 8)) is None
+    assert loss_caller(nn.Sequential(nn.Linear(4, 8))) is None
+    model = build(tie_word_embeddings=False).train()
+    model.lm_head = Scaled(64, VOCAB, bias=False)
+    compared = patched(model)
+    assert type(compared.lm_head) is Scaled
+    torch.testing.assert_close(compared(**batch_of("cpu")).loss, model(**batch_of("cpu")).loss)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -190,6 +244,7 @@ def test_accelerate_device_hooks(order):
         handle = apply_liger_kernel_to_llama(model=model)
     result = step(model, batch_of("cpu"))
     assert "logits" not in result
+    assert "fused_linear_cross_entropy" in ops(model, **batch_of("cpu"))
     assert_close(result, expected)
     with RecordCalls() as record:
         mlp(torch.randn(2, 64))
@@ -215,10 +270,10 @@ def test_inside_another_module():
 
 def test_a_distributed_weight_is_not_plain(mesh):
     head = nn.Linear(4, 8)
-    assert plain_linear(head) is head
+    assert is_plain_linear(head)
     weight = torch.distributed.tensor.distribute_tensor(head.weight.detach(), mesh)
     head.weight = nn.Parameter(weight)
-    assert plain_linear(head) is None
+    assert not is_plain_linear(head)
     norm = llama.LlamaRMSNorm(4)
     hidden_states = torch.randn(3, 4)
     expected = norm(hidden_states)
@@ -243,7 +298,7 @@ def test_loss_of_sharded_logits(mesh):
         compared(**batch_of("cpu"), label_smoothing=0.1)
 
 
-def test_parametrized_head_is_called(device):
+def test_parametrized_head(device):
     class Doubled(nn.Module):
         def forward(self, weight):
             return 2 * weight
@@ -251,5 +306,5 @@ def test_parametrized_head_is_called(device):
     model = build(device=device, tie_word_embeddings=False).train()
     nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Doubled())
     compared = patched(model)
-    assert "fused_linear_cross_entropy" not in ops(compared, **batch_of(device))
+    assert "fused_linear_cross_entropy" in ops(compared, **batch_of(device))
     torch.testing.assert_close(compared(**batch_of(device)).loss, model(**batch_of(device)).loss)

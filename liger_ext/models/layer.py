@@ -32,8 +32,7 @@ from torch.utils._device import DeviceContext
 
 from liger_ext import _C
 from liger_ext.models.graph_ops import op_of_graphs, without_autocast
-from liger_ext.models.loss import plain_linear
-from liger_ext.models.patch import is_plain_tensor
+from liger_ext.models.patch import is_plain_linear, is_plain_tensor
 from liger_ext.models.recompute import is_exported
 from liger_ext.ops._checks import CASTING_MODES
 
@@ -246,7 +245,7 @@ def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module], training: bool) ->
         return False  # it may give F.linear another meaning, and hence another derivative
     casts = torch.is_autocast_enabled(x.device.type)
     for linear in linears:
-        if plain_linear(linear) is not linear or linear.weight.device != x.device:
+        if not is_plain_linear(linear) or linear.weight.device != x.device:
             return False
         if torch.float64 in (x.dtype, linear.weight.dtype) if casts else linear.weight.dtype != x.dtype:
             return False

@@ -23,6 +23,7 @@ from liger_ext.models.decoder import (
     create_causal_mask,
     has_silu,
 )
+from liger_ext.models.head import Linear, heads_of
 from liger_ext.models.loss import (
     FUSED_OPTIONS,
     MEMORY_LEVELS,
@@ -186,6 +187,9 @@ def apply_liger_kernel_to_llama(
             warnings.warn(f"{names}: patched by an earlier call, and stays so: revert its handle first", stacklevel=3)
         for patch in (patch for patch, ask in wanted.items() if ask):
             swap_classes(filter(has_silu, modules) if patch is LlamaMLP else modules, patch, handle)
+        if fused_linear_cross_entropy:
+            models = (module for module in modules if isinstance(module, LlamaForCausalLM))
+            swap_classes([head for model in models for head in heads_of(model)], Linear, handle)
         for module in modules:
             if hasattr(module, "liger_memory"):
                 _set_memory(module, memory, handle)

@@ -9,7 +9,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
-from liger_ext.models.patch import is_plain_tensor, only_forward_runs
+from liger_ext.models.head import loss_caller, used_linear
+from liger_ext.models.patch import is_plain_tensor
 
 # Arguments of a model's forward for the loss: what changes its value, what is returned with it, how it is made.
 VALUE_OPTIONS = ("label_smoothing", "lse_square_scale", "ce_weight", "use_token_scaling")
@@ -46,8 +47,8 @@ def fused_causal_lm_loss(
 ) -> CrossEntropyOutput:
     """The loss of `lm_head(hidden_states)` against the labels, without keeping logits.
 
-    Where the head is more than a plain linear layer (LoRA, hooks, sharded or quantised weights), it is called, and the
-    loss is taken from its logits: slower, and right.
+    Where the head is more than a linear layer (LoRA, quantised weights), hooks of the user wait for its logits, or its
+    weight is no plain tensor in its own call, the loss is taken from its logits: slower, and right.
 
     Args:
         hidden_states: [..., hidden_size].
@@ -60,21 +61,29 @@ def fused_causal_lm_loss(
     Raises:
         ValueError: labels for more or fewer positions than `hidden_states` has.
     """
-    head = plain_linear(lm_head)
-    if head is None:
+    call = loss_caller(lm_head)
+    if call is None:
         return causal_lm_loss(lm_head(hidden_states), labels, shift_labels, num_items_in_batch, ignore_index, **options)
-    return _output(
-        functional.fused_linear_cross_entropy(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
-            head.weight,
-            _targets(labels, shift_labels, ignore_index, hidden_states),
-            head.bias,
-            ignore_index=ignore_index,
-            normalizer=num_items_in_batch,
-            rows=rows,
-            **options,
+
+    def loss(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> CrossEntropyOutput:
+        if not is_plain_tensor(weight):
+            logits = nn.functional.linear(hidden_states, weight, bias)
+            return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options)
+        return _output(
+            functional.fused_linear_cross_entropy(
+                hidden_states.reshape(-1, hidden_states.shape[-1]),
+                weight,
+                _targets(labels, shift_labels, ignore_index, hidden_states),
+                bias,
+                ignore_index=ignore_index,
+                normalizer=num_items_in_batch,
+                rows=rows,
+                **options,
+            )
         )
-    )
+
+    # A plain tuple: hooks take it apart and make it anew.
+    return CrossEntropyOutput(*call(hidden_states, loss=lambda *arguments: tuple(loss(*arguments))))
 
 
 def counted_rows(
@@ -87,10 +96,11 @@ def counted_rows(
     """`fused_causal_lm_loss`'s `shift_labels`, and `rows`, which are counted from now on; nothing, where it has no use
     for them, or labels are on another device, or are not what they are to be."""
     given = labels if shift_labels is None else shift_labels
-    head = plain_linear(lm_head)
-    if torch.compiler.is_compiling() or head is None or not is_plain_tensor(given) or given.dtype != torch.int64:
+    if torch.compiler.is_compiling() or not is_plain_tensor(given) or given.dtype != torch.int64:
         return {}
-    if given.device != head.weight.device or type(ignore_index) is not int:
+    if loss_caller(lm_head) is None or type(ignore_index) is not int:
+        return {}
+    if given.device != used_linear(lm_head).weight.device:
         return {}
     shifted = shift(labels, ignore_index) if shift_labels is None else shift_labels
     return {"shift_labels": shifted, "rows": functional.count_rows(shifted, ignore_index)}
@@ -149,26 +159,6 @@ def causal_lm_cross_entropy(
     """`causal_lm_loss` with the signature of transformers' ForCausalLMLoss, for `model.loss_function`."""
     options = {name: kwargs[name] for name in VALUE_OPTIONS if name in kwargs}
     return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options).loss
-
-
-def plain_linear(module: nn.Module) -> nn.Linear | None:
-    """The linear layer whose weight and bias are all that a call of `module` uses; None if there is more to it.
-
-    PEFT's ModulesToSaveWrapper stands for the copy that its active adapter trains.
-    """
-    if type(module).__name__ == "ModulesToSaveWrapper" and only_forward_runs(module):
-        adapters, trained = module.active_adapters, module.modules_to_save
-        use_original = module.disable_adapters or not adapters or any(name not in trained for name in adapters)
-        module = module.original_module if use_original else trained[adapters[0]]
-    replaced = (
-        nn.Linear.forward is not _LINEAR or nn.functional.linear is not _F_LINEAR
-    )  # by other code, for all layers
-    if type(module) is nn.Linear and not replaced and only_forward_runs(module) and is_plain_tensor(module.weight):
-        return module
-    return None
-
-
-_LINEAR, _F_LINEAR = nn.Linear.forward, nn.functional.linear
 
 
 def shift(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:

@@ -125,8 +125,29 @@ def only_forward_runs(module: nn.Module) -> bool:
 
     Only then may a fused op do the module's work without calling it.
     """
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooks and "forward" not in module.__dict__ and not _has_any_global_hook()
+    return not any(hooks_of(module)) and "forward" not in module.__dict__ and not _has_any_global_hook()
+
+
+def hooks_of(module: nn.Module) -> tuple[dict, ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a call of `module` is a matmul with its weight, and its bias, and nothing else."""
+    return (
+        type(module) is nn.Linear
+        and linear_is_torchs()
+        and only_forward_runs(module)
+        and is_plain_tensor(module.weight)
+    )
+
+
+def linear_is_torchs() -> bool:
+    """Whether no other code has replaced what all linear layers do."""
+    return nn.Linear.forward is _LINEAR and nn.functional.linear is _F_LINEAR
+
+
+_LINEAR, _F_LINEAR = nn.Linear.forward, nn.functional.linear
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
@@ -185,7 +206,8 @@ def _find_replacements(patch: type[nn.Module]) -> Iterator[tuple[str, Callable]]
         current = getattr(original.owner, original.attribute)
         found = None if current is original.value else current
         for value in (current, original.value):
-            found = find_foreign(value, original.module, original.name, trusted=("transformers", "kernels")) or found
+            trusted = "transformers", "kernels", original.module.partition(".")[0]
+            found = find_foreign(value, original.module, original.name, trusted) or found
         if found is not None:
             yield original.name, found
 

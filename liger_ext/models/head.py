@@ -1,0 +1,73 @@
+"""A language-model head that is called with its loss.
+
+The fused loss reads the head's weight, so it runs inside the head's own call: what others have hung on that call does
+its work around it. FSDP2 and DeepSpeed gather the weight before, accelerate brings it to its device.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.modules import linear
+from torch.nn.modules.module import _has_any_global_hook
+
+from liger_ext.models.forwards import leads_to
+from liger_ext.models.patch import hooks_of, linear_is_torchs, only_forward_runs, stands_in
+
+# loss(hidden_states, weight, bias) -> tensors
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]
+
+# Hooks of these packages prepare a call and clean up after it, whatever it returns; others may read logits.
+_KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.", "accelerate.")
+
+
+@stands_in(linear)
+class Linear(nn.Linear):
+    def forward(self, input: torch.Tensor, loss: Loss | None = None) -> torch.Tensor | tuple:
+        """`loss`: what is to be made of the logits, without them."""
+        if loss is None:
+            return nn.Linear.forward(self, input)
+        return loss(input, self.weight, self.bias)
+
+
+def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
+    """What calls `head` as `(hidden_states, loss=loss)`; None where it is more than a linear layer, or something on its
+    call waits for logits: LoRA, quantised weights, hooks of the user."""
+    inner = used_linear(head)
+    if inner is None or not linear_is_torchs():
+        return None
+    if all(map(only_forward_runs, {head, inner})):
+        return partial(Linear.forward, inner)
+    # PEFT's wrapper hands on what it is called with.
+    called = head if isinstance(inner, Linear) else None
+    return called if called is not None and all(map(_takes_a_loss, {head, inner})) else None
+
+
+def used_linear(head: nn.Module) -> nn.Linear | None:
+    """The linear layer that `head` is; of PEFT's ModulesToSaveWrapper, the copy that its active adapter trains."""
+    if type(head).__name__ == "ModulesToSaveWrapper":
+        adapters, trained = head.active_adapters, head.modules_to_save
+        use_original = head.disable_adapters or not adapters or any(name not in trained for name in adapters)
+        head = head.original_module if use_original else trained[adapters[0]]
+    return head if _is_linear(head) else None
+
+
+def heads_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers that may be the head of `model`."""
+    head = model.lm_head
+    wrapped = type(head).__name__ == "ModulesToSaveWrapper"
+    yield from filter(_is_linear, (head.original_module, *head.modules_to_save.values()) if wrapped else (head,))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    forward = getattr(type(module), "forward", None)
+    return isinstance(module, nn.Linear) and forward in (nn.Linear.forward, Linear.forward)
+
+
+def _takes_a_loss(module: nn.Module) -> bool:
+    own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+    if _has_any_global_hook() or (own is not None and not leads_to(own, type(module).forward)):
+        return False
+    hooks = (hook for kind in hooks_of(module) for hook in kind.values())
+    return all((getattr(hook, "__module__", None) or type(hook).__module__).startswith(_KNOWN_HOOKS) for hook in hooks)
