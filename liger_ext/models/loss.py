@@ -9,6 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
+from liger_ext.models.called_head import loss_in_chunks, rows_at_a_time
 from liger_ext.models.head import loss_caller, used_linear
 from liger_ext.models.patch import is_plain_tensor
 
@@ -47,8 +48,8 @@ def fused_causal_lm_loss(
 ) -> CrossEntropyOutput:
     """The loss of `lm_head(hidden_states)` against the labels, without keeping logits.
 
-    Where the head is more than a linear layer (LoRA, quantised weights), hooks of the user wait for its logits, or its
-    weight is no plain tensor in its own call, the loss is taken from its logits: slower, and right.
+    Where the head is more than a linear layer (LoRA, quantised weights), it is called, for some rows at a time. Where
+    hooks of the user wait for its logits, or its weight is no plain tensor in its own call, they exist as a whole.
 
     Args:
         hidden_states: [..., hidden_size].
@@ -63,7 +64,7 @@ def fused_causal_lm_loss(
     """
     call = loss_caller(lm_head)
     if call is None:
-        return causal_lm_loss(lm_head(hidden_states), labels, shift_labels, num_items_in_batch, ignore_index, **options)
+        return _called_loss(lm_head, hidden_states, labels, shift_labels, num_items_in_batch, ignore_index, **options)
 
     def loss(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> CrossEntropyOutput:
         if not is_plain_tensor(weight):
@@ -84,6 +85,25 @@ def fused_causal_lm_loss(
 
     # A plain tuple: hooks take it apart and make it anew.
     return CrossEntropyOutput(*call(hidden_states, loss=lambda *arguments: tuple(loss(*arguments))))
+
+
+def _called_loss(
+    lm_head: nn.Module,
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    num_items: int | torch.Tensor | None,
+    ignore_index: int,
+    **options,
+) -> CrossEntropyOutput:
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    chunk = rows_at_a_time(lm_head, flat, options.get("memory"))
+    if chunk is None or options.get("ce_weight") is not None or options.get("use_token_scaling"):
+        return causal_lm_loss(lm_head(hidden_states), labels, shift_labels, num_items, ignore_index, **options)
+    targets = _targets(labels, shift_labels, ignore_index, hidden_states)
+    for name in ("memory", "accum_dtype", "use_token_scaling", "ce_weight"):
+        options.pop(name, None)
+    return loss_in_chunks(lm_head, flat, targets, chunk, num_items, ignore_index, options)
 
 
 def counted_rows(

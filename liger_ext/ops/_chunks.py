@@ -41,6 +41,18 @@ def plan(call: Call, memory: str | int) -> Plan:
     return _in_chunks(call, _graph_rows(call, int(memory)), call.vocab)
 
 
+def rows_of_logits(
+    rows: int, hidden: int, vocab: int, dtype: torch.dtype, gpu_bytes: int | None, memory: str | int
+) -> int:
+    """Rows of logits at a time at a level, or in so many bytes but at least 128, where nothing is said of what is done
+    with them: as of a frozen head."""
+    _check(memory)
+    call = Call(rows, hidden, vocab, dtype, gpu_bytes, dweight=False)
+    if isinstance(memory, str):
+        return _C.equal_chunks(rows, level_rows(call, memory))
+    return _C.equal_chunks(rows, _rows_in(call, int(memory) - 2 * _dx_bytes(call)))
+
+
 def shard_rows(call: Call, memory: str | int) -> int:
     """Rows of logits at a time of a vocabulary that is sharded over processes. ``call.vocab``: of the largest shard."""
     _check(memory)

@@ -1,0 +1,123 @@
+"""The loss of a head that is called for its logits, some rows at a time: one with LoRA, quantised weights, or code of
+its own. The logits of a chunk become their gradient, and that the gradients of the hidden states and of the head's
+parameters, before the next chunk is made; the backward only scales them, as the fused loss does."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from liger_ext import functional
+from liger_ext.functional import CrossEntropyOutput
+from liger_ext.models.patch import only_forward_runs
+from liger_ext.ops._chunks import gpu_memory, rows_of_logits
+
+
+def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | None) -> int | None:
+    """How many rows of logits may exist at a time; None where all have to, or may."""
+    vocab = getattr(head, "out_features", None)
+    if not isinstance(vocab, int) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    if forward_ad._current_level >= 0 or not all(map(only_forward_runs, head.modules())):
+        return None  # a hook of the user is to see all logits
+    if any(hasattr(parameter, "placements") for parameter in head.parameters()):
+        return None
+    rows, hidden = hidden_states.shape
+    dtype, gpu_bytes = hidden_states.dtype, gpu_memory(hidden_states.device)
+    chunk = rows_of_logits(rows, hidden, vocab, dtype, gpu_bytes, "auto" if memory is None else memory)
+    return chunk if chunk < rows else None
+
+
+def loss_in_chunks(
+    head: nn.Module,
+    hidden_states: Tensor,
+    targets: Tensor,
+    chunk: int,
+    num_items: int | Tensor | None,
+    ignore_index: int,
+    options: dict[str, object],
+) -> CrossEntropyOutput:
+    """As `functional.cross_entropy` of all logits. hidden_states: [rows, hidden_size]; targets: [rows]."""
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    made = _Chunks.apply(head, chunk, ignore_index, options, hidden_states, targets, *parameters)
+    loss, z_loss, accurate, predicted = made
+    count = (targets != ignore_index).sum()
+    total = count.clamp(min=1) if num_items is None else num_items
+    if isinstance(total, Tensor):
+        total = total.to(loss.device)
+    return CrossEntropyOutput(
+        loss / total,
+        None if z_loss is None else z_loss / total,
+        None if accurate is None else accurate / count,
+        predicted,
+    )
+
+
+class _Chunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head, chunk, ignore_index, options, hidden_states, targets, *parameters):
+        needs_hidden = ctx.needs_input_grad[4]
+        wanted = [p for p, needed in zip(parameters, ctx.needs_input_grad[6:], strict=True) if needed]
+        dhidden = torch.empty_like(hidden_states) if needs_hidden else None
+        sums = [torch.zeros_like(p, dtype=_sum_dtype(p)) for p in wanted]
+        outputs = []
+        device = hidden_states.device.type
+        casts = torch.is_autocast_enabled(device)
+        for rows in _chunks(hidden_states.shape[0], chunk):
+            x = hidden_states[rows].detach().requires_grad_(needs_hidden)
+            # A cached cast of a weight would belong to the graph of the first chunk.
+            cast = torch.autocast(device, torch.get_autocast_dtype(device), casts, cache_enabled=False)
+            with torch.set_grad_enabled(needs_hidden or bool(wanted)), cast:
+                made = functional.cross_entropy(head(x), targets[rows], None, ignore_index, reduction="sum", **options)
+            made = made if isinstance(made, CrossEntropyOutput) else CrossEntropyOutput(made)
+            if needs_hidden or wanted:
+                of = [x] * needs_hidden + wanted
+                found = torch.autograd.grad(made.loss, of, allow_unused=True)
+                if needs_hidden:
+                    dhidden[rows] = 0 if found[0] is None else found[0]
+                for total, gradient in zip(sums, found[needs_hidden:], strict=True):
+                    if gradient is not None:
+                        total += gradient
+            count = (targets[rows] != ignore_index).sum()
+            accurate = None if made.token_accuracy is None else made.token_accuracy * count
+            outputs.append((made.loss.detach(), made.z_loss, accurate, made.predicted_tokens))
+        ctx.save_for_backward(dhidden, *sums)
+        ctx.dtypes = [p.dtype for p in wanted]
+        ctx.set_materialize_grads(False)
+        loss, z_loss, accurate, predicted = zip(*outputs, strict=True)
+        others = (*map(_total, (z_loss, accurate)), None if predicted[0] is None else torch.cat(predicted))
+        ctx.mark_non_differentiable(*(t for t in others if t is not None))
+        return _total(loss), *others
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, *_):
+        if dloss is None:
+            return (None,) * len(ctx.needs_input_grad)
+        dhidden, *sums = ctx.saved_tensors
+        of_hidden = None if dhidden is None else (dhidden * dloss).to(dhidden.dtype)
+        scaled = ((total * dloss).to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True))
+        return (
+            None,
+            None,
+            None,
+            None,
+            of_hidden,
+            None,
+            *(next(scaled) if need else None for need in ctx.needs_input_grad[6:]),
+        )
+
+
+def _chunks(rows: int, chunk: int) -> Iterator[slice]:
+    for first in range(0, rows, chunk):
+        yield slice(first, min(first + chunk, rows))
+
+
+def _sum_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _total(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    return None if parts[0] is None else torch.stack(parts).sum(0)
