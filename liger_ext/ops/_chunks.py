@@ -48,8 +48,8 @@ def rows_of_logits(
     with them: as of a frozen head."""
     _check(memory)
     call = Call(rows, hidden, vocab, dtype, gpu_bytes, dweight=False)
-    if isinstance(memory, str):
-        return _C.equal_chunks(rows, level_rows(call, memory))
+    if isinstance(memory, str):  # what else a head makes of a chunk takes more than smaller ones would save
+        return _C.equal_chunks(rows, level_rows(call, "low" if memory == "min" else memory))
     return _C.equal_chunks(rows, _rows_in(call, int(memory) - 2 * _dx_bytes(call)))
 
 

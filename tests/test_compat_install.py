@@ -1,0 +1,105 @@
+"""`liger_ext.compat.install()`: the name liger_kernel, for libraries that look for it."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from cases import python
+from llama_models import batch_of, build, one_thread, ops  # noqa: F401
+from transformers.utils import import_utils
+
+import liger_ext
+from liger_ext import compat
+from liger_ext.models import llama
+
+
+@pytest.fixture
+def installed():
+    with compat.install() as handle:
+        yield handle
+    assert not import_utils.is_liger_kernel_available()
+
+
+def test_transformers_finds_it(installed):
+    assert import_utils.is_liger_kernel_available()
+    installed.revert()
+    assert not import_utils.is_liger_kernel_available()
+    assert not [name for name in sys.modules if name.startswith("liger_kernel")]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("liger_kernel.transformers")
+
+
+def test_handles_of_two(installed):
+    other = compat.install()
+    installed.revert()
+    assert import_utils.is_liger_kernel_available()
+    other.revert()
+    other.revert()
+    assert importlib.util.find_spec("liger_kernel") is None
+
+
+def test_names(installed):
+    import liger_kernel.transformers
+    from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+    from liger_kernel.transformers import (
+        AutoLigerKernelForCausalLM,
+        LigerRMSNorm,
+        _apply_liger_kernel_to_instance,
+        apply_liger_kernel_to_llama,
+        apply_liger_kernel_to_qwen2_vl,
+        liger_rms_norm,
+    )
+
+    assert liger_kernel.transformers.LigerSwiGLUMLP is liger_ext.LigerSwiGLUMLP
+    assert (LigerRMSNorm, liger_rms_norm) == (liger_ext.LigerRMSNorm, liger_ext.liger_rms_norm)
+    assert AutoLigerKernelForCausalLM is liger_ext.AutoLigerKernelForCausalLM
+    assert apply_liger_kernel_to_llama is liger_ext.apply_liger_kernel_to_llama
+    assert _apply_liger_kernel_to_instance is liger_ext.apply_liger_kernel_to_instance
+    for absent in (LigerFusedLinearDPOLoss, apply_liger_kernel_to_qwen2_vl):
+        with pytest.raises(NotImplementedError, match=rf"liger_ext has no {absent.__name__}, which liger_kernel"):
+            absent(beta=0.1)
+    with pytest.raises(ImportError):
+        from liger_kernel.transformers import something_else  # noqa: F401
+    assert not hasattr(liger_kernel.transformers, "__file__")
+
+
+def test_trainer(installed, tmp_path):
+    """The same steps as with a model that is patched by hand, and a model that is."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{name: t[0] for name, t in batch_of("cpu", rows=1, seq=12).items()} for _ in range(8)]
+
+    def losses(model, **options):
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, logging_steps=1,
+            report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, **options,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line], trainer.evaluate()["eval_loss"]
+
+    model = build()
+    found = losses(model, use_liger_kernel=True)
+    assert type(model) is llama.LlamaForCausalLM
+    assert "fused_linear_cross_entropy" in ops(model.train(), **batch_of("cpu"))
+    by_hand = build()
+    liger_ext.apply_liger_kernel_to_llama(model=by_hand)
+    torch.testing.assert_close(found, losses(by_hand), rtol=0, atol=0)
+    torch.testing.assert_close(found, losses(build()), rtol=1e-4, atol=1e-4)
+
+
+def test_the_real_package_keeps_its_name(tmp_path):
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "__init__.py").write_text("__version__ = '0.8.5'")
+    said = python(
+        "-c",
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from liger_ext import compat\n"
+        "try: compat.install()\n"
+        "except RuntimeError as error: print(error)\n"
+        "import liger_kernel; print(liger_kernel.__file__)",
+    )
+    assert "liger_kernel is installed" in said and "uninstall liger-kernel" in said
+    assert str(tmp_path) in said.splitlines()[-1]
