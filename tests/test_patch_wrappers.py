@@ -183,6 +183,18 @@ def test_fsdp2_in_bf16(mesh, reshard):
     assert "fused_linear_cross_entropy" in ops(models[1], **batch_of("cpu"))
 
 
+def test_what_fsdp2_casts_is_not_the_loss(mesh):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = patched(build(tie_word_embeddings=False).train())
+    expected = model(**batch_of("cpu")).loss
+    fully_shard(model.lm_head, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    assert "cross_entropy" in ops(model, **batch_of("cpu"))
+    loss = model(**batch_of("cpu")).loss
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=0)
+
+
 def test_hooks_on_the_head(device):
     """Of those that may read logits, all do; others leave the loss fused. A call without a loss is as ever."""
     model = patched(build(device=device).train())
@@ -238,6 +250,13 @@ def test_accelerate_device_hooks(order):
     mlp, head = model.model.layers[0].mlp, model.lm_head
     if order == "patch, hook":
         handle = apply_liger_kernel_to_llama(model=model)
+
+    class Halves(hooks.ModelHook):
+        """Of a user, and of logits."""
+
+        def post_forward(self, module, output):
+            return output / 2
+
     for module in (mlp, head, model):
         hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu"))
     if order == "hook, patch":
@@ -249,7 +268,11 @@ def test_accelerate_device_hooks(order):
     with RecordCalls() as record:
         mlp(torch.randn(2, 64))
     assert len(record.calls) == 1
+    hooks.add_hook_to_module(head, Halves(), append=True)
+    halved = model(**batch_of("cpu")).loss
+    assert "cross_entropy" in ops(model, **batch_of("cpu"))
     handle.revert()
+    torch.testing.assert_close(halved, model(**batch_of("cpu")).loss)
     assert model(**batch_of("cpu")).logits is not None and not ops(model, **batch_of("cpu"))
     hooks.remove_hook_from_module(model, recurse=True)
     assert model(**batch_of("cpu")).logits is not None and not ops(model, **batch_of("cpu"))
@@ -303,11 +326,22 @@ def test_parametrized_head(device):
         def forward(self, weight):
             return 2 * weight
 
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, weight):
+            Counted.calls += 1
+            return weight
+
     model = build(device=device, tie_word_embeddings=False).train()
     nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Doubled())
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Counted())
     compared = patched(model)
     assert "fused_linear_cross_entropy" in ops(compared, **batch_of(device))
     torch.testing.assert_close(compared(**batch_of(device)).loss, model(**batch_of(device)).loss)
+    Counted.calls = 0
+    compared(**batch_of(device))
+    assert Counted.calls == 1
 
 
 ADAPTERS = {

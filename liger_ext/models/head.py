@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules import linear
 from torch.nn.modules.module import _has_any_global_hook
 
-from liger_ext.models.forwards import leads_to
 from liger_ext.models.patch import hooks_of, linear_is_torchs, only_forward_runs, stands_in
 
 # loss(hidden_states, weight, bias) -> tensors
@@ -66,8 +65,23 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _takes_a_loss(module: nn.Module) -> bool:
-    own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
-    if _has_any_global_hook() or (own is not None and not leads_to(own, type(module).forward)):
+    """Whether nothing around the call of `module` reads or changes what it returns."""
+    if _has_any_global_hook() or not _hands_on(module):
         return False
-    hooks = (hook for kind in hooks_of(module) for hook in kind.values())
-    return all((getattr(hook, "__module__", None) or type(hook).__module__).startswith(_KNOWN_HOOKS) for hook in hooks)
+    if any(not _is_from(hook, _KNOWN_HOOKS) for kind in hooks_of(module) for hook in kind.values()):
+        return False
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    return getattr(getattr(state, "_mp_policy", None), "output_dtype", None) is None  # else the loss would be cast
+
+
+def _hands_on(module: nn.Module) -> bool:
+    """Whether a `forward` on the instance is there for a hook of accelerate's own, around the class's `forward`."""
+    if "forward" not in module.__dict__:
+        return True
+    hook, inner = getattr(module, "_hf_hook", None), module.__dict__.get("_old_forward")
+    is_classes = getattr(inner, "__func__", None) is type(module).forward
+    return is_classes and all(_is_from(type(h), ("accelerate.",)) for h in getattr(hook, "hooks", (hook,)))
+
+
+def _is_from(function: object, packages: tuple[str, ...]) -> bool:
+    return (getattr(function, "__module__", None) or type(function).__module__).startswith(packages)

@@ -120,7 +120,7 @@ def counted_rows(
         return {}
     if loss_caller(lm_head) is None or type(ignore_index) is not int:
         return {}
-    if given.device != used_linear(lm_head).weight.device:
+    if given.device != next(used_linear(lm_head).parameters()).device:  # .weight may be one that is computed
         return {}
     shifted = shift(labels, ignore_index) if shift_labels is None else shift_labels
     return {"shift_labels": shifted, "rows": functional.count_rows(shifted, ignore_index)}

@@ -70,8 +70,9 @@ def fused_linear_cross_entropy(
             be, for 1 to 3 % of the time. ``"low"``, ``"min"``: part of it, down to what fits there, is stored, and the
             rest made again, for up to 12 and 30 %. A number of bytes is kept to, by the fastest way that fits; copies
             of arguments that no matmul can read, or not in its dtype, count. Where a second backward may follow, or
-            hooks see saved tensors (a checkpoint's, say), eager mode takes another gradient of weight beside. A level
-            changes results by rounding only.
+            hooks see saved tensors (a checkpoint's, say), eager mode takes another gradient of weight beside. A graph
+            of torch.compile always does, and its levels are made of chunks alone. A level changes results by rounding
+            only.
         normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
             all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
             which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
