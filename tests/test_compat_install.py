@@ -64,10 +64,13 @@ def test_names(installed):
     assert not hasattr(liger_kernel.transformers, "__file__")
 
 
-def test_trainer(installed, tmp_path):
-    """The same steps as with a model that is patched by hand, and a model that is."""
-    pytest.importorskip("accelerate")
+def test_trainer(installed, tmp_path, monkeypatch):
+    """The same steps as with a model that is patched by hand, and as with one that is not."""
+    accelerate = pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
+
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it outlives a Trainer, with its autocast
 
     rows = [{name: t[0] for name, t in batch_of("cpu", rows=1, seq=12).items()} for _ in range(8)]
 
