@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import liger_ext.functional as LF
 from liger_ext._timing import Timing, failure
+from liger_ext.ops._chunks import LEVELS
 
 from . import suite
 from .flce_errors import MATMUL, Errors, Exact
@@ -220,9 +221,6 @@ def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[
     return pictures
 
 
-_LEVELS = ("fast", "auto", "low", "min")
-
-
 def _front(axis, result: Result, names: list[str]) -> None:
     """Each provider a point: peak memory and time, both less being better; our levels are joined, and named."""
     ours = []
@@ -235,14 +233,14 @@ def _front(axis, result: Result, names: list[str]) -> None:
             axis.plot(*point, "o", fillstyle="none", color=suite.colour("liger_ext", 0), label=f"liger_ext, {SUM}")
         elif name.startswith("liger_ext"):
             level = name.partition(", ")[2] or "auto"
-            ours.append((_LEVELS.index(level), level, point))
+            ours.append((LEVELS.index(level), level, point))
         else:
             axis.plot(*point, "o", color=suite.colour(name, i), label=name)
     ours.sort()
     points = [point for *_, point in ours]
     axis.plot(*zip(*points, strict=True), "o-", color=suite.colour("liger_ext", 0), label="liger_ext", zorder=3)
-    named = {point: ", ".join(level for _, level, other in ours if _close(point, other)) for point in points}
-    for text, point in {text: point for point, text in named.items()}.items():
+    named = {", ".join(level for _, level, other in ours if _close(point, other)): point for point in points}
+    for text, point in named.items():
         axis.annotate(text, point, fontsize=7, xytext=(-2, -12), textcoords="offset points", ha="center")
     axis.axhline(next(iter(result.floors.values())).median / 1e3, color="k", linestyle="--", linewidth=1)
     axis.set(xlabel="peak MiB above the inputs", title=result.shape, xscale="log")

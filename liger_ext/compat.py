@@ -6,11 +6,29 @@
 
 import typing as _typing
 
-from liger_ext.models.stand_in import install  # noqa: F401
 from liger_ext.ops import PUBLIC as _PUBLIC
 
 if _typing.TYPE_CHECKING:  # editors and type checkers cannot run the code below
+    from liger_ext.models.patch import PatchHandle as _PatchHandle
     from liger_ext.ops import *  # noqa: F403
 else:
     __all__ = [name for name in _PUBLIC if name.startswith("liger_")]
     globals().update((name, _PUBLIC[name]) for name in __all__)
+
+
+def install() -> "_PatchHandle":
+    """Answers to the name ``liger_kernel`` in this process, so that ``Trainer(use_liger_kernel=True)`` patches with
+    liger_ext. To be called before ``trl`` is imported, which looks for the name then.
+
+    ``liger_kernel.transformers`` has this library's modules, functions and patches. A name of upstream's that
+    this library does not have can be imported, and raises NotImplementedError when it is used.
+
+    Returns:
+        The handle: ``.revert()`` takes the name away again. As a context manager it reverts at the end.
+
+    Raises:
+        RuntimeError: Liger-Kernel itself is installed.
+    """
+    from liger_ext.models import stand_in  # the mechanism of patching is not needed before
+
+    return stand_in.install()

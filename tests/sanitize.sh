@@ -21,7 +21,7 @@ files=()
 for record in liger_ext/records/[a-z]*.py; do   # of each op or family
   files+=("$PWD/tests/test_$(basename "$record")")
 done
-for name in sanitizer threads bad_input checks gradients fused_loss_memory count_rows; do
+for name in sanitizer threads bad_input checks gradients fused_loss_memory fused_loss_bytes count_rows; do
   files+=("$PWD/tests/test_$name.py")
 done
 case $sanitizers in

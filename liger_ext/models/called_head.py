@@ -2,8 +2,6 @@
 its own. The logits of a chunk become their gradient, and that the gradients of the hidden states and of the head's
 parameters, before the next chunk is made; the backward only scales them, as the fused loss does."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -12,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.patch import only_forward_runs
+from liger_ext.ops._checks import accumulator
 from liger_ext.ops._chunks import gpu_memory, rows_of_logits
 
 
@@ -43,8 +42,8 @@ def loss_in_chunks(
     parameters = [p for p in head.parameters() if p.requires_grad]
     made = _Chunks.apply(head, chunk, ignore_index, options, hidden_states, targets, *parameters)
     loss, z_loss, accurate, predicted = made
-    count = (targets != ignore_index).sum()
-    total = count.clamp(min=1) if num_items is None else num_items
+    count = (targets != ignore_index).sum().clamp(min=1)
+    total = count if num_items is None else num_items
     if isinstance(total, Tensor):
         total = total.to(loss.device)
     return CrossEntropyOutput(
@@ -61,11 +60,12 @@ class _Chunks(torch.autograd.Function):
         needs_hidden = ctx.needs_input_grad[4]
         wanted = [p for p, needed in zip(parameters, ctx.needs_input_grad[6:], strict=True) if needed]
         dhidden = torch.empty_like(hidden_states) if needs_hidden else None
-        sums = [torch.zeros_like(p, dtype=_sum_dtype(p)) for p in wanted]
+        sums = [torch.zeros_like(p, dtype=accumulator(p.dtype)) for p in wanted]
         outputs = []
         device = hidden_states.device.type
         casts = torch.is_autocast_enabled(device)
-        for rows in _chunks(hidden_states.shape[0], chunk):
+        for first in range(0, hidden_states.shape[0], chunk):
+            rows = slice(first, first + chunk)
             x = hidden_states[rows].detach().requires_grad_(needs_hidden)
             # A cached cast of a weight would belong to the graph of the first chunk.
             cast = torch.autocast(device, torch.get_autocast_dtype(device), casts, cache_enabled=False)
@@ -80,8 +80,9 @@ class _Chunks(torch.autograd.Function):
                 for total, gradient in zip(sums, found[needs_hidden:], strict=True):
                     if gradient is not None:
                         total += gradient
-            count = (targets[rows] != ignore_index).sum()
-            accurate = None if made.token_accuracy is None else made.token_accuracy * count
+            accurate = made.token_accuracy
+            if accurate is not None:
+                accurate = accurate * (targets[rows] != ignore_index).sum()
             outputs.append((made.loss.detach(), made.z_loss, accurate, made.predicted_tokens))
         ctx.save_for_backward(dhidden, *sums)
         ctx.dtypes = [p.dtype for p in wanted]
@@ -99,24 +100,8 @@ class _Chunks(torch.autograd.Function):
         dhidden, *sums = ctx.saved_tensors
         of_hidden = None if dhidden is None else (dhidden * dloss).to(dhidden.dtype)
         scaled = ((total * dloss).to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True))
-        return (
-            None,
-            None,
-            None,
-            None,
-            of_hidden,
-            None,
-            *(next(scaled) if need else None for need in ctx.needs_input_grad[6:]),
-        )
-
-
-def _chunks(rows: int, chunk: int) -> Iterator[slice]:
-    for first in range(0, rows, chunk):
-        yield slice(first, min(first + chunk, rows))
-
-
-def _sum_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        of_parameters = (next(scaled) if need else None for need in ctx.needs_input_grad[6:])
+        return None, None, None, None, of_hidden, None, *of_parameters
 
 
 def _total(parts: tuple[Tensor | None, ...]) -> Tensor | None:

@@ -39,13 +39,12 @@ def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
     if all(map(only_forward_runs, {head, inner})):
         return partial(Linear.forward, inner)
     # PEFT's wrapper hands on what it is called with.
-    called = head if isinstance(inner, Linear) else None
-    return called if called is not None and all(map(_takes_a_loss, {head, inner})) else None
+    return head if isinstance(inner, Linear) and all(map(_takes_a_loss, {head, inner})) else None
 
 
 def used_linear(head: nn.Module) -> nn.Linear | None:
     """The linear layer that `head` is; of PEFT's ModulesToSaveWrapper, the copy that its active adapter trains."""
-    if type(head).__name__ == "ModulesToSaveWrapper":
+    if _has_copies(head):
         adapters, trained = head.active_adapters, head.modules_to_save
         use_original = head.disable_adapters or not adapters or any(name not in trained for name in adapters)
         head = head.original_module if use_original else trained[adapters[0]]
@@ -55,8 +54,14 @@ def used_linear(head: nn.Module) -> nn.Linear | None:
 def heads_of(model: nn.Module) -> Iterator[nn.Module]:
     """The linear layers that may be the head of `model`."""
     head = model.lm_head
-    wrapped = type(head).__name__ == "ModulesToSaveWrapper"
-    yield from filter(_is_linear, (head.original_module, *head.modules_to_save.values()) if wrapped else (head,))
+    yield from filter(
+        _is_linear, (head.original_module, *head.modules_to_save.values()) if _has_copies(head) else (head,)
+    )
+
+
+def _has_copies(head: nn.Module) -> bool:
+    """PEFT's wrapper around a module of which each adapter trains a copy."""
+    return type(head).__name__ == "ModulesToSaveWrapper"
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -18,18 +18,7 @@ _installed = 0  # by how many handles
 
 
 def install() -> PatchHandle:
-    """Answers to the name ``liger_kernel`` in this process, so that ``Trainer(use_liger_kernel=True)`` patches with
-    liger_ext. To be called before ``trl`` is imported, which looks for the name then.
-
-    ``liger_kernel.transformers`` has this library's modules, functions and patches. A name of upstream's that
-    this library does not have can be imported, and raises NotImplementedError when it is used.
-
-    Returns:
-        The handle: ``.revert()`` takes the name away again. As a context manager it reverts at the end.
-
-    Raises:
-        RuntimeError: Liger-Kernel itself is installed.
-    """
+    """See `liger_ext.compat.install`."""
     global _installed
     if not _installed:
         found = importlib.util.find_spec(_NAME)

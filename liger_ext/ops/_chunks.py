@@ -71,7 +71,8 @@ def _check(memory: str | int) -> None:
 
 def _graph_rows(call: Call, budget: int) -> int:
     """Rows of logits at a time in a graph, which may serve any number of rows, and whose backward makes dweight beside
-    the sum of it."""
+    the sum of it. Of chunks alone, and without a comparison: the rows may be symbolic, which ``bytes_of`` cannot take.
+    """
     size, acc = call.dtype.itemsize, accumulator(call.dtype).itemsize
     x_dtype, weight_dtype = call.x_dtype or call.dtype, call.weight_dtype or call.dtype
     # Sums, gradients, and copies in the dtype of the matmuls: of each number of weight, of x, and of bias.

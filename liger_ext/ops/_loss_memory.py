@@ -12,7 +12,7 @@ from liger_ext import _C
 from liger_ext.ops._checks import accumulator
 
 _MIB = 1 << 20
-_ONCE = 1 << 18
+_ONCE = 1 << 18  # for what is small whatever the call: counts, scales, partial sums of losses
 _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
     int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
 )

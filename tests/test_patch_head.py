@@ -1,0 +1,146 @@
+"""The language-model head of a patched model: what may be around its call, and heads that are called for logits."""
+
+import pytest
+import torch
+from llama_models import VOCAB, batch_of, build, compare, lora, one_thread, ops, patched  # noqa: F401
+from torch import nn
+
+from liger_ext.models.head import Linear, loss_caller
+
+
+def test_hooks_on_the_head(device):
+    """Of those that may read logits, all do; others leave the loss fused. A call without a loss is as ever."""
+    model = patched(build(device=device).train())
+    assert type(model.lm_head) is Linear
+    seen = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert "cross_entropy" in ops(model, **batch_of(device))
+    assert seen[0][-1] == VOCAB
+    hook.remove()
+    assert "fused_linear_cross_entropy" in ops(model, **batch_of(device))
+    hidden_states = torch.randn(2, 64, device=device)
+    expected = nn.functional.linear(hidden_states, model.lm_head.weight)
+    torch.testing.assert_close(model.lm_head(hidden_states), expected, rtol=0, atol=0)
+    model.resize_token_embeddings(VOCAB + 24)  # makes a new head
+    assert "fused_linear_cross_entropy" in ops(model, **batch_of(device))
+
+
+def test_what_is_no_linear_head():
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    assert loss_caller(Scaled(4, 8)) is None
+    assert loss_caller(nn.Sequential(nn.Linear(4, 8))) is None
+    model = build(tie_word_embeddings=False).train()
+    model.lm_head = Scaled(64, VOCAB, bias=False)
+    compared = patched(model)
+    assert type(compared.lm_head) is Scaled
+    torch.testing.assert_close(compared(**batch_of("cpu")).loss, model(**batch_of("cpu")).loss)
+
+
+def test_parametrized_head(device):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, weight):
+            Counted.calls += 1
+            return weight
+
+    model = build(device=device, tie_word_embeddings=False).train()
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Doubled())
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Counted())
+    compared = patched(model)
+    assert "fused_linear_cross_entropy" in ops(compared, **batch_of(device))
+    torch.testing.assert_close(compared(**batch_of(device)).loss, model(**batch_of(device)).loss)
+    Counted.calls = 0
+    compared(**batch_of(device))
+    assert Counted.calls == 1
+
+
+ADAPTERS = {
+    "lora": {},
+    "dropout 0": dict(lora_dropout=0.0, use_rslora=True),
+    "dora": dict(use_dora=True),
+    "base, too": dict(bias="all"),
+}
+
+
+@pytest.mark.parametrize("memory", [1, "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
+def test_a_head_with_an_adapter_in_chunks(device, dtype, options, memory):
+    """The loss, what it returns beside, and every gradient, of logits that never exist as a whole."""
+    model = lora(build(tie_word_embeddings=False), target_modules=["lm_head"], **options).to(device, dtype).train()
+    batch = batch_of(device, rows=6, seq=50)
+    extra = dict(memory=memory, num_items_in_batch=torch.tensor(77), label_smoothing=0.1, return_token_accuracy=True)
+    sizes = []
+    head = model.base_model.model.lm_head
+    forward = type(head).forward
+
+    def counted(self, x, *args, **kwargs):
+        sizes.append(x.shape[:-1].numel())
+        return forward(self, x, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(head), "forward", counted)
+        compared = compare(model, batch)
+        compared.zero_grad()
+        sizes.clear()
+        first = compared(**batch, **extra)
+    assert sizes == ([128, 128, 44] if memory == 1 else [300])
+    first.loss.backward()
+    found = {n: p.grad.clone() for n, p in compared.named_parameters() if p.grad is not None}
+    compared.zero_grad()
+    whole = compared(**batch, **extra | {"memory": 1 << 40})
+    whole.loss.backward()
+    tolerance = dict(rtol=1e-4, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(first.loss, whole.loss, **tolerance)
+    torch.testing.assert_close(first.token_accuracy, whole.token_accuracy)
+    expected = {n: p.grad for n, p in compared.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("casts", [False, True], ids=["", "autocast"])
+def test_chunks_of_a_called_head(device, casts):
+    """A second backward, a checkpoint around it, no gradient at all, and a head of somebody's own class."""
+
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    model = patched(build(tie_word_embeddings=False).train())
+    model.lm_head = Scaled(64, VOCAB)
+    model.to(device)
+    batch = batch_of(device, rows=6, seq=50)
+
+    def run(memory):
+        with torch.autocast(device.type, torch.bfloat16, enabled=casts):
+            return model(**batch, memory=memory).loss
+
+    def gradients(loss, **options):
+        return torch.autograd.grad(loss, list(model.parameters()), **options)
+
+    tolerance = dict(rtol=3e-2, atol=3e-3) if casts else dict(rtol=1e-4, atol=1e-6)
+    whole, chunked = run(1 << 40), run(1)
+    torch.testing.assert_close(chunked, whole, **tolerance)
+    expected, found = gradients(whole), gradients(chunked, retain_graph=True)
+    torch.testing.assert_close(found, expected, **tolerance)
+    torch.testing.assert_close(gradients(chunked), found, rtol=0, atol=0)
+    again = torch.utils.checkpoint.checkpoint(run, 1, use_reentrant=False)
+    torch.testing.assert_close(gradients(again), found, rtol=0, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(run(1), chunked, rtol=0, atol=0)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    assert run(1) == 0 and not any(g.any() for g in gradients(run(1)))
+    assert model(**batch, memory=1, return_token_accuracy=True).token_accuracy == 0
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
+    run(1)
+    assert seen == [300]
