@@ -6,6 +6,7 @@ from liger_ext import _load, _tuned, compat, functional, modules  # noqa: F401  
 from liger_ext._C import version as __version__  # noqa: F401
 from liger_ext.compat import *  # noqa: F403
 from liger_ext.functional import *  # noqa: F403
+from liger_ext.models import FAMILIES as _FAMILIES
 from liger_ext.modules import *  # noqa: F403
 
 _tuned.load()
@@ -15,7 +16,7 @@ _PATCHING = (
     "AutoLigerKernelForCausalLM",
     "apply_liger_kernel",
     "apply_liger_kernel_to_instance",
-    "apply_liger_kernel_to_llama",
+    *(f"apply_liger_kernel_to_{model_type}" for model_type in _FAMILIES),
 )
 
 __all__ = [*_PATCHING, *compat.__all__, *functional.__all__, *modules.__all__]

@@ -5,13 +5,30 @@ import importlib
 import importlib.metadata
 import warnings
 
+# config.model_type -> what the names of its classes start with, in transformers.models.<type>.modeling_<type>
+FAMILIES = {
+    "llama": "Llama",
+    "exaone4": "Exaone4",
+    "gemma": "Gemma",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
+    "ministral": "Ministral",
+    "ministral3": "Ministral3",
+    "mistral": "Mistral",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "seed_oss": "SeedOss",
+    "smollm3": "SmolLM3",
+}
+
 _MODULES = {
     "AutoLigerKernelForCausalLM": "auto",
     "LigerCausalLMOutputWithPast": "loss",
     "PatchHandle": "patch",
     "apply_liger_kernel": "auto",
     "apply_liger_kernel_to_instance": "auto",
-    "apply_liger_kernel_to_llama": "llama",
+    **{f"apply_liger_kernel_to_{model_type}": "families" for model_type in FAMILIES},
 }
 OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = "4.51.3", "5.23"
 

@@ -1,6 +1,5 @@
 """Finding the patch of a model by its model type; model classes that patch what they build."""
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
@@ -8,15 +7,14 @@ from collections.abc import Callable, Iterable
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from liger_ext.models import FAMILIES
+from liger_ext.models.families import patch_function
 from liger_ext.models.patch import PatchHandle
-
-# config.model_type -> module and function
-_PATCHES = {"llama": ("liger_ext.models.llama", "apply_liger_kernel_to_llama")}
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """The values of `config.model_type` that can be patched."""
-    return tuple(_PATCHES)
+    """The values of `config.model_type` that can be patched before a model is built."""
+    return tuple(FAMILIES)
 
 
 def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
@@ -25,10 +23,10 @@ def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
     An unknown model type is left alone, and options that the type's function does not take are dropped; each draws one
     warning.
     """
-    if model_type not in _PATCHES:
-        _warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {', '.join(_PATCHES)})")
+    if model_type not in FAMILIES:
+        _warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {', '.join(FAMILIES)})")
         return PatchHandle()
-    patch = _patch_function(model_type)
+    patch = patch_function(model_type)
     _warn_dropped(model_type, options.keys() - _option_names(patch))
     return patch(**{name: value for name, value in options.items() if name in _option_names(patch)})
 
@@ -40,7 +38,7 @@ def apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
-        _warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(_PATCHES)})")
+        _warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(FAMILIES)})")
         return PatchHandle()
     return apply_liger_kernel(model_type, model=model, **options)
 
@@ -62,22 +60,14 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
 
 def _build(build: Callable[..., PreTrainedModel], *args, **kwargs) -> PreTrainedModel:
-    """Builds with every known type patched while it is built, so that the type need not be known before."""
-    patches = {model_type: _patch_function(model_type) for model_type in _PATCHES}
-    names = set().union(*map(_option_names, patches.values())) - {"model"}
+    names = set().union(*(_option_names(patch_function(model_type)) for model_type in FAMILIES)) - {"model"}
     options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-    with PatchHandle() as handle:
-        for patch in patches.values():
-            handle.enter_context(patch(**{name: options[name] for name in options.keys() & _option_names(patch)}))
-        model = build(*args, **kwargs)
-    model_type = model.config.model_type
-    _warn_dropped(model_type, options.keys() - (_option_names(patches[model_type]) if model_type in patches else set()))
+    model = build(*args, **kwargs)
+    if model.config.model_type in FAMILIES:
+        apply_liger_kernel_to_instance(model, **options)
+    else:
+        _warn_dropped(model.config.model_type, options)
     return model
-
-
-def _patch_function(model_type: str) -> Callable[..., PatchHandle]:
-    module, function = _PATCHES[model_type]
-    return getattr(importlib.import_module(module), function)
 
 
 def _option_names(patch: Callable[..., PatchHandle]) -> set[str]:

@@ -1,10 +1,13 @@
 """The modules of a Llama but for its head: which does what differently, in training and under torch.compile.
 
-Each class here replaces the class of the same name in transformers; see `liger_ext.models.llama`.
+Each class of a Llama here replaces the class of the same name in transformers; see `liger_ext.models.llama`. What it
+does is in a mixin, which also serves other models' classes that run the same code (`liger_ext.models.families`).
 """
 
 import functools
 import inspect
+import re
+import sys
 from collections.abc import Callable
 
 import torch
@@ -15,9 +18,9 @@ from transformers.models.llama import modeling_llama
 from liger_ext import functional
 from liger_ext.models.checkpoint import counting_runs, run_of
 from liger_ext.models.embedding import embedding, is_one_op
-from liger_ext.models.forwards import find_foreign
+from liger_ext.models.forwards import find_foreign, text_of
 from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
-from liger_ext.models.patch import copy_forward, is_plain_tensor, only_forward_runs, stands_in
+from liger_ext.models.patch import copy_forward, is_plain_tensor, only_forward_runs, stands_in, stock_class
 from liger_ext.models.recompute import recomputed, remade
 
 try:
@@ -26,30 +29,74 @@ except ImportError:
     create_causal_mask = None
 
 _SILU = (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))  # the latter is new in transformers 5
+_GELU_TANH = tuple(filter(None, (getattr(activations, name, None) for name in ("GELUTanh", "PytorchGELUTanh"))))
 
 
-@stands_in(modeling_llama)
-class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
+class Norm:
+    """A norm of one weight; `forward` has the argument's name in transformers."""
+
     liger_memory = "auto"
+    OFFSET, CASTING = 0.0, "llama"  # of functional.rms_norm
+    EPS = "variance_epsilon"
+
+    def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
+        """Those of `functional.rms_norm` behind the first."""
+        return self.weight, getattr(self, self.EPS), self.OFFSET, self.CASTING
+
+    def raises_dtype(self, *summands: torch.Tensor) -> bool:
+        """Whether the result has a wider dtype than the input, the sum of `summands`."""
+        return False
+
+
+class RMSNorm(Norm):
+    """Llama's: rounded to the input's dtype before the weight is multiplied with it."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not is_plain_tensor(self.weight):
             return super().forward(hidden_states)
-        return recomputed(self, _rms_norm, hidden_states, self.weight, self.variance_epsilon)
+        return recomputed(self, _rms_norm, hidden_states, *self.liger_arguments())
+
+    def raises_dtype(self, *summands: torch.Tensor) -> bool:
+        return _raises_dtype(self.weight, *summands)
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+class RMSNormInFloat(Norm):
+    """OLMo 2's: rounded once, after the weight."""
+
+    CASTING = "gemma"
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not is_plain_tensor(self.weight):
+            return super().forward(hidden_states)
+        return recomputed(self, functional.rms_norm, hidden_states, *self.liger_arguments())
+
+
+class ZeroCenteredRMSNorm(Norm):
+    """Gemma's: the factor is 1 + weight, and the result rounded once."""
+
+    OFFSET, CASTING = 1.0, "gemma"
+    EPS = "eps"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_plain_tensor(self.weight):
+            return super().forward(x)
+        return recomputed(self, functional.rms_norm, x, *self.liger_arguments())
+
+
+_NORM_FORWARDS = tuple(norm.forward for norm in (RMSNorm, RMSNormInFloat, ZeroCenteredRMSNorm))
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, casting: str) -> torch.Tensor:
     if _raises_dtype(weight, x):
-        return weight * functional.rms_norm(x, None, eps, 0.0)
-    return functional.rms_norm(x, weight, eps, 0.0)
+        return weight * functional.rms_norm(x, None, eps, offset, casting)
+    return functional.rms_norm(x, weight, eps, offset, casting)
 
 
-@stands_in(modeling_llama)
-class LlamaMLP(modeling_llama.LlamaMLP):
+class MLP:
     liger_memory = "auto"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (has_silu(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
+        if not (gated_unit(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
             return super().forward(x)
         return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
 
@@ -57,22 +104,27 @@ class LlamaMLP(modeling_llama.LlamaMLP):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
             return self.down_proj(self.act_fn(gate) * up)
-        h = recomputed(self, functional.swiglu, gate, up, 1.0, 1.0)
-        with remade(self, h, functional.swiglu, gate, up):
+        unit, *options = gated_unit(self)
+        h = recomputed(self, unit, gate, up, *options)
+        with remade(self, h, unit, gate, up, *options):
             return self.down_proj(h)
 
 
-def _rope(q, k, cos, sin, *args, **kwargs):
-    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    return (_stock_rope if learned else functional.rope)(q, k, cos, sin, *args, **kwargs)
-
-
-_stock_rope = modeling_llama.apply_rotary_pos_emb
-
-
-@stands_in(modeling_llama, apply_rotary_pos_emb=_rope)
-class LlamaAttention(modeling_llama.LlamaAttention):
+class Attention:
     """transformers' forward, in which the name `apply_rotary_pos_emb` means our function."""
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.CALLS_PROJECTIONS = _calls_its_projections(stock_class(cls).forward)
+
+
+@functools.cache
+def rope_for(stock_rope: Callable) -> Callable:
+    def rope(q, k, cos, sin, *args, **kwargs):
+        learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+        return (stock_rope if learned else functional.rope)(q, k, cos, sin, *args, **kwargs)
+
+    return rope
 
 
 def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
@@ -82,7 +134,7 @@ def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
 
 
 def _is_plain_norm(norm: nn.Module) -> bool:
-    is_ours = isinstance(norm, LlamaRMSNorm) and type(norm).forward is LlamaRMSNorm.forward
+    is_ours = isinstance(norm, Norm) and type(norm).forward in _NORM_FORWARDS
     return is_ours and only_forward_runs(norm) and is_plain_tensor(norm.weight)
 
 
@@ -97,8 +149,7 @@ _HOOKS_ARE_CHECKPOINTED = any(
 )
 
 
-@stands_in(modeling_llama)
-class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
+class DecoderLayer:
     """Adds the attention's output to the residual stream and normalises the sum in one op.
 
     Where the linear layers are plain ones, a training step runs `liger_ext.models.layer`, which keeps less memory.
@@ -113,15 +164,15 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         # The arguments differ between versions of transformers, but in each all of them go to the attention, by name.
         arguments = {**_LAYER_DEFAULTS, **dict(zip(_LAYER_DEFAULTS, args, strict=False)), **kwargs}
         stream, attention, weights = self._attend(hidden_states, arguments)
-        raises_dtype = _raises_dtype(norm.weight, attention, stream)
-        if not raises_dtype and self._mlp_is_one_node(stream):
+        raises_dtype = norm.raises_dtype(attention, stream)
+        if not raises_dtype and isinstance(norm, RMSNorm) and self._mlp_is_one_node(stream):
             is_read = run_of(self) < 2
             hidden_states = norm_mlp(attention, stream, norm, self.mlp, self._level(), is_read)
         elif raises_dtype:
             residual = stream + attention
             hidden_states = residual + self.mlp(norm(residual))
         else:
-            arguments_of_norm = norm.weight, norm.variance_epsilon, 0.0
+            arguments_of_norm = norm.liger_arguments()
             normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *arguments_of_norm)
             with remade(self, normed, functional.rms_norm, residual, *arguments_of_norm):
                 hidden_states = residual + self.mlp(normed)
@@ -132,17 +183,19 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
         """The residual stream, what the attention adds to it, and the attention's weights."""
         norm, attention = self.input_layernorm, self.self_attn
-        if not _is_plain_norm(norm) or _raises_dtype(norm.weight, hidden_states):
+        if not _is_plain_norm(norm) or norm.raises_dtype(hidden_states):
             return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
         projections = [getattr(attention, name, None) for name in _Projected.NAMES]
-        plain = type(attention) is LlamaAttention and only_forward_runs(attention)
+        cls = type(attention)
+        plain = cls.__bases__[0] is Attention and cls.CALLS_PROJECTIONS and only_forward_runs(attention)
+        plain = plain and isinstance(norm, RMSNorm)
         one_node = plain and self._is_differentiated() and runs_as_one_node(hidden_states, projections, self.training)
-        if one_node and _sees_no_module(attention.config):
+        if one_node and _sees_no_module(attention):
             stream, *projected = norm_linears(hidden_states, norm, projections, self._level())
-            attention = functools.partial(LlamaAttention.forward, _Projected(attention, projected))
+            attention = functools.partial(cls.forward, _Projected(attention, projected))
             return stream, *attention(hidden_states=hidden_states, **arguments)
         normed = norm(hidden_states)
-        with remade(self, normed, functional.rms_norm, hidden_states, norm.weight, norm.variance_epsilon):
+        with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
             return hidden_states, *attention(hidden_states=normed, **arguments)
 
     @property
@@ -179,9 +232,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         else:
             called = function.func
             ours = len(function.args) == 1 and function.args[0] is self
-        return (
-            ours and find_foreign(called, __name__, "LlamaDecoderLayer.forward", ("transformers", "liger_ext")) is None
-        )
+        return ours and find_foreign(called, __name__, "DecoderLayer.forward", ("transformers", "liger_ext")) is None
 
     def _is_differentiated(self) -> bool:
         return torch.is_grad_enabled() or run_of(self) > 0  # a reentrant checkpoint's first run has gradients off
@@ -198,7 +249,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         mlp = self.mlp
         return (
             self._is_differentiated()
-            and type(mlp) is LlamaMLP
+            and type(mlp).__bases__[0] is MLP
             and only_forward_runs(mlp)
             and has_silu(mlp)
             and only_forward_runs(mlp.act_fn)
@@ -220,12 +271,27 @@ class _Projected:
         return getattr(self._attention, name)
 
 
-def _sees_no_module(config) -> bool:
+def _sees_no_module(attention: nn.Module) -> bool:
     """Whether attention is a function of transformers. One of the user's own gets the module itself, as it may keep
     results on it, or read its weights."""
-    functions, default = modeling_llama.ALL_ATTENTION_FUNCTIONS, modeling_llama.eager_attention_forward
-    function = functions.get(config._attn_implementation, default)
+    names = vars(sys.modules[stock_class(type(attention)).__module__])
+    functions, default = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
+    function = functions.get(attention.config._attn_implementation, default)
     return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] == "transformers"
+
+
+def _calls_its_projections(forward: Callable) -> bool:
+    """Whether an attention's `forward` does nothing with its projections but call each of them once, on the hidden
+    states that it was given."""
+    code = text_of(forward)
+    if code is None:
+        return False
+    body = code.partition("\n")[2].replace("hidden_states.shape", "")
+    calls = [f"self.{name}(hidden_states)" for name in _Projected.NAMES]
+    once = all(body.count(call) == 1 for call in calls)
+    for call in calls:
+        body = body.replace(call, "")
+    return once and re.search(r"\bhidden_states\b|\bself\.[qkv]_proj\b", body) is None
 
 
 _MODEL = inspect.signature(modeling_llama.LlamaModel.forward)
@@ -273,6 +339,36 @@ def _needs_no_mask(config, arguments: dict[str, object]) -> bool:
 _MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache_position")
 
 
-def has_silu(module: nn.Module) -> bool:
-    """Whether the MLP's activation is the one that ours has: by its module, as users put others in its place."""
-    return isinstance(module, LlamaMLP.__base__) and type(getattr(module, "act_fn", None)) in _SILU
+_UNITS: dict[type, tuple] = {  # by an MLP's activation: the op of it, and what it takes behind gate and up
+    **dict.fromkeys(_SILU, (functional.swiglu, 1.0, 1.0)),
+    **dict.fromkeys(_GELU_TANH, (functional.geglu, "tanh")),
+}
+
+
+def gated_unit(mlp: nn.Module) -> tuple | None:
+    """What makes h of gate and up. By the activation's module, as users put others in its place."""
+    return _UNITS.get(type(getattr(mlp, "act_fn", None)))
+
+
+def has_silu(mlp: nn.Module) -> bool:
+    return type(getattr(mlp, "act_fn", None)) in _SILU
+
+
+@stands_in(modeling_llama)
+class LlamaRMSNorm(RMSNorm, modeling_llama.LlamaRMSNorm):
+    forward = RMSNorm.forward
+
+
+@stands_in(modeling_llama)
+class LlamaMLP(MLP, modeling_llama.LlamaMLP):
+    forward = MLP.forward
+
+
+@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(modeling_llama.apply_rotary_pos_emb))
+class LlamaAttention(Attention, modeling_llama.LlamaAttention):
+    pass
+
+
+@stands_in(modeling_llama)
+class LlamaDecoderLayer(DecoderLayer, modeling_llama.LlamaDecoderLayer):
+    pass

@@ -1,7 +1,9 @@
-"""Functions of other libraries: whose they are, what wraps them, and copies of them that call something else."""
+"""Functions of other libraries: whose they are, what they do, what wraps them, and copies that call something else."""
 
+import ast
 import functools
 import inspect
+import textwrap
 import types
 from collections.abc import Callable
 
@@ -71,6 +73,25 @@ def find_foreign(function: Callable, module: str, qualname: str, trusted: tuple[
         function = function.__wrapped__
     is_function = isinstance(function, types.FunctionType)  # not where the package kernels makes a module of it
     return function if is_function and (defined_in, function.__qualname__) != (module, qualname) else None
+
+
+def text_of(function: Callable) -> str | None:
+    """The code of a function as text that is the same wherever the same is done: without decorators, annotations,
+    comments and the docstring. None if its source is not there to be read."""
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return None
+    definition = ast.parse(textwrap.dedent(source)).body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    definition.decorator_list, definition.returns = [], None
+    if ast.get_docstring(definition) is not None:
+        definition.body = definition.body[1:]
+    for argument in ast.walk(definition):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return ast.unparse(definition)
 
 
 def describe(function: Callable) -> str:

@@ -57,7 +57,7 @@ def stands_in(module: types.ModuleType, **replacements: object) -> Callable[[typ
     """
 
     def remember(patch: type[nn.Module]) -> type[nn.Module]:
-        base = patch.__base__
+        base = stock_class(patch)
         _originals[patch] = [_Original(f"{patch.__name__}.forward", base, "forward", module.__name__, base.forward)]
         for name in replacements:
             _originals[patch].append(_Original(name, module, name, module.__name__, getattr(module, name)))
@@ -68,12 +68,17 @@ def stands_in(module: types.ModuleType, **replacements: object) -> Callable[[typ
     return remember
 
 
+def stock_class(patch: type[nn.Module]) -> type[nn.Module]:
+    """The class that `patch` replaces: its only base, or the last, behind a mixin of ours."""
+    return patch.__bases__[-1]
+
+
 def copy_forward(patch: type[nn.Module], **replacements: object) -> Callable:
     """The `forward` that `patch` stands in for, in which global names mean `replacements`.
 
     If other code has replaced it, it is returned as it is: `swap_classes` makes no such patch.
     """
-    forward = patch.__base__.forward
+    forward = stock_class(patch).forward
     return forward if any(_find_replacements(patch)) else with_globals(forward, **replacements)
 
 
@@ -83,7 +88,7 @@ def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: P
     Left alone, with a warning, is a module with a `forward` of its own, by its class or on the instance. All are left
     alone when other code has replaced what `patch` stands in for: that code would no longer be called.
     """
-    modules = [module for module in modules if isinstance(module, patch.__base__)]
+    modules = [module for module in modules if isinstance(module, stock_class(patch))]
     if any(not isinstance(module, patch) for module in modules):
         for name, found in _find_replacements(patch):
             warnings.warn(
@@ -235,7 +240,7 @@ def _withdraw(reference: weakref.ref, change: object) -> None:
 
 
 def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle | None) -> None:
-    cls, original = type(module), patch.__base__
+    cls, original = type(module), stock_class(patch)
     if issubclass(cls, patch):
         record_change(module, patch, handle)
         return

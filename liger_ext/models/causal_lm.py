@@ -1,0 +1,107 @@
+"""A causal language model whose loss comes from the hidden states in training: what its forward does differently."""
+
+import inspect
+
+import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama import modeling_llama
+from transformers.utils import can_return_tuple
+
+from liger_ext.models.loss import (
+    FUSED_OPTIONS,
+    OUTPUT_OPTIONS,
+    VALUE_OPTIONS,
+    LigerCausalLMOutputWithPast,
+    causal_lm_cross_entropy,
+    causal_lm_loss,
+    counted_rows,
+    fused_causal_lm_loss,
+)
+
+_FORWARD = inspect.signature(modeling_llama.LlamaForCausalLM.forward)
+_FORWARD_NAMES = tuple(_FORWARD.parameters)[1:]
+
+
+class CausalLM:
+    liger_memory = "auto"
+
+    @can_return_tuple
+    def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> CausalLMOutputWithPast:
+        """transformers' forward, but in training with labels the loss comes from the hidden states: no logits exist.
+
+        Args:
+            skip_logits: False brings the logits back in training, True spares them in evaluation. None: the rule above.
+            shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
+                use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
+
+        A training step with labels returns no cache of keys and values (`past_key_values`) unless `use_cache=True` asks
+        for it, and `return_dict=False` leaves out of the tuple what is None: the logits, and the cache. The loss of
+        labels that are all ignored is 0; transformers gives NaN. A loss of the user's own (`model.loss_function`) is
+        obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
+        """
+        arguments = {**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}
+        labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
+        has_labels = labels is not None or shift_labels is not None
+        trains = self.training and has_labels
+        if trains and arguments.get("use_cache") is None and arguments.get("past_key_values") is None:
+            arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
+        if skip_logits and not has_labels:
+            raise ValueError("skip_logits=True leaves nothing to return without labels or shift_labels")
+        if skip_logits is None:
+            skip_logits = trains
+        if self.loss_function not in (ForCausalLMLoss, causal_lm_cross_entropy):
+            return super().forward(**arguments)
+        options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
+        options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
+        if not has_labels or not (skip_logits or options or labels is None):
+            return super().forward(**arguments)
+
+        loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
+        logits_to_keep = arguments.pop("logits_to_keep", 0)
+        if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
+            loss_arguments |= counted_rows(self.lm_head, **loss_arguments)
+        outputs = self.model(**arguments, return_dict=True)
+        hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
+        if skip_logits:
+            logits = None
+            if options.get("memory") is None:
+                options["memory"] = self.liger_memory
+            result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, **options)
+        else:
+            logits = self.lm_head(hidden_states)
+            result = causal_lm_loss(logits, **loss_arguments, **options)
+        return LigerCausalLMOutputWithPast(
+            loss=result.loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            token_accuracy=result.token_accuracy,
+            predicted_tokens=result.predicted_tokens,
+        )
+
+    # Trainer and generate() read the signature: which columns of a data set and which arguments the model takes.
+    forward.__signature__ = _FORWARD.replace(
+        parameters=[
+            *(p for p in _FORWARD.parameters.values() if p.kind is not p.VAR_KEYWORD),
+            inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None),
+            *(p for p in _FORWARD.parameters.values() if p.kind is p.VAR_KEYWORD),
+        ]
+    )
+
+
+_LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+_LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
+
+
+def _keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The positions whose logits are wanted: the last n (0: all), those of a 1-D index, or, row by row, of a 2-D index
+    [batch, n] or a 2-D bool mask [batch, seq] (which gives [n_true, hidden_size])."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states if logits_to_keep == 0 else hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.dim() < 2:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return hidden_states.take_along_dim(logits_to_keep.unsqueeze(-1), dim=1)

@@ -1,0 +1,204 @@
+"""Models of other families than Llama, against transformers' own: what is patched, and that results are the same."""
+
+import copy
+import importlib
+import pickle
+import warnings
+
+import pytest
+import torch
+from llama_models import (  # noqa: F401
+    TRANSFORMERS,
+    VOCAB,
+    assert_as_good,
+    batch_of,
+    checkpoint_layers,
+    one_thread,
+    step,
+    tokens,
+)
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import liger_ext
+from liger_ext.models import FAMILIES, families
+
+SMALL = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=18,
+    max_position_embeddings=128,
+    initializer_range=0.15,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+OPTIONS = {
+    "exaone4": dict(sliding_window=6, sliding_window_pattern=2),
+    "gemma": dict(hidden_act="gelu_pytorch_tanh"),
+    "ministral": dict(sliding_window=6),
+    "mistral": dict(sliding_window=6),
+    "olmo2": dict(head_dim=16),
+    "olmo3": dict(head_dim=16, sliding_window=6),
+    "qwen2": dict(use_sliding_window=True, sliding_window=6, max_window_layers=2, head_dim=16),
+    "qwen3": dict(attention_bias=True),
+    "seed_oss": dict(residual_dropout=0.0, attention_dropout=0.0),
+    "smollm3": dict(head_dim=16, mlp_bias=True),
+}
+# What of a family runs other code than Llama's, in the newest transformers.
+LEFT = {
+    "exaone4": {"Exaone4DecoderLayer"},
+    "olmo2": {"Olmo2DecoderLayer", "Olmo2Attention"},
+    "olmo3": {"Olmo3DecoderLayer", "Olmo3Attention"},
+    "seed_oss": {"SeedOssMLP"},
+}
+PRESENT = [f for f in FAMILIES if importlib.util.find_spec(f"transformers.models.{f}") is not None]
+newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
+each = pytest.mark.parametrize("family", PRESENT)
+
+
+def build(family, device="cpu", dtype=torch.float32, seed=0, **overrides):
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**SMALL, **OPTIONS.get(family, {}), **overrides})
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # of Gemma they start at zero
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model.to(device, dtype).train()
+
+
+def patched(model, **options):
+    model = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        liger_ext.apply_liger_kernel_to_instance(model, **options)
+    return model
+
+
+@each
+@newest
+def test_what_is_patched(family):
+    families._unknown.clear()
+    model = build(family)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        liger_ext.apply_liger_kernel_to_instance(model)
+    said = [str(w.message) for w in caught if "does not know this code" in str(w.message)]
+    assert len(said) == (family in LEFT)
+    assert set(said[0].partition(":")[0].split(", ") if said else []) == LEFT.get(family, set())
+    ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
+    prefix = FAMILIES[family]
+    ends = {"RMSNorm", "MLP", "DecoderLayer", "Attention", "ForCausalLM"}
+    assert {prefix + end for end in ends} - LEFT.get(family, set()) == ours - {"Linear", "LlamaModel"}
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["train", "checkpointed", "eval", "padded"])
+def test_equals_stock(device, family, dtype, mode):
+    model = build(family, device, dtype)
+    batch = batch_of(device)
+    if mode == "padded":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, 7:] = 0
+        batch["labels"][1, 7:] = -100
+    ours, reference = patched(model), copy.deepcopy(model).double()  # whose norms and loss stay in fp32
+    for m in (model, ours, reference):
+        if mode == "checkpointed":
+            checkpoint_layers(m, use_reentrant=False)
+        m.train(mode != "eval")
+    assert_as_good(step(ours, batch), step(model, batch), step(reference, batch))
+
+
+@each
+def test_norms_in_another_dtype(device, family):
+    """fp32 weights of norms in a bf16 model: what dtype comes out differs between families."""
+    model = build(family, device, torch.bfloat16)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.float()
+    norm = next(m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
+    x = torch.randn(3, 5, norm.weight.shape[0], device=device, dtype=torch.bfloat16)
+    expected = norm(x)
+    found = next(m for m in patched(model).modules() if type(m).__name__.endswith("RMSNorm"))(x)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@each
+def test_generates_the_same(device, family):
+    model = build(family, device).eval()
+    ids = tokens(2, 9, device=device)
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
+
+
+@each
+def test_is_undone(family):
+    model = build(family)
+    before = [type(m) for m in model.modules()]
+    with liger_ext.apply_liger_kernel_to_instance(model):
+        assert [type(m) for m in model.modules()] != before
+        assert [type(m).__name__ for m in model.modules()] == [cls.__name__ for cls in before]
+    assert [type(m) for m in model.modules()] == before
+
+
+@each
+def test_saved_and_copied(family, tmp_path):
+    model = patched(build(family))
+    classes = [type(m) for m in model.modules()]
+    assert [type(m) for m in pickle.loads(pickle.dumps(model)).modules()] == classes
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    batch = batch_of("cpu")
+    torch.testing.assert_close(loaded(**batch).loss, model(**batch).loss, rtol=0, atol=0)
+    model.save_pretrained(tmp_path / "folder")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "folder").train()
+    assert type(stock).__module__.startswith("transformers") and type(stock).__name__ == type(model).__name__
+    torch.testing.assert_close(stock(**batch).loss, model(**batch).loss)
+
+
+@each
+def test_models_that_are_built_later(family):
+    apply = getattr(liger_ext, f"apply_liger_kernel_to_{family}")
+    stock = build(family)
+    with apply():
+        model = build(family)
+    assert type(model).__module__.startswith("liger_ext") and type(stock).__module__.startswith("transformers")
+    assert type(build(family)) is type(stock)
+    batch = batch_of("cpu")
+    torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
+    with pytest.raises(TypeError, match="rms_norm is 3, expected True or False"):
+        apply(rms_norm=3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma"])
+def test_compiled(device, family):
+    torch._dynamo.reset()
+    model = build(family, device, num_hidden_layers=1, use_sliding_window=False, sliding_window=None)
+    ours, batch = patched(model), batch_of(device)
+    found = step(ours, batch, torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True))
+    assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))
+
+
+def test_code_that_is_not_known(device):
+    """A norm that somebody has changed stays, and does what it did."""
+    model = build("qwen2", device)
+    cls = type(model.model.norm)
+
+    def forward(self, hidden_states):
+        return 3 * self.weight * hidden_states
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, "forward", forward)
+        families.patch_of.cache_clear()
+        families._unknown.clear()
+        with pytest.warns(UserWarning, match="Qwen2RMSNorm: liger_ext does not know this code"):
+            liger_ext.apply_liger_kernel_to_instance(model)
+        assert type(model.model.norm) is cls
+    families.patch_of.cache_clear()
