@@ -21,7 +21,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import liger_ext
-from liger_ext.models import FAMILIES, families
+import liger_ext.functional as LF
+from liger_ext.models import FAMILIES, causal_lm, decoder, families
 
 SMALL = dict(
     vocab_size=VOCAB,
@@ -38,6 +39,12 @@ SMALL = dict(
     eos_token_id=2,
 )
 OPTIONS = {
+    "cohere2": dict(logit_scale=0.3, sliding_window=6, head_dim=16),
+    "ernie4_5": dict(use_bias=True, head_dim=16),
+    "gemma2": dict(final_logit_softcapping=5.0, attn_logit_softcapping=8.0, sliding_window=6),
+    "glm4": dict(attention_bias=True, head_dim=16),
+    "granite": dict(logits_scaling=3.0, residual_multiplier=0.7, head_dim=16),
+    "phi3": dict(partial_rotary_factor=0.5, head_dim=16),
     "exaone4": dict(sliding_window=6, sliding_window_pattern=2),
     "gemma": dict(hidden_act="gelu_pytorch_tanh"),
     "ministral": dict(sliding_window=6),
@@ -51,6 +58,12 @@ OPTIONS = {
 }
 # What of a family runs other code than Llama's, in the newest transformers.
 LEFT = {
+    "cohere2": {"Cohere2DecoderLayer", "Cohere2Attention"},
+    "ernie4_5": {"Ernie4_5Attention"},
+    "gemma2": {"Gemma2DecoderLayer"},
+    "glm4": {"Glm4DecoderLayer", "Glm4Attention"},
+    "granite": {"GraniteDecoderLayer"},
+    "phi3": {"Phi3DecoderLayer", "Phi3Attention"},
     "exaone4": {"Exaone4DecoderLayer"},
     "olmo2": {"Olmo2DecoderLayer", "Olmo2Attention"},
     "olmo3": {"Olmo3DecoderLayer", "Olmo3Attention"},
@@ -95,6 +108,8 @@ def test_what_is_patched(family):
     ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
     prefix = FAMILIES[family]
     ends = {"RMSNorm", "MLP", "DecoderLayer", "Attention", "ForCausalLM"}
+    if family == "cohere2":
+        ends.remove("RMSNorm")  # it has a LayerNorm
     assert {prefix + end for end in ends} - LEFT.get(family, set()) == ours - {"Linear", "LlamaModel"}
 
 
@@ -116,7 +131,7 @@ def test_equals_stock(device, family, dtype, mode):
     assert_as_good(step(ours, batch), step(model, batch), step(reference, batch))
 
 
-@each
+@pytest.mark.parametrize("family", [family for family in PRESENT if family != "cohere2"])  # has no RMSNorm
 def test_norms_in_another_dtype(device, family):
     """fp32 weights of norms in a bf16 model: what dtype comes out differs between families."""
     model = build(family, device, torch.bfloat16)
@@ -128,6 +143,46 @@ def test_norms_in_another_dtype(device, family):
     expected = norm(x)
     found = next(m for m in patched(model).modules() if type(m).__name__.endswith("RMSNorm"))(x)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@newest
+@pytest.mark.parametrize("family", ["cohere2", "gemma2", "granite", "qwen3"])
+def test_logits_beside_the_loss(device, family):
+    """What a family makes of its head's results, where the loss has options: with logits, and without."""
+    model = build(family, device)
+    ours, batch = patched(model), batch_of(device)
+    options = dict(label_smoothing=0.1, return_token_accuracy=True)
+    stock = model(**batch).logits
+    shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    expected = nn.functional.cross_entropy(stock.flatten(0, 1), shifted, label_smoothing=0.1)
+    with_logits, without = (ours(**batch, **options, skip_logits=skip) for skip in (False, True))
+    torch.testing.assert_close(with_logits.logits, stock)
+    torch.testing.assert_close(with_logits.loss, expected)
+    torch.testing.assert_close(without.loss, expected)
+    torch.testing.assert_close(without.token_accuracy, with_logits.token_accuracy)
+    assert without.logits is None
+    logits = ours(input_ids=batch["input_ids"]).logits
+    torch.testing.assert_close(logits, stock)
+
+
+WRONG = {
+    "norm's offset": ("gemma", decoder.ZeroCenteredRMSNorm, "OFFSET", 0.0),
+    "norm's eps": ("olmo2", decoder.RMSNormInFloat, "liger_arguments", lambda self: (self.weight, 0.1, 0.0, "gemma")),
+    "activation": ("gemma", decoder, "_UNITS", dict.fromkeys(decoder._UNITS, (LF.swiglu, 1.0, 1.0))),
+    "halves": ("phi3", decoder, "_PACKED_UNITS", dict.fromkeys(decoder._PACKED_UNITS, (LF.geglu_packed, "tanh"))),
+    "softcap": ("gemma2", causal_lm.SoftcappedCausalLM, "liger_logits", lambda self: (1.0, None)),
+    "divisor": ("granite", causal_lm.DividedCausalLM, "liger_logits", lambda self: (3.0, None)),
+    "factor": ("cohere2", causal_lm.MultipliedCausalLM, "liger_logits", lambda self: (1.0, None)),
+}
+
+
+@newest
+@pytest.mark.parametrize("family, owner, name, value", WRONG.values(), ids=WRONG)
+def test_a_wrong_entry_would_be_found(family, owner, name, value):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        with pytest.raises(AssertionError):
+            test_equals_stock(torch.device("cpu"), family, torch.float32, "train")
 
 
 @each

@@ -26,6 +26,10 @@ _FORWARD_NAMES = tuple(_FORWARD.parameters)[1:]
 class CausalLM:
     liger_memory = "auto"
 
+    def liger_logits(self) -> tuple[float, float | None]:
+        """What the head's results are multiplied with, and then bounded by (None: by nothing)."""
+        return 1.0, None
+
     @can_return_tuple
     def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> CausalLMOutputWithPast:
         """transformers' forward, but in training with labels the loss comes from the hidden states: no logits exist.
@@ -63,14 +67,21 @@ class CausalLM:
             loss_arguments |= counted_rows(self.lm_head, **loss_arguments)
         outputs = self.model(**arguments, return_dict=True)
         hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
+        scale, softcap = self.liger_logits()
+        if softcap is not None:
+            options["softcap"] = softcap
         if skip_logits:
             logits = None
             if options.get("memory") is None:
                 options["memory"] = self.liger_memory
-            result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, **options)
+            scaled = hidden_states if scale == 1 else hidden_states * scale
+            result = fused_causal_lm_loss(scaled, self.lm_head, **loss_arguments, **options)
         else:
             logits = self.lm_head(hidden_states)
+            logits = logits if scale == 1 else logits * scale
             result = causal_lm_loss(logits, **loss_arguments, **options)
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
         return LigerCausalLMOutputWithPast(
             loss=result.loss,
             logits=logits,
@@ -93,6 +104,27 @@ class CausalLM:
 
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
+
+
+class SoftcappedCausalLM(CausalLM):
+    """Gemma 2's."""
+
+    def liger_logits(self) -> tuple[float, float | None]:
+        return 1.0, self.config.final_logit_softcapping
+
+
+class DividedCausalLM(CausalLM):
+    """Granite's."""
+
+    def liger_logits(self) -> tuple[float, float | None]:
+        return 1 / self.config.logits_scaling, None
+
+
+class MultipliedCausalLM(CausalLM):
+    """Cohere's."""
+
+    def liger_logits(self) -> tuple[float, float | None]:
+        return self.logit_scale, None
 
 
 def _keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

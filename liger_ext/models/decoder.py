@@ -98,7 +98,10 @@ class MLP:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (gated_unit(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
             return super().forward(x)
-        return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
+        return recomputed(self, self._run, x) if self._makes_again() else self._run(x)
+
+    def _makes_again(self) -> bool:
+        return self.liger_memory in ("low", "min")
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -107,6 +110,22 @@ class MLP:
         unit, *options = gated_unit(self)
         h = recomputed(self, unit, gate, up, *options)
         with remade(self, h, unit, gate, up, *options):
+            return self.down_proj(h)
+
+
+class PackedMLP(MLP):
+    """Phi 3's: gate and up are the halves of one projection's result."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not (gated_unit(self) and only_forward_runs(self.activation_fn)):
+            return super(MLP, self).forward(hidden_states)
+        return recomputed(self, self._run, hidden_states) if self._makes_again() else self._run(hidden_states)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x)
+        unit, *options = gated_unit(self)
+        h = recomputed(self, unit, gate_up, *options)
+        with remade(self, h, unit, gate_up, *options):
             return self.down_proj(h)
 
 
@@ -343,10 +362,16 @@ _UNITS: dict[type, tuple] = {  # by an MLP's activation: the op of it, and what 
     **dict.fromkeys(_SILU, (functional.swiglu, 1.0, 1.0)),
     **dict.fromkeys(_GELU_TANH, (functional.geglu, "tanh")),
 }
+_PACKED_UNITS: dict[type, tuple] = {
+    **dict.fromkeys(_SILU, (functional.swiglu_packed, 1.0, 1.0)),
+    **dict.fromkeys(_GELU_TANH, (functional.geglu_packed, "tanh")),
+}
 
 
 def gated_unit(mlp: nn.Module) -> tuple | None:
     """What makes h of gate and up. By the activation's module, as users put others in its place."""
+    if hasattr(mlp, "gate_up_proj"):
+        return _PACKED_UNITS.get(type(getattr(mlp, "activation_fn", None)))
     return _UNITS.get(type(getattr(mlp, "act_fn", None)))
 
 

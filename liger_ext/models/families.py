@@ -22,12 +22,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models import FAMILIES, llama
-from liger_ext.models.causal_lm import CausalLM
+from liger_ext.models.causal_lm import CausalLM, DividedCausalLM, MultipliedCausalLM, SoftcappedCausalLM
 from liger_ext.models.decoder import (
     MLP,
     Attention,
     DecoderLayer,
     Norm,
+    PackedMLP,
     RMSNorm,
     RMSNormInFloat,
     ZeroCenteredRMSNorm,
@@ -114,7 +115,7 @@ def patch_function(model_type: str) -> Callable[..., PatchHandle]:
     """`apply_liger_kernel_to_<model_type>`."""
     if model_type == "llama":
         return llama.apply_liger_kernel_to_llama
-    unit = "geglu" if model_type == "gemma" else "swiglu"
+    unit = "geglu" if model_type.startswith("gemma") else "swiglu"
     signature = inspect.signature(llama.apply_liger_kernel_to_llama)
     parameters = [p.replace(name=unit) if p.name == "swiglu" else p for p in signature.parameters.values()]
     signature = signature.replace(parameters=parameters)
@@ -161,7 +162,7 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
         return None
     name = cls.__module__.removeprefix(_MODELS).replace(".", "__") + "__" + cls.__name__
     namespace = {"__module__": __name__, "__qualname__": name}
-    if "forward" in vars(kind):
+    if hasattr(kind, "forward"):
         namespace["forward"] = kind.forward
     return stands_in(module, **replacements)(type(cls)(cls.__name__, (kind, cls), namespace))
 
@@ -175,8 +176,14 @@ def _kinds() -> dict[str, type]:
 
 
 _OTHERS = {
-    "b748919e3a9033e5": ZeroCenteredRMSNorm,  # GemmaRMSNorm of all supported versions
+    "b748919e3a9033e5": ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
     "eef4e978a32aa4a4": RMSNormInFloat,  # Olmo2RMSNorm of 4.52 on, GptOssRMSNorm
+    "e8d404cbecb96285": PackedMLP,  # Phi3MLP, of all supported versions
+    # Of 5.23:
+    "05b3b257eddac346": CausalLM,  # NemotronForCausalLM
+    "5877b0ffd99e670a": SoftcappedCausalLM,  # Gemma2ForCausalLM
+    "54d6a5bfd6d30233": DividedCausalLM,  # GraniteForCausalLM
+    "b65e1689c27c9379": MultipliedCausalLM,  # CohereForCausalLM
 }
 
 
