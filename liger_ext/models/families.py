@@ -153,6 +153,8 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
     if _llamas(cls):
         return _llamas(cls)
     kind = _kinds().get(_code_of(cls.forward, cls))
+    if kind is None and issubclass(cls, PreTrainedModel):
+        kind = _HEADS.get(_difference(cls.forward, stock_class(llama.LlamaForCausalLM).forward))
     module, replacements = sys.modules[cls.__module__], {}
     if kind is None and "apply_rotary_pos_emb" in inspect.unwrap(cls.forward).__code__.co_names:
         rope = vars(module).get("apply_rotary_pos_emb")
@@ -179,11 +181,14 @@ _OTHERS = {
     "b748919e3a9033e5": ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
     "eef4e978a32aa4a4": RMSNormInFloat,  # Olmo2RMSNorm of 4.52 on, GptOssRMSNorm
     "e8d404cbecb96285": PackedMLP,  # Phi3MLP, of all supported versions
-    # Of 5.23:
-    "05b3b257eddac346": CausalLM,  # NemotronForCausalLM
-    "5877b0ffd99e670a": SoftcappedCausalLM,  # Gemma2ForCausalLM
-    "54d6a5bfd6d30233": DividedCausalLM,  # GraniteForCausalLM
-    "b65e1689c27c9379": MultipliedCausalLM,  # CohereForCausalLM
+}
+
+# All heads change from version to version, but what others do differently from Llama's in the same version does not.
+_HEADS = {
+    "03c1a4b6c0b8e831": CausalLM,  # NemotronForCausalLM of 5.5 on
+    "e1f25f3af8ff4648": SoftcappedCausalLM,  # Gemma2ForCausalLM of 5.0 on
+    "f640631abebe49fa": DividedCausalLM,  # GraniteForCausalLM, but for 4.57 and 5.0
+    "9aef9e819a041980": MultipliedCausalLM,  # CohereForCausalLM, but for 4.57 and 5.0
 }
 
 
@@ -204,7 +209,22 @@ def _code_of(function: Callable | None, cls: type | None = None, seen: tuple = (
         found = function.__globals__.get(name) if found is None else found
         if isinstance(found, types.FunctionType) and found.__module__ == function.__module__ and found not in seen:
             texts.append(str(_code_of(found, cls, (*seen, function))))
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    return _digest(texts)
+
+
+def _difference(function: Callable, other: Callable) -> str | None:
+    """A digest of the lines that only `function` has, and of those that only `other` has."""
+    texts = text_of(function), text_of(other)
+    if None in texts:
+        return None
+    ours, theirs = (text.splitlines() for text in texts)
+    return _digest(
+        [line for line in ours if line not in theirs] + ["-"] + [line for line in theirs if line not in ours]
+    )
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
