@@ -62,7 +62,7 @@ test: build host $(MODEL)
 	$(PY) -m pytest -m "not cuda" $(ARGS)
 
 test-models: build
-	LIGER_EXT_MODELS=full $(PY) -m pytest $(ARGS) tests/test_model_matrix.py
+	LIGER_EXT_MODELS=full $(PY) -m pytest $(ARGS) tests/test_model_matrix.py tests/test_families_all.py
 
 # The Llama tests with the oldest transformers that is supported in front of the environment's.
 OLDEST := build/transformers-oldest

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from liger_ext.models import FAMILIES
-from liger_ext.models.families import patch_function
+from liger_ext.models.families import holds_known_code, patch_function
 from liger_ext.models.patch import PatchHandle
 
 
@@ -26,28 +26,29 @@ def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
     if model_type not in FAMILIES:
         _warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {', '.join(FAMILIES)})")
         return PatchHandle()
-    patch = patch_function(model_type)
-    _warn_dropped(model_type, options.keys() - _option_names(patch))
-    return patch(**{name: value for name, value in options.items() if name in _option_names(patch)})
+    return _patch(model_type, **options)
 
 
 def apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
-    """Patches `model`, of transformers or a PEFT wrapper, by its `config.model_type`; see `apply_liger_kernel`.
+    """Patches `model`, of transformers or a PEFT wrapper: what of it runs code that liger_ext knows, whatever its type.
 
-    A model without one is left alone, with a warning.
+    The options are those of `apply_liger_kernel_to_llama`; of Gemma `geglu` is in place of `swiglu`. A model without a
+    `config.model_type`, or of which nothing is known, is left alone, with a warning.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
         _warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(FAMILIES)})")
         return PatchHandle()
-    return apply_liger_kernel(model_type, model=model, **options)
+    if model_type in FAMILIES or not holds_known_code(model):
+        return apply_liger_kernel(model_type, model=model, **options)
+    return _patch(model_type, model=model, **options)
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` that builds patched models.
 
     `from_pretrained` and `from_config` take the options of the model's patch function as further keyword arguments.
-    Models of types that liger_ext does not know are built as they are.
+    Models of which liger_ext knows nothing are built as they are.
     """
 
     @classmethod
@@ -63,11 +64,17 @@ def _build(build: Callable[..., PreTrainedModel], *args, **kwargs) -> PreTrained
     names = set().union(*(_option_names(patch_function(model_type)) for model_type in FAMILIES)) - {"model"}
     options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
     model = build(*args, **kwargs)
-    if model.config.model_type in FAMILIES:
+    if model.config.model_type in FAMILIES or holds_known_code(model):
         apply_liger_kernel_to_instance(model, **options)
     else:
         _warn_dropped(model.config.model_type, options)
     return model
+
+
+def _patch(model_type: str, **options) -> PatchHandle:
+    patch = patch_function(model_type)
+    _warn_dropped(model_type, options.keys() - _option_names(patch))
+    return patch(**{name: value for name, value in options.items() if name in _option_names(patch)})
 
 
 def _option_names(patch: Callable[..., PatchHandle]) -> set[str]:

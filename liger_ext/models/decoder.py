@@ -141,7 +141,8 @@ class Attention:
 def rope_for(stock_rope: Callable) -> Callable:
     def rope(q, k, cos, sin, *args, **kwargs):
         learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-        return (stock_rope if learned else functional.rope)(q, k, cos, sin, *args, **kwargs)
+        is_text = cos.dim() == 3  # of images' towers it may be of another shape
+        return (functional.rope if is_text and not learned else stock_rope)(q, k, cos, sin, *args, **kwargs)
 
     return rope
 
@@ -294,7 +295,9 @@ def _sees_no_module(attention: nn.Module) -> bool:
     """Whether attention is a function of transformers. One of the user's own gets the module itself, as it may keep
     results on it, or read its weights."""
     names = vars(sys.modules[stock_class(type(attention)).__module__])
-    functions, default = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
+    functions, default = names.get("ALL_ATTENTION_FUNCTIONS"), names.get("eager_attention_forward")
+    if functions is None or default is None:
+        return False
     function = functions.get(attention.config._attn_implementation, default)
     return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] == "transformers"
 

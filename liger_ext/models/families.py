@@ -101,7 +101,7 @@ def apply(
         if model is None:
             for cls in _models_of(model_type):
                 on_construction(cls, patch_modules, handle)
-        elif any(map(patch_of, _stock_classes(model.modules()))):
+        elif holds_known_code(model):
             patch_modules(model, handle)
         else:
             raise ValueError(f"{type(model).__name__} holds no {FAMILIES.get(model_type, model_type)} model to patch")
@@ -109,6 +109,10 @@ def apply(
 
 
 _NOT_SWITCHES = ("model_type", "model", "memory")
+
+
+def holds_known_code(model: nn.Module) -> bool:
+    return any(map(patch_of, _stock_classes(model.modules())))
 
 
 def patch_function(model_type: str) -> Callable[..., PatchHandle]:
@@ -207,7 +211,8 @@ def _code_of(function: Callable | None, cls: type | None = None, seen: tuple = (
     for name in function.__code__.co_names:
         found = vars(cls).get(name) if cls else None
         found = function.__globals__.get(name) if found is None else found
-        if isinstance(found, types.FunctionType) and found.__module__ == function.__module__ and found not in seen:
+        found = inspect.unwrap(found) if isinstance(found, types.FunctionType) else None
+        if found is not None and found.__module__ == function.__module__ and found not in (*seen, function):
             texts.append(str(_code_of(found, cls, (*seen, function))))
     return _digest(texts)
 

@@ -1,0 +1,114 @@
+"""Every causal language model of transformers that builds small: what runs known code does what it did.
+
+With LIGER_EXT_MODELS=full (`make test-models`) whichever build, if more do than are named here."""
+
+import contextlib
+import copy
+import os
+import warnings
+
+import pytest
+import torch
+from llama_models import TRANSFORMERS, one_thread, step, tokens  # noqa: F401
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from liger_ext import apply_liger_kernel_to_instance
+from liger_ext.models import families
+
+# Those of transformers 5.23 that build with the sizes below, and run code that is known.
+_NAMES = """
+    afmoe apertus arcee aria_text beam bitnet cohere cohere2 cwm deepseek_v4 diffllama doge dots1 ernie4_5
+    ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe
+    glm4_moe_lite gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa
+    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling2_text inkling_text
+    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 llama mellum mimo_v2_flash minimax minimax_m2
+    minimax_m3_vl_text ministral ministral3 mistral mixtral moshi nanochat nemotron olmo olmo2 olmo3 olmoe
+    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
+    vaultgemma zaya
+"""
+KNOWN = _NAMES.split()
+SIZES = dict(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    initializer_range=0.15,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    moe_intermediate_size=32,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+)
+WHOLE = os.environ.get("LIGER_EXT_MODELS") == "full"
+MODELS = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if WHOLE or name in KNOWN)
+
+
+def build(model_type: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type)
+    for name, value in SIZES.items():
+        if hasattr(config, name):
+            with contextlib.suppress(AttributeError):  # computed from others
+                setattr(config, name, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > 30_000_000:
+        raise ValueError("has sizes under other names")
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.train()
+
+
+@pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
+@pytest.mark.parametrize("model_type", MODELS)
+def test_equals_stock(model_type):
+    ids = tokens(2, 9) % 297 + 3
+    batch = dict(input_ids=ids, labels=ids)
+
+    def run(model):
+        torch.manual_seed(1)  # some have dropout
+        return step(model, batch)
+
+    try:
+        model = build(model_type)
+        expected = run(model)
+    except Exception as error:  # transformers' own, of sizes that do not fit together
+        if model_type in KNOWN:
+            raise
+        pytest.skip(f"not built, or not run: {error!r:.200}")
+    if model_type not in KNOWN and not families.holds_known_code(model):
+        pytest.skip("runs no known code")
+    ours = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        handle = apply_liger_kernel_to_instance(ours)
+    assert any(type(module).__module__.startswith("liger_ext") for module in ours.modules())
+    found = run(ours)
+    largest = max(float(result.abs().max()) for name, result in expected.items() if name not in ("loss", "logits"))
+    for name, result in found.items():
+        tolerance = dict(rtol=1e-3, atol=1e-5 * (1 if name in ("loss", "logits") else largest))
+        torch.testing.assert_close(result, expected[name], **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+    assert expected.keys() - found.keys() <= {"logits"}
+    handle.revert()
+    assert [type(module) for module in ours.modules()] == [type(module) for module in model.modules()]
