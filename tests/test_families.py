@@ -49,11 +49,13 @@ OPTIONS = {
     "gemma": dict(hidden_act="gelu_pytorch_tanh"),
     "ministral": dict(sliding_window=6),
     "mistral": dict(sliding_window=6),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5, output_router_logits=True),
     "olmo2": dict(head_dim=16),
     "olmo3": dict(head_dim=16, sliding_window=6),
     "qwen2": dict(use_sliding_window=True, sliding_window=6, max_window_layers=2, head_dim=16),
     "qwen3": dict(attention_bias=True),
     "seed_oss": dict(residual_dropout=0.0, attention_dropout=0.0),
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]),
     "smollm3": dict(head_dim=16, mlp_bias=True),
 }
 # What of a family runs other code than Llama's, in the newest transformers.
@@ -65,6 +67,7 @@ LEFT = {
     "granite": {"GraniteDecoderLayer"},
     "phi3": {"Phi3DecoderLayer", "Phi3Attention"},
     "exaone4": {"Exaone4DecoderLayer"},
+    "mixtral": {"MixtralDecoderLayer"},
     "olmo2": {"Olmo2DecoderLayer", "Olmo2Attention"},
     "olmo3": {"Olmo3DecoderLayer", "Olmo3Attention"},
     "seed_oss": {"SeedOssMLP"},
@@ -78,6 +81,8 @@ def build(family, device="cpu", dtype=torch.float32, seed=0, **overrides):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**SMALL, **OPTIONS.get(family, {}), **overrides})
     model = AutoModelForCausalLM.from_config(config)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # others do not take float64
     for name, parameter in model.named_parameters():
         if "norm" in name:  # of Gemma they start at zero
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -108,8 +113,7 @@ def test_what_is_patched(family):
     ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
     prefix = FAMILIES[family]
     ends = {"RMSNorm", "MLP", "DecoderLayer", "Attention", "ForCausalLM"}
-    if family == "cohere2":
-        ends.remove("RMSNorm")  # it has a LayerNorm
+    ends -= {"cohere2": {"RMSNorm"}, "mixtral": {"MLP"}}.get(family, set())  # they have none
     assert {prefix + end for end in ends} - LEFT.get(family, set()) == ours - {"Linear", "LlamaModel"}
 
 
@@ -165,6 +169,24 @@ def test_logits_beside_the_loss(device, family):
     torch.testing.assert_close(logits, stock)
 
 
+@newest
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("given", [None, True, False])
+def test_the_experts_balance(device, family, given):
+    model = build(family, device)
+    ours, batch = patched(model), batch_of(device)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][2, 8:] = 0
+    stock = model(**batch, output_router_logits=given)
+    for skip in (True, False):
+        found = ours(**batch, output_router_logits=given, skip_logits=skip)
+        torch.testing.assert_close(found.loss, stock.loss)
+        torch.testing.assert_close(found.aux_loss, stock.aux_loss)
+        assert (found.aux_loss is None) is (given is False or (given is None and family == "qwen3_moe"))
+        torch.testing.assert_close(found.router_logits, stock.router_logits)
+        assert (found.logits is None) is skip
+
+
 WRONG = {
     "norm's offset": ("gemma", decoder.ZeroCenteredRMSNorm, "OFFSET", 0.0),
     "norm's eps": ("olmo2", decoder.RMSNormInFloat, "liger_arguments", lambda self: (self.weight, 0.1, 0.0, "gemma")),
@@ -172,6 +194,7 @@ WRONG = {
     "halves": ("phi3", decoder, "_PACKED_UNITS", dict.fromkeys(decoder._PACKED_UNITS, (LF.geglu_packed, "tanh"))),
     "softcap": ("gemma2", causal_lm.SoftcappedCausalLM, "liger_logits", lambda self: (1.0, None)),
     "divisor": ("granite", causal_lm.DividedCausalLM, "liger_logits", lambda self: (3.0, None)),
+    "aux loss": ("mixtral", causal_lm.MoeCausalLM, "_output", causal_lm.CausalLM._output),
     "factor": ("cohere2", causal_lm.MultipliedCausalLM, "liger_logits", lambda self: (1.0, None)),
 }
 
@@ -188,6 +211,7 @@ def test_a_wrong_entry_would_be_found(family, owner, name, value):
 @each
 def test_generates_the_same(device, family):
     model = build(family, device).eval()
+    model.config.output_router_logits = False  # with which older transformers' own do not generate
     ids = tokens(2, 9, device=device)
     options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))

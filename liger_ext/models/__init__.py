@@ -19,11 +19,13 @@ FAMILIES = {
     "ministral": "Ministral",
     "ministral3": "Ministral3",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
     "phi3": "Phi3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
     "seed_oss": "SeedOss",
     "smollm3": "SmolLM3",
 }

@@ -1,11 +1,13 @@
 """A causal language model whose loss comes from the hidden states in training: what its forward does differently."""
 
 import inspect
+import sys
 
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, MoeCausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 from transformers.utils import can_return_tuple
 
 from liger_ext.models.loss import (
@@ -13,14 +15,24 @@ from liger_ext.models.loss import (
     OUTPUT_OPTIONS,
     VALUE_OPTIONS,
     LigerCausalLMOutputWithPast,
+    LigerMoeCausalLMOutputWithPast,
     causal_lm_cross_entropy,
     causal_lm_loss,
     counted_rows,
     fused_causal_lm_loss,
 )
+from liger_ext.models.patch import stock_class
 
 _FORWARD = inspect.signature(modeling_llama.LlamaForCausalLM.forward)
 _FORWARD_NAMES = tuple(_FORWARD.parameters)[1:]
+
+
+def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
+    """Trainer and generate() read the signature: which columns of a data set and which arguments the model takes."""
+    parameters = list(signature.parameters.values())
+    added = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
+    last = sum(p.kind is not p.VAR_KEYWORD for p in parameters)
+    return signature.replace(parameters=[*parameters[:last], added, *parameters[last:]])
 
 
 class CausalLM:
@@ -44,7 +56,11 @@ class CausalLM:
         labels that are all ignored is 0; transformers gives NaN. A loss of the user's own (`model.loss_function`) is
         obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
         """
-        arguments = {**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}
+        return self._forward({**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}, skip_logits)
+
+    forward.__signature__ = _with_skip_logits(_FORWARD)
+
+    def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
         trains = self.training and has_labels
@@ -55,11 +71,11 @@ class CausalLM:
         if skip_logits is None:
             skip_logits = trains
         if self.loss_function not in (ForCausalLMLoss, causal_lm_cross_entropy):
-            return super().forward(**arguments)
+            return self._stock_forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
         if not has_labels or not (skip_logits or options or labels is None):
-            return super().forward(**arguments)
+            return self._stock_forward(**arguments)
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
         logits_to_keep = arguments.pop("logits_to_keep", 0)
@@ -82,7 +98,7 @@ class CausalLM:
             result = causal_lm_loss(logits, **loss_arguments, **options)
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
-        return LigerCausalLMOutputWithPast(
+        results = dict(
             loss=result.loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
@@ -91,15 +107,14 @@ class CausalLM:
             token_accuracy=result.token_accuracy,
             predicted_tokens=result.predicted_tokens,
         )
+        return self._output(results, outputs, arguments)
 
-    # Trainer and generate() read the signature: which columns of a data set and which arguments the model takes.
-    forward.__signature__ = _FORWARD.replace(
-        parameters=[
-            *(p for p in _FORWARD.parameters.values() if p.kind is not p.VAR_KEYWORD),
-            inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None),
-            *(p for p in _FORWARD.parameters.values() if p.kind is p.VAR_KEYWORD),
-        ]
-    )
+    def _stock_forward(self, **arguments) -> ModelOutput:
+        return super().forward(**arguments)
+
+    def _output(self, results: dict[str, object], outputs: ModelOutput, arguments: dict[str, object]) -> ModelOutput:
+        """`results` with what a family returns beside them; `outputs` and `arguments` are those of `self.model`."""
+        return LigerCausalLMOutputWithPast(**results)
 
 
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
@@ -125,6 +140,35 @@ class MultipliedCausalLM(CausalLM):
 
     def liger_logits(self) -> tuple[float, float | None]:
         return self.logit_scale, None
+
+
+_MOE = inspect.signature(modeling_mixtral.MixtralForCausalLM.forward)
+_MOE_NAMES = tuple(_MOE.parameters)[1:]
+
+
+class MoeCausalLM(CausalLM):
+    """Mixtral's: the loss that balances the experts' load is added."""
+
+    @can_return_tuple
+    def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> MoeCausalLMOutputWithPast:
+        """As `CausalLM.forward`, with `output_router_logits` (None: as the configuration says)."""
+        return self._forward({**dict(zip(_MOE_NAMES, args, strict=False)), **kwargs}, skip_logits)
+
+    forward.__signature__ = _with_skip_logits(_MOE)
+
+    def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
+        if arguments.get("output_router_logits") is None:
+            arguments["output_router_logits"] = self.config.output_router_logits
+        return super()._forward(arguments, skip_logits)
+
+    def _output(self, results: dict[str, object], outputs: ModelOutput, arguments: dict[str, object]) -> ModelOutput:
+        aux_loss = None
+        if arguments["output_router_logits"]:
+            balance = sys.modules[stock_class(type(self)).__module__].load_balancing_loss_func
+            mask = arguments.get("attention_mask")
+            aux_loss = balance(outputs.router_logits, self.num_experts, self.num_experts_per_tok, mask)
+            results["loss"] = results["loss"] + self.router_aux_loss_coef * aux_loss.to(results["loss"].device)
+        return LigerMoeCausalLMOutputWithPast(**results, aux_loss=aux_loss, router_logits=outputs.router_logits)
 
 
 def _keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models import FAMILIES, llama
-from liger_ext.models.causal_lm import CausalLM, DividedCausalLM, MultipliedCausalLM, SoftcappedCausalLM
+from liger_ext.models.causal_lm import CausalLM, DividedCausalLM, MoeCausalLM, MultipliedCausalLM, SoftcappedCausalLM
 from liger_ext.models.decoder import (
     MLP,
     Attention,
@@ -189,6 +189,7 @@ _OTHERS = {
 
 # All heads change from version to version, but what others do differently from Llama's in the same version does not.
 _HEADS = {
+    "c006464ec1fb226b": MoeCausalLM,  # MixtralForCausalLM of 5.5 on
     "03c1a4b6c0b8e831": CausalLM,  # NemotronForCausalLM of 5.5 on
     "e1f25f3af8ff4648": SoftcappedCausalLM,  # Gemma2ForCausalLM of 5.0 on
     "f640631abebe49fa": DividedCausalLM,  # GraniteForCausalLM, but for 4.57 and 5.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers.loss.loss_utils import fixed_cross_entropy
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
@@ -31,6 +31,14 @@ class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
             ignored; with `return_predicted_tokens=True`. Flat, as upstream's: `.view(labels.shape)` gives it the shape
             that the op's own `predicted_tokens` have, that of the targets.
     """
+
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+@dataclass
+class LigerMoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
+    """`MoeCausalLMOutputWithPast` with the further results of `LigerCausalLMOutputWithPast`."""
 
     token_accuracy: torch.Tensor | None = None
     predicted_tokens: torch.Tensor | None = None
