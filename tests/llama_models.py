@@ -27,6 +27,19 @@ levels = pytest.mark.parametrize("memory", LEVELS)
 FACTOR = 1.5
 FACTOR_OF_ONE = 3
 VOCAB = 1000
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    initializer_range=0.15,  # logits of a size that makes the loss depend on everything
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
@@ -38,31 +51,24 @@ def one_thread():
 
 
 def config(**overrides: Any) -> LlamaConfig:
-    values = dict(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.15,  # logits of a size that makes the loss depend on everything
-        pad_token_id=0,
-    )
-    return LlamaConfig(**{**values, **overrides})
+    return LlamaConfig(**{**SIZES, **overrides})
 
 
 def build(
     cls: type[nn.Module] = LlamaForCausalLM, device: Any = "cpu", dtype=torch.float32, seed: int = 0, **overrides: Any
 ) -> nn.Module:
     torch.manual_seed(seed)
-    model = cls(config(**overrides))
+    return randomised(cls(config(**overrides))).to(device, dtype)
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """With weights of norms, and biases, that are not 1 or 0 as they are at first, which would hide mistakes."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
-    return model.to(device, dtype)
+    return model
 
 
 def patched(model: nn.Module, **options: Any) -> nn.Module:

@@ -1,15 +1,16 @@
 """Models of other families than Llama, against transformers' own: what is patched, and that results are the same."""
 
 import copy
+import functools
 import importlib
 import pickle
 import warnings
 
 import pytest
 import torch
+from family_models import build, patched
 from llama_models import (  # noqa: F401
     TRANSFORMERS,
-    VOCAB,
     assert_as_good,
     batch_of,
     checkpoint_layers,
@@ -18,85 +19,29 @@ from llama_models import (  # noqa: F401
     tokens,
 )
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import liger_ext
 import liger_ext.functional as LF
 from liger_ext.models import FAMILIES, causal_lm, decoder, families
 
-SMALL = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=18,
-    max_position_embeddings=128,
-    initializer_range=0.15,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-OPTIONS = {
-    "cohere2": dict(logit_scale=0.3, sliding_window=6, head_dim=16),
-    "ernie4_5": dict(use_bias=True, head_dim=16),
-    "gemma2": dict(final_logit_softcapping=5.0, attn_logit_softcapping=8.0, sliding_window=6),
-    "glm4": dict(attention_bias=True, head_dim=16),
-    "granite": dict(logits_scaling=3.0, residual_multiplier=0.7, head_dim=16),
-    "phi3": dict(partial_rotary_factor=0.5, head_dim=16),
-    "exaone4": dict(sliding_window=6, sliding_window_pattern=2),
-    "gemma": dict(hidden_act="gelu_pytorch_tanh"),
-    "ministral": dict(sliding_window=6),
-    "mistral": dict(sliding_window=6),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5, output_router_logits=True),
-    "olmo2": dict(head_dim=16),
-    "olmo3": dict(head_dim=16, sliding_window=6),
-    "qwen2": dict(use_sliding_window=True, sliding_window=6, max_window_layers=2, head_dim=16),
-    "qwen3": dict(attention_bias=True),
-    "seed_oss": dict(residual_dropout=0.0, attention_dropout=0.0),
-    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]),
-    "smollm3": dict(head_dim=16, mlp_bias=True),
-}
 # What of a family runs other code than Llama's, in the newest transformers.
 LEFT = {
     "cohere2": {"Cohere2DecoderLayer", "Cohere2Attention"},
     "ernie4_5": {"Ernie4_5Attention"},
+    "exaone4": {"Exaone4DecoderLayer"},
     "gemma2": {"Gemma2DecoderLayer"},
     "glm4": {"Glm4DecoderLayer", "Glm4Attention"},
     "granite": {"GraniteDecoderLayer"},
-    "phi3": {"Phi3DecoderLayer", "Phi3Attention"},
-    "exaone4": {"Exaone4DecoderLayer"},
     "mixtral": {"MixtralDecoderLayer"},
     "olmo2": {"Olmo2DecoderLayer", "Olmo2Attention"},
     "olmo3": {"Olmo3DecoderLayer", "Olmo3Attention"},
+    "phi3": {"Phi3DecoderLayer", "Phi3Attention"},
     "seed_oss": {"SeedOssMLP"},
 }
 PRESENT = [f for f in FAMILIES if importlib.util.find_spec(f"transformers.models.{f}") is not None]
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 each = pytest.mark.parametrize("family", PRESENT)
-
-
-def build(family, device="cpu", dtype=torch.float32, seed=0, **overrides):
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**SMALL, **OPTIONS.get(family, {}), **overrides})
-    model = AutoModelForCausalLM.from_config(config)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # others do not take float64
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # of Gemma they start at zero
-            nn.init.uniform_(parameter, 0.5, 1.5)
-        if name.endswith("bias"):
-            nn.init.normal_(parameter, std=0.1)
-    return model.to(device, dtype).train()
-
-
-def patched(model, **options):
-    model = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        liger_ext.apply_liger_kernel_to_instance(model, **options)
-    return model
 
 
 @each
@@ -267,7 +212,32 @@ def test_compiled(device, family):
     assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))
 
 
-def test_code_that_is_not_known(device):
+class Callable:
+    """A forward that is an object, as decorators make of it."""
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __get__(self, module, cls=None):
+        return self if module is None else functools.partial(self, module)
+
+    def __call__(self, module, *args):
+        return self.forward(module, *args)
+
+
+@pytest.fixture
+def new_look():
+    """Recognition remembers what it has seen."""
+    caches = families.patch_of, families._kinds, families._known_ropes
+    for seen in (*caches, families._unknown):
+        getattr(seen, "cache_clear", seen.clear if seen is families._unknown else None)()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["function", "object"])
+def test_code_that_is_not_known(device, kind, monkeypatch, new_look):
     """A norm that somebody has changed stays, and does what it did."""
     model = build("qwen2", device)
     cls = type(model.model.norm)
@@ -275,11 +245,15 @@ def test_code_that_is_not_known(device):
     def forward(self, hidden_states):
         return 3 * self.weight * hidden_states
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cls, "forward", forward)
-        families.patch_of.cache_clear()
-        families._unknown.clear()
-        with pytest.warns(UserWarning, match="Qwen2RMSNorm: liger_ext does not know this code"):
-            liger_ext.apply_liger_kernel_to_instance(model)
-        assert type(model.model.norm) is cls
-    families.patch_of.cache_clear()
+    monkeypatch.setattr(cls, "forward", forward if kind == "function" else Callable(forward))
+    with pytest.warns(UserWarning, match="Qwen2RMSNorm: liger_ext does not know this code"):
+        liger_ext.apply_liger_kernel_to_instance(model)
+    assert type(model.model.norm) is cls
+
+
+def test_code_that_cannot_be_read(monkeypatch, new_look):
+    """Where only compiled code is installed, nothing but Llama's own classes is known."""
+    monkeypatch.setattr(families, "text_of", lambda function: None)
+    model = build("qwen2")
+    assert not families.holds_known_code(model)
+    assert families.holds_known_code(build("llama"))

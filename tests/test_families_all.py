@@ -4,12 +4,14 @@ With LIGER_EXT_MODELS=full (`make test-models`) whichever build, if more do than
 
 import contextlib
 import copy
+import functools
 import os
 import warnings
 
+import llama_models
 import pytest
 import torch
-from llama_models import TRANSFORMERS, one_thread, step, tokens  # noqa: F401
+from llama_models import TRANSFORMERS, one_thread, randomised, step, tokens  # noqa: F401
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -29,19 +31,11 @@ _NAMES = """
     vaultgemma zaya
 """
 KNOWN = _NAMES.split()
-SIZES = dict(
+SIZES = llama_models.SIZES | dict(
     vocab_size=300,
-    hidden_size=64,
     intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=16,
     max_position_embeddings=64,
-    initializer_range=0.15,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
     moe_intermediate_size=32,
     num_experts=4,
     num_local_experts=4,
@@ -73,11 +67,7 @@ def build(model_type: str) -> nn.Module:
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > 30_000_000:
         raise ValueError("has sizes under other names")
-    model = AutoModelForCausalLM.from_config(config)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    return model.train()
+    return randomised(AutoModelForCausalLM.from_config(config)).train()
 
 
 @pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
@@ -107,8 +97,10 @@ def test_equals_stock(model_type):
     found = run(ours)
     largest = max(float(result.abs().max()) for name, result in expected.items() if name not in ("loss", "logits"))
     for name, result in found.items():
-        tolerance = dict(rtol=1e-3, atol=1e-5 * (1 if name in ("loss", "logits") else largest))
-        torch.testing.assert_close(result, expected[name], **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        # A gradient that cancels is made of what larger ones leave when they are rounded.
+        atol = 1e-4 * float(expected[name].abs().max()) + 1e-7 * largest
+        close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=atol)
+        close(result, expected[name], msg=lambda text, n=name: f"{n}: {text}")
     assert expected.keys() - found.keys() <= {"logits"}
     handle.revert()
     assert [type(module) for module in ours.modules()] == [type(module) for module in model.modules()]

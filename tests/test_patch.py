@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 
+import family_models
 import pytest
 import torch
 from cases import RecordCalls, python
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import liger_ext
-from liger_ext import apply_liger_kernel_to_llama
+from liger_ext import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen2
 from liger_ext.models import forwards
 
 PATCHED = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
@@ -315,6 +316,16 @@ def test_an_option_that_is_no_bool_is_an_error():
 def test_a_model_without_llama_is_an_error():
     with pytest.raises(ValueError, match="Linear holds no Llama model"):
         apply_liger_kernel_to_llama(model=nn.Linear(2, 2))
+
+
+def test_a_model_of_another_family_is_an_error():
+    qwen2 = family_models.build("qwen2")
+    before = classes(qwen2)
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM holds no Llama model"):
+        apply_liger_kernel_to_llama(model=qwen2)
+    with pytest.raises(ValueError, match="LlamaForCausalLM holds no Qwen2 model"):
+        apply_liger_kernel_to_qwen2(model=build())
+    assert classes(qwen2) == before
 
 
 def test_with_globals_keeps_decorators():

@@ -3,6 +3,7 @@
 import warnings
 from types import SimpleNamespace
 
+import family_models
 import pytest
 import torch
 from llama_models import batch_of, build, config, one_thread  # noqa: F401
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from liger_ext import AutoLigerKernelForCausalLM, apply_liger_kernel, apply_liger_kernel_to_instance
-from liger_ext.models import llama
+from liger_ext.models import families, llama
 
 
 def gpt2():
@@ -96,3 +97,13 @@ def test_a_model_without_a_type_is_left_alone(config):
     assert len(record) == 1
     handle.revert()
     assert type(model) is nn.Linear and model.__dict__ == before
+
+
+def test_warnings_name_the_line_that_led_to_them():
+    with pytest.warns(UserWarning, match="has no config.model_type") as direct:
+        apply_liger_kernel_to_instance(nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="Cohere2DecoderLayer") as deeper, apply_liger_kernel("cohere2"):
+        families._unknown.clear()
+        family_models.build("cohere2")
+    assert direct[0].filename == __file__
+    assert deeper[0].filename == family_models.__file__

@@ -1,7 +1,6 @@
 """Finding the patch of a model by its model type; model classes that patch what they build."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
 
 from torch import nn
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from liger_ext.models import FAMILIES
 from liger_ext.models.families import holds_known_code, patch_function
 from liger_ext.models.patch import PatchHandle
+from liger_ext.models.warn import warn
 
 
 def supported_model_types() -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
     warning.
     """
     if model_type not in FAMILIES:
-        _warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {', '.join(FAMILIES)})")
+        warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {', '.join(FAMILIES)})")
         return PatchHandle()
     return _patch(model_type, **options)
 
@@ -37,7 +37,7 @@ def apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
-        _warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(FAMILIES)})")
+        warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(FAMILIES)})")
         return PatchHandle()
     if model_type in FAMILIES or not holds_known_code(model):
         return apply_liger_kernel(model_type, model=model, **options)
@@ -65,7 +65,7 @@ def _build(build: Callable[..., PreTrainedModel], *args, **kwargs) -> PreTrained
     options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
     model = build(*args, **kwargs)
     if model.config.model_type in FAMILIES or holds_known_code(model):
-        apply_liger_kernel_to_instance(model, **options)
+        _patch(model.config.model_type, model=model, **options)
     else:
         _warn_dropped(model.config.model_type, options)
     return model
@@ -83,8 +83,4 @@ def _option_names(patch: Callable[..., PatchHandle]) -> set[str]:
 
 def _warn_dropped(model_type: str, names: Iterable[str]) -> None:
     if names:
-        _warn(f"options without a meaning for model type {model_type!r} are ignored: {', '.join(sorted(names))}")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
+        warn(f"options without a meaning for model type {model_type!r} are ignored: {', '.join(sorted(names))}")

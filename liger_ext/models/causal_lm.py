@@ -71,11 +71,11 @@ class CausalLM:
         if skip_logits is None:
             skip_logits = trains
         if self.loss_function not in (ForCausalLMLoss, causal_lm_cross_entropy):
-            return self._stock_forward(**arguments)
+            return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
         if not has_labels or not (skip_logits or options or labels is None):
-            return self._stock_forward(**arguments)
+            return super().forward(**arguments)
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
         logits_to_keep = arguments.pop("logits_to_keep", 0)
@@ -108,9 +108,6 @@ class CausalLM:
             predicted_tokens=result.predicted_tokens,
         )
         return self._output(results, outputs, arguments)
-
-    def _stock_forward(self, **arguments) -> ModelOutput:
-        return super().forward(**arguments)
 
     def _output(self, results: dict[str, object], outputs: ModelOutput, arguments: dict[str, object]) -> ModelOutput:
         """`results` with what a family returns beside them; `outputs` and `arguments` are those of `self.model`."""

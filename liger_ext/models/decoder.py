@@ -33,11 +33,16 @@ _GELU_TANH = tuple(filter(None, (getattr(activations, name, None) for name in ("
 
 
 class Norm:
-    """A norm of one weight; `forward` has the argument's name in transformers."""
+    """A norm of one weight."""
 
     liger_memory = "auto"
     OFFSET, CASTING = 0.0, "llama"  # of functional.rms_norm
     EPS = "variance_epsilon"
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not is_plain_tensor(self.weight):
+            return super().forward(hidden_states)
+        return recomputed(self, self._normalise, hidden_states, *self.liger_arguments())
 
     def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
         """Those of `functional.rms_norm` behind the first."""
@@ -47,28 +52,26 @@ class Norm:
         """Whether the result has a wider dtype than the input, the sum of `summands`."""
         return False
 
+    _normalise = staticmethod(functional.rms_norm)
+
 
 class RMSNorm(Norm):
     """Llama's: rounded to the input's dtype before the weight is multiplied with it."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not is_plain_tensor(self.weight):
-            return super().forward(hidden_states)
-        return recomputed(self, _rms_norm, hidden_states, *self.liger_arguments())
-
     def raises_dtype(self, *summands: torch.Tensor) -> bool:
         return _raises_dtype(self.weight, *summands)
+
+    @staticmethod
+    def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, casting: str) -> torch.Tensor:
+        if _raises_dtype(weight, x):
+            return weight * functional.rms_norm(x, None, eps, offset, casting)
+        return functional.rms_norm(x, weight, eps, offset, casting)
 
 
 class RMSNormInFloat(Norm):
     """OLMo 2's: rounded once, after the weight."""
 
     CASTING = "gemma"
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not is_plain_tensor(self.weight):
-            return super().forward(hidden_states)
-        return recomputed(self, functional.rms_norm, hidden_states, *self.liger_arguments())
 
 
 class ZeroCenteredRMSNorm(Norm):
@@ -77,56 +80,43 @@ class ZeroCenteredRMSNorm(Norm):
     OFFSET, CASTING = 1.0, "gemma"
     EPS = "eps"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not is_plain_tensor(self.weight):
-            return super().forward(x)
-        return recomputed(self, functional.rms_norm, x, *self.liger_arguments())
-
-
-_NORM_FORWARDS = tuple(norm.forward for norm in (RMSNorm, RMSNormInFloat, ZeroCenteredRMSNorm))
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, casting: str) -> torch.Tensor:
-    if _raises_dtype(weight, x):
-        return weight * functional.rms_norm(x, None, eps, offset, casting)
-    return functional.rms_norm(x, weight, eps, offset, casting)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # the argument's name in transformers
+        return super().forward(x)
 
 
 class MLP:
     liger_memory = "auto"
+    ACTIVATION = "act_fn"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (gated_unit(self) and only_forward_runs(self.act_fn)):  # one put in its place since, or a hook on it
+        # The activation may be one put in its place since, or have a hook.
+        if not (gated_unit(self) and only_forward_runs(getattr(self, self.ACTIVATION))):
             return super().forward(x)
-        return recomputed(self, self._run, x) if self._makes_again() else self._run(x)
-
-    def _makes_again(self) -> bool:
-        return self.liger_memory in ("low", "min")
+        return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
             return self.down_proj(self.act_fn(gate) * up)
+        return self._run_down(gate, up)
+
+    def _run_down(self, *gate_up: torch.Tensor) -> torch.Tensor:
         unit, *options = gated_unit(self)
-        h = recomputed(self, unit, gate, up, *options)
-        with remade(self, h, unit, gate, up, *options):
+        h = recomputed(self, unit, *gate_up, *options)
+        with remade(self, h, unit, *gate_up, *options):
             return self.down_proj(h)
 
 
 class PackedMLP(MLP):
     """Phi 3's: gate and up are the halves of one projection's result."""
 
+    ACTIVATION = "activation_fn"
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not (gated_unit(self) and only_forward_runs(self.activation_fn)):
-            return super(MLP, self).forward(hidden_states)
-        return recomputed(self, self._run, hidden_states) if self._makes_again() else self._run(hidden_states)
+        return super().forward(hidden_states)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up_proj(x)
-        unit, *options = gated_unit(self)
-        h = recomputed(self, unit, gate_up, *options)
-        with remade(self, h, unit, gate_up, *options):
-            return self.down_proj(h)
+        return self._run_down(self.gate_up_proj(x))
 
 
 class Attention:
@@ -154,7 +144,7 @@ def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
 
 
 def _is_plain_norm(norm: nn.Module) -> bool:
-    is_ours = isinstance(norm, Norm) and type(norm).forward in _NORM_FORWARDS
+    is_ours = isinstance(norm, Norm) and type(norm).forward in (Norm.forward, ZeroCenteredRMSNorm.forward)
     return is_ours and only_forward_runs(norm) and is_plain_tensor(norm.weight)
 
 

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterable
 
 from torch import nn
@@ -29,7 +28,6 @@ from liger_ext.models.decoder import (
     DecoderLayer,
     Norm,
     PackedMLP,
-    RMSNorm,
     RMSNormInFloat,
     ZeroCenteredRMSNorm,
     create_causal_mask,
@@ -40,6 +38,7 @@ from liger_ext.models.forwards import text_of
 from liger_ext.models.head import Linear, heads_of
 from liger_ext.models.loss import MEMORY_LEVELS, causal_lm_cross_entropy
 from liger_ext.models.patch import PatchHandle, on_construction, record_change, stands_in, stock_class, swap_classes
+from liger_ext.models.warn import warn
 
 _MODELS = "transformers.models."
 
@@ -82,7 +81,7 @@ def apply(
         kept = [p.__name__ for p, ask in known.items() if not ask and any(isinstance(m, p) for m in modules)]
         if kept:
             names = ", ".join(kept)
-            warnings.warn(f"{names}: patched by an earlier call, and stays so: revert its handle first", stacklevel=4)
+            warn(f"{names}: patched by an earlier call, and stays so: revert its handle first")
         _warn_of_unknown(classes, wanted)
         for patch in (patch for patch, ask in known.items() if ask):
             swap_classes(filter(gated_unit, modules) if issubclass(patch, MLP) else modules, patch, handle)
@@ -101,7 +100,7 @@ def apply(
         if model is None:
             for cls in _models_of(model_type):
                 on_construction(cls, patch_modules, handle)
-        elif holds_known_code(model):
+        elif holds_known_code(model, model_type):
             patch_modules(model, handle)
         else:
             raise ValueError(f"{type(model).__name__} holds no {FAMILIES.get(model_type, model_type)} model to patch")
@@ -111,8 +110,14 @@ def apply(
 _NOT_SWITCHES = ("model_type", "model", "memory")
 
 
-def holds_known_code(model: nn.Module) -> bool:
-    return any(map(patch_of, _stock_classes(model.modules())))
+def holds_known_code(model: nn.Module, model_type: str | None = None) -> bool:
+    """Whether something of `model` can be patched; with one of `FAMILIES`, whether a part of it is of that family."""
+    classes = _stock_classes(model.modules())
+    if model_type in FAMILIES:
+        family = f"{_MODELS}{model_type}."
+        if not any(c.__module__.startswith(family) or (model_type == "llama" and _llamas(c)) for c in classes):
+            return False
+    return any(map(patch_of, classes))
 
 
 def patch_function(model_type: str) -> Callable[..., PatchHandle]:
@@ -160,7 +165,8 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
     if kind is None and issubclass(cls, PreTrainedModel):
         kind = _HEADS.get(_difference(cls.forward, stock_class(llama.LlamaForCausalLM).forward))
     module, replacements = sys.modules[cls.__module__], {}
-    if kind is None and "apply_rotary_pos_emb" in inspect.unwrap(cls.forward).__code__.co_names:
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if kind is None and code is not None and "apply_rotary_pos_emb" in code.co_names:
         rope = vars(module).get("apply_rotary_pos_emb")
         if _code_of(rope) in _known_ropes():
             kind, replacements = Attention, {"apply_rotary_pos_emb": rope_for(rope)}
@@ -176,9 +182,9 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
 @functools.cache
 def _kinds() -> dict[str, type]:
     """By the digest of a class's code: the mixin that does the same."""
-    ours = (RMSNorm, llama.LlamaRMSNorm), (MLP, llama.LlamaMLP), (DecoderLayer, llama.LlamaDecoderLayer)
-    stock = {kind: stock_class(patch) for kind, patch in (*ours, (CausalLM, llama.LlamaForCausalLM))}
-    return {_code_of(cls.forward, cls): kind for kind, cls in stock.items()} | _OTHERS
+    patches = llama.LlamaRMSNorm, llama.LlamaMLP, llama.LlamaDecoderLayer, llama.LlamaForCausalLM
+    codes = {_code_of(stock_class(patch).forward, stock_class(patch)): patch.__bases__[0] for patch in patches}
+    return {code: kind for code, kind in codes.items() if code is not None} | _OTHERS
 
 
 _OTHERS = {
@@ -199,11 +205,14 @@ _HEADS = {
 
 @functools.cache
 def _known_ropes() -> set[str]:
-    return {_code_of(modeling_llama.apply_rotary_pos_emb), "8d9f48cd1cdefb65"}  # the latter of Qwen3-Next
+    return {_code_of(modeling_llama.apply_rotary_pos_emb), "8d9f48cd1cdefb65"} - {None}  # the latter of Qwen3-Next
 
 
 def _code_of(function: Callable | None, cls: type | None = None, seen: tuple = ()) -> str | None:
-    """A digest of what `function` does, with the functions of its module, and the methods of `cls`, that it names."""
+    """A digest of what `function` does, with the functions of its module, and the methods of `cls`, that it names.
+
+    None if some of the source is not there to be read; it is then like no other.
+    """
     text = None if function is None else text_of(function)
     if text is None:
         return None
@@ -214,8 +223,8 @@ def _code_of(function: Callable | None, cls: type | None = None, seen: tuple = (
         found = function.__globals__.get(name) if found is None else found
         found = inspect.unwrap(found) if isinstance(found, types.FunctionType) else None
         if found is not None and found.__module__ == function.__module__ and found not in (*seen, function):
-            texts.append(str(_code_of(found, cls, (*seen, function))))
-    return _digest(texts)
+            texts.append(_code_of(found, cls, (*seen, function)))
+    return None if None in texts else _digest(texts)
 
 
 def _difference(function: Callable, other: Callable) -> str | None:
@@ -259,7 +268,7 @@ def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool]) -
     _unknown.update(unknown)
     if unknown:
         names = ", ".join(cls.__name__ for cls in unknown)
-        warnings.warn(f"{names}: liger_ext does not know this code, and leaves it as it is", stacklevel=4)
+        warn(f"{names}: liger_ext does not know this code, and leaves it as it is")
 
 
 def _models_of(model_type: str) -> list[type[nn.Module]]:

@@ -154,6 +154,9 @@ def causal_lm_loss(
     if use_token_scaling:
         raise ValueError("use_token_scaling needs the loss fused with lm_head: a plain nn.Linear, and no logits wanted")
     if not is_plain_tensor(logits):  # sharded by tensor parallelism, which has a loss of its own (loss_parallel)
+        softcap = options.pop("softcap", None)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         if ce_weight is not None or any(options.values()):
             raise ValueError(f"the loss of logits of type {type(logits).__name__} takes no options of liger_ext")
         targets = _targets(labels, shift_labels, ignore_index, logits)

@@ -23,7 +23,6 @@ import contextlib
 import functools
 import inspect
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -35,6 +34,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_ext.models.forwards import describe, find_foreign, leads_to, rewrap, with_globals
+from liger_ext.models.warn import warn
 
 
 class PatchHandle(contextlib.ExitStack):
@@ -91,9 +91,8 @@ def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: P
     modules = [module for module in modules if isinstance(module, stock_class(patch))]
     if any(not isinstance(module, patch) for module in modules):
         for name, found in _find_replacements(patch):
-            warnings.warn(
-                f"{name} of transformers was replaced by {describe(found)}, and stays: {patch.__name__} is not patched",
-                stacklevel=2,
+            warn(
+                f"{name} of transformers was replaced by {describe(found)}, and stays: {patch.__name__} is not patched"
             )
             modules = [module for module in modules if isinstance(module, patch)]
     for module in modules:
@@ -246,7 +245,7 @@ def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle |
         return
     patched = patch if cls is original else _stack(cls, patch)
     if not _inherits_forward(cls, original) or not _set_class(module, patched):
-        warnings.warn(f"{cls.__name__} has a forward of its own and is not patched", stacklevel=3)
+        warn(f"{cls.__name__} has a forward of its own and is not patched")
         return
     record_change(module, patch, handle, functools.partial(_restore_class, patched=patched, original=cls))
 
@@ -254,7 +253,7 @@ def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle |
 def _restore_class(module: nn.Module, patched: type[nn.Module], original: type[nn.Module]) -> None:
     if not _set_class(module, _without(type(module), patched, original)):
         name = type(module).__name__
-        warnings.warn(f"the forward of this {name} was wrapped after patching, and keeps the patch", stacklevel=2)
+        warn(f"the forward of this {name} was wrapped after patching, and keeps the patch")
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> bool:
