@@ -23,21 +23,21 @@ from transformers import AutoModelForCausalLM
 
 import liger_ext
 import liger_ext.functional as LF
-from liger_ext.models import FAMILIES, causal_lm, decoder, families
+from liger_ext.models import FAMILIES, causal_lm, decoder, families, known_code
 
-# What of a family runs other code than Llama's, in the newest transformers.
-LEFT = {
-    "cohere2": {"Cohere2DecoderLayer", "Cohere2Attention"},
+# What of a family stays as it is, in the newest transformers: it runs code that is not known,
+UNKNOWN = {
+    "cohere2": {"Cohere2Attention"},
     "ernie4_5": {"Ernie4_5Attention"},
-    "exaone4": {"Exaone4DecoderLayer"},
-    "gemma2": {"Gemma2DecoderLayer"},
-    "glm4": {"Glm4DecoderLayer", "Glm4Attention"},
-    "granite": {"GraniteDecoderLayer"},
-    "mixtral": {"MixtralDecoderLayer"},
-    "olmo2": {"Olmo2DecoderLayer", "Olmo2Attention"},
-    "olmo3": {"Olmo3DecoderLayer", "Olmo3Attention"},
-    "phi3": {"Phi3DecoderLayer", "Phi3Attention"},
+    "glm4": {"Glm4Attention"},
     "seed_oss": {"SeedOssMLP"},
+}
+# or known code of which nothing can be fused.
+LEFT = {
+    "cohere2": {"Cohere2DecoderLayer"},
+    "exaone4": {"Exaone4DecoderLayer"},
+    "olmo2": {"Olmo2DecoderLayer"},
+    "olmo3": {"Olmo3DecoderLayer"},
 }
 PRESENT = [f for f in FAMILIES if importlib.util.find_spec(f"transformers.models.{f}") is not None]
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
@@ -53,13 +53,16 @@ def test_what_is_patched(family):
         warnings.simplefilter("always")
         liger_ext.apply_liger_kernel_to_instance(model)
     said = [str(w.message) for w in caught if "does not know this code" in str(w.message)]
-    assert len(said) == (family in LEFT)
-    assert set(said[0].partition(":")[0].split(", ") if said else []) == LEFT.get(family, set())
+    assert len(said) == (family in UNKNOWN)
+    assert set(said[0].partition(":")[0].split(", ") if said else []) == UNKNOWN.get(family, set())
     ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
     prefix = FAMILIES[family]
     ends = {"RMSNorm", "MLP", "DecoderLayer", "Attention", "ForCausalLM"}
     ends -= {"cohere2": {"RMSNorm"}, "mixtral": {"MLP"}}.get(family, set())  # they have none
-    assert {prefix + end for end in ends} - LEFT.get(family, set()) == ours - {"Linear", "LlamaModel"}
+    assert {prefix + end for end in ends} - LEFT.get(family, set()) - UNKNOWN.get(family, set()) == ours - {
+        "Linear",
+        "LlamaModel",
+    }
 
 
 @each
@@ -140,6 +143,10 @@ WRONG = {
     "softcap": ("gemma2", causal_lm.SoftcappedCausalLM, "liger_logits", lambda self: (1.0, None)),
     "divisor": ("granite", causal_lm.DividedCausalLM, "liger_logits", lambda self: (3.0, None)),
     "aux loss": ("mixtral", causal_lm.MoeCausalLM, "_output", causal_lm.CausalLM._output),
+    "layer's factor": ("granite", decoder.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
+    "layer's norms": ("gemma2", decoder.SandwichLayer, "NORM", "post_attention_layernorm"),
+    "layer's dropout": ("phi3", decoder.DropoutLayer, "_of_attention", lambda self, x: 0.9 * x),
+    "result's norm": ("glm4", decoder.Glm4Layer, "_of_attention", decoder.DecoderLayer._of_attention),
     "factor": ("cohere2", causal_lm.MultipliedCausalLM, "liger_logits", lambda self: (1.0, None)),
 }
 
@@ -228,7 +235,7 @@ class Callable:
 @pytest.fixture
 def new_look():
     """Recognition remembers what it has seen."""
-    caches = families.patch_of, families._kinds, families._known_ropes
+    caches = known_code.patch_of, known_code._kinds, known_code._known_ropes
     for seen in (*caches, families._unknown):
         getattr(seen, "cache_clear", seen.clear if seen is families._unknown else None)()
     yield
@@ -253,7 +260,7 @@ def test_code_that_is_not_known(device, kind, monkeypatch, new_look):
 
 def test_code_that_cannot_be_read(monkeypatch, new_look):
     """Where only compiled code is installed, nothing but Llama's own classes is known."""
-    monkeypatch.setattr(families, "text_of", lambda function: None)
+    monkeypatch.setattr(known_code, "text_of", lambda function: None)
     model = build("qwen2")
     assert not families.holds_known_code(model)
     assert families.holds_known_code(build("llama"))

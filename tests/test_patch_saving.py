@@ -47,7 +47,7 @@ def test_pickles_into_a_fresh_process(tmp_path, options):
 import sys, torch
 model = torch.load(sys.argv[1] + "/model.pt", weights_only=False)
 batch = torch.load(sys.argv[1] + "/batch.pt")
-assert type(model.model.norm).__module__ == "liger_ext.models.decoder"
+assert type(model.model.norm).__module__ == "liger_ext.models.llama"
 torch.set_num_threads(1)
 torch.save(model(**batch).loss, sys.argv[1] + "/loss.pt")
 """

@@ -139,6 +139,13 @@ class MultipliedCausalLM(CausalLM):
         return self.logit_scale, None
 
 
+class RoutedCausalLM(CausalLM):
+    """DeepSeek V3's: what its routers say is returned."""
+
+    def _output(self, results: dict[str, object], outputs: ModelOutput, arguments: dict[str, object]) -> ModelOutput:
+        return LigerMoeCausalLMOutputWithPast(**results, router_logits=outputs.router_logits)
+
+
 _MOE = inspect.signature(modeling_mixtral.MixtralForCausalLM.forward)
 _MOE_NAMES = tuple(_MOE.parameters)[1:]
 

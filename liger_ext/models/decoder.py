@@ -12,21 +12,15 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import activations, modeling_utils
+from transformers import activations
 from transformers.models.llama import modeling_llama
 
 from liger_ext import functional
 from liger_ext.models.checkpoint import counting_runs, run_of
-from liger_ext.models.embedding import embedding, is_one_op
 from liger_ext.models.forwards import find_foreign, text_of
 from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
-from liger_ext.models.patch import copy_forward, is_plain_tensor, only_forward_runs, stands_in, stock_class
+from liger_ext.models.patch import Mixin, is_plain_tensor, only_forward_runs, stock_class
 from liger_ext.models.recompute import recomputed, remade
-
-try:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, sdpa_mask  # 4.53 on
-except ImportError:
-    create_causal_mask = None
 
 _SILU = (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))  # the latter is new in transformers 5
 _GELU_TANH = tuple(filter(None, (getattr(activations, name, None) for name in ("GELUTanh", "PytorchGELUTanh"))))
@@ -84,6 +78,27 @@ class ZeroCenteredRMSNorm(Norm):
         return super().forward(x)
 
 
+_UNITS: dict[type, tuple] = {  # by an MLP's activation: the op of it, and what it takes behind gate and up
+    **dict.fromkeys(_SILU, (functional.swiglu, 1.0, 1.0)),
+    **dict.fromkeys(_GELU_TANH, (functional.geglu, "tanh")),
+}
+_PACKED_UNITS: dict[type, tuple] = {
+    **dict.fromkeys(_SILU, (functional.swiglu_packed, 1.0, 1.0)),
+    **dict.fromkeys(_GELU_TANH, (functional.geglu_packed, "tanh")),
+}
+
+
+def gated_unit(mlp: nn.Module) -> tuple | None:
+    """What makes h of gate and up. By the activation's module, as users put others in its place."""
+    if hasattr(mlp, "gate_up_proj"):
+        return _PACKED_UNITS.get(type(getattr(mlp, "activation_fn", None)))
+    return _UNITS.get(type(getattr(mlp, "act_fn", None)))
+
+
+def has_silu(mlp: nn.Module) -> bool:
+    return type(getattr(mlp, "act_fn", None)) in _SILU
+
+
 class MLP:
     liger_memory = "auto"
     ACTIVATION = "act_fn"
@@ -119,12 +134,12 @@ class PackedMLP(MLP):
         return self._run_down(self.gate_up_proj(x))
 
 
-class Attention:
+class Attention(Mixin):
     """transformers' forward, in which the name `apply_rotary_pos_emb` means our function."""
 
-    def __init_subclass__(cls, **kwargs) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.CALLS_PROJECTIONS = _calls_its_projections(stock_class(cls).forward)
+    @classmethod
+    def look_at(cls, stock: type[nn.Module]) -> None:
+        cls.CALLS_PROJECTIONS = _calls_its_projections(stock.forward)
 
 
 @functools.cache
@@ -148,47 +163,57 @@ def _is_plain_norm(norm: nn.Module) -> bool:
     return is_ours and only_forward_runs(norm) and is_plain_tensor(norm.weight)
 
 
-_LAYER = inspect.signature(modeling_llama.LlamaDecoderLayer.forward).parameters
-_LAYER_DEFAULTS = {name: p.default for name, p in _LAYER.items() if p.default is not p.empty}  # all but hidden_states
-_LAYER_RETURNS_TUPLE = "output_attentions" in _LAYER  # up to 4.53: hidden states[, attention weights]; then no tuple
-
-
 # 4.53 to 4.57: a checkpoint of a layer has its hooks inside.
 _HOOKS_ARE_CHECKPOINTED = any(
     "__call__" in vars(c) for c in modeling_llama.LlamaDecoderLayer.__mro__ if c is not nn.Module
 )
 
 
-class DecoderLayer:
+class DecoderLayer(Mixin):
     """Adds the attention's output to the residual stream and normalises the sum in one op.
 
     Where the linear layers are plain ones, a training step runs `liger_ext.models.layer`, which keeps less memory.
     """
 
     liger_memory = "auto"
+    NORM = "post_attention_layernorm"  # the one of the MLP's input
+
+    @classmethod
+    def look_at(cls, stock: type[nn.Module]) -> None:
+        parameters = [*inspect.signature(stock.forward).parameters.values()][2:]
+        cls.DEFAULTS = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}  # all but hidden_states
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
-        norm = self.post_attention_layernorm
+        norm = getattr(self, self.NORM)
         if not _is_plain_norm(norm):
             return super().forward(hidden_states, *args, **kwargs)
         # The arguments differ between versions of transformers, but in each all of them go to the attention, by name.
-        arguments = {**_LAYER_DEFAULTS, **dict(zip(_LAYER_DEFAULTS, args, strict=False)), **kwargs}
+        arguments = {**self.DEFAULTS, **dict(zip(self.DEFAULTS, args, strict=False)), **kwargs}
         stream, attention, weights = self._attend(hidden_states, arguments)
+        attention = self._of_attention(attention)
         raises_dtype = norm.raises_dtype(attention, stream)
         if not raises_dtype and isinstance(norm, RMSNorm) and self._mlp_is_one_node(stream):
             is_read = run_of(self) < 2
             hidden_states = norm_mlp(attention, stream, norm, self.mlp, self._level(), is_read)
         elif raises_dtype:
             residual = stream + attention
-            hidden_states = residual + self.mlp(norm(residual))
+            hidden_states = residual + self._of_mlp(self.mlp(norm(residual)))
         else:
             arguments_of_norm = norm.liger_arguments()
             normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *arguments_of_norm)
             with remade(self, normed, functional.rms_norm, residual, *arguments_of_norm):
-                hidden_states = residual + self.mlp(normed)
-        if _LAYER_RETURNS_TUPLE:
+                hidden_states = self.mlp(normed)
+            hidden_states = residual + self._of_mlp(hidden_states)
+        if "output_attentions" in self.DEFAULTS:  # up to 4.53: hidden states[, attention weights]; then no tuple
             return (hidden_states, weights) if arguments["output_attentions"] else (hidden_states,)
         return hidden_states
+
+    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
+        """What of the attention's result is added to the residual stream."""
+        return x
+
+    def _of_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
         """The residual stream, what the attention adds to it, and the attention's weights."""
@@ -259,12 +284,57 @@ class DecoderLayer:
         mlp = self.mlp
         return (
             self._is_differentiated()
+            and type(self)._of_mlp is DecoderLayer._of_mlp
             and type(mlp).__bases__[0] is MLP
             and only_forward_runs(mlp)
             and has_silu(mlp)
             and only_forward_runs(mlp.act_fn)
             and runs_as_one_node(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.training)
         )
+
+
+class SandwichLayer(DecoderLayer):
+    """Gemma 2's: the results of the attention and of the MLP have norms as well."""
+
+    NORM = "pre_feedforward_layernorm"
+    NORMS_OF_RESULTS = "post_attention_layernorm", "post_feedforward_layernorm"
+
+    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.NORMS_OF_RESULTS[0])(x)
+
+    def _of_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.NORMS_OF_RESULTS[1])(x)
+
+
+class Glm4Layer(SandwichLayer):
+    NORM = "post_attention_layernorm"
+    NORMS_OF_RESULTS = "post_self_attn_layernorm", "post_mlp_layernorm"
+
+
+class ScaledLayer(DecoderLayer):
+    """Granite's."""
+
+    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.residual_multiplier
+
+    _of_mlp = _of_attention
+
+
+class LayerOfPair(DecoderLayer):
+    """GPT-OSS's, whose MLP returns what its router says as well."""
+
+    def _of_mlp(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return x[0]
+
+
+class DropoutLayer(DecoderLayer):
+    """Phi 3's."""
+
+    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
+        return self.resid_attn_dropout(x)
+
+    def _of_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.resid_mlp_dropout(x)
 
 
 class _Projected:
@@ -304,89 +374,3 @@ def _calls_its_projections(forward: Callable) -> bool:
     for call in calls:
         body = body.replace(call, "")
     return once and re.search(r"\bhidden_states\b|\bself\.[qkv]_proj\b", body) is None
-
-
-_MODEL = inspect.signature(modeling_llama.LlamaModel.forward)
-_MODEL_NAMES = tuple(_MODEL.parameters)[1:]
-
-
-@stands_in(modeling_llama)
-class LlamaModel(modeling_llama.LlamaModel):
-    """Gives attention no mask when there is nothing to mask but the future, which sdpa knows.
-
-    transformers (4.53 on) looks into position_ids and attention_mask for packed or padded rows, and waits for the GPU
-    to do so. A graph of torch.compile cannot look: it gets a mask of [batch, 1, seq, seq], with which sdpa cannot use
-    its fast kernels. What was not passed needs no look.
-    """
-
-    def forward(self, *args, **kwargs):
-        arguments = {**dict(zip(_MODEL_NAMES, args, strict=False)), **kwargs}
-        ids, given = arguments.get("input_ids"), arguments.get("inputs_embeds")
-        if ids is not None and given is None and is_one_op(self.embed_tokens, self.training):
-            arguments.update(input_ids=None, inputs_embeds=embedding(ids, self.embed_tokens))
-        if _needs_no_mask(self.config, arguments):
-            return _forward_without_mask(self, **arguments)
-        return super().forward(**arguments)
-
-    forward.__signature__ = _MODEL
-
-
-_forward_without_mask = copy_forward(LlamaModel, create_causal_mask=lambda *args, **kwargs: None)
-
-# transformers (4.54 on) looks up by a class's name what output_hidden_states and output_attentions record.
-if hasattr(modeling_utils, "_CAN_RECORD_REGISTRY"):
-    dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(LlamaModel), LlamaModel._can_record_outputs)
-
-
-def _needs_no_mask(config, arguments: dict[str, object]) -> bool:
-    """Whether nothing in a call of LlamaModel asks for a mask, and attention is sdpa, which can do without."""
-    return (
-        config._attn_implementation == "sdpa"
-        and modeling_llama.create_causal_mask is create_causal_mask  # not one that other code has put there
-        and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
-        and all(arguments.get(name) is None for name in _MAKE_A_MASK)
-    )
-
-
-_MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache_position")
-
-
-_UNITS: dict[type, tuple] = {  # by an MLP's activation: the op of it, and what it takes behind gate and up
-    **dict.fromkeys(_SILU, (functional.swiglu, 1.0, 1.0)),
-    **dict.fromkeys(_GELU_TANH, (functional.geglu, "tanh")),
-}
-_PACKED_UNITS: dict[type, tuple] = {
-    **dict.fromkeys(_SILU, (functional.swiglu_packed, 1.0, 1.0)),
-    **dict.fromkeys(_GELU_TANH, (functional.geglu_packed, "tanh")),
-}
-
-
-def gated_unit(mlp: nn.Module) -> tuple | None:
-    """What makes h of gate and up. By the activation's module, as users put others in its place."""
-    if hasattr(mlp, "gate_up_proj"):
-        return _PACKED_UNITS.get(type(getattr(mlp, "activation_fn", None)))
-    return _UNITS.get(type(getattr(mlp, "act_fn", None)))
-
-
-def has_silu(mlp: nn.Module) -> bool:
-    return type(getattr(mlp, "act_fn", None)) in _SILU
-
-
-@stands_in(modeling_llama)
-class LlamaRMSNorm(RMSNorm, modeling_llama.LlamaRMSNorm):
-    forward = RMSNorm.forward
-
-
-@stands_in(modeling_llama)
-class LlamaMLP(MLP, modeling_llama.LlamaMLP):
-    forward = MLP.forward
-
-
-@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(modeling_llama.apply_rotary_pos_emb))
-class LlamaAttention(Attention, modeling_llama.LlamaAttention):
-    pass
-
-
-@stands_in(modeling_llama)
-class LlamaDecoderLayer(DecoderLayer, modeling_llama.LlamaDecoderLayer):
-    pass

@@ -7,13 +7,9 @@ What is not recognised stays as it is, and is named in a warning. So a family th
 here; `liger_ext.models.FAMILIES` says where the classes are that are to be patched as soon as they are built.
 """
 
-import functools
-import hashlib
 import importlib
 import inspect
-import sys
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,26 +17,19 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models import FAMILIES, llama
-from liger_ext.models.causal_lm import CausalLM, DividedCausalLM, MoeCausalLM, MultipliedCausalLM, SoftcappedCausalLM
+from liger_ext.models.causal_lm import CausalLM
 from liger_ext.models.decoder import (
     MLP,
     Attention,
     DecoderLayer,
     Norm,
-    PackedMLP,
-    RMSNormInFloat,
-    ZeroCenteredRMSNorm,
-    create_causal_mask,
     gated_unit,
-    rope_for,
 )
-from liger_ext.models.forwards import text_of
 from liger_ext.models.head import Linear, heads_of
+from liger_ext.models.known_code import MODELS, is_left_alone, patch_of, patch_of_llamas, stock_classes
 from liger_ext.models.loss import MEMORY_LEVELS, causal_lm_cross_entropy
-from liger_ext.models.patch import PatchHandle, on_construction, record_change, stands_in, stock_class, swap_classes
+from liger_ext.models.patch import PatchHandle, on_construction, record_change, swap_classes
 from liger_ext.models.warn import warn
-
-_MODELS = "transformers.models."
 
 
 def apply(
@@ -70,12 +59,12 @@ def apply(
         Norm: rms_norm,
         MLP: swiglu,
         DecoderLayer: rms_norm and fused_add_rms_norm,
-        modeling_llama.LlamaModel: create_causal_mask is not None,
+        modeling_llama.LlamaModel: llama.create_causal_mask is not None,
     }
 
     def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
         modules = list(root.modules())
-        classes = _stock_classes(modules)
+        classes = stock_classes(modules)
         patches = [patch for patch in map(patch_of, classes) if patch]
         known = {patch: ask for kind, ask in wanted.items() for patch in patches if issubclass(patch, kind)}
         kept = [p.__name__ for p, ask in known.items() if not ask and any(isinstance(m, p) for m in modules)]
@@ -112,10 +101,10 @@ _NOT_SWITCHES = ("model_type", "model", "memory")
 
 def holds_known_code(model: nn.Module, model_type: str | None = None) -> bool:
     """Whether something of `model` can be patched; with one of `FAMILIES`, whether a part of it is of that family."""
-    classes = _stock_classes(model.modules())
+    classes = stock_classes(model.modules())
     if model_type in FAMILIES:
-        family = f"{_MODELS}{model_type}."
-        if not any(c.__module__.startswith(family) or (model_type == "llama" and _llamas(c)) for c in classes):
+        family = f"{MODELS}{model_type}."
+        if not any(c.__module__.startswith(family) or (model_type == "llama" and patch_of_llamas(c)) for c in classes):
             return False
     return any(map(patch_of, classes))
 
@@ -150,111 +139,10 @@ def __getattr__(name: str) -> object:
         return function
     module, separator, cls = name.rpartition("__")
     if separator and module and not name.startswith("_"):
-        patch = patch_of(getattr(importlib.import_module(_MODELS + module.replace("__", ".")), cls))
+        patch = patch_of(getattr(importlib.import_module(MODELS + module.replace("__", ".")), cls))
         if patch is not None:
             return patch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@functools.cache
-def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The subclass that takes the place of a class of transformers; None where its code is not known."""
-    if _llamas(cls):
-        return _llamas(cls)
-    kind = _kinds().get(_code_of(cls.forward, cls))
-    if kind is None and issubclass(cls, PreTrainedModel):
-        kind = _HEADS.get(_difference(cls.forward, stock_class(llama.LlamaForCausalLM).forward))
-    module, replacements = sys.modules[cls.__module__], {}
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    if kind is None and code is not None and "apply_rotary_pos_emb" in code.co_names:
-        rope = vars(module).get("apply_rotary_pos_emb")
-        if _code_of(rope) in _known_ropes():
-            kind, replacements = Attention, {"apply_rotary_pos_emb": rope_for(rope)}
-    if kind is None:
-        return None
-    name = cls.__module__.removeprefix(_MODELS).replace(".", "__") + "__" + cls.__name__
-    namespace = {"__module__": __name__, "__qualname__": name}
-    if hasattr(kind, "forward"):
-        namespace["forward"] = kind.forward
-    return stands_in(module, **replacements)(type(cls)(cls.__name__, (kind, cls), namespace))
-
-
-@functools.cache
-def _kinds() -> dict[str, type]:
-    """By the digest of a class's code: the mixin that does the same."""
-    patches = llama.LlamaRMSNorm, llama.LlamaMLP, llama.LlamaDecoderLayer, llama.LlamaForCausalLM
-    codes = {_code_of(stock_class(patch).forward, stock_class(patch)): patch.__bases__[0] for patch in patches}
-    return {code: kind for code, kind in codes.items() if code is not None} | _OTHERS
-
-
-_OTHERS = {
-    "b748919e3a9033e5": ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
-    "eef4e978a32aa4a4": RMSNormInFloat,  # Olmo2RMSNorm of 4.52 on, GptOssRMSNorm
-    "e8d404cbecb96285": PackedMLP,  # Phi3MLP, of all supported versions
-}
-
-# All heads change from version to version, but what others do differently from Llama's in the same version does not.
-_HEADS = {
-    "c006464ec1fb226b": MoeCausalLM,  # MixtralForCausalLM of 5.5 on
-    "03c1a4b6c0b8e831": CausalLM,  # NemotronForCausalLM of 5.5 on
-    "e1f25f3af8ff4648": SoftcappedCausalLM,  # Gemma2ForCausalLM of 5.0 on
-    "f640631abebe49fa": DividedCausalLM,  # GraniteForCausalLM, but for 4.57 and 5.0
-    "9aef9e819a041980": MultipliedCausalLM,  # CohereForCausalLM, but for 4.57 and 5.0
-}
-
-
-@functools.cache
-def _known_ropes() -> set[str]:
-    return {_code_of(modeling_llama.apply_rotary_pos_emb), "8d9f48cd1cdefb65"} - {None}  # the latter of Qwen3-Next
-
-
-def _code_of(function: Callable | None, cls: type | None = None, seen: tuple = ()) -> str | None:
-    """A digest of what `function` does, with the functions of its module, and the methods of `cls`, that it names.
-
-    None if some of the source is not there to be read; it is then like no other.
-    """
-    text = None if function is None else text_of(function)
-    if text is None:
-        return None
-    function = inspect.unwrap(function)
-    texts = [text]
-    for name in function.__code__.co_names:
-        found = vars(cls).get(name) if cls else None
-        found = function.__globals__.get(name) if found is None else found
-        found = inspect.unwrap(found) if isinstance(found, types.FunctionType) else None
-        if found is not None and found.__module__ == function.__module__ and found not in (*seen, function):
-            texts.append(_code_of(found, cls, (*seen, function)))
-    return None if None in texts else _digest(texts)
-
-
-def _difference(function: Callable, other: Callable) -> str | None:
-    """A digest of the lines that only `function` has, and of those that only `other` has."""
-    texts = text_of(function), text_of(other)
-    if None in texts:
-        return None
-    ours, theirs = (text.splitlines() for text in texts)
-    return _digest(
-        [line for line in ours if line not in theirs] + ["-"] + [line for line in theirs if line not in ours]
-    )
-
-
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
-    """The classes of models of transformers that `modules` are of, or are derived from."""
-    found = {}
-    for cls in dict.fromkeys(map(type, modules)):
-        stock = [c for c in cls.__mro__ if c.__module__.startswith(_MODELS) or _llamas(c)]
-        found.update(dict.fromkeys([c for c in stock if "forward" in vars(c)][:1]))
-    return list(found)
-
-
-def _llamas(cls: type) -> type[nn.Module] | None:
-    """The patch of a class of Llama's: by the class, which may be one that other code has put there."""
-    patch = getattr(llama, cls.__name__, None)
-    return patch if isinstance(patch, type) and cls in patch.__bases__ else None
 
 
 _NAMES = {Norm: "RMSNorm", MLP: "MLP", DecoderLayer: "DecoderLayer", CausalLM: "ForCausalLM", Attention: "Attention"}
@@ -264,7 +152,8 @@ _unknown: set[type[nn.Module]] = set()
 def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool]) -> None:
     """Once for each class that looks like one that is to be patched, and runs other code."""
     ends = tuple(end for kind, end in _NAMES.items() if wanted[kind])
-    unknown = [cls for cls in classes if cls.__name__.endswith(ends) and cls not in _unknown and patch_of(cls) is None]
+    candidates = [cls for cls in classes if cls.__name__.endswith(ends) and cls not in _unknown]
+    unknown = [cls for cls in candidates if patch_of(cls) is None and not is_left_alone(cls)]
     _unknown.update(unknown)
     if unknown:
         names = ", ".join(cls.__name__ for cls in unknown)
@@ -272,7 +161,7 @@ def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool]) -
 
 
 def _models_of(model_type: str) -> list[type[nn.Module]]:
-    name = f"{_MODELS}{model_type}.modeling_{model_type}"
+    name = f"{MODELS}{model_type}.modeling_{model_type}"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -4,18 +4,92 @@ Each class here replaces the class of the same name in transformers, by a swap o
 that name: a patched model pickles, and is saved with the names of the original classes.
 """
 
+import inspect
+
 from torch import nn
+from transformers import modeling_utils
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models.causal_lm import CausalLM
-from liger_ext.models.decoder import (  # noqa: F401
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaMLP,
-    LlamaModel,
-    LlamaRMSNorm,
+from liger_ext.models.decoder import (
+    MLP,
+    Attention,
+    DecoderLayer,
+    RMSNorm,
+    rope_for,
 )
-from liger_ext.models.patch import PatchHandle, stands_in
+from liger_ext.models.embedding import embedding, is_one_op
+from liger_ext.models.patch import PatchHandle, copy_forward, stands_in
+
+try:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, sdpa_mask  # 4.53 on
+except ImportError:
+    create_causal_mask = None
+
+
+_MODEL = inspect.signature(modeling_llama.LlamaModel.forward)
+_MODEL_NAMES = tuple(_MODEL.parameters)[1:]
+
+
+@stands_in(modeling_llama)
+class LlamaModel(modeling_llama.LlamaModel):
+    """Gives attention no mask when there is nothing to mask but the future, which sdpa knows.
+
+    transformers (4.53 on) looks into position_ids and attention_mask for packed or padded rows, and waits for the GPU
+    to do so. A graph of torch.compile cannot look: it gets a mask of [batch, 1, seq, seq], with which sdpa cannot use
+    its fast kernels. What was not passed needs no look.
+    """
+
+    def forward(self, *args, **kwargs):
+        arguments = {**dict(zip(_MODEL_NAMES, args, strict=False)), **kwargs}
+        ids, given = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        if ids is not None and given is None and is_one_op(self.embed_tokens, self.training):
+            arguments.update(input_ids=None, inputs_embeds=embedding(ids, self.embed_tokens))
+        if _needs_no_mask(self.config, arguments):
+            return _forward_without_mask(self, **arguments)
+        return super().forward(**arguments)
+
+    forward.__signature__ = _MODEL
+
+
+_forward_without_mask = copy_forward(LlamaModel, create_causal_mask=lambda *args, **kwargs: None)
+
+# transformers (4.54 on) looks up by a class's name what output_hidden_states and output_attentions record.
+if hasattr(modeling_utils, "_CAN_RECORD_REGISTRY"):
+    dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(LlamaModel), LlamaModel._can_record_outputs)
+
+
+def _needs_no_mask(config, arguments: dict[str, object]) -> bool:
+    """Whether nothing in a call of LlamaModel asks for a mask, and attention is sdpa, which can do without."""
+    return (
+        config._attn_implementation == "sdpa"
+        and modeling_llama.create_causal_mask is create_causal_mask  # not one that other code has put there
+        and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
+        and all(arguments.get(name) is None for name in _MAKE_A_MASK)
+    )
+
+
+_MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache_position")
+
+
+@stands_in(modeling_llama)
+class LlamaRMSNorm(RMSNorm, modeling_llama.LlamaRMSNorm):
+    forward = RMSNorm.forward
+
+
+@stands_in(modeling_llama)
+class LlamaMLP(MLP, modeling_llama.LlamaMLP):
+    forward = MLP.forward
+
+
+@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(modeling_llama.apply_rotary_pos_emb))
+class LlamaAttention(Attention, modeling_llama.LlamaAttention):
+    pass
+
+
+@stands_in(modeling_llama)
+class LlamaDecoderLayer(DecoderLayer, modeling_llama.LlamaDecoderLayer):
+    pass
 
 
 @stands_in(modeling_llama)

@@ -73,6 +73,20 @@ def stock_class(patch: type[nn.Module]) -> type[nn.Module]:
     return patch.__bases__[-1]
 
 
+class Mixin:
+    """What patches of several classes do. Each is a class of two bases: the mixin, and the class that it replaces."""
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        mixin = cls.__bases__[0]
+        if issubclass(cls, nn.Module) and issubclass(mixin, Mixin) and not issubclass(mixin, nn.Module):
+            cls.look_at(stock_class(cls))  # not for what others derive from a patch
+
+    @classmethod
+    def look_at(cls, stock: type[nn.Module]) -> None:
+        """Called once for each patch: what it must know of the class that it replaces."""
+
+
 def copy_forward(patch: type[nn.Module], **replacements: object) -> Callable:
     """The `forward` that `patch` stands in for, in which global names mean `replacements`.
 

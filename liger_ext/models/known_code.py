@@ -1,0 +1,197 @@
+"""Which code of transformers is known: told by the text of a class's `forward`, and of what it calls.
+
+Text is compared without what does not matter (`forwards.text_of`), with Llama's of the installed version, or by digests
+of what has stayed the same in all versions that are named beside them.
+"""
+
+import ast
+import difflib
+import functools
+import hashlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+from liger_ext.models import llama
+from liger_ext.models.causal_lm import (
+    CausalLM,
+    DividedCausalLM,
+    MoeCausalLM,
+    MultipliedCausalLM,
+    RoutedCausalLM,
+    SoftcappedCausalLM,
+)
+from liger_ext.models.decoder import (
+    Attention,
+    DecoderLayer,
+    DropoutLayer,
+    Glm4Layer,
+    LayerOfPair,
+    PackedMLP,
+    RMSNormInFloat,
+    SandwichLayer,
+    ScaledLayer,
+    ZeroCenteredRMSNorm,
+    rope_for,
+)
+from liger_ext.models.forwards import text_of
+from liger_ext.models.patch import stands_in, stock_class
+
+MODELS = "transformers.models."
+
+
+@functools.cache
+def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The subclass that takes the place of a class of transformers; None where its code is not known."""
+    if patch_of_llamas(cls):
+        return patch_of_llamas(cls)
+    kind = _kinds().get(_code_of(cls.forward, cls))
+    if kind is None and issubclass(cls, PreTrainedModel):
+        kind = _HEADS.get(_difference(text_of, cls, stock_class(llama.LlamaForCausalLM)))
+    if kind is None:
+        kind = _LAYERS.get(_difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)))
+    module, replacements = sys.modules[cls.__module__], {}
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if kind is None and code is not None and "apply_rotary_pos_emb" in code.co_names:
+        rope = vars(module).get("apply_rotary_pos_emb")
+        if _code_of(rope) in _known_ropes():
+            kind, replacements = Attention, {"apply_rotary_pos_emb": rope_for(rope)}
+    if kind is None:
+        return None
+    name = cls.__module__.removeprefix(MODELS).replace(".", "__") + "__" + cls.__name__
+    namespace = {
+        "__module__": "liger_ext.models.families",  # whose __getattr__ finds it again
+        "__qualname__": name,
+    }
+    if hasattr(kind, "forward"):
+        namespace["forward"] = kind.forward
+    return stands_in(module, **replacements)(type(cls)(cls.__name__, (kind, cls), namespace))
+
+
+def is_left_alone(cls: type[nn.Module]) -> bool:
+    """Whether the code is known, and nothing is to be gained."""
+    return _difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)) in _LEFT_ALONE
+
+
+@functools.cache
+def _kinds() -> dict[str, type]:
+    """By the digest of a class's code: the mixin that does the same."""
+    patches = llama.LlamaRMSNorm, llama.LlamaMLP, llama.LlamaForCausalLM
+    codes = {_code_of(stock_class(patch).forward, stock_class(patch)): patch.__bases__[0] for patch in patches}
+    return {code: kind for code, kind in codes.items() if code is not None} | _OTHERS
+
+
+_OTHERS = {
+    "b748919e3a9033e5": ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
+    "eef4e978a32aa4a4": RMSNormInFloat,  # Olmo2RMSNorm of 4.52 on, GptOssRMSNorm
+    "e8d404cbecb96285": PackedMLP,  # Phi3MLP, of all supported versions
+}
+
+# Heads and layers change from version to version, but what others do differently from Llama's in the same does not.
+_HEADS = {
+    "2b9492492b1c3628": MoeCausalLM,  # MixtralForCausalLM of 5.5 on
+    "8fecfd206787ec2b": RoutedCausalLM,  # DeepseekV3ForCausalLM of 5.21 on; before, it was like Llama's
+    "c8cf71b4adfc3502": CausalLM,  # NemotronForCausalLM of 5.5 on
+    "2093501b195a33dd": SoftcappedCausalLM,  # Gemma2ForCausalLM of 5.0 on
+    "fff64a902b89006c": DividedCausalLM,  # GraniteForCausalLM, but for 4.57 and 5.0
+    "3955b7c698a2918b": MultipliedCausalLM,  # CohereForCausalLM, but for 4.57 and 5.0
+}
+
+_LAYERS = {
+    "e3b0c44298fc1c14": DecoderLayer,  # no difference
+    "8702bd01918e7ce4": SandwichLayer,  # Gemma2DecoderLayer of 4.53 to 4.56 and of 5.0 on
+    "3d1bcef31599620f": Glm4Layer,  # of all supported versions
+    "95741f3e291ba554": ScaledLayer,  # GraniteDecoderLayer, but for 4.57 and 5.0
+    "7d9d354cfcae8f63": DropoutLayer,  # Phi3DecoderLayer of 4.57 on
+    "337b64fde9c2ee06": LayerOfPair,  # GptOssDecoderLayer of 4.57 on
+}
+
+_LEFT_ALONE = {  # layers in which nothing can be fused
+    "6913de200383abad",  # Olmo2DecoderLayer: what is added to the residual stream is normalised, and not the sum
+    "6a52429b77334fc6",  # CohereDecoderLayer: attention and MLP read the same norm's output, and are added as they are
+}
+
+_ROPES = {  # all do what `functional.rope` does
+    "8d9f48cd1cdefb65",  # of Qwen3-Next and GPT-NeoX of 5.0 on, which rotate some columns
+    "d055c181c7e77517",  # before
+    "6fd74a28189c5427",  # Phi 3's, some columns as well
+    "e4d7f85d1a75dc1a",
+    "99b095a066854b3a",  # Nemotron's
+    "e4c8bf8feebf5684",
+    "2a216d9bcc535aa0",  # OLMo 2's, whose cos and sin are in fp32
+    "d176ec0b3150922e",
+}
+
+
+@functools.cache
+def _known_ropes() -> set[str]:
+    return ({_code_of(modeling_llama.apply_rotary_pos_emb)} | _ROPES) - {None}
+
+
+def _code_of(function: Callable | None, cls: type | None = None, seen: tuple = ()) -> str | None:
+    """A digest of what `function` does, with the functions of its module, and the methods of `cls`, that it names.
+
+    None if some of the source is not there to be read; it is then like no other.
+    """
+    text = None if function is None else text_of(function)
+    if text is None:
+        return None
+    function = inspect.unwrap(function)
+    texts = [text]
+    for name in function.__code__.co_names:
+        found = vars(cls).get(name) if cls else None
+        found = function.__globals__.get(name) if found is None else found
+        found = inspect.unwrap(found) if isinstance(found, types.FunctionType) else None
+        if found is not None and found.__module__ == function.__module__ and found not in (*seen, function):
+            texts.append(_code_of(found, cls, (*seen, function)))
+    return None if None in texts else _digest(texts)
+
+
+def _difference(text: Callable[[Callable], str | None], cls: type, other: type) -> str | None:
+    """A digest of what turns `other.forward` into `cls.forward`: the lines that go and those that come, in order."""
+    texts = text(other.forward), text(cls.forward)
+    if None in texts:
+        return None
+    changes = difflib.unified_diff(*(text.splitlines() for text in texts), n=0, lineterm="")
+    return _digest([change for change in list(changes)[2:] if not change.startswith("@@")])
+
+
+def _text_of_layer(forward: Callable) -> str | None:
+    """The text of a layer that gives all its arguments to the attention, by their names, without these arguments."""
+    text = text_of(forward)
+    if text is None:
+        return None
+    function = ast.parse(text).body[0]
+    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self.self_attn"]
+    names = {argument.arg: argument.arg for argument in function.args.args[1:]}
+    rest = function.args.kwarg
+    if len(calls) != 1 or calls[0].args or rest is None:
+        return None
+    if {k.arg: ast.unparse(k.value) for k in calls[0].keywords} != names | {None: rest.arg}:
+        return None
+    calls[0].keywords, function.args.args, function.args.defaults = [], [], []
+    return ast.unparse(function)
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
+    """The classes of models of transformers that `modules` are of, or are derived from."""
+    found = {}
+    for cls in dict.fromkeys(map(type, modules)):
+        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or patch_of_llamas(c)]
+        found.update(dict.fromkeys([c for c in stock if "forward" in vars(c)][:1]))
+    return list(found)
+
+
+def patch_of_llamas(cls: type) -> type[nn.Module] | None:
+    """The patch of a class of Llama's: by the class, which may be one that other code has put there."""
+    patch = getattr(llama, cls.__name__, None)
+    return patch if isinstance(patch, type) and cls in patch.__bases__ else None
