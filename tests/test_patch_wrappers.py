@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import RecordCalls
 from llama_models import (  # noqa: F401
+    TRANSFORMERS,
     VOCAB,
     batch_of,
     build,
@@ -274,7 +275,8 @@ def test_a_distributed_weight_is_not_plain(mesh):
     torch.testing.assert_close(result.full_tensor(), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2's logits are bounded before the loss
+# Gemma 2's logits are bounded before the loss; older transformers' head is not known, and stays stock.
+@pytest.mark.parametrize("family", ["llama", "gemma2"] if TRANSFORMERS >= (5, 0) else ["llama"])
 def test_loss_of_sharded_logits(mesh, family):
     """Tensor parallelism keeps the logits as shards, and torch takes the loss from them (loss_parallel)."""
     parallel = torch.distributed.tensor.parallel
