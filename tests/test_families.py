@@ -142,7 +142,7 @@ WRONG = {
     "halves": ("phi3", decoder, "_PACKED_UNITS", dict.fromkeys(decoder._PACKED_UNITS, (LF.geglu_packed, "tanh"))),
     "softcap": ("gemma2", causal_lm.SoftcappedCausalLM, "liger_logits", lambda self: (1.0, None)),
     "divisor": ("granite", causal_lm.DividedCausalLM, "liger_logits", lambda self: (3.0, None)),
-    "aux loss": ("mixtral", causal_lm.MoeCausalLM, "_output", causal_lm.CausalLM._output),
+    "aux loss": ("mixtral", causal_lm.MoeCausalLM, "_results", lambda self, results, _: results),
     "layer's factor": ("granite", decoder.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
     "layer's norms": ("gemma2", decoder.SandwichLayer, "NORM", "post_attention_layernorm"),
     "layer's dropout": ("phi3", decoder.DropoutLayer, "_of_attention", lambda self, x: 0.9 * x),

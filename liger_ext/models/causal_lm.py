@@ -1,30 +1,28 @@
 """A causal language model whose loss comes from the hidden states in training: what its forward does differently."""
 
 import inspect
+import re
 import sys
 
 import torch
+from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, MoeCausalLMOutputWithPast
-from transformers.models.llama import modeling_llama
-from transformers.models.mixtral import modeling_mixtral
+from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
 
+from liger_ext.models.forwards import text_of
 from liger_ext.models.loss import (
     FUSED_OPTIONS,
     OUTPUT_OPTIONS,
     VALUE_OPTIONS,
     LigerCausalLMOutputWithPast,
-    LigerMoeCausalLMOutputWithPast,
     causal_lm_cross_entropy,
     causal_lm_loss,
     counted_rows,
     fused_causal_lm_loss,
+    liger_output,
 )
-from liger_ext.models.patch import stock_class
-
-_FORWARD = inspect.signature(modeling_llama.LlamaForCausalLM.forward)
-_FORWARD_NAMES = tuple(_FORWARD.parameters)[1:]
+from liger_ext.models.patch import Mixin, stock_class
 
 
 def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
@@ -35,15 +33,27 @@ def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=[*parameters[:last], added, *parameters[last:]])
 
 
-class CausalLM:
+class CausalLM(Mixin):
     liger_memory = "auto"
 
     def liger_logits(self) -> tuple[float, float | None]:
         """What the head's results are multiplied with, and then bounded by (None: by nothing)."""
         return 1.0, None
 
-    @can_return_tuple
-    def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> CausalLMOutputWithPast:
+    @classmethod
+    def look_at(cls, stock: type[nn.Module]) -> None:
+        signature = inspect.signature(stock.forward)
+        names = tuple(signature.parameters)[1:]
+
+        @can_return_tuple
+        def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> ModelOutput:
+            return self._forward({**dict(zip(names, args, strict=False)), **kwargs}, skip_logits)
+
+        forward.__doc__, forward.__signature__ = cls._forward.__doc__, _with_skip_logits(signature)
+        cls.forward = forward
+        cls.OUTPUT, cls.COPIED = _output_of(stock)
+
+    def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         """transformers' forward, but in training with labels the loss comes from the hidden states: no logits exist.
 
         Args:
@@ -56,11 +66,6 @@ class CausalLM:
         labels that are all ignored is 0; transformers gives NaN. A loss of the user's own (`model.loss_function`) is
         obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
         """
-        return self._forward({**dict(zip(_FORWARD_NAMES, args, strict=False)), **kwargs}, skip_logits)
-
-    forward.__signature__ = _with_skip_logits(_FORWARD)
-
-    def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
         trains = self.training and has_labels
@@ -101,17 +106,15 @@ class CausalLM:
         results = dict(
             loss=result.loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
             token_accuracy=result.token_accuracy,
             predicted_tokens=result.predicted_tokens,
+            **{name: getattr(outputs, name) for name in self.COPIED},
         )
-        return self._output(results, outputs, arguments)
+        return self.OUTPUT(**self._results(results, arguments))
 
-    def _output(self, results: dict[str, object], outputs: ModelOutput, arguments: dict[str, object]) -> ModelOutput:
-        """`results` with what a family returns beside them; `outputs` and `arguments` are those of `self.model`."""
-        return LigerCausalLMOutputWithPast(**results)
+    def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
+        """`results` with what a family adds to them; `arguments` are those of `self.model`."""
+        return results
 
 
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
@@ -119,10 +122,10 @@ _LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
 
 
 class SoftcappedCausalLM(CausalLM):
-    """Gemma 2's."""
+    """Gemma 2's, and PaliGemma's."""
 
     def liger_logits(self) -> tuple[float, float | None]:
-        return 1.0, self.config.final_logit_softcapping
+        return 1.0, getattr(self.config.get_text_config(), "final_logit_softcapping", None)
 
 
 class DividedCausalLM(CausalLM):
@@ -139,40 +142,31 @@ class MultipliedCausalLM(CausalLM):
         return self.logit_scale, None
 
 
-class RoutedCausalLM(CausalLM):
-    """DeepSeek V3's: what its routers say is returned."""
-
-    def _output(self, results: dict[str, object], outputs: ModelOutput, arguments: dict[str, object]) -> ModelOutput:
-        return LigerMoeCausalLMOutputWithPast(**results, router_logits=outputs.router_logits)
-
-
-_MOE = inspect.signature(modeling_mixtral.MixtralForCausalLM.forward)
-_MOE_NAMES = tuple(_MOE.parameters)[1:]
-
-
 class MoeCausalLM(CausalLM):
     """Mixtral's: the loss that balances the experts' load is added."""
-
-    @can_return_tuple
-    def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> MoeCausalLMOutputWithPast:
-        """As `CausalLM.forward`, with `output_router_logits` (None: as the configuration says)."""
-        return self._forward({**dict(zip(_MOE_NAMES, args, strict=False)), **kwargs}, skip_logits)
-
-    forward.__signature__ = _with_skip_logits(_MOE)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         if arguments.get("output_router_logits") is None:
             arguments["output_router_logits"] = self.config.output_router_logits
         return super()._forward(arguments, skip_logits)
 
-    def _output(self, results: dict[str, object], outputs: ModelOutput, arguments: dict[str, object]) -> ModelOutput:
+    def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         aux_loss = None
         if arguments["output_router_logits"]:
             balance = sys.modules[stock_class(type(self)).__module__].load_balancing_loss_func
             mask = arguments.get("attention_mask")
-            aux_loss = balance(outputs.router_logits, self.num_experts, self.num_experts_per_tok, mask)
+            aux_loss = balance(results["router_logits"], self.num_experts, self.num_experts_per_tok, mask)
             results["loss"] = results["loss"] + self.router_aux_loss_coef * aux_loss.to(results["loss"].device)
-        return LigerMoeCausalLMOutputWithPast(**results, aux_loss=aux_loss, router_logits=outputs.router_logits)
+        return {**results, "aux_loss": aux_loss}
+
+
+def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
+    """What a head returns, with the fused loss's results beside; and the names of what it hands on from its model."""
+    call = re.search(r"return (\w+CausalLMOutputWithPast)\((.*)\)$", text_of(stock.forward) or "", re.MULTILINE)
+    if call is None:
+        return LigerCausalLMOutputWithPast, ["past_key_values", "hidden_states", "attentions"]
+    copied = re.findall(r"\b(\w+)=outputs\.\1\b", call[2])
+    return liger_output(vars(sys.modules[stock.__module__])[call[1]]), copied
 
 
 def _keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

@@ -145,13 +145,19 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_NAMES = {Norm: "RMSNorm", MLP: "MLP", DecoderLayer: "DecoderLayer", CausalLM: "ForCausalLM", Attention: "Attention"}
+_NAMES = {
+    Norm: "RMSNorm",
+    MLP: "MLP",
+    DecoderLayer: "DecoderLayer",
+    CausalLM: "ForCausalLM ForConditionalGeneration",
+    Attention: "Attention",
+}
 _unknown: set[type[nn.Module]] = set()
 
 
 def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool]) -> None:
     """Once for each class that looks like one that is to be patched, and runs other code."""
-    ends = tuple(end for kind, end in _NAMES.items() if wanted[kind])
+    ends = tuple(end for kind, ends in _NAMES.items() if wanted[kind] for end in ends.split())
     candidates = [cls for cls in classes if cls.__name__.endswith(ends) and cls not in _unknown]
     unknown = [cls for cls in candidates if patch_of(cls) is None and not is_left_alone(cls)]
     _unknown.update(unknown)

@@ -23,7 +23,6 @@ from liger_ext.models.causal_lm import (
     DividedCausalLM,
     MoeCausalLM,
     MultipliedCausalLM,
-    RoutedCausalLM,
     SoftcappedCausalLM,
 )
 from liger_ext.models.decoder import (
@@ -52,7 +51,7 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
         return patch_of_llamas(cls)
     kind = _kinds().get(_code_of(cls.forward, cls))
     if kind is None and issubclass(cls, PreTrainedModel):
-        kind = _HEADS.get(_difference(text_of, cls, stock_class(llama.LlamaForCausalLM)))
+        kind = _HEADS.get(_difference(_text_of_head, cls, stock_class(llama.LlamaForCausalLM)))
     if kind is None:
         kind = _LAYERS.get(_difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)))
     module, replacements = sys.modules[cls.__module__], {}
@@ -81,7 +80,7 @@ def is_left_alone(cls: type[nn.Module]) -> bool:
 @functools.cache
 def _kinds() -> dict[str, type]:
     """By the digest of a class's code: the mixin that does the same."""
-    patches = llama.LlamaRMSNorm, llama.LlamaMLP, llama.LlamaForCausalLM
+    patches = llama.LlamaRMSNorm, llama.LlamaMLP
     codes = {_code_of(stock_class(patch).forward, stock_class(patch)): patch.__bases__[0] for patch in patches}
     return {code: kind for code, kind in codes.items() if code is not None} | _OTHERS
 
@@ -94,10 +93,10 @@ _OTHERS = {
 
 # Heads and layers change from version to version, but what others do differently from Llama's in the same does not.
 _HEADS = {
-    "2b9492492b1c3628": MoeCausalLM,  # MixtralForCausalLM of 5.5 on
-    "8fecfd206787ec2b": RoutedCausalLM,  # DeepseekV3ForCausalLM of 5.21 on; before, it was like Llama's
-    "c8cf71b4adfc3502": CausalLM,  # NemotronForCausalLM of 5.5 on
-    "2093501b195a33dd": SoftcappedCausalLM,  # Gemma2ForCausalLM of 5.0 on
+    "e3b0c44298fc1c14": CausalLM,  # no difference
+    "1dff45b7a0ab64b8": MoeCausalLM,  # MixtralForCausalLM
+    "c22b5fbbdfdc9573": SoftcappedCausalLM,  # Gemma2ForCausalLM of 5.0 on
+    "8573b2c9e65ae139": SoftcappedCausalLM,  # PaliGemmaForConditionalGeneration of 5.21 on
     "fff64a902b89006c": DividedCausalLM,  # GraniteForCausalLM, but for 4.57 and 5.0
     "3955b7c698a2918b": MultipliedCausalLM,  # CohereForCausalLM, but for 4.57 and 5.0
 }
@@ -176,6 +175,35 @@ def _text_of_layer(forward: Callable) -> str | None:
         return None
     calls[0].keywords, function.args.args, function.args.defaults = [], [], []
     return ast.unparse(function)
+
+
+def _text_of_head(forward: Callable) -> str | None:
+    """The text of a head that gives its arguments to `self.model`, by their names, without these arguments; without
+    the number of classes, which our loss does not read, and without what it returns as `self.model` has returned it."""
+    text = text_of(forward)
+    if text is None:
+        return None
+    function = ast.parse(text.replace("outputs[0]", "outputs.last_hidden_state")).body[0]
+    names = {argument.arg for argument in function.args.args[1:]} - {"labels", "logits_to_keep"}
+    for node in ast.walk(function):
+        callee = ast.unparse(node.func) if isinstance(node, ast.Call) else None
+        if callee == "self.model":
+            given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            given.pop("return_dict", None)
+            if node.args or given != {name: name for name in names} | {None: "kwargs"}:
+                return None
+            node.keywords = []
+        elif callee == "self.loss_function":
+            node.args, node.keywords = [], []
+        elif callee is not None and callee.endswith("CausalLMOutputWithPast"):
+            node.func = ast.Name("Output")
+            node.keywords = [k for k in node.keywords if ast.unparse(k.value) != f"outputs.{k.arg}"]
+    function.args.args, function.args.defaults = [], []
+    return (
+        ast.unparse(function)
+        .replace("outputs: BaseModelOutputWithPast =", "outputs =")
+        .replace("outputs: MoeModelOutputWithPast =", "outputs =")
+    )
 
 
 def _digest(lines: list[str]) -> str:

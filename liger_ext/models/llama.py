@@ -94,7 +94,7 @@ class LlamaDecoderLayer(DecoderLayer, modeling_llama.LlamaDecoderLayer):
 
 @stands_in(modeling_llama)
 class LlamaForCausalLM(CausalLM, modeling_llama.LlamaForCausalLM):
-    forward = CausalLM.forward
+    pass
 
 
 def apply_liger_kernel_to_llama(

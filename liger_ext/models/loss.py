@@ -1,11 +1,12 @@
 """The causal language model's loss, from hidden states or logits, with the meaning of transformers' ForCausalLMLoss."""
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, make_dataclass
 
 import torch
 from torch import nn
 from transformers.loss.loss_utils import fixed_cross_entropy
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
@@ -36,12 +37,13 @@ class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
     predicted_tokens: torch.Tensor | None = None
 
 
-@dataclass
-class LigerMoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
-    """`MoeCausalLMOutputWithPast` with the further results of `LigerCausalLMOutputWithPast`."""
-
-    token_accuracy: torch.Tensor | None = None
-    predicted_tokens: torch.Tensor | None = None
+@functools.cache
+def liger_output(cls: type[ModelOutput]) -> type[ModelOutput]:
+    """What a head of transformers returns, `cls`, with the further results of `LigerCausalLMOutputWithPast`."""
+    if cls is CausalLMOutputWithPast:
+        return LigerCausalLMOutputWithPast
+    fields = [(name, torch.Tensor | None, None) for name in ("token_accuracy", "predicted_tokens")]
+    return make_dataclass(f"Liger{cls.__name__}", fields, bases=(cls,), namespace={"__module__": cls.__module__})
 
 
 def fused_causal_lm_loss(

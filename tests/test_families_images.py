@@ -1,0 +1,104 @@
+"""Models of images and text: their language models, and the loss of their heads, against transformers' own."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from llama_models import SIZES, TRANSFORMERS, assert_as_good, one_thread, randomised, step, tokens  # noqa: F401
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from liger_ext import apply_liger_kernel_to_instance
+
+VISION = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    image_size=16,
+    patch_size=8,
+    depth=1,
+    num_heads=4,
+    embed_dim=32,
+    out_hidden_size=64,
+    projection_dim=64,
+    fullatt_block_indexes=[0],
+    deepstack_visual_indexes=[0],
+)
+ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
+TEXT = SIZES | dict(head_dim=16, rope_parameters=ROPE)
+MODELS = ["glm4v", "idefics3", "internvl", "llava", "mistral3", "mllama", "paligemma"]
+MODELS += ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"]
+
+
+def fill(config, values):
+    for name, value in values.items():
+        if hasattr(config, name):
+            of_two = isinstance(getattr(config, name), list | tuple) and name in ("image_size", "patch_size")
+            setattr(config, name, [value, value] if of_two else value)
+    if hasattr(config, "layer_types"):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return config
+
+
+def build(model_type, device="cpu"):
+    config = AutoConfig.for_model(model_type)
+    fill(config.text_config, TEXT)
+    if config.text_config.pad_token_id is None:
+        config.text_config.pad_token_id = 0
+    if hasattr(config.text_config, "cross_attention_layers"):
+        config.text_config.cross_attention_layers = []
+    fill(config.vision_config, VISION)
+    torch.manual_seed(0)
+    return randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
+
+
+def patched(model):
+    model = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        apply_liger_kernel_to_instance(model)
+    return model
+
+
+@pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_text_as_stock(device, model_type, train):
+    model = build(model_type, device).train(train)
+    ours = patched(model)
+    assert type(ours).__module__ == "liger_ext.models.families"
+    ids = tokens(2, 9, device=device) % 900 + 3
+    batch = dict(input_ids=ids, labels=ids.clone(), attention_mask=torch.ones_like(ids))
+    if model_type == "paligemma":
+        batch["token_type_ids"] = torch.zeros_like(ids)
+    found = step(ours, batch)
+    assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))
+    assert ("logits" in found) is not train
+    stock = {name for name, value in model(**batch).items() if value is not None}
+    assert stock - set(ours(**batch)) <= {"logits", "past_key_values"}
+
+
+@pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
+@pytest.mark.parametrize("model_type", MODELS)
+def test_generates_the_same(device, model_type):
+    model = build(model_type, device).eval()
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
+    ids = tokens(2, 9, device=device) % 900 + 3
+    assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
+
+
+@pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
+def test_an_image(device):
+    model = build("llava", device)
+    ours, config = patched(model), model.config
+    ids = tokens(1, 12, device=device) % 900 + 3
+    ids[0, 2:6] = config.image_token_id = model.model.config.image_token_id = ours.model.config.image_token_id = 999
+    batch = dict(input_ids=ids, labels=ids.clone(), attention_mask=torch.ones_like(ids))
+    batch["pixel_values"] = torch.randn(1, 3, 16, 16, device=device)
+    exact = copy.deepcopy(model).double()
+    reference = step(exact, batch | dict(pixel_values=batch["pixel_values"].double()))
+    found = step(ours, batch)
+    assert any("vision" in name for name in found)
+    assert_as_good(found, step(model, batch), reference)
+    torch.testing.assert_close(ours(**batch).image_hidden_states, model(**batch).image_hidden_states)
