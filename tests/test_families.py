@@ -210,13 +210,17 @@ def test_models_that_are_built_later(family):
         apply(rms_norm=3)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma"])
-def test_compiled(device, family):
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("family", ["gemma", "mistral", "qwen3", "gemma2", "glm4", "granite", "olmo2", "phi3"])
+def test_compiled(device, family, dynamic):
+    if TRANSFORMERS < (5, 17) and (dynamic or family not in ("gemma", "mistral", "qwen3")):
+        pytest.skip("older transformers do not compile all of it")
     torch._dynamo.reset()
-    model = build(family, device, num_hidden_layers=1, use_sliding_window=False, sliding_window=None)
+    windows = {} if family == "gemma2" else dict(use_sliding_window=False, sliding_window=None)
+    model = build(family, device, num_hidden_layers=2, layer_types=None, **windows)
     ours, batch = patched(model), batch_of(device)
-    found = step(ours, batch, torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True))
-    assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))
+    compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert_as_good(step(ours, batch, compiled), step(model, batch), step(copy.deepcopy(model).double(), batch))
 
 
 class Callable:

@@ -30,7 +30,9 @@ class Norm:
     """A norm of one weight."""
 
     liger_memory = "auto"
-    OFFSET, CASTING = 0.0, "llama"  # of functional.rms_norm
+    # Of functional.rms_norm. torch.compile(dynamic=True) makes a variable of a float that it finds in a class, and not
+    # of an int; those that it makes inside of a checkpoint it does not find in the next one.
+    OFFSET, CASTING = 0, "llama"
     EPS = "variance_epsilon"
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -40,7 +42,7 @@ class Norm:
 
     def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
         """Those of `functional.rms_norm` behind the first."""
-        return self.weight, getattr(self, self.EPS), self.OFFSET, self.CASTING
+        return self.weight, getattr(self, self.EPS), float(self.OFFSET), self.CASTING
 
     def raises_dtype(self, *summands: torch.Tensor) -> bool:
         """Whether the result has a wider dtype than the input, the sum of `summands`."""
@@ -71,7 +73,7 @@ class RMSNormInFloat(Norm):
 class ZeroCenteredRMSNorm(Norm):
     """Gemma's: the factor is 1 + weight, and the result rounded once."""
 
-    OFFSET, CASTING = 1.0, "gemma"
+    OFFSET, CASTING = 1, "gemma"
     EPS = "eps"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # the argument's name in transformers
@@ -79,11 +81,11 @@ class ZeroCenteredRMSNorm(Norm):
 
 
 _UNITS: dict[type, tuple] = {  # by an MLP's activation: the op of it, and what it takes behind gate and up
-    **dict.fromkeys(_SILU, (functional.swiglu, 1.0, 1.0)),
+    **dict.fromkeys(_SILU, (functional.swiglu, 1, 1)),
     **dict.fromkeys(_GELU_TANH, (functional.geglu, "tanh")),
 }
 _PACKED_UNITS: dict[type, tuple] = {
-    **dict.fromkeys(_SILU, (functional.swiglu_packed, 1.0, 1.0)),
+    **dict.fromkeys(_SILU, (functional.swiglu_packed, 1, 1)),
     **dict.fromkeys(_GELU_TANH, (functional.geglu_packed, "tanh")),
 }
 
