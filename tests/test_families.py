@@ -135,6 +135,18 @@ def test_the_experts_balance(device, family, given):
         assert (found.logits is None) is skip
 
 
+@newest
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_class_of_the_users(device, family):
+    """One that is derived from the patch, as FSDP2 makes them."""
+    ours, batch = patched(build(family, device)), batch_of(device)
+    expected = ours(**batch, output_router_logits=True)
+    ours.__class__ = type("Derived", (type(ours),), {})
+    torch.testing.assert_close(ours(**batch, output_router_logits=True).loss, expected.loss, rtol=0, atol=0)
+    loaded = pickle.loads(pickle.dumps(expected))
+    assert type(loaded) is type(expected) and torch.equal(loaded.aux_loss, expected.aux_loss)
+
+
 WRONG = {
     "norm's offset": ("gemma", decoder.ZeroCenteredRMSNorm, "OFFSET", 0.0),
     "norm's eps": ("olmo2", decoder.RMSNormInFloat, "liger_arguments", lambda self: (self.weight, 0.1, 0.0, "gemma")),
@@ -239,7 +251,7 @@ class Callable:
 @pytest.fixture
 def new_look():
     """Recognition remembers what it has seen."""
-    caches = known_code.patch_of, known_code._kinds, known_code._known_ropes
+    caches = [found for found in vars(known_code).values() if hasattr(found, "cache_clear")]
     for seen in (*caches, families._unknown):
         getattr(seen, "cache_clear", seen.clear if seen is families._unknown else None)()
     yield
@@ -260,6 +272,22 @@ def test_code_that_is_not_known(device, kind, monkeypatch, new_look):
     with pytest.warns(UserWarning, match="Qwen2RMSNorm: liger_ext does not know this code"):
         liger_ext.apply_liger_kernel_to_instance(model)
     assert type(model.model.norm) is cls
+
+
+@newest
+@pytest.mark.parametrize(
+    "old, new",
+    [(", **kwargs)\n\n", ")\n\n"), ("labels=labels", "labels=labels[:, 1:]"), ("outputs = self", "x = self")],
+)
+def test_heads_that_differ_a_little(old, new):
+    """A loss that is given less than ours reads, or something else."""
+    text = known_code._text_of_head.__wrapped__
+    source = known_code.text_of(known_code.stock_class(known_code.llama.LlamaForCausalLM).forward)
+    calls = source.replace("**kwargs)\n    return", "**kwargs)\n\n    return")
+    assert old in calls
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known_code, "text_of", lambda source: source)
+        assert text(calls) is not None and text(calls.replace(old, new)) != text(calls)
 
 
 def test_code_that_cannot_be_read(monkeypatch, new_look):

@@ -1,15 +1,14 @@
 """Models of images and text: their language models, and the loss of their heads, against transformers' own."""
 
 import copy
-import warnings
 
 import pytest
 import torch
+from family_models import patched
 from llama_models import SIZES, TRANSFORMERS, assert_as_good, one_thread, randomised, step, tokens  # noqa: F401
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from liger_ext import apply_liger_kernel_to_instance
-
+pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
 VISION = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -27,7 +26,7 @@ VISION = dict(
 )
 ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
 TEXT = SIZES | dict(head_dim=16, rope_parameters=ROPE)
-MODELS = ["glm4v", "idefics3", "internvl", "llava", "mistral3", "mllama", "paligemma"]
+MODELS = ["glm4v", "hunyuan_vl", "idefics3", "internvl", "llava", "mistral3", "mllama", "paligemma"]
 MODELS += ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"]
 
 
@@ -53,15 +52,6 @@ def build(model_type, device="cpu"):
     return randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
 
 
-def patched(model):
-    model = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        apply_liger_kernel_to_instance(model)
-    return model
-
-
-@pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_text_as_stock(device, model_type, train):
@@ -79,7 +69,6 @@ def test_text_as_stock(device, model_type, train):
     assert stock - set(ours(**batch)) <= {"logits", "past_key_values"}
 
 
-@pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
 @pytest.mark.parametrize("model_type", MODELS)
 def test_generates_the_same(device, model_type):
     model = build(model_type, device).eval()
@@ -88,7 +77,6 @@ def test_generates_the_same(device, model_type):
     assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
 
 
-@pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
 def test_an_image(device):
     model = build("llava", device)
     ours, config = patched(model), model.config

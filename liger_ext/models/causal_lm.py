@@ -21,8 +21,9 @@ from liger_ext.models.loss import (
     counted_rows,
     fused_causal_lm_loss,
     liger_output,
+    softcapped,
 )
-from liger_ext.models.patch import Mixin, stock_class
+from liger_ext.models.patch import Mixin
 
 
 def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
@@ -102,7 +103,7 @@ class CausalLM(Mixin):
             logits = logits if scale == 1 else logits * scale
             result = causal_lm_loss(logits, **loss_arguments, **options)
             if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
+                logits = softcapped(logits, softcap)
         results = dict(
             loss=result.loss,
             logits=logits,
@@ -145,6 +146,11 @@ class MultipliedCausalLM(CausalLM):
 class MoeCausalLM(CausalLM):
     """Mixtral's: the loss that balances the experts' load is added."""
 
+    @classmethod
+    def look_at(cls, stock: type[nn.Module]) -> None:
+        super().look_at(stock)
+        cls.STOCK_MODULE = stock.__module__
+
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         if arguments.get("output_router_logits") is None:
             arguments["output_router_logits"] = self.config.output_router_logits
@@ -153,7 +159,7 @@ class MoeCausalLM(CausalLM):
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         aux_loss = None
         if arguments["output_router_logits"]:
-            balance = sys.modules[stock_class(type(self)).__module__].load_balancing_loss_func
+            balance = sys.modules[self.STOCK_MODULE].load_balancing_loss_func
             mask = arguments.get("attention_mask")
             aux_loss = balance(results["router_logits"], self.num_experts, self.num_experts_per_tok, mask)
             results["loss"] = results["loss"] + self.router_aux_loss_coef * aux_loss.to(results["loss"].device)

@@ -26,8 +26,9 @@ from liger_ext.models.decoder import (
     gated_unit,
 )
 from liger_ext.models.head import Linear, heads_of
-from liger_ext.models.known_code import MODELS, is_left_alone, patch_of, patch_of_llamas, stock_classes
+from liger_ext.models.known_code import is_left_alone, patch_of, patch_of_llamas, stock_classes
 from liger_ext.models.loss import MEMORY_LEVELS, causal_lm_cross_entropy
+from liger_ext.models.names import MODELS, class_of
 from liger_ext.models.patch import PatchHandle, on_construction, record_change, swap_classes
 from liger_ext.models.warn import warn
 
@@ -137,27 +138,25 @@ def __getattr__(name: str) -> object:
     if model_type in FAMILIES:
         function = globals()[name] = patch_function(model_type)
         return function
-    module, separator, cls = name.rpartition("__")
-    if separator and module and not name.startswith("_"):
-        patch = patch_of(getattr(importlib.import_module(MODELS + module.replace("__", ".")), cls))
-        if patch is not None:
-            return patch
+    stock = class_of(name)
+    if stock is not None and patch_of(stock) is not None:
+        return patch_of(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _NAMES = {
-    Norm: "RMSNorm",
-    MLP: "MLP",
-    DecoderLayer: "DecoderLayer",
-    CausalLM: "ForCausalLM ForConditionalGeneration",
-    Attention: "Attention",
+    Norm: ("RMSNorm",),
+    MLP: ("MLP",),
+    DecoderLayer: ("DecoderLayer",),
+    CausalLM: ("ForCausalLM", "ForConditionalGeneration"),
+    Attention: ("Attention",),
 }
 _unknown: set[type[nn.Module]] = set()
 
 
 def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool]) -> None:
     """Once for each class that looks like one that is to be patched, and runs other code."""
-    ends = tuple(end for kind, ends in _NAMES.items() if wanted[kind] for end in ends.split())
+    ends = tuple(end for kind, ends in _NAMES.items() if wanted[kind] for end in ends)
     candidates = [cls for cls in classes if cls.__name__.endswith(ends) and cls not in _unknown]
     unknown = [cls for cls in candidates if patch_of(cls) is None and not is_left_alone(cls)]
     _unknown.update(unknown)

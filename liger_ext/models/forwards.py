@@ -88,10 +88,16 @@ def text_of(function: Callable) -> str | None:
     definition.decorator_list, definition.returns = [], None
     if ast.get_docstring(definition) is not None:
         definition.body = definition.body[1:]
-    for argument in ast.walk(definition):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    return ast.unparse(definition)
+    return ast.unparse(_WithoutAnnotations().visit(definition))
+
+
+class _WithoutAnnotations(ast.NodeTransformer):
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.copy_location(ast.arg(node.arg), node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        self.generic_visit(node)
+        return node if node.value is None else ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
 def describe(function: Callable) -> str:

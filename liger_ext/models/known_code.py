@@ -39,9 +39,8 @@ from liger_ext.models.decoder import (
     rope_for,
 )
 from liger_ext.models.forwards import text_of
+from liger_ext.models.names import MODELS, name_of
 from liger_ext.models.patch import stands_in, stock_class
-
-MODELS = "transformers.models."
 
 
 @functools.cache
@@ -62,11 +61,8 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
             kind, replacements = Attention, {"apply_rotary_pos_emb": rope_for(rope)}
     if kind is None:
         return None
-    name = cls.__module__.removeprefix(MODELS).replace(".", "__") + "__" + cls.__name__
-    namespace = {
-        "__module__": "liger_ext.models.families",  # whose __getattr__ finds it again
-        "__qualname__": name,
-    }
+    # The module's __getattr__ finds it again.
+    namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls)}
     if hasattr(kind, "forward"):
         namespace["forward"] = kind.forward
     return stands_in(module, **replacements)(type(cls)(cls.__name__, (kind, cls), namespace))
@@ -160,6 +156,7 @@ def _difference(text: Callable[[Callable], str | None], cls: type, other: type) 
     return _digest([change for change in list(changes)[2:] if not change.startswith("@@")])
 
 
+@functools.cache
 def _text_of_layer(forward: Callable) -> str | None:
     """The text of a layer that gives all its arguments to the attention, by their names, without these arguments."""
     text = text_of(forward)
@@ -167,16 +164,13 @@ def _text_of_layer(forward: Callable) -> str | None:
         return None
     function = ast.parse(text).body[0]
     calls = [n for n in ast.walk(function) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self.self_attn"]
-    names = {argument.arg: argument.arg for argument in function.args.args[1:]}
-    rest = function.args.kwarg
-    if len(calls) != 1 or calls[0].args or rest is None:
-        return None
-    if {k.arg: ast.unparse(k.value) for k in calls[0].keywords} != names | {None: rest.arg}:
+    if len(calls) != 1 or not _hands_on(calls[0], function, _names_of_arguments(function)):
         return None
     calls[0].keywords, function.args.args, function.args.defaults = [], [], []
     return ast.unparse(function)
 
 
+@functools.cache
 def _text_of_head(forward: Callable) -> str | None:
     """The text of a head that gives its arguments to `self.model`, by their names, without these arguments; without
     the number of classes, which our loss does not read, and without what it returns as `self.model` has returned it."""
@@ -184,26 +178,37 @@ def _text_of_head(forward: Callable) -> str | None:
     if text is None:
         return None
     function = ast.parse(text.replace("outputs[0]", "outputs.last_hidden_state")).body[0]
-    names = {argument.arg for argument in function.args.args[1:]} - {"labels", "logits_to_keep"}
+    for_model = [n for n in _names_of_arguments(function) if n not in ("labels", "logits_to_keep")]
     for node in ast.walk(function):
         callee = ast.unparse(node.func) if isinstance(node, ast.Call) else None
         if callee == "self.model":
-            given = {k.arg: ast.unparse(k.value) for k in node.keywords}
-            given.pop("return_dict", None)
-            if node.args or given != {name: name for name in names} | {None: "kwargs"}:
+            node.keywords = [k for k in node.keywords if ast.unparse(k) != "return_dict=True"]
+            if not _hands_on(node, function, for_model):
                 return None
             node.keywords = []
         elif callee == "self.loss_function":
-            node.args, node.keywords = [], []
+            node.keywords = [k for k in node.keywords if k.arg != "vocab_size"]
+            node.keywords = [*map(ast.keyword, ("logits", "labels"), node.args), *node.keywords]
+            node.args = node.args[3:]  # the third is vocab_size
+            if not _hands_on(node, function, ["logits", "labels"]):
+                return None
+            node.keywords = []
         elif callee is not None and callee.endswith("CausalLMOutputWithPast"):
             node.func = ast.Name("Output")
             node.keywords = [k for k in node.keywords if ast.unparse(k.value) != f"outputs.{k.arg}"]
     function.args.args, function.args.defaults = [], []
-    return (
-        ast.unparse(function)
-        .replace("outputs: BaseModelOutputWithPast =", "outputs =")
-        .replace("outputs: MoeModelOutputWithPast =", "outputs =")
-    )
+    return ast.unparse(function)
+
+
+def _names_of_arguments(method: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in method.args.args[1:]]
+
+
+def _hands_on(call: ast.Call, function: ast.FunctionDef, names: list[str]) -> bool:
+    """Whether `call` is given these by their names, the rest of the arguments of `function`, and nothing else."""
+    rest = function.args.kwarg
+    given = {k.arg: ast.unparse(k.value) for k in call.keywords}
+    return not call.args and rest is not None and given == {name: name for name in names} | {None: rest.arg}
 
 
 def _digest(lines: list[str]) -> str:

@@ -12,6 +12,7 @@ from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.called_head import loss_in_chunks, rows_at_a_time
 from liger_ext.models.head import loss_caller, used_linear
+from liger_ext.models.names import class_of, name_of
 from liger_ext.models.patch import is_plain_tensor
 
 # Arguments of a model's forward for the loss: what changes its value, what is returned with it, how it is made.
@@ -43,7 +44,16 @@ def liger_output(cls: type[ModelOutput]) -> type[ModelOutput]:
     if cls is CausalLMOutputWithPast:
         return LigerCausalLMOutputWithPast
     fields = [(name, torch.Tensor | None, None) for name in ("token_accuracy", "predicted_tokens")]
-    return make_dataclass(f"Liger{cls.__name__}", fields, bases=(cls,), namespace={"__module__": cls.__module__})
+    names = {"__module__": __name__, "__qualname__": name_of(cls)}
+    return make_dataclass(f"Liger{cls.__name__}", fields, bases=(cls,), namespace=names)
+
+
+def __getattr__(name: str) -> object:
+    """Classes that `liger_output` makes: pickled outputs look for them."""
+    cls = class_of(name)
+    if cls is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return liger_output(cls)
 
 
 def fused_causal_lm_loss(
@@ -158,7 +168,7 @@ def causal_lm_loss(
     if not is_plain_tensor(logits):  # sharded by tensor parallelism, which has a loss of its own (loss_parallel)
         softcap = options.pop("softcap", None)
         if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+            logits = softcapped(logits, softcap)
         if ce_weight is not None or any(options.values()):
             raise ValueError(f"the loss of logits of type {type(logits).__name__} takes no options of liger_ext")
         targets = _targets(labels, shift_labels, ignore_index, logits)
@@ -192,6 +202,11 @@ def causal_lm_cross_entropy(
     """`causal_lm_loss` with the signature of transformers' ForCausalLMLoss, for `model.loss_function`."""
     options = {name: kwargs[name] for name in VALUE_OPTIONS if name in kwargs}
     return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options).loss
+
+
+def softcapped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Logits that are bounded smoothly: softcap * tanh(logits / softcap)."""
+    return softcap * torch.tanh(logits / softcap)
 
 
 def shift(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
