@@ -252,11 +252,15 @@ class Callable:
 def new_look():
     """Recognition remembers what it has seen."""
     caches = [found for found in vars(known_code).values() if hasattr(found, "cache_clear")]
-    for seen in (*caches, families._unknown):
-        getattr(seen, "cache_clear", seen.clear if seen is families._unknown else None)()
+
+    def forget():
+        for cache in caches:
+            cache.cache_clear()
+        families._unknown.clear()
+
+    forget()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("kind", ["function", "object"])

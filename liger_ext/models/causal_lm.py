@@ -146,11 +146,6 @@ class MultipliedCausalLM(CausalLM):
 class MoeCausalLM(CausalLM):
     """Mixtral's: the loss that balances the experts' load is added."""
 
-    @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
-        super().look_at(stock)
-        cls.STOCK_MODULE = stock.__module__
-
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         if arguments.get("output_router_logits") is None:
             arguments["output_router_logits"] = self.config.output_router_logits

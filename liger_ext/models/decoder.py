@@ -19,7 +19,7 @@ from liger_ext import functional
 from liger_ext.models.checkpoint import counting_runs, run_of
 from liger_ext.models.forwards import find_foreign, text_of
 from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
-from liger_ext.models.patch import Mixin, is_plain_tensor, only_forward_runs, stock_class
+from liger_ext.models.patch import Mixin, is_plain_tensor, only_forward_runs
 from liger_ext.models.recompute import recomputed, remade
 
 _SILU = (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))  # the latter is new in transformers 5
@@ -356,7 +356,7 @@ class _Projected:
 def _sees_no_module(attention: nn.Module) -> bool:
     """Whether attention is a function of transformers. One of the user's own gets the module itself, as it may keep
     results on it, or read its weights."""
-    names = vars(sys.modules[stock_class(type(attention)).__module__])
+    names = vars(sys.modules[attention.STOCK_MODULE])
     functions, default = names.get("ALL_ATTENTION_FUNCTIONS"), names.get("eager_attention_forward")
     if functions is None or default is None:
         return False

@@ -80,7 +80,10 @@ class Mixin:
         super().__init_subclass__(**kwargs)
         mixin = cls.__bases__[0]
         if issubclass(cls, nn.Module) and issubclass(mixin, Mixin) and not issubclass(mixin, nn.Module):
-            cls.look_at(stock_class(cls))  # not for what others derive from a patch
+            # Not for what others derive from a patch: FSDP2's classes, and those of users, have what the patch has.
+            stock = stock_class(cls)
+            cls.STOCK_MODULE = stock.__module__
+            cls.look_at(stock)
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
