@@ -277,7 +277,7 @@ def test_subclasses():
     handle = apply_liger_kernel_to_llama(model=model)
     assert isinstance(model, NoForward) and type(model).__name__ == "NoForward"
     assert model.extra() == model.num_parameters()
-    assert model(**batch_of("cpu")).logits is None
+    assert "logits" not in model(**batch_of("cpu"))
     handle.revert()
     assert traces(model) == before
 

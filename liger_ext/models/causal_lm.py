@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils import can_return_tuple
 
 from liger_ext.models.forwards import text_of
@@ -15,12 +15,12 @@ from liger_ext.models.loss import (
     FUSED_OPTIONS,
     OUTPUT_OPTIONS,
     VALUE_OPTIONS,
-    LigerCausalLMOutputWithPast,
     causal_lm_cross_entropy,
     causal_lm_loss,
     counted_rows,
     fused_causal_lm_loss,
     liger_output,
+    output_without_logits,
     softcapped,
 )
 from liger_ext.models.patch import Mixin
@@ -52,7 +52,8 @@ class CausalLM(Mixin):
 
         forward.__doc__, forward.__signature__ = cls._forward.__doc__, _with_skip_logits(signature)
         cls.forward = forward
-        cls.OUTPUT, cls.COPIED = _output_of(stock)
+        output, cls.COPIED = _output_of(stock)
+        cls.OUTPUT, cls.OUTPUT_WITHOUT_LOGITS = liger_output(output), output_without_logits(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         """transformers' forward, but in training with labels the loss comes from the hidden states: no logits exist.
@@ -93,7 +94,7 @@ class CausalLM(Mixin):
         if softcap is not None:
             options["softcap"] = softcap
         if skip_logits:
-            logits = None
+            output, shown = self.OUTPUT_WITHOUT_LOGITS, {}
             if options.get("memory") is None:
                 options["memory"] = self.liger_memory
             scaled = hidden_states if scale == 1 else hidden_states * scale
@@ -104,14 +105,15 @@ class CausalLM(Mixin):
             result = causal_lm_loss(logits, **loss_arguments, **options)
             if softcap is not None:
                 logits = softcapped(logits, softcap)
+            output, shown = self.OUTPUT, {"logits": logits}
         results = dict(
             loss=result.loss,
-            logits=logits,
             token_accuracy=result.token_accuracy,
             predicted_tokens=result.predicted_tokens,
+            **shown,
             **{name: getattr(outputs, name) for name in self.COPIED},
         )
-        return self.OUTPUT(**self._results(results, arguments))
+        return output(**self._results(results, arguments))
 
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         """`results` with what a family adds to them; `arguments` are those of `self.model`."""
@@ -162,12 +164,12 @@ class MoeCausalLM(CausalLM):
 
 
 def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
-    """What a head returns, with the fused loss's results beside; and the names of what it hands on from its model."""
+    """What a head returns, and the names of what it hands on from its model."""
     call = re.search(r"return (\w+CausalLMOutputWithPast)\((.*)\)$", text_of(stock.forward) or "", re.MULTILINE)
     if call is None:
-        return LigerCausalLMOutputWithPast, ["past_key_values", "hidden_states", "attentions"]
+        return CausalLMOutputWithPast, ["past_key_values", "hidden_states", "attentions"]
     copied = re.findall(r"\b(\w+)=outputs\.\1\b", call[2])
-    return liger_output(vars(sys.modules[stock.__module__])[call[1]]), copied
+    return vars(sys.modules[stock.__module__])[call[1]], copied
 
 
 def _keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass, make_dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -48,12 +49,31 @@ def liger_output(cls: type[ModelOutput]) -> type[ModelOutput]:
     return make_dataclass(f"Liger{cls.__name__}", fields, bases=(cls,), namespace=names)
 
 
+@functools.cache
+def output_without_logits(cls: type[ModelOutput]) -> type[ModelOutput]:
+    """`liger_output` of a step that made no logits. Reading them raises, and no field has their name: what goes through
+    an output field by field (DistributedDataParallel, FSDP, pickle) never reads them."""
+    names = {"__module__": __name__, "__qualname__": name_of(cls) + _WITHOUT_LOGITS}
+    field = ("logits", ClassVar[None], property(_no_logits))
+    return make_dataclass(liger_output(cls).__name__, [field], bases=(liger_output(cls),), namespace=names)
+
+
+_WITHOUT_LOGITS = "__without_logits"
+
+
+def _no_logits(output: ModelOutput) -> None:
+    raise AttributeError(
+        "this output has no logits: with labels, a patched model in training computes the loss without them. For the "
+        "logits, call model(..., skip_logits=False); where they are optional, getattr(output, 'logits', None) is None"
+    )
+
+
 def __getattr__(name: str) -> object:
-    """Classes that `liger_output` makes: pickled outputs look for them."""
-    cls = class_of(name)
+    """Classes that the two functions above make: pickled outputs look for them."""
+    cls = class_of(name.removesuffix(_WITHOUT_LOGITS))
     if cls is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return liger_output(cls)
+    return output_without_logits(cls) if name.endswith(_WITHOUT_LOGITS) else liger_output(cls)
 
 
 def fused_causal_lm_loss(
