@@ -191,9 +191,11 @@ def test_logits_on_demand_in_training(device, dtype):
     assert model(tokens(2, 5, device=device)).logits is not None
 
 
-def test_skipping_logits_without_labels_is_an_error():
-    with pytest.raises(ValueError, match="skip_logits=True leaves nothing"):
-        patched(build())(tokens(1, 4), skip_logits=True)
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_logits_without_labels_are_not_skipped(train):
+    """A Trainer that evaluates asks for it, and takes the labels away for a loss of its own."""
+    model, ids = patched(build()).train(train), tokens(1, 4)
+    assert torch.equal(model(ids, skip_logits=True).logits, model(ids).logits)
 
 
 def test_as_many_labels_as_positions():

@@ -1,6 +1,7 @@
 """The loss of a head that is called for its logits, some rows at a time: one with LoRA, quantised weights, or code of
 its own. The logits of a chunk become their gradient, and that the gradients of the hidden states and of the head's
-parameters, before the next chunk is made; the backward only scales them, as the fused loss does."""
+parameters, before the next chunk is made; the backward only scales them, as the fused loss does. What is differentiated
+and no parameter of the head's own would get no gradient: where there is any, all logits exist."""
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,11 @@ from liger_ext.models.patch import only_forward_runs
 from liger_ext.ops._checks import accumulator
 from liger_ext.ops._chunks import gpu_memory, rows_of_logits
 
+# Of PEFT's adapters, those known to do with a row of hidden states what they would do with it alone: Lily, for one,
+# takes a mean of the rows of a call.
+_TUNERS = "peft.tuners."
+_TUNERS_OF_ROWS = "lora", "trainable_tokens", "tuners_utils"
+
 
 def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | None) -> int | None:
     """How many rows of logits may exist at a time; None where all have to, or may."""
@@ -22,6 +28,9 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
     if forward_ad._current_level >= 0 or not all(map(only_forward_runs, head.modules())):
         return None  # a hook of the user is to see all logits
     if any(hasattr(parameter, "placements") for parameter in head.parameters()):
+        return None
+    tuners = {cls.__module__ for m in head.modules() for cls in type(m).__mro__ if cls.__module__.startswith(_TUNERS)}
+    if any(module.split(".")[2] not in _TUNERS_OF_ROWS for module in tuners):
         return None
     rows, hidden = hidden_states.shape
     dtype, gpu_bytes = hidden_states.dtype, gpu_memory(hidden_states.device)
@@ -37,10 +46,17 @@ def loss_in_chunks(
     num_items: int | Tensor | None,
     ignore_index: int,
     options: dict[str, object],
-) -> CrossEntropyOutput:
-    """As `functional.cross_entropy` of all logits. hidden_states: [rows, hidden_size]; targets: [rows]."""
+) -> CrossEntropyOutput | None:
+    """As `functional.cross_entropy` of all logits. hidden_states: [rows, hidden_size]; targets: [rows].
+
+    None where the head differentiates weights that are no parameters of its own.
+    """
     parameters = [p for p in head.parameters() if p.requires_grad]
-    made = _Chunks.apply(head, chunk, ignore_index, options, hidden_states, targets, *parameters)
+    learns = torch.is_grad_enabled()
+    try:
+        made = _Chunks.apply(head, chunk, ignore_index, options, learns, hidden_states, targets, *parameters)
+    except _OthersWeights:
+        return None
     loss, z_loss, accurate, predicted = made
     count = (targets != ignore_index).sum().clamp(min=1)
     total = count if num_items is None else num_items
@@ -54,11 +70,15 @@ def loss_in_chunks(
     )
 
 
+class _OthersWeights(Exception):
+    pass
+
+
 class _Chunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, head, chunk, ignore_index, options, hidden_states, targets, *parameters):
-        needs_hidden = ctx.needs_input_grad[4]
-        wanted = [p for p, needed in zip(parameters, ctx.needs_input_grad[6:], strict=True) if needed]
+    def forward(ctx, head, chunk, ignore_index, options, learns, hidden_states, targets, *parameters):
+        needs_hidden = learns and ctx.needs_input_grad[5]
+        wanted = [p for p, needed in zip(parameters, ctx.needs_input_grad[7:], strict=True) if learns and needed]
         dhidden = torch.empty_like(hidden_states) if needs_hidden else None
         sums = [torch.zeros_like(p, dtype=accumulator(p.dtype)) for p in wanted]
         outputs = []
@@ -69,9 +89,11 @@ class _Chunks(torch.autograd.Function):
             x = hidden_states[rows].detach().requires_grad_(needs_hidden)
             # A cached cast of a weight would belong to the graph of the first chunk.
             cast = torch.autocast(device, torch.get_autocast_dtype(device), casts, cache_enabled=False)
-            with torch.set_grad_enabled(needs_hidden or bool(wanted)), cast:
+            with torch.set_grad_enabled(learns), cast:
                 made = functional.cross_entropy(head(x), targets[rows], None, ignore_index, reduction="sum", **options)
             made = made if isinstance(made, CrossEntropyOutput) else CrossEntropyOutput(made)
+            if first == 0 and _differentiates_more_than(made.loss, {id(t) for t in (x, *wanted)}):
+                raise _OthersWeights
             if needs_hidden or wanted:
                 of = [x] * needs_hidden + wanted
                 found = torch.autograd.grad(made.loss, of, allow_unused=True)
@@ -100,8 +122,21 @@ class _Chunks(torch.autograd.Function):
         dhidden, *sums = ctx.saved_tensors
         of_hidden = None if dhidden is None else (dhidden * dloss).to(dhidden.dtype)
         scaled = ((total * dloss).to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True))
-        of_parameters = (next(scaled) if need else None for need in ctx.needs_input_grad[6:])
-        return None, None, None, None, of_hidden, None, *of_parameters
+        of_parameters = (next(scaled) if need else None for need in ctx.needs_input_grad[7:])
+        return None, None, None, None, None, of_hidden, None, *of_parameters
+
+
+def _differentiates_more_than(loss: Tensor, known: set[int]) -> bool:
+    """Whether the graph of `loss` has leaves that are none of the tensors of these ids."""
+    found = {loss.grad_fn} - {None}
+    nodes = list(found)
+    for node in nodes:
+        if hasattr(node, "variable") and id(node.variable) not in known:
+            return True
+        following = {n for n, _ in node.next_functions} - found - {None}
+        found |= following
+        nodes.extend(following)
+    return False
 
 
 def _total(parts: tuple[Tensor | None, ...]) -> Tensor | None:

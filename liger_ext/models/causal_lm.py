@@ -60,6 +60,7 @@ class CausalLM(Mixin):
 
         Args:
             skip_logits: False brings the logits back in training, True spares them in evaluation. None: the rule above.
+                Without labels there are always logits: a Trainer that takes the labels away still passes True.
             shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
 
@@ -73,8 +74,6 @@ class CausalLM(Mixin):
         trains = self.training and has_labels
         if trains and arguments.get("use_cache") is None and arguments.get("past_key_values") is None:
             arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
-        if skip_logits and not has_labels:
-            raise ValueError("skip_logits=True leaves nothing to return without labels or shift_labels")
         if skip_logits is None:
             skip_logits = trains
         if self.loss_function not in (ForCausalLMLoss, causal_lm_cross_entropy):

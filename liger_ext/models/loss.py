@@ -138,12 +138,15 @@ def _called_loss(
 ) -> CrossEntropyOutput:
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     chunk = rows_at_a_time(lm_head, flat, options.get("memory"))
-    if chunk is None or options.get("ce_weight") is not None or options.get("use_token_scaling"):
+    result = None
+    if chunk is not None and options.get("ce_weight") is None and not options.get("use_token_scaling"):
+        targets = _targets(labels, shift_labels, ignore_index, hidden_states)
+        unused = "memory", "accum_dtype", "use_token_scaling", "ce_weight"
+        of_loss = {name: option for name, option in options.items() if name not in unused}
+        result = loss_in_chunks(lm_head, flat, targets, chunk, num_items, ignore_index, of_loss)
+    if result is None:
         return causal_lm_loss(lm_head(hidden_states), labels, shift_labels, num_items, ignore_index, **options)
-    targets = _targets(labels, shift_labels, ignore_index, hidden_states)
-    for name in ("memory", "accum_dtype", "use_token_scaling", "ce_weight"):
-        options.pop(name, None)
-    return loss_in_chunks(lm_head, flat, targets, chunk, num_items, ignore_index, options)
+    return result
 
 
 def counted_rows(

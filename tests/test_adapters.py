@@ -1,0 +1,241 @@
+"""Adapters of PEFT on patched models: the loss and every gradient are those of a stock model with the same adapters."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from llama_models import (  # noqa: F401
+    LEVELS,
+    VOCAB,
+    assert_as_good,
+    batch_of,
+    build,
+    checkpoint_layers,
+    distance,
+    exact,
+    one_thread,
+    ops,
+    patched,
+    step,
+)
+from torch import nn
+
+from liger_ext import apply_liger_kernel_to_llama
+
+peft = pytest.importorskip("peft")
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SOME = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+Change = Callable[[nn.Module], nn.Module]
+orders = pytest.mark.parametrize("order", ["patch, adapt", "adapt, patch"])
+
+
+def adapt(model: nn.Module, kind: str, options: dict) -> nn.Module:
+    """The model with adapters, which do something from the start."""
+    config = getattr(peft, f"{kind}Config", None)
+    if config is None:
+        pytest.skip(f"this peft has no {kind}")
+    torch.manual_seed(5)
+    return stirred(peft.get_peft_model(model, config(task_type="CAUSAL_LM", **options)))
+
+
+def stirred(model: nn.Module, std: float = 0.05) -> nn.Module:
+    torch.manual_seed(6)
+    for _, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn(parameter.shape).to(parameter) * std)
+    return model
+
+
+def both(order: str, change: Change, dtype=torch.float32, device="cpu", sizes=None, **options) -> list[nn.Module]:
+    """A stock model and a patched one, to which `change` was done before or after the patch.
+
+    Nothing is copied: a copy loses the hooks of its parameters, and of some adapters there is none.
+    """
+    models = []
+    for is_patched in (False, True):
+        model = build(dtype=dtype, **(sizes or {}))
+        if is_patched and order == "patch, adapt":
+            apply_liger_kernel_to_llama(model=model, **options)
+        model = change(model)
+        if is_patched and order == "adapt, patch":
+            apply_liger_kernel_to_llama(model=model, **options)
+        models.append(model.to(device).train())
+    stock, model = models
+    for (name, ours), theirs in zip(model.state_dict().items(), stock.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+    return models
+
+
+def assert_trains_as_stock(stock, model, batch, fused=True, **options):
+    """`fused`: the loss is made without logits. `options` are of the patched model's forward alone."""
+    torch.manual_seed(7)
+    expected = step(stock, batch)
+    torch.manual_seed(7)
+    found = step(model, {**batch, **options})
+    assert expected.keys() - found.keys() == ({"logits"} if fused else set())
+    assert any(result.any() for name, result in found.items() if name != "loss")
+    try:
+        reference = step(exact(stock), batch)
+    except RuntimeError as error:  # adapters that hold results cannot be copied
+        assert "deepcopy" in str(error)
+        return assert_close(found, expected)
+    assert_as_good(found, expected, reference)
+
+
+def assert_close(found, expected):
+    for name, result in found.items():
+        difference = distance(result, expected[name])
+        assert difference <= 2e-4, (name, difference)
+
+
+TUNERS = {
+    "LoRA": ("Lora", dict(r=4, target_modules=ALL)),
+    "LoRA, scale by rank": ("Lora", dict(r=4, target_modules=ALL, use_rslora=True, lora_alpha=3)),
+    "LoRA, all biases": ("Lora", dict(r=4, target_modules=SOME, bias="all", lora_dropout=0.0)),
+    "LoRA, one layer": ("Lora", dict(r=4, target_modules=["q_proj", "up_proj"], layers_to_transform=[1])),
+    "LoRA, norms": ("Lora", dict(r=4, target_modules=["o_proj"], modules_to_save=["input_layernorm", "norm"])),
+    "DoRA": ("Lora", dict(r=4, target_modules=ALL, use_dora=True)),
+    "parameters": ("Lora", dict(r=4, target_modules=[], target_parameters=["mlp.up_proj.weight", "v_proj.weight"])),
+    "IA3": ("IA3", dict(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "AdaLoRA": ("AdaLora", dict(init_r=4, target_r=2, total_step=10, target_modules=SOME)),
+    "LoHa": ("LoHa", dict(r=2, target_modules=SOME)),
+    "LoKr": ("LoKr", dict(r=2, target_modules=SOME)),
+    "VeRA": ("Vera", dict(r=4, target_modules=["q_proj", "o_proj"])),
+    "OFT": ("OFT", dict(oft_block_size=8, target_modules=SOME)),
+    "BOFT": ("BOFT", dict(boft_block_size=4, target_modules=["v_proj", "up_proj"])),
+    "HRA": ("HRA", dict(r=4, target_modules=SOME)),
+    "FourierFT": ("FourierFT", dict(n_frequency=50, target_modules=SOME)),
+    "VB-LoRA": ("VBLoRA", dict(r=2, num_vectors=16, vector_length=8, topk=2, target_modules=SOME)),
+    "SHiRA": ("Shira", dict(r=2, target_modules=SOME)),
+    "norms": ("LNTuning", dict(target_modules=["input_layernorm", "post_attention_layernorm", "norm"])),
+    "adaption prompt": ("AdaptionPrompt", dict(adapter_len=3, adapter_layers=1)),
+    "prompt": ("PromptTuning", dict(num_virtual_tokens=3)),
+    "p-tuning": ("PromptEncoder", dict(num_virtual_tokens=3, encoder_hidden_size=16)),
+    "OSF": ("OSF", dict(target_modules=SOME)),
+    "Shadow": ("Shadow", {}),
+    "prefix": ("PrefixTuning", dict(num_virtual_tokens=3)),
+}
+
+
+@orders
+@pytest.mark.parametrize("kind, options", TUNERS.values(), ids=TUNERS)
+def test_tuners(device, kind, options, order):
+    models = both(order, lambda m: adapt(m, kind, options), device=device)
+    holds_forward = (kind, order) == ("AdaptionPrompt", "adapt, patch")  # the method of the class that was there
+    assert_trains_as_stock(*models, batch_of(device), fused=not holds_forward)
+
+
+IN_BF16 = ["LoRA", "DoRA", "LoRA, norms", "IA3", "prompt", "prefix", "norms"]
+
+
+@orders
+@pytest.mark.parametrize("name", IN_BF16)
+def test_tuners_in_bf16(device, name, order):
+    """Adapters are in fp32 then, as PEFT makes them; a second time all is in bf16."""
+    for whole in (False, True):
+        models = both(order, lambda m: adapt(m, *TUNERS[name]), torch.bfloat16, device)
+        if whole:
+            models = [m.bfloat16() for m in models]
+        assert_trains_as_stock(*models, batch_of(device))
+
+
+@orders
+@pytest.mark.parametrize("memory", [level for level in LEVELS if level != "auto"])
+@pytest.mark.parametrize("targets", [ALL, ["k_proj", "up_proj"]], ids=["all", "some"])
+def test_levels_of_memory(device, memory, targets, order):
+    models = both(order, lambda m: adapt(m, "Lora", dict(r=4, target_modules=targets)), device=device, memory=memory)
+    assert_trains_as_stock(*models, batch_of(device))
+
+
+@orders
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_gradient_checkpointing(device, use_reentrant, memory, order):
+    models = both(order, lambda m: adapt(m, "Lora", dict(r=4, target_modules=SOME)), device=device, memory=memory)
+    for model in models:
+        checkpoint_layers(model, use_reentrant)
+    assert_trains_as_stock(*models, batch_of(device))
+
+
+TWO = {
+    "layers": (dict(target_modules=SOME), dict(target_modules=["k_proj", "up_proj"])),
+    "heads": (dict(target_modules=["lm_head", "q_proj"]), dict(target_modules=["lm_head"])),
+    "saved heads": (dict(target_modules=["v_proj"], modules_to_save=["lm_head"]),) * 2,
+    "norms": (dict(target_modules=["q_proj"], modules_to_save=["norm"]), dict(target_modules=["o_proj"])),
+}
+
+
+def with_two(first, second):
+    def change(model):
+        model = adapt(model, "Lora", dict(r=4, **first))
+        model.add_adapter("other", peft.LoraConfig(r=2, task_type="CAUSAL_LM", **second))
+        model.set_adapter("other")
+        return stirred(model)
+
+    return change
+
+
+@orders
+@pytest.mark.parametrize("first, second", TWO.values(), ids=TWO)
+def test_two_adapters(device, first, second, order):
+    models = both(order, with_two(first, second), device=device)
+    batch = batch_of(device)
+    assert_trains_as_stock(*models, batch)
+    losses = [step(models[1], batch)["loss"]]
+    for model in models:
+        model.set_adapter("default")
+    assert_trains_as_stock(*models, batch)
+    losses.append(step(models[1], batch)["loss"])
+    inside = []
+    for model in models:
+        with model.disable_adapter():
+            inside.append(model(**batch).loss.detach())
+    assert torch.allclose(inside[1], inside[0], rtol=1e-5)
+    torch.testing.assert_close(inside[1], build(device=device).train()(**batch).loss, rtol=1e-5, atol=0)
+    assert_trains_as_stock(*models, batch)
+    assert len({round(loss.item(), 3) for loss in (*losses, inside[1])}) == 3
+
+
+@orders
+@pytest.mark.parametrize("targets", [SOME, ["lm_head", "q_proj"]], ids=["layers", "head"])
+def test_an_adapter_for_each_row(device, targets, order):
+    change = with_two(dict(target_modules=targets), dict(target_modules=targets))
+    models = [model.eval() for model in both(order, change, device=device)]
+    batch = batch_of(device)
+    names = ["default", "other", "__base__"]
+    with torch.no_grad():
+        expected, found = (model(**batch, adapter_names=names) for model in models)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+        loss = models[1](**batch, adapter_names=names, skip_logits=True, memory=1).loss
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
+
+
+@orders
+def test_adapters_of_transformers_itself(device, order):
+    def change(model):
+        torch.manual_seed(5)
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"]), "one")
+        return stirred(model)
+
+    models = both(order, change, device=device)
+    assert_trains_as_stock(*models, batch_of(device))
+    with_adapter = models[1](**batch_of(device)).loss
+    for model in models:
+        model.disable_adapters()
+    torch.testing.assert_close(models[1](**batch_of(device)).loss, models[0](**batch_of(device)).loss)
+    assert models[1](**batch_of(device)).loss != with_adapter
+    for model in models:
+        model.enable_adapters()
+    assert_trains_as_stock(*models, batch_of(device))
+
+
+@orders
+def test_a_prompt_that_reads_logits(device, order):
+    """CPT makes a loss of its own, of logits that have to be asked for."""
+    options = dict(cpt_token_ids=[1, 2, 3], cpt_tokens_type_mask=[1, 1, 1])
+    stock, model = both(order, lambda m: adapt(m, "CPT", options), device=device)
+    with pytest.raises(AttributeError, match="skip_logits=False"):
+        model(**batch_of(device))
+    found = model(**batch_of(device), skip_logits=False).logits
+    torch.testing.assert_close(found, stock(**batch_of(device)).logits, rtol=1e-4, atol=1e-5)

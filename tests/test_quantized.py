@@ -1,0 +1,198 @@
+"""Quantised linear layers in patched models, most with LoRA on top: loss and gradients are those of a stock model."""
+
+import pytest
+import torch
+from llama_models import (  # noqa: F401
+    LEVELS,
+    VOCAB,
+    batch_of,
+    build,
+    checkpoint_layers,
+    distance,
+    one_thread,
+    ops,
+    step,
+)
+from torch import nn
+
+from liger_ext import apply_liger_kernel_to_llama
+
+orders = pytest.mark.parametrize("order", ["patch, quantise", "quantise, patch"])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Int8Linear(nn.Module):
+    """A weight in int8 with a scale for each row, as many libraries have it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach()
+        scale = weight.float().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale.to(weight.dtype))
+        self.weight = nn.Parameter((weight.float() / scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+class Int8LinearSubclass(nn.Linear):
+    """The same, as a subclass of nn.Linear, which it is not."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        inner = Int8Linear(linear)
+        self.weight, self.scale = inner.weight, nn.Buffer(inner.scale)
+
+    forward = Int8Linear.forward
+
+
+def of_class(cls):
+    def quantise(model: nn.Module, names) -> nn.Module:
+        for path, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and path.rpartition(".")[2] in names:
+                model.set_submodule(path, cls(module))
+        return model
+
+    return quantise
+
+
+def bnb_4bit(model: nn.Module, names) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def make(linear):
+        made = bnb.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=linear.weight.dtype, quant_type="nf4"
+        )
+        made.load_state_dict(linear.state_dict())
+        return made.to(linear.weight.device)
+
+    return of_class(make)(model, names)
+
+
+def bnb_8bit(model: nn.Module, names) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def make(linear):
+        made = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
+        made.load_state_dict(linear.state_dict())
+        return made.to(linear.weight.device)
+
+    return of_class(make)(model, names)
+
+
+def torchao(config):
+    def quantise(model: nn.Module, names) -> nn.Module:
+        quantization = pytest.importorskip("torchao.quantization")
+        made = getattr(quantization, config)()
+        quantization.quantize_(model, made, lambda module, path: path.rpartition(".")[2] in names)
+        return model
+
+    return quantise
+
+
+def float8(model: nn.Module, names) -> nn.Module:
+    training = pytest.importorskip("torchao.float8")
+    config = training.Float8LinearConfig(emulate=model.device.type == "cpu")
+    return training.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, path: path.rpartition(".")[2] in names
+    )
+
+
+KINDS = {
+    "module": of_class(Int8Linear),
+    "subclass": of_class(Int8LinearSubclass),
+    "bitsandbytes 4 bit": bnb_4bit,
+    "bitsandbytes 8 bit": bnb_8bit,
+    "torchao int8": torchao("Int8WeightOnlyConfig"),
+    "float8": float8,
+}
+kinds = pytest.mark.parametrize("quantise", KINDS.values(), ids=KINDS)
+
+
+def both(order, quantise, dtype, device, names, change=None, **options) -> list[nn.Module]:
+    """A stock model and a patched one with the same quantised weights."""
+    models = []
+    for is_patched in (False, True):
+        model = build(dtype=dtype, device=device, tie_word_embeddings=False)
+        if is_patched and order == "patch, quantise":
+            apply_liger_kernel_to_llama(model=model, **options)
+        model = (change or (lambda m: m))(quantise(model, names))
+        if is_patched and order == "quantise, patch":
+            apply_liger_kernel_to_llama(model=model, **options)
+        models.append(model.to(device).train())
+    return models
+
+
+def adapted(model: nn.Module, names=("q_proj", "down_proj", "up_proj"), prepare=False, **options) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    if prepare:
+        model.is_loaded_in_4bit = True
+        model = peft.prepare_model_for_kbit_training(model, **options)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=list(names)))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def assert_same_step(stock, model, batch, dtype, rounds_inputs=False, **options):
+    expected, found = step(stock, batch), step(model, dict(batch, **options))
+    assert expected.keys() - found.keys() == {"logits"}
+    assert any(result.any() for name, result in found.items() if name != "loss")
+    for name, result in found.items():
+        bound = 2e-4 if dtype == torch.float32 else 1e-3 if name == "loss" else 0.06
+        if rounds_inputs:  # to 3 bits: what differs in the last bit may differ in all of those
+            bound = 3e-3 if name == "loss" else 0.05 if dtype == torch.float32 else 0.3
+        assert result.dtype == expected[name].dtype, name
+        assert distance(result, expected[name]) <= bound, (name, distance(result, expected[name]))
+
+
+@dtypes
+@orders
+@kinds
+def test_quantised_layers(device, quantise, order, dtype):
+    """Norms, embeddings and the head train; the layers let gradients through."""
+    stock, model = both(order, quantise, dtype, device, ALL)
+    down = model.model.layers[1].mlp.down_proj
+    assert type(down) is not nn.Linear or type(down.weight) is not nn.Parameter
+    assert "fused_linear_cross_entropy" in ops(model, **batch_of(device))
+    assert_same_step(stock, model, batch_of(device), dtype, quantise is float8)
+
+
+@dtypes
+@orders
+@pytest.mark.parametrize("memory", ["auto", 1], ids=["whole", "chunks"])
+@kinds
+def test_quantised_heads(device, quantise, memory, order, dtype):
+    stock, model = both(order, quantise, dtype, device, ("lm_head", "k_proj"))
+    assert_same_step(stock, model, batch_of(device, 6, 50), dtype, quantise is float8, memory=memory)
+
+
+@orders
+@pytest.mark.parametrize("head", [False, True], ids=["", "head"])
+@pytest.mark.parametrize(
+    "quantise", [k for k in KINDS.values() if k is not float8], ids=[k for k in KINDS if k != "float8"]
+)
+def test_adapters_on_quantised_layers(device, quantise, head, order):
+    names = (*ALL, "lm_head") if head else ALL
+    targets = ["q_proj", "down_proj", *["lm_head"] * head]
+    change = None if quantise is KINDS["module"] else lambda m: adapted(m, targets)
+    stock, model = both(order, quantise, torch.bfloat16, device, names, change)
+    assert_same_step(stock, model, batch_of(device), torch.bfloat16)
+
+
+@orders
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("name", ["subclass", "bitsandbytes 4 bit"])
+def test_prepared_for_training(device, name, use_reentrant, memory, order):
+    """QLoRA as PEFT has it: norms and the head in fp32, layers checkpointed."""
+    options = dict(prepare=True, gradient_checkpointing_kwargs=dict(use_reentrant=use_reentrant))
+    change = lambda m: adapted(m, **options)  # noqa: E731
+    stock, model = both(order, KINDS[name], torch.bfloat16, device, ALL, change, memory=memory)
+    assert model.base_model.model.model.norm.weight.dtype == torch.float32
+    assert model.base_model.model.model.layers[0].gradient_checkpointing
+    assert_same_step(stock, model, batch_of(device), torch.bfloat16)
