@@ -32,8 +32,9 @@ def leads_to(wrapper: Callable, function: Callable) -> bool:
     return getattr(end, "__func__", end) is function
 
 
-def rewrap(wrapper: Callable, old: Callable, new: Callable) -> Callable:
+def rewrap(wrapper: Callable, old: Callable, new: Callable, instance: object = None) -> Callable:
     """A copy of `wrapper`, which leads to the function `old`, that leads to `new`. The wrapper itself stays as it is.
+    Decorators of a method of `instance` may hold `old` bound to it, as TRL's do.
 
     Raises:
         TypeError: a decorator on the way keeps what it calls neither in its closure nor in an attribute.
@@ -41,12 +42,13 @@ def rewrap(wrapper: Callable, old: Callable, new: Callable) -> Callable:
     if wrapper is old:
         return new
     if isinstance(wrapper, types.MethodType):
-        return types.MethodType(rewrap(wrapper.__func__, old, new), wrapper.__self__)
+        return types.MethodType(rewrap(wrapper.__func__, old, new, wrapper.__self__), wrapper.__self__)
     inner = wrapper.__wrapped__
-    replaced = rewrap(inner, old, new)
+    replaced = rewrap(inner, old, new, instance)
     if isinstance(wrapper, types.FunctionType):
         held = wrapper.__closure__ or ()
-        cells = tuple(types.CellType(replaced) if _contents(cell) is inner else cell for cell in held)
+        now = [_in_its_place(_contents(cell), inner, replaced, instance) for cell in held]
+        cells = tuple(cell if value is None else types.CellType(value) for cell, value in zip(held, now, strict=True))
         found = any(ours is not theirs for ours, theirs in zip(cells, held, strict=True))
         copy = _copy_function(wrapper, wrapper.__code__, cells or None)
     else:
@@ -106,6 +108,15 @@ def describe(function: Callable) -> str:
     if code is None:
         return f"a {type(function).__module__}.{type(function).__qualname__}"
     return f"{code.co_name} ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def _in_its_place(value: object, inner: Callable, replaced: Callable, instance: object) -> Callable | None:
+    """`replaced` for `inner`, and bound to `instance` where that is; None for anything else."""
+    if value is inner:
+        return replaced
+    if isinstance(value, types.MethodType) and value.__func__ is inner and value.__self__ is instance:
+        return types.MethodType(replaced, instance)
+    return None
 
 
 def _contents(cell: types.CellType) -> object:
