@@ -53,6 +53,22 @@ def pytest_collection_modifyitems(config, items):
         items[:] = runs
 
 
+@pytest.fixture(autouse=True)
+def environment_is_kept():
+    """What a test, or a library in it, sets in the environment ends with the test.
+
+    PEFT's BOFT leaves ``CXX=gcc`` where its own extension does not build, and with that no C++ links any more: neither
+    what torch.compile generates nor a wheel.
+    """
+    before = dict(os.environ)
+    yield
+    for name in (os.environ.keys() | before.keys()) - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
+
+
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
     return torch.device(request.param)
