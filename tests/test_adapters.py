@@ -141,6 +141,16 @@ def test_tuners_in_bf16(device, name, order):
 
 
 @orders
+@pytest.mark.parametrize("memory", LEVELS)
+def test_lora_under_autocast(device, memory, order):
+    """Of 16-bit weights with fp32 adapters, as a Trainer in bf16 runs them."""
+    options = dict(r=4, target_modules=ALL, use_rslora=True, lora_alpha=3)
+    models = both(order, lambda m: adapt(m, "Lora", options), torch.bfloat16, device, memory=memory)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert_trains_as_stock(*models, batch_of(device))
+
+
+@orders
 @pytest.mark.parametrize("memory", [level for level in LEVELS if level != "auto"])
 @pytest.mark.parametrize("targets", [ALL, ["k_proj", "up_proj"]], ids=["all", "some"])
 def test_levels_of_memory(device, memory, targets, order):

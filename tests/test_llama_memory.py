@@ -261,23 +261,27 @@ def test_what_the_compiler_is_told(device):
     bias = torch.randn(12, device=device)
     ops, checks = torch.ops.liger_ext_models, ("test_schema", "test_faketensor")
 
-    parameters = [weights[0], bias, weights[1], None, weights[2], None]
-    arguments = x, norm, True, 1e-6, parameters
+    # Weight, bias, and LoRA's A and B of each layer: the second one has an adapter.
+    a, b = torch.randn(2, 8, device=device), torch.randn(12, 2, device=device)
+    two = [weights[0], bias, None, None, weights[1], None, a, b]
+    scalings, parameters = [1.0, 0.5, 1.0], [*two, weights[2], None, None, None]
+    arguments = x, norm, True, 1e-6, scalings, parameters
     y, rstd, *outs = ops.norm_linears(*arguments)
     torch.library.opcheck(ops.norm_linears, arguments, test_utils=checks)
-    needs = [True, True, True, True, False, False, True, False]
+    needs = [True, True, True, True, False, False, False, False, True, True, True, False, False, False]
     for douts in ([x, *outs], [None, *outs], [x, None, *outs[1:]]):
         for kept in (y, None):
-            arguments = douts, x, norm, rstd, kept, needs, 1e-6, parameters
+            arguments = douts, x, norm, rstd, kept, needs, 1e-6, scalings, parameters
             torch.library.opcheck(ops.norm_linears_backward, arguments, test_utils=checks)
 
-    parameters = [weights[0], bias, weights[1], None, down, None]
-    needs[6:] = True, False
+    parameters = [*two, down, None, b.t().contiguous(), a.t().contiguous()]
+    needs[10:] = True, False, True, True
     for memory in ("fast", "auto", "low"):
-        arguments = x, x * 2, norm, memory, True, 1e-6, parameters
+        arguments = x, x * 2, norm, memory, True, 1e-6, [1.0, 0.5, 2.0], parameters
         out, total, rstd, *kept = ops.norm_mlp(*arguments)
         torch.library.opcheck(ops.norm_mlp, arguments, test_utils=checks)
-        arguments = out, total, norm, rstd, [t if t.numel() else None for t in kept], needs, 1e-6, parameters
+        kept = [t if t.numel() else None for t in kept]
+        arguments = out, total, norm, rstd, kept, needs, 1e-6, [1.0, 0.5, 2.0], parameters
         torch.library.opcheck(ops.norm_mlp_backward, arguments, test_utils=checks)
 
 
@@ -300,16 +304,34 @@ LORA = {
 }
 
 
-def test_what_adapters_need_not_keep(device):
+@pytest.mark.parametrize("bias", [False, True], ids=["", "with biases"])
+def test_what_adapters_need_not_keep(device, bias):
     """LoRA's layers save their inputs: the norms' outputs and h, once each, however many layers share them."""
     hidden, mlp, tokens = 64, 128, 33
+    options = dict(target_modules="all-linear", lora_bias=bias)
 
     def kept(memory: str) -> int:
-        model = patched(lora(build(device=device), target_modules="all-linear").train(), memory=memory)
+        model = patched(lora(build(device=device), **options).train(), memory=memory)
         return kept_bytes(model, batch_of(device))
 
-    first = hidden  # the first norm's output is kept: its input, embedded tokens, is not
+    first = hidden if bias else 0  # layers that are called: the first norm's output is kept, as its input is not
     assert kept("fast") - kept("auto") == tokens * (2 * (2 * hidden + mlp) - first) * 4  # two layers
+
+
+def test_what_lora_keeps_under_autocast(device):
+    """What plain layers keep (o_proj is one): fp32 adapters of 16-bit weights have no fp32 copies of inputs."""
+
+    def kept(adapted: bool) -> int:
+        model = build(device=device, dtype=torch.bfloat16)
+        if adapted:
+            model = lora(model, target_modules=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"])
+            assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
+        model = patched(model.train())
+        with torch.autocast(device.type, torch.bfloat16):
+            return kept_bytes(model, batch_of(device))
+
+    casts_of_adapters = 2 * 2 * 4 * (6 * 64 + 4 * 128 + 64 + 2 * 32)  # two layers of rank 4
+    assert kept(True) <= kept(False) + casts_of_adapters
 
 
 @pytest.mark.parametrize("options", LORA.values(), ids=LORA)
@@ -384,7 +406,7 @@ def test_tensors_without_memory_are_told_apart():
 
 def test_hooks_of_others_see_every_tensor(device):
     seen = []
-    model = patched(lora(build(device=device), target_modules="all-linear").train())
+    model = patched(lora(build(device=device), target_modules="all-linear", lora_dropout=0.5).train())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t):
         model(**batch_of(device)).loss.backward()
     h = 33 * 128

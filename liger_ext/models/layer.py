@@ -21,18 +21,26 @@ is there for what the backward needs, ends before the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from liger_ext import _C
 from liger_ext.models.graph_ops import op_of_graphs, without_autocast
-from liger_ext.models.patch import is_plain_linear, is_plain_tensor
+from liger_ext.models.linear import (
+    PARAMETERS,
+    by_layer,
+    linear,
+    linears_backward,
+    parameters_of,
+    reads_input,
+    runs_fused,
+)
+from liger_ext.models.patch import is_plain_tensor
 from liger_ext.models.recompute import is_exported
 from liger_ext.ops._checks import CASTING_MODES
 
@@ -46,7 +54,7 @@ _SWIGLU = (int(_C.Activation.silu), 1.0, 1.0)
 _NORM = (0.0, CASTING_MODES["llama"])  # offset, casting mode
 
 
-def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Linear], memory: str) -> tuple[Tensor, ...]:
+def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Module], memory: str) -> tuple[Tensor, ...]:
     """The residual stream, and what `linears` make of its norm: ``x, *(linear(norm(x)) for linear in linears)``.
 
     The first result is `x` itself; who adds to the stream takes it from here, so that its gradient is summed here.
@@ -54,10 +62,11 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Linear], memory: s
     Args:
         x: (..., hidden_size).
         norm: an RMSNorm with `weight` and `variance_epsilon`.
-        linears: plain linear layers of hidden_size columns, in the dtype of `x`, or of autocast.
+        linears: linear layers of hidden_size columns, of which `runs_as_one_node` is true.
         memory: one of the levels above.
     """
-    return _NormLinears.apply(norm.variance_epsilon, memory, x, norm.weight, *_parameters(x, linears))
+    scalings, parameters = parameters_of(x, linears)
+    return _NormLinears.apply(norm.variance_epsilon, scalings, memory, x, norm.weight, *parameters)
 
 
 def norm_mlp(
@@ -68,70 +77,76 @@ def norm_mlp(
     Args:
         attention, stream: (..., hidden_size), what the attention adds to the residual stream, and the stream.
         norm: as in `norm_linears`.
-        mlp: has the plain linear layers `gate_proj`, `up_proj` and `down_proj`.
+        mlp: has the linear layers `gate_proj`, `up_proj` and `down_proj`, of which `runs_as_one_node` is true.
         memory: one of the levels above.
         is_read: False with "low" says that the result will only be differentiated: what it holds is not computed.
     """
-    parameters = _parameters(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    return _NormMLP.apply(norm.variance_epsilon, memory, is_read, attention, stream, norm.weight, *parameters)
+    scalings, parameters = parameters_of(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    eps = norm.variance_epsilon
+    return _NormMLP.apply(eps, scalings, memory, is_read, attention, stream, norm.weight, *parameters)
 
 
-_CONSTANTS = "float eps, Tensor?[] parameters"  # the last arguments of each
+_CONSTANTS = "float eps, float[] scalings, Tensor?[] parameters"  # the last arguments of each
 
 
 class _NormLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, eps, memory, x, norm_weight, *parameters):
-        y, rstd, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, parameters)
+    def forward(ctx, eps, scalings, memory, x, norm_weight, *parameters):
+        y, rstd, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, scalings, parameters)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, norm_weight, rstd, y if memory == "fast" else None, *parameters)
-        ctx.eps = eps
+        ctx.eps, ctx.scalings = eps, scalings
         return x, *outs
 
     @staticmethod
     def backward(ctx, *douts):
         x, norm_weight, rstd, y, *parameters = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
-        gradients = _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, ctx.eps, parameters)
-        return None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
+        needs = ctx.needs_input_grad[3:]
+        constants = ctx.eps, ctx.scalings, parameters
+        gradients = _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, *constants)
+        return None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
 @op_of_graphs("Tensor x, Tensor norm_weight, bool keeps_y, " + _CONSTANTS)
-def _norm_linears(x, norm_weight, keeps_y, eps, parameters):
+def _norm_linears(x, norm_weight, keeps_y, eps, scalings, parameters):
     y, rstd = _norm(x, norm_weight, eps, parameters[0].dtype)
-    return y if keeps_y else None, rstd, *(F.linear(y, *linear) for linear in _pairs(parameters))
+    outs = (linear(y, *of_layer) for of_layer in zip(by_layer(parameters), scalings, strict=True))
+    return y if keeps_y else None, rstd, *outs
 
 
 @op_of_graphs("Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs, " + _CONSTANTS)
 @without_autocast
-def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, parameters):
+def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, scalings, parameters):
     dstream, *douts = douts
     need_x, need_norm, *needs = needs
-    if y is None and any(needs[::2]):
+    if y is None and any(map(reads_input, by_layer(needs))):
         y, _ = _norm(x, norm_weight, eps, parameters[0].dtype)
-    dy, gradients = _linears_backward(douts, _rows(y), parameters, needs, x if need_x or need_norm else None)
+    like = x if need_x or need_norm else None
+    dy, gradients = linears_backward(douts, _rows(y), parameters, scalings, needs, like)
     return *_norm_backward(dy, dstream, x, norm_weight, rstd, need_x, need_norm), *gradients
 
 
 class _NormMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, eps, memory, is_read, attention, stream, norm_weight, *parameters):
-        out, total, rstd, *kept = _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, parameters)
+    def forward(ctx, eps, scalings, memory, is_read, attention, stream, norm_weight, *parameters):
+        constants = eps, scalings, parameters
+        out, total, rstd, *kept = _norm_mlp(attention, stream, norm_weight, memory, is_read, *constants)
         kept = [t if keep else None for t, keep in zip(kept, _KEPT[memory], strict=True)]
         ctx.save_for_backward(total, norm_weight, rstd, *kept, *parameters)
-        ctx.eps, ctx.dtypes = eps, (attention.dtype, stream.dtype)
+        ctx.eps, ctx.scalings, ctx.dtypes = eps, scalings, (attention.dtype, stream.dtype)
         return out
 
     @staticmethod
     def backward(ctx, dout):
         total, norm_weight, rstd, y, gate, up, h, *parameters = ctx.saved_tensors
-        need_attention, need_stream, *needs = ctx.needs_input_grad[3:]
+        need_attention, need_stream, *needs = ctx.needs_input_grad[4:]
         needs = [need_attention or need_stream, *needs]
-        gradients = _norm_mlp_backward(dout, total, norm_weight, rstd, (y, gate, up, h), needs, ctx.eps, parameters)
+        constants = ctx.eps, ctx.scalings, parameters
+        gradients = _norm_mlp_backward(dout, total, norm_weight, rstd, (y, gate, up, h), needs, *constants)
         dtotal, *others = (g if need else None for g, need in zip(gradients, needs, strict=True))
         dattention = dtotal.to(ctx.dtypes[0]) if need_attention else None
         dstream = dtotal.to(ctx.dtypes[1]) if need_stream else None
-        return None, None, None, dattention, dstream, *others
+        return None, None, None, None, dattention, dstream, *others
 
 
 # Of the norm's output, gate, up and h.
@@ -139,27 +154,27 @@ _KEPT = {"fast": (True, True, True, True), "auto": (False, True, True, False), "
 
 
 @op_of_graphs("Tensor attention, Tensor stream, Tensor norm_weight, str memory, bool is_read, " + _CONSTANTS)
-def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, parameters):
+def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, scalings, parameters):
     y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
     if not is_read:
         return total.new_empty(()).expand(total.shape), total, rstd, None, None, None, None
     y, keeps = y.to(parameters[0].dtype), _KEPT[memory]
     tiles = _tiles(total) if memory == "low" else []
     if not tiles:
-        out, *kept = _mlp(y, total, keeps, parameters)
+        out, *kept = _mlp(y, total, keeps, scalings, parameters)
         return out, total, rstd, *kept
     out = torch.empty_like(total)
     for tile in tiles:
-        _rows(out)[tile], *kept = _mlp(_rows(y)[tile], _rows(total)[tile], keeps, parameters)
+        _rows(out)[tile], *kept = _mlp(_rows(y)[tile], _rows(total)[tile], keeps, scalings, parameters)
     return out, total, rstd, *kept
 
 
-def _mlp(y, total, keeps, parameters):
-    *gate_and_up, down = _pairs(parameters)
-    gate, up = (F.linear(y, *linear) for linear in gate_and_up)
+def _mlp(y, total, keeps, scalings, parameters):
+    *gate_and_up, down = zip(by_layer(parameters), scalings, strict=True)
+    gate, up = (linear(y, *of_layer) for of_layer in gate_and_up)
     h = _glu(gate, up, *_SWIGLU)
     kept = [t if keep else None for t, keep in zip((y, gate, up, h), keeps, strict=True)]
-    out = F.linear(h, *down)
+    out = linear(h, *down)
     del y, gate, up, h  # before more is made
     # Not in place: selective checkpoints keep matmuls' results, to return them a second time.
     return out + total, *kept
@@ -167,10 +182,10 @@ def _mlp(y, total, keeps, parameters):
 
 @op_of_graphs("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] kept, bool[] needs, " + _CONSTANTS)
 @without_autocast
-def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, parameters):
+def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, scalings, parameters):
     need_total, need_norm, *needs = needs
     need_dy = need_total or need_norm
-    constants = norm_weight, need_dy, needs, eps, parameters
+    constants = norm_weight, need_dy, needs, eps, scalings, parameters
     tiles = _tiles(total) if kept[1] is None else []
     if not tiles:
         dy, gradients = _mlp_backward(dout, total, kept, *constants)
@@ -186,27 +201,31 @@ def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, paramet
     return *_norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm), *gradients
 
 
-def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, parameters):
+def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, scalings, parameters):
     y, gate, up, h = kept
+    first, down = slice(0, 2 * PARAMETERS), slice(2 * PARAMETERS, None)
+    needs_of = by_layer(needs)
     if gate is None:
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
-        gate, up = (F.linear(y, *linear) for linear in _pairs(parameters[:4]))
-    d = dout.to(parameters[4].dtype)
-    dh = d @ parameters[4]
-    if h is None and needs[4] and dh.requires_grad:  # create_graph=True: dh is not to be written
+        gate, up = (linear(y, *of_layer) for of_layer in zip(by_layer(parameters[first]), scalings[:2], strict=True))
+    d = dout.to(parameters[down][0].dtype)
+    dh, _ = linears_backward([d], None, parameters[down], scalings[2:], (False,) * PARAMETERS, gate)
+    needs_h = reads_input(needs_of[2])
+    if h is None and needs_h and dh.requires_grad:  # create_graph=True: dh is not to be written
         h = _glu(gate, up, *_SWIGLU)
-    if h is None and needs[4]:
+    if h is None and needs_h:
         dgate, dup = _glu_backward_with_h_(dh, gate, up, *_SWIGLU)
         h = dh
     else:
         dgate, dup = _glu_backward(dh, gate, up, *_SWIGLU)
     del gate, up, dh  # before more is made
-    _, of_down = _linears_backward([d], _rows(h), parameters[4:], needs[4:], None)
+    _, of_down = linears_backward([d], _rows(h), parameters[down], scalings[2:], needs[down], None)
     del h
-    if y is None and any(needs[:4:2]):
+    if y is None and any(map(reads_input, needs_of[:2])):
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
-    dy, of_gate_and_up = _linears_backward((dgate, dup), _rows(y), parameters[:4], needs, total if need_dy else None)
-    return dy, [*of_gate_and_up, *of_down]
+    like = total if need_dy else None
+    dy, others = linears_backward((dgate, dup), _rows(y), parameters[first], scalings[:2], needs[first], like)
+    return dy, [*others, *of_down]
 
 
 # Rows of the MLP that exist at a time where they are made again: enough to keep a GPU's matrix units busy, and little
@@ -233,7 +252,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
 
 
 def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module], training: bool) -> bool:
-    """Whether `linears` are plain linear layers that take the dtype of `x`, and no more than a backward may follow."""
+    """Whether `linears` are linear layers, plain or with LoRA, that take the dtype of `x`, and no more than a backward
+    may follow."""
     if x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
         return False
     if torch.compiler.is_compiling():
@@ -243,50 +263,11 @@ def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module], training: bool) ->
         return False
     if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
         return False  # it may give F.linear another meaning, and hence another derivative
-    casts = torch.is_autocast_enabled(x.device.type)
-    for linear in linears:
-        if not is_plain_linear(linear) or linear.weight.device != x.device:
-            return False
-        if torch.float64 in (x.dtype, linear.weight.dtype) if casts else linear.weight.dtype != x.dtype:
-            return False
-    return True
-
-
-def _parameters(x: Tensor, linears: Iterable[nn.Linear]) -> list[Tensor | None]:
-    """Weight, bias, weight, bias, ... in the dtype in which autocast has the matmuls run."""
-    parameters = [parameter for linear in linears for parameter in (linear.weight, linear.bias)]
-    if not torch.is_autocast_enabled(x.device.type):
-        return parameters
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return [None if parameter is None else parameter.to(dtype) for parameter in parameters]
-
-
-def _pairs(of_parameters: Sequence) -> Iterator[tuple]:
-    """By linear layer: (of the weight, of the bias)."""
-    return zip(of_parameters[::2], of_parameters[1::2], strict=False)
+    return all(runs_fused(layer, x) for layer in linears)
 
 
 def _rows(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.reshape(-1, t.shape[-1])
-
-
-def _linears_backward(douts, y, parameters, needs, like) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of linear layers of the same rows y: the gradient of y, in the shape and dtype of `like` (None: not wanted), and
-    those of the parameters that need one."""
-    dy, gradients = None, []
-    for dout, (weight, _), (need_weight, need_bias) in zip(douts, _pairs(parameters), _pairs(needs), strict=False):
-        d = _rows(dout)
-        gradients.append(d.t() @ y if need_weight and d is not None else None)
-        gradients.append(d.sum(0) if need_bias and d is not None else None)
-        if d is None or like is None:
-            continue
-        if dy is None:
-            dy = (d @ weight).to(like.dtype)
-        elif dy.dtype == d.dtype:
-            dy.addmm_(d, weight)
-        else:
-            dy += d @ weight
-    return (None if dy is None else dy.view(like.shape)), gradients
 
 
 def _norm_backward(dy, dstream, x, weight, rstd, need_x, need_weight) -> tuple[Tensor | None, Tensor | None]:

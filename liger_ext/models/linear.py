@@ -1,0 +1,136 @@
+"""Linear layers as the nodes of `liger_ext.models.layer` run them: plain ones, and PEFT's with a LoRA adapter.
+
+With LoRA (arXiv:2106.09685) a layer's result is ``x W^T + b + scaling * (x A^T) B^T``. The second product adds to the
+first where that lies, so that no tensor of the result's size is made for it, scaled, added or cast by kernels of their
+own, forward or backward.
+
+A layer's parameters are always four: weight, bias, A and B, of which the last three may be None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from liger_ext.models.patch import is_plain_linear, is_plain_tensor, only_forward_runs
+
+PARAMETERS = 4
+
+
+def parameters_of(x: Tensor, linears: Iterable[nn.Module]) -> tuple[list[float], list[Tensor | None]]:
+    """Of each layer the scaling of its adapter (1 without one), and its parameters, in the dtype in which autocast has
+    the matmuls run."""
+    scalings, parameters = [], []
+    for linear in linears:
+        *of_layer, scaling = _parts(linear)
+        parameters += of_layer
+        scalings.append(scaling)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        parameters = [None if parameter is None else parameter.to(dtype) for parameter in parameters]
+    return scalings, parameters
+
+
+def runs_fused(linear: nn.Module, x: Tensor) -> bool:
+    """Whether `linear` is a plain linear layer, or such a one with LoRA, that takes the dtype and device of `x`."""
+    parts = _parts(linear)
+    if parts is None:
+        return False
+    casts = torch.is_autocast_enabled(x.device.type)
+    for t in parts[:-1]:
+        if t is None:
+            continue
+        if not is_plain_tensor(t) or t.device != x.device:
+            return False
+        if torch.float64 in (x.dtype, t.dtype) if casts else t.dtype != x.dtype:
+            return False
+    return True
+
+
+def _parts(linear: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float] | None:
+    """Weight, bias, A, B, scaling; None of a layer that does more."""
+    if is_plain_linear(linear):
+        return linear.weight, linear.bias, None, None, 1.0
+    if (type(linear).__module__, type(linear).__name__) != ("peft.tuners.lora.layer", "Linear"):
+        return None
+    if type(linear).forward.__module__ != "peft.tuners.lora.layer" or not only_forward_runs(linear):
+        return None
+    active = [name for name in linear.active_adapters if name in linear.lora_A]
+    if linear.disable_adapters or linear.merged or len(active) != 1 or not is_plain_linear(linear.base_layer):
+        return None
+    (name,) = active
+    # DoRA and other variants; they are flags of the layer before PEFT 0.15.
+    if name in getattr(linear, "lora_variant", ()) or getattr(linear, "use_dora", {}).get(name, False):
+        return None
+    a, b, dropout = linear.lora_A[name], linear.lora_B[name], linear.lora_dropout[name]
+    drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
+    if drops or not isinstance(dropout, (nn.Identity, nn.Dropout)) or not only_forward_runs(dropout):
+        return None
+    if not (is_plain_linear(a) and is_plain_linear(b) and a.bias is None and b.bias is None):
+        return None
+    return linear.base_layer.weight, linear.base_layer.bias, a.weight, b.weight, float(linear.scaling[name])
+
+
+def by_layer(of_parameters: Sequence) -> list[Sequence]:
+    """What stands in one row for the parameters of all layers, layer by layer."""
+    return [of_parameters[i : i + PARAMETERS] for i in range(0, len(of_parameters), PARAMETERS)]
+
+
+def reads_input(needs: Sequence[bool]) -> bool:
+    """Whether the gradients of a layer's parameters that are wanted, `needs`, are made of the layer's input."""
+    weight, _, a, b = needs
+    return weight or a or b
+
+
+def linear(x: Tensor, parameters: Sequence[Tensor | None], scaling: float) -> Tensor:
+    weight, bias, a, b = parameters
+    out = nn.functional.linear(x, weight, bias)
+    if a is None:
+        return out
+    low, rows = _rows(x) @ a.t(), _rows(out)
+    # Selective checkpoints keep matmuls' results, to return them a second time: not to be written.
+    add = Tensor.addmm_ if _get_current_dispatch_mode() is None else torch.addmm
+    return add(rows, low, b.t(), alpha=scaling).view(out.shape)
+
+
+def linears_backward(
+    douts: Sequence[Tensor | None],
+    y: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    scalings: Sequence[float],
+    needs: Sequence[bool],
+    like: Tensor | None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Of linear layers of the same input y, [rows, columns]: the gradient of y, in the shape and dtype of `like` (None:
+    not wanted), and those of the parameters that need one."""
+    dy, gradients = None, []
+    for dout, of_layer, scaling, wanted in zip(douts, by_layer(parameters), scalings, by_layer(needs), strict=True):
+        weight, _, a, b = of_layer
+        need_weight, need_bias, need_a, need_b = wanted
+        if dout is None:
+            gradients += [None] * PARAMETERS
+            continue
+        d = _rows(dout)
+        dlow = (d @ b) * scaling if a is not None and (need_a or like is not None) else None
+        gradients.append(d.t() @ y if need_weight else None)
+        gradients.append(d.sum(0) if need_bias else None)
+        gradients.append(dlow.t() @ y if need_a else None)
+        gradients.append(d.t() @ (y @ a.t()) * scaling if need_b else None)
+        if like is not None:
+            for t, factor in ((d, weight), (dlow, a)):
+                if t is None:
+                    continue
+                if dy is None:
+                    dy = (t @ factor).to(like.dtype)
+                elif dy.dtype == t.dtype:
+                    dy.addmm_(t, factor)
+                else:
+                    dy += t @ factor
+    return (None if dy is None else dy.view(like.shape)), gradients
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1])
