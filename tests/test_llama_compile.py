@@ -13,6 +13,7 @@ from llama_models import (  # noqa: F401
     build,
     checkpoint_layers,
     exact,
+    lora,
     one_thread,
     patched,
     step,
@@ -68,6 +69,22 @@ def test_training_step(device):
     assert {torch.ops.liger_ext_models.norm_mlp.default, torch.ops.liger_ext.softmax.default} <= lowerings.keys()
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
+def test_lora(device, dynamic):
+    stock = lora(build(device=device, num_hidden_layers=1), target_modules="all-linear", use_rslora=True).train()
+    model, called = patched(stock), set()
+
+    def look(graph, inputs):
+        called.update(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=aot_autograd(fw_compiler=look))
+    for rows in (3, 2):
+        batch = batch_of(device, rows)
+        assert_as_good(compiled_step(compiled, batch), step(stock, batch), step(exact(stock), batch))
+    assert {f"liger_ext_models.{name}.default" for name in ("norm_linears", "norm_mlp", "adapted")} <= called
 
 
 @LAYERS

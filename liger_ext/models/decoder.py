@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from liger_ext import functional
 from liger_ext.models.checkpoint import counting_runs, run_of
 from liger_ext.models.forwards import find_foreign, text_of
-from liger_ext.models.layer import norm_linears, norm_mlp, runs_as_one_node
+from liger_ext.models.layer import adapted, norm_linears, norm_mlp, runs_as_one_node
 from liger_ext.models.patch import Mixin, is_plain_tensor, only_forward_runs
 from liger_ext.models.recompute import recomputed, remade
 
@@ -142,6 +142,7 @@ class Attention(Mixin):
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
         cls.CALLS_PROJECTIONS = _calls_its_projections(stock.forward)
+        cls.CALLS_OUTPUT = _only_calls(stock.forward, "o_proj")
 
 
 @functools.cache
@@ -340,7 +341,8 @@ class DropoutLayer(DecoderLayer):
 
 
 class _Projected:
-    """An attention whose projections have run: they return their results, whatever they are called with."""
+    """An attention whose projections have run: they return their results, whatever they are called with. That of its
+    output is called as it is, or fused with an adapter."""
 
     NAMES = ("q_proj", "k_proj", "v_proj")
 
@@ -348,6 +350,8 @@ class _Projected:
         self._attention = attention
         for name, result in zip(self.NAMES, projected, strict=True):
             setattr(self, name, lambda _, result=result: result)
+        if attention.CALLS_OUTPUT:
+            self.o_proj = lambda x: adapted(attention.o_proj, x, attention.training)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._attention, name)
@@ -362,6 +366,12 @@ def _sees_no_module(attention: nn.Module) -> bool:
         return False
     function = functions.get(attention.config._attn_implementation, default)
     return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] == "transformers"
+
+
+def _only_calls(forward: Callable, name: str) -> bool:
+    """Whether `forward` does nothing with the module of this name but call it."""
+    code = text_of(forward)
+    return code is not None and f"self.{name}(" in code and re.search(rf"\bself\.{name}\b(?!\()", code) is None
 
 
 def _calls_its_projections(forward: Callable) -> bool:

@@ -1,4 +1,5 @@
-"""A decoder layer's two halves, each as one node of the autograd graph, which decides what it keeps.
+"""A decoder layer's two halves, each as one node of the autograd graph, which decides what it keeps; and linear layers
+with LoRA.
 
 Linear layers keep their inputs: of a Llama the norms' outputs and h = silu(gate) * up, a third of what the forward of a
 training step keeps. Both cost little to make again: the norms' outputs one pass over the norms' inputs, and h is
@@ -34,6 +35,7 @@ from liger_ext.models.graph_ops import op_of_graphs, without_autocast
 from liger_ext.models.linear import (
     PARAMETERS,
     by_layer,
+    has_adapter,
     linear,
     linears_backward,
     parameters_of,
@@ -86,7 +88,45 @@ def norm_mlp(
     return _NormMLP.apply(eps, scalings, memory, is_read, attention, stream, norm.weight, *parameters)
 
 
-_CONSTANTS = "float eps, float[] scalings, Tensor?[] parameters"  # the last arguments of each
+def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
+    """``layer(x)``, as one node if it is a linear layer with LoRA, of which `runs_as_one_node` is true."""
+    if not (has_adapter(layer) and runs_as_one_node(x, (layer,), training)):
+        return layer(x)
+    scalings, parameters = parameters_of(x, (layer,))
+    return _Adapted.apply(scalings, x, *parameters)
+
+
+_PARAMETERS = "float[] scalings, Tensor?[] parameters"
+_CONSTANTS = "float eps, " + _PARAMETERS  # the last arguments of each
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scalings, x, *parameters):
+        ctx.save_for_backward(x, *parameters)
+        ctx.scalings = scalings
+        return _adapted(x, scalings, parameters)[0]
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, *parameters = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        gradients = _adapted_backward(dout, x, needs, ctx.scalings, parameters)
+        return None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
+
+
+@op_of_graphs("Tensor x, " + _PARAMETERS)
+def _adapted(x, scalings, parameters):
+    return (linear(x.to(parameters[0].dtype), parameters, *scalings),)
+
+
+@op_of_graphs("Tensor dout, Tensor x, bool[] needs, " + _PARAMETERS)
+@without_autocast
+def _adapted_backward(dout, x, needs, scalings, parameters):
+    need_x, *needs = needs
+    y = x.to(parameters[0].dtype)
+    dx, gradients = linears_backward([dout], _rows(y), parameters, scalings, needs, x if need_x else None)
+    return dx, *gradients
 
 
 class _NormLinears(torch.autograd.Function):

@@ -34,6 +34,12 @@ def parameters_of(x: Tensor, linears: Iterable[nn.Module]) -> tuple[list[float],
     return scalings, parameters
 
 
+def has_adapter(linear: nn.Module) -> bool:
+    """Whether `linear` is a linear layer with a LoRA adapter that acts, and does nothing else."""
+    parts = _parts(linear)
+    return parts is not None and parts[2] is not None
+
+
 def runs_fused(linear: nn.Module, x: Tensor) -> bool:
     """Whether `linear` is a plain linear layer, or such a one with LoRA, that takes the dtype and device of `x`."""
     parts = _parts(linear)
