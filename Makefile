@@ -9,6 +9,7 @@
 #   make test-newest   the tests that depend on torch with the newest one, and the libraries as they are (installs it: 6 GB)
 #   make test-asan     the tests of the CPU's ops under AddressSanitizer and UndefinedBehaviorSanitizer (clang-19)
 #   make test-tsan     the same under ThreadSanitizer: do the threads of an op, or several calls at once, disturb each other?
+#   make docs    a site of the documentation and of the API, in build/docs (installs its generator into build/)
 #   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
@@ -54,7 +55,7 @@ ifndef GPU
 endif
 CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
 
-.PHONY: demo test test-models test-oldest test-newest test-asan test-tsan fuzz build host plan-branches wheel bench lint format clean configure
+.PHONY: docs demo test test-models test-oldest test-newest test-asan test-tsan fuzz build host plan-branches wheel bench lint format clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
@@ -102,6 +103,16 @@ test-asan: $(ENVIRONMENT)
 
 test-tsan: $(ENVIRONMENT)
 	tests/sanitize.sh thread $(ARGS)
+
+# docs/conf.py says what is in it. Warnings are errors; the generator is installed beside the environment, not into it.
+DOCS := build/docs-packages
+docs: build $(DOCS)/.installed
+	PYTHONPATH=$(abspath $(DOCS)) $(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs
+	@echo "open build/docs/index.html"
+
+$(DOCS)/.installed: docs/requirements.txt $(ENVIRONMENT)
+	$(PY) -m pip install -q --upgrade --target $(DOCS) -r $<
+	@touch $@
 
 bench: build
 	for suite in $(SUITES); do $(PY) -m benchmarks $$suite $(ARGS) || exit 1; done

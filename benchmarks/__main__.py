@@ -10,12 +10,14 @@ import importlib.metadata
 import json
 import subprocess
 import time
+import types
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 import liger_ext
+from liger_ext._timing import Timing
 
 from . import suite
 
@@ -58,8 +60,13 @@ def main(argv: list[str] | None = None) -> None:
     what.add_argument("--curves", action="store_true", help="fifty steps; status 1 if the losses differ")
     what.add_argument("--context", action="store_true", help="search the longest sequence that fits, and nothing else")
     train.add_argument("--limit-gib", type=float, help="memory for --context (default: all of a GPU; 4 on a CPU)")
+    parser.add_argument(
+        "--redraw", type=Path, metavar="FILE", help="only draw what was measured: JSON lines, as rows_h200_bf16.jsonl"
+    )
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for JSON lines, Markdown and plots")
     arguments = parser.parse_args(argv)
+    if arguments.redraw:
+        return redraw(arguments.suite, arguments.redraw, arguments.out)
     dtype = arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32")
     settings = suite.Settings(
         arguments.device, dtype, tuple(arguments.providers), tuple(arguments.ops), tuple(arguments.models),
@@ -93,6 +100,26 @@ def main(argv: list[str] | None = None) -> None:
     if any(getattr(record, "differs", False) for record in records):
         console.print("[bold red]A loss curve is further from Hugging Face's than rounding explains.")
         raise SystemExit(1)
+
+
+def redraw(name: str, file: Path, out: Path) -> None:
+    """The pictures of records that were measured before, named like their file: SUITE_DEVICE_DTYPE.jsonl."""
+    read, _, rest = file.stem.partition("_")
+    device, _, dtype = rest.rpartition("_")
+    if read != name or dtype not in suite.DTYPES:
+        raise SystemExit(
+            f"--redraw {file}: its name is not {name}_DEVICE_DTYPE.jsonl, DTYPE of {', '.join(suite.DTYPES)}"
+        )
+    with file.open() as lines:
+        records = [types.SimpleNamespace(**json.loads(line, object_hook=_timing_again)) for line in lines]
+    out.mkdir(parents=True, exist_ok=True)
+    for path in importlib.import_module(f"{__package__}.{name}").draw(records, suite.Settings(device, dtype), out):
+        print(f"picture: {path}")
+
+
+def _timing_again(made: dict) -> Timing | dict:
+    """A Timing is written as an object of its fields."""
+    return Timing(**made) if made.keys() == {field.name for field in dataclasses.fields(Timing)} else made
 
 
 if __name__ == "__main__":

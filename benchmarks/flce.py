@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib.ticker import LogLocator
 
 import liger_ext.functional as LF
 from liger_ext._timing import Timing, failure
@@ -202,7 +203,7 @@ def _times(results: list[Result], settings: suite.Settings) -> suite.Grid:
 
 
 def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[Path]:
-    made, (axis,) = suite.figure(1, width=11)
+    made, (axis,) = suite.figure(1, width=18)
     names = suite.names_of(result.times for result in results)
     shares = {name: [_share(result, name) for result in results] for name in names}
     suite.bars(axis, [result.shape for result in results], shares, "three matmuls / forward + backward")
@@ -211,12 +212,12 @@ def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[
     pictures = [suite.save(made, folder / f"flce_{settings.device}_{settings.dtype}.png")]
     measured = [result for result in results if result.peak_mib]
     if measured:
-        made, axes = suite.figure(len(measured), width=3.6)
-        for axis, result in zip(axes, measured, strict=True):
+        columns = min(4, len(measured))
+        made, axes = suite.figure(columns, width=4.4, height=3.4, rows=-(-len(measured) // columns))
+        for axis in axes[len(measured) :]:
+            axis.remove()
+        for axis, result in zip(axes, measured, strict=False):
             _front(axis, result, [name for name in names if any(name in each.peak_mib for each in measured)])
-        axes[0].set_ylabel("milliseconds; dashed: three matmuls")
-        by_label = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-        made.legend(by_label.values(), by_label, loc="outside lower center", ncols=len(names), fontsize=8)
         pictures.append(suite.save(made, folder / f"flce_memory_{settings.device}_{settings.dtype}.png"))
     return pictures
 
@@ -241,9 +242,12 @@ def _front(axis, result: Result, names: list[str]) -> None:
     axis.plot(*zip(*points, strict=True), "o-", color=suite.colour("liger_ext", 0), label="liger_ext", zorder=3)
     named = {", ".join(level for _, level, other in ours if _close(point, other)): point for point in points}
     for text, point in named.items():
-        axis.annotate(text, point, fontsize=7, xytext=(-2, -12), textcoords="offset points", ha="center")
-    axis.axhline(next(iter(result.floors.values())).median / 1e3, color="k", linestyle="--", linewidth=1)
-    axis.set(xlabel="peak MiB above the inputs", title=result.shape, xscale="log")
+        axis.annotate(text, point, fontsize=7, xytext=(2, 4), textcoords="offset points", rotation=30)
+    floor = next(iter(result.floors.values())).median / 1e3
+    axis.axhline(floor, color="k", linestyle="--", linewidth=1, label="three matmuls")
+    axis.set(xlabel="peak MiB above the inputs", ylabel="milliseconds", title=result.shape, xscale="log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.xaxis.set_minor_formatter("")
     axis.margins(x=0.15)
     axis.set_ylim(0)

@@ -117,28 +117,79 @@ def table(rows: list[Row], settings: suite.Settings) -> suite.Grid:
 
 
 def draw(rows: list[Row], settings: suite.Settings, folder: Path) -> list[Path]:
-    """One picture an op: bandwidth over the shapes, in the order of their rows' lengths, with the copy's."""
+    """One picture per op: the share of the copy's speed over the length of rows, of calls that fill the GPU; beside it,
+    in microseconds, the calls that do not."""
+    fastest = max(_copy_rate(row) for row in rows)
     pictures = []
     for op in dict.fromkeys(row.op for row in rows):
-        made, axes = suite.figure(2)
-        for axis, direction in zip(axes, ("forward", "backward"), strict=True):
-            chosen = [row for row in rows if row.op == op and row.direction == direction]
-            chosen.sort(key=lambda row: (_row_length(row.shape), row.moved_bytes))
-            rate = lambda row, timing: row.moved_bytes / timing.median / 1e3  # noqa: E731
-            shapes = range(len(chosen))
-            axis.plot(shapes, [rate(r, r.copy) for r in chosen], "k--", linewidth=1, label="copy")
-            for i, name in enumerate(suite.names_of(row.times for row in chosen)):
-                timed = [(x, r.times[name]) for x, r in zip(shapes, chosen, strict=True)]
-                points = [(x, rate(chosen[x], t)) for x, t in timed if isinstance(t, Timing)]
-                axis.plot(*zip(*points, strict=True), "o-", label=name, color=suite.colour(name, i))
-            axis.set_xticks(shapes, [row.shape for row in chosen], rotation=30, ha="right", fontsize=8)
-            axis.set_ylim(bottom=0)
-            axis.set_ylabel("GB/s of ideal bytes")
-            axis.set_title(f"{op}, {direction}, {settings.dtype}")
-            axis.legend(fontsize=8)
+        of_op = [row for row in rows if row.op == op]
+        names = suite.names_of(row.times for row in of_op)
+        large = [row for row in of_op if _copy_rate(row) >= FILLS * fastest]
+        small = [row for row in of_op if _copy_rate(row) < FILLS * fastest]
+        panels = []
+        if len({_row_length(row.shape) for row in large}) > 1:
+            directions = dict.fromkeys(row.direction for row in large)
+            panels = [(_over_length, [row for row in large if row.direction == d], d) for d in directions]
+        elif large:
+            panels = [(_shares, large, "")]
+        if small:
+            panels.append((_microseconds, small, "calls too small to fill the device"))
+        made, axes = suite.figure(len(panels), width=5.6 if len(panels) > 1 else 7)
+        for axis, (drawn, chosen, title) in zip(axes, panels, strict=True):
+            drawn(axis, chosen, names)
+            axis.set_title(", ".join(filter(None, (op, settings.dtype, title))), fontsize=10)
         name = op.replace(",", "").replace(" ", "_")
         pictures.append(suite.save(made, folder / f"rows_{settings.device}_{settings.dtype}_{name}.png"))
     return pictures
+
+
+FILLS = 0.5  # a call fills the device if a copy of its bytes has this share of the fastest copy's speed
+
+
+def _copy_rate(row: Row) -> float:
+    return row.moved_bytes / row.copy.median
+
+
+def _share(row: Row, provider: str) -> float | None:
+    timing = row.times.get(provider)
+    return row.copy.median / timing.median if isinstance(timing, Timing) else None
+
+
+def _over_length(axis, rows: list[Row], names: list[str]) -> None:
+    """A line joins, over the lengths of rows, each length's largest call; others are hollow marks of their own."""
+    lengths = sorted({_row_length(row.shape) for row in rows})
+    largest = {length: max(r.moved_bytes for r in rows if _row_length(r.shape) == length) for length in lengths}
+    axis.axhline(1, color=suite.colour(suite.COPY, 0), linestyle="--", linewidth=1, label=suite.COPY)
+    for i, name in enumerate(names):
+        joined, others = [], []
+        for row in sorted(rows, key=lambda row: _row_length(row.shape)):
+            length, share = _row_length(row.shape), _share(row, name)
+            if share is not None:
+                (joined if row.moved_bytes == largest[length] else others).append((lengths.index(length), share))
+        looks = {"color": suite.colour(name, i), "markersize": 5, "zorder": 3 if name == "liger_ext" else 2}
+        axis.plot(*zip(*joined, strict=True), "o-", label=name, **looks)
+        if others:
+            axis.plot(*zip(*others, strict=True), "o", fillstyle="none", **looks)
+    axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=30, ha="right", fontsize=8)
+    axis.set_xlim(-0.5, len(lengths) - 0.5)
+    axis.set_ylim(0, 1.15)
+    hollow = "; hollow: fewer rows" * (len(lengths) < len({row.shape for row in rows}))
+    what = "size of a head" if "D" in rows[0].shape else "length of a row"
+    axis.set(xlabel=what + hollow, ylabel="share of the copy's speed")
+
+
+def _shares(axis, rows: list[Row], names: list[str]) -> None:
+    axis.axhline(1, color=suite.colour(suite.COPY, 0), linestyle="--", linewidth=1, label=suite.COPY)
+    values = {name: [_share(row, name) for row in rows] for name in names}
+    suite.bars(axis, [f"{row.shape}\n{row.direction}" for row in rows], values, "share of the copy's speed")
+
+
+def _microseconds(axis, rows: list[Row], names: list[str]) -> None:
+    times = {suite.COPY: [row.copy.median for row in rows]}
+    for name in names:
+        timings = [row.times.get(name) for row in rows]
+        times[name] = [timing.median if isinstance(timing, Timing) else None for timing in timings]
+    suite.bars(axis, [f"{row.shape}\n{row.direction}" for row in rows], times, "microseconds")
 
 
 def _row_length(shape: str) -> int:

@@ -1,4 +1,4 @@
-"""What all suites share: the settings of a run, a table that prints and stands in a README, a plot's looks."""
+"""What all suites share: the settings of a run, a table for the terminal and for Markdown, how plots look."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass
 class Grid:
-    """A table: for the terminal, and as Markdown for a README."""
+    """A table: for the terminal, and as Markdown."""
 
     title: str
     columns: list[str]
@@ -74,31 +74,46 @@ def names_of(records: Iterable[dict[str, object]]) -> list[str]:
     return list(dict.fromkeys(name for record in records for name in record))
 
 
-# Ours stands out; the limit is grey.
+COPY = "copy of the same bytes"
+
+# Ours are red; the limit is black, what is not fused grey.
 _COLOURS = {
+    COPY: "#000000",
     "liger_ext": "#d62728",
-    "torch": "#7f7f7f",
-    "torch.compile": "#1f77b4",
-    "liger": "#2ca02c",
-    "quack": "#9467bd",
-    "Hugging Face": "#7f7f7f",
+    "liger_ext, fast": "#8c1d1e",
+    "liger_ext, low": "#ff7f7f",
+    "liger_ext, min": "#ffb3b3",
     "liger_ext + torch.compile": "#ff9896",
+    "torch": "#7f7f7f",
+    "Hugging Face": "#7f7f7f",
+    "torch.compile": "#1f77b4",
+    "F.rms_norm": "#17becf",
+    "liger": "#2ca02c",
+    "liger, fp32 sum": "#98df8a",
+    "quack": "#9467bd",
+    "cce": "#ff7f0e",
 }
-
-
-_OTHERS = ("#ff7f0e", "#17becf", "#bcbd22", "#e377c2", "#8c564b")
+_OTHERS = ("#bcbd22", "#e377c2", "#8c564b", "#c49c94")
 
 
 def colour(provider: str, index: int) -> str:
     return _COLOURS.get(provider, _OTHERS[index % len(_OTHERS)])
 
 
-def figure(columns: int, width: float = 7.0, height: float = 4.2):
-    made, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False, layout="constrained")
-    return made, list(axes[0])
+def figure(columns: int, width: float = 7.0, height: float = 4.2, rows: int = 1):
+    """A figure, and its axes row by row."""
+    size = width * columns, height * rows
+    made, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    return made, list(axes.flat)
 
 
-def save(made, path: Path) -> Path:
+def save(made, path: Path, stacks: bool = False) -> Path:
+    """Writes the picture; beside the data stands one legend for all axes, of stacks from the top to the bottom."""
+    handles = {}
+    for axis in made.axes:
+        handles |= {name: handle for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    if handles:
+        made.legend(handles.values(), handles, loc="outside right upper", fontsize=8, reverse=stacks)
     made.savefig(path, dpi=110)
     plt.close(made)
     return path
@@ -111,10 +126,9 @@ def bars(axis, groups: list[str], values: dict[str, list[float | None]], label: 
         places = [g + (i - (len(values) - 1) / 2) * width for g in range(len(groups))]
         drawn = axis.bar(places, [h or 0 for h in heights], width, label=name, color=colour(name, i))
         axis.bar_label(drawn, ["" if h is None else f"{h:.3g}" for h in heights], fontsize=7, rotation=90, padding=2)
-    axis.set_xticks(range(len(groups)), groups)
+    axis.set_xticks(range(len(groups)), groups, fontsize=8)
     axis.set_ylabel(label)
     axis.margins(y=0.2)
-    axis.legend(fontsize=8)
 
 
 def stacked(axis, bars: list[str], parts: dict[str, list[float]], label: str) -> None:

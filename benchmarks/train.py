@@ -153,7 +153,7 @@ def draw(records: list[Training], settings: suite.Settings, folder: Path) -> lis
     made, axes = suite.figure(2)
     names = list(dict.fromkeys(r.provider for r in done))
     for axis, label, value in (
-        (axes[0], "milliseconds a step", lambda r: r.step.median / 1e3),
+        (axes[0], "milliseconds per step", lambda r: r.step.median / 1e3),
         (axes[1], "peak memory, GiB", lambda r: r.peak_mib / 1024),
     ):
         found = {(r.model, r.provider): value(r) for r in done}
@@ -168,9 +168,7 @@ def draw(records: list[Training], settings: suite.Settings, folder: Path) -> lis
         drawn = {kind: [size / 1024 for size in sizes] for kind, sizes in parts.items() if any(sizes)}
         suite.stacked(axis, [r.provider for r in rows], drawn, "GiB")
         axis.set_title(f"{model}: kept for the backward", fontsize=10)
-    handles = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    made.legend(reversed(handles.values()), reversed(handles), loc="outside right center", fontsize=8)
-    pictures.append(suite.save(made, folder / f"train_kept_{stem}"))
+    pictures.append(suite.save(made, folder / f"train_kept_{stem}", stacks=True))
 
     if settings.curves:
         made, axes = suite.figure(len(models))
@@ -180,6 +178,5 @@ def draw(records: list[Training], settings: suite.Settings, folder: Path) -> lis
                 width = 4 if r.provider == STOCK else 1.2
                 axis.plot(steps, r.losses, linewidth=width, label=r.provider, color=suite.colour(r.provider, i))
             axis.set(xlabel="step", ylabel="training loss", title=model)
-            axis.legend(fontsize=8)
         pictures.append(suite.save(made, folder / f"train_curves_{stem}"))
     return pictures

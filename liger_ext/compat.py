@@ -24,7 +24,7 @@ def install() -> "_PatchHandle":
     this library does not have can be imported, and raises NotImplementedError when it is used.
 
     Returns:
-        The handle: ``.revert()`` takes the name away again. As a context manager it reverts at the end.
+        A handle, whose ``.revert()`` takes the name away again. As a context manager it reverts at the end.
 
     Raises:
         RuntimeError: Liger-Kernel itself is installed.

@@ -56,6 +56,9 @@ def test_a_suite(name, small, tmp_path, capsys):
     pictures = list(tmp_path.glob("*.png"))
     assert len(pictures) == (3 if name == "rows" else 1)
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    again = tmp_path / "again"
+    cli.main([name, "--redraw", str(tmp_path / f"{name}_cpu_fp32.jsonl"), "--out", str(again)])
+    assert {p.name: p.read_bytes() for p in pictures} == {p.name: p.read_bytes() for p in again.glob("*.png")}
 
 
 def test_a_peer_that_fails_does_not_end_the_run(small, monkeypatch, tmp_path):
@@ -81,6 +84,20 @@ def test_efficiency_is_the_copys_time_over_the_ops():
     row = rows.Row("rms_norm", "8x16", "fp32", "forward", 100, Timing(10, 9, 11), {"liger_ext": Timing(20, 19, 21)})
     (line,) = rows.table([row], suite.Settings("cpu", "fp32")).rows
     assert line[-1] == "20.0 us (0.50)"
+
+
+def test_small_calls_are_drawn_apart_and_a_line_joins_the_largest_call_of_each_length(monkeypatch, tmp_path):
+    def row(shape, moved, copy):
+        return rows.Row("softmax", shape, "bf16", "forward", moved, Timing(copy, 0, 0), {"liger_ext": Timing(40, 0, 0)})
+
+    measured = [row("8x64", 800, 10), row("16x64", 1600, 20), row("8x128", 1600, 30), row("1x64", 100, 10)]
+    drawn = []
+    monkeypatch.setattr(suite, "save", lambda made, path: drawn.append(made) or path)
+    rows.draw(measured, suite.Settings("h200", "bf16"), tmp_path)
+    forward, small = drawn[0].axes
+    _, joined, others = forward.lines
+    assert [list(line.get_ydata()) for line in (joined, others)] == [[0.5, 0.75], [0.25]]
+    assert [bar.get_height() for bar in small.patches] == [10, 40]
 
 
 def test_the_share_of_the_floor_is_of_the_floor_timed_beside_it():

@@ -133,7 +133,7 @@ def apply_liger_kernel_to_llama(
             that of its loss alone.
 
     Returns:
-        The handle: `.revert()` undoes the patch. As a context manager it reverts at the end.
+        A handle, whose `.revert()` undoes the patch. As a context manager it reverts at the end.
 
     Raises:
         ValueError: both cross entropies are asked for, `model` holds no Llama, or `memory` is another word.

@@ -50,8 +50,8 @@ def count_rows(target: Tensor, ignore_index: int = -100) -> CountedRows | None:
         ignore_index: as in :func:`cross_entropy`.
 
     Returns:
-        The rows to be; None where there is no number that the host could wait for: in graphs of torch.compile, while a
-        CUDA graph is captured, and of tensors without data.
+        The rows to be, or None where there is no number that the host could wait for, that is in graphs of
+        torch.compile, while a CUDA graph is captured, and of tensors without data.
 
     Raises:
         ValueError: target is not an int64 tensor.

@@ -60,8 +60,8 @@ def fused_linear_cross_entropy(
         target: the shape of x without its last dimension, int64, each in ``[0, vocab_size)`` or ``ignore_index``.
         bias: ``(vocab_size,)`` or None.
         ce_weight: ``(vocab_size,)``, a weight for each class, or None.
-        ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy,
-            return_predicted_tokens: as in :func:`cross_entropy`.
+        ignore_index, lse_square_scale, label_smoothing, reduction, softcap: as in :func:`cross_entropy`.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: as in :func:`cross_entropy`.
         accum_dtype: in which the weight's gradient is summed over chunks: float32 if None (float64 for float64), or the
             dtype of the matmuls, which takes half the memory and rounds after each chunk.
         use_token_scaling: multiply each token's loss by the probability of its target, as a constant.

@@ -1,0 +1,37 @@
+"""The Markdown pages: their links lead somewhere, their lines are short, and they name what is public."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from liger_ext import functional, modules
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HELPERS = {"CountedRows", "CrossEntropyOutput", "check_errors", "count_rows"}  # belong to ops, and are no ops
+
+
+def anchors(page: Path) -> set[str]:
+    """What a code host makes of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        file, _, anchor = target.partition("#")
+        leads_to = page.parent / file if file else page
+        assert leads_to.exists(), target
+        assert not anchor or anchor in anchors(leads_to), target
+    long = [line for line in text.splitlines() if len(line) > 160 and not line.startswith("|")]
+    assert not long
+
+
+def test_the_readme_is_one_page_and_names_every_op():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130
+    ops = {name.removesuffix("_packed") for name in functional.__all__} - HELPERS
+    assert {name for name in {*ops, *modules.__all__} if f"`{name}`" not in text} == set()
