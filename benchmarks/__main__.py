@@ -1,5 +1,5 @@
-"""``python -m benchmarks rows|flce|train|host|memory``: a table on the terminal; JSON lines, the table as Markdown and
-plots in --out. Peers take part if they can be imported."""
+"""``python -m benchmarks rows|flce|train|lora|host|memory``: a table on the terminal; JSON lines, the table as Markdown
+and plots in --out. Peers take part if they can be imported."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from liger_ext._timing import Timing
 
 from . import suite
 
-# Modules here, imported when they are run, since only `train` needs transformers. Each has run(settings) -> records,
-# line(record), table(records, settings) -> one or several, draw(records, settings, folder) -> files.
-SUITES = ("rows", "flce", "train", "host", "memory")
+# Modules here, imported when they are run, since only `train` and `lora` need transformers. Each has run(settings) ->
+# records, line(record), table(records, settings) -> one or several, draw(records, settings, folder) -> files.
+SUITES = ("rows", "flce", "train", "lora", "host", "memory")
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,67 @@
+"""One provider trains the LoRA adapters of one model, in a process of its own: time of a step, and peak memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from examples.demo.data import batches, hashed_words
+from examples.demo.meter import Meter
+from examples.demo.training import optimizer_for
+from liger_ext._timing import Timing
+
+from . import models, suite
+from .train_one import wait
+
+RANK, LEARNING_RATE = 16, 1e-4
+WARM_UP, STEPS = 3, 11
+
+
+@dataclass
+class Measured:
+    step: Timing
+    peak: int  # bytes
+    loss: float
+
+
+def measure(
+    config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, autocast: bool, say: Callable
+) -> Measured:
+    """autocast: the adapters are in fp32, as PEFT makes them of 16-bit weights, and the step runs under autocast."""
+    import peft
+
+    place, kind = torch.device(device), suite.DTYPES[dtype]
+    meter = Meter(place)
+    empty = 0 if place.type == "cuda" else meter.reset()
+    say("making model and data")
+    model = models.build(config, place, kind)
+    adapter = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, adapter, autocast_adapter_dtype=autocast).train()
+    trained = models.on_request(device)[provider](model)
+    if trained is not model:  # compiled: a call of it is compiled, and that of PEFT's wrapper is not
+        adapted = trained
+    optimizer = optimizer_for(model, LEARNING_RATE)
+    tokens = batches(hashed_words(config["vocab_size"]), 1, batch, seq, None)[0].to(place)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(place.type, torch.bfloat16, enabled=autocast):
+            loss = adapted(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    samples = []
+    for number in range(WARM_UP + STEPS):
+        if number in (0, WARM_UP):
+            say(f"step {number + 1} of {WARM_UP + STEPS}")
+            meter.reset()
+        wait(place)
+        start = time.perf_counter()
+        loss = step()
+        wait(place)
+        samples.append((time.perf_counter() - start) * 1e6)
+    return Measured(Timing.of(samples[WARM_UP:]), meter.peak() - empty, loss.item())
