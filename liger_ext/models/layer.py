@@ -76,7 +76,7 @@ def norm_mlp(
     return _NormMLP.apply(norm.variance_epsilon, memory, is_read, attention, stream, norm.weight, *parameters)
 
 
-_CONSTANTS = "float eps, Tensor?[] parameters"  # the last arguments of each
+_CONSTANTS = "float eps, Tensor?[] parameters"  # the last arguments of each op below
 
 
 class _NormLinears(torch.autograd.Function):
@@ -134,7 +134,7 @@ class _NormMLP(torch.autograd.Function):
         return None, None, None, dattention, dstream, *others
 
 
-# Of the norm's output, gate, up and h.
+# What is kept for the backward at each level, of (the norm's output, gate, up, h).
 _KEPT = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
 
 
@@ -160,7 +160,7 @@ def _mlp(y, total, keeps, parameters):
     h = _glu(gate, up, *_SWIGLU)
     kept = [t if keep else None for t, keep in zip((y, gate, up, h), keeps, strict=True)]
     out = F.linear(h, *down)
-    del y, gate, up, h  # before more is made
+    del y, gate, up, h  # frees their memory before more is allocated
     # Not in place: selective checkpoints keep matmuls' results, to return them a second time.
     return out + total, *kept
 
@@ -193,14 +193,14 @@ def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, parameter
         gate, up = (F.linear(y, *linear) for linear in _pairs(parameters[:4]))
     d = dout.to(parameters[4].dtype)
     dh = d @ parameters[4]
-    if h is None and needs[4] and dh.requires_grad:  # create_graph=True: dh is not to be written
+    if h is None and needs[4] and dh.requires_grad:  # create_graph=True: dh must not be overwritten
         h = _glu(gate, up, *_SWIGLU)
     if h is None and needs[4]:
         dgate, dup = _glu_backward_with_h_(dh, gate, up, *_SWIGLU)
         h = dh
     else:
         dgate, dup = _glu_backward(dh, gate, up, *_SWIGLU)
-    del gate, up, dh  # before more is made
+    del gate, up, dh  # frees their memory before more is allocated
     _, of_down = _linears_backward([d], _rows(h), parameters[4:], needs[4:], None)
     del h
     if y is None and any(needs[:4:2]):
@@ -209,8 +209,8 @@ def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, parameter
     return dy, [*of_gate_and_up, *of_down]
 
 
-# Rows of the MLP that exist at a time where they are made again: enough to keep a GPU's matrix units busy, and little
-# beside what one layer's attention takes of a sequence that is too long for anything else.
+# How many rows of the MLP's intermediate tensors exist at a time where they are computed again in the backward: enough
+# to keep a GPU's matrix units busy, and little memory beside that of one layer's attention over a very long sequence.
 TILE = 8192
 
 
