@@ -6,7 +6,7 @@
 
 namespace liger::gpu {
 
-// Of a row: its length, that of a channel, and which channels they are.
+// The shape of a row (a group of one sample): its length, the length of a channel, and which channels it has.
 struct GroupNormRow {
   int64_t cols, channel, channels, groups;
   Divisor by_channel;  // of rows that registers hold
@@ -20,7 +20,7 @@ struct GroupNormRow {
         by_channel(of.channel < INT32_MAX ? of.channel : INT32_MAX),
         inverse_cols(1 / float(of.cols)) {}
   LIGER_DEVICE int64_t sample(int64_t row) const { return quotient(row, groups); }
-  // Among the sample's channels.
+  // The number, among the sample's channels, of the row's first one.
   LIGER_DEVICE int64_t first_channel(int64_t row) const { return (row - sample(row) * groups) * channels; }
 };
 
@@ -44,8 +44,8 @@ struct PartOfRow {
   }
 };
 
-// A parameter, of any type, of the channel in which each vector begins, channel_of(column): one decision about the type, then all loads.
-// Without one: `missing`.
+// Loads a parameter of any dtype for K vectors: that of the channel in which a vector begins, channel_of(column). There is one branch on
+// the dtype, then all loads. If there is no such parameter, the values are `missing`.
 template <int VEC, int K, class F>
 LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float missing, const Columns<VEC, K>& columns, F channel_of) {
 #pragma unroll

@@ -206,8 +206,8 @@ def _row_bytes(call: Call) -> int:
 
 
 def _few_rows(call: Call) -> bool:
-    """Are there so few rows that the gradient of all logits, stored in dweight's memory and beside it, takes less beside
-    it than a float32 sum of dweight would?"""
+    """Are there so few rows that the gradient of all logits, stored in dweight's memory and beside it, takes less
+    beside it than a float32 sum of dweight would?"""
     return call.hidden <= call.rows <= call.hidden * 5 // 2
 
 
