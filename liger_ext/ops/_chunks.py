@@ -92,7 +92,7 @@ def _graph_rows(call: Call, budget: int) -> int:
     if holds(budget < least):
         raise ValueError(
             f"{_OP}: memory is {budget} bytes, expected at least {least} in a graph of torch.compile, for {call.rows} "
-            f"rows of {call.hidden} columns and {call.vocab} classes: their gradients, and what makes them"
+            f"rows of {call.hidden} columns and {call.vocab} classes: gradients and temporary tensors"
         )
     return _rows_in(call, budget - others)
 
@@ -157,7 +157,7 @@ def _within(call: Call, budget: int) -> Plan:
             return way
     raise ValueError(
         f"{_OP}: memory is {budget} bytes, expected at least {least_bytes(call)}, or 'min', for {call.rows} rows of "
-        f"{call.hidden} columns and {call.vocab} classes: their gradients, and what makes them"
+        f"{call.hidden} columns and {call.vocab} classes: gradients and temporary tensors"
     )
 
 
