@@ -70,7 +70,7 @@ def time_graphs(graphs: Mapping[Any, torch.cuda.CUDAGraph], replays: int = 30) -
     """Device time of each graph, cold L2. They take turns, replay by replay, so that a drifting clock is for all."""
     flush = _Flush()
     events = []
-    for turn in range(replays + 1):  # the first warms up
+    for turn in range(replays + 1):  # the first replay warms up
         for name, graph in graphs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush()

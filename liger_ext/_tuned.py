@@ -26,8 +26,9 @@ FORMAT = 1  # of the file
 
 @dataclass(frozen=True)
 class Call:
-    """Calls that share their knobs. ``rows`` up to the same power of two; ``vec``: elements of an access, in which
-    dtype and alignment come together; ``heads``: RoPE's of q, of k, and the rotary dimension."""
+    """Calls that share their knobs. ``rows``: calls with the same rows, rounded up to a power of two; ``vec``: elements
+    per access, which follow from dtype and alignment; ``heads``: RoPE's heads of q and of k, and the rotary
+    dimension."""
 
     kernel: str  # an op of _C.plans
     vec: int
@@ -41,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Entry:
-    device: str  # the name that its driver gives it
+    device: str  # the GPU's name, as its driver gives it
     driver: str
     call: Call
     knobs: dict[str, int]
@@ -55,7 +56,7 @@ class Entry:
 
 
 def path() -> Path:
-    """Of the user's file."""
+    """Where the user's file of tuned plans is, or will be."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "liger_ext" / "tuned.json"
 
 

@@ -17,8 +17,8 @@ struct ForwardArgs {
   RowOutputs out;
 };
 
-// Threads: of a row and of a block, if all have so many: what the compiler knows of them is no instruction before a row's first load. 0: as
-// the plan says.
+// Threads: the number of threads of each row, which is a block's, if the compiler is to know it: that saves instructions before a row's
+// first load. 0: the plan says it at run time.
 template <class T, int N, bool Full, int Threads> struct Forward {
   using Args = ForwardArgs;
   static constexpr int max_threads = launch::cross_entropy_forward_kernel.instance(N, launch::none, Threads).max_threads,

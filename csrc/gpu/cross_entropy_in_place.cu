@@ -21,9 +21,9 @@ struct InPlaceArgs {
   float gradient_scale;
   void* gradient;  // may be the logits
   int64_t gradient_stride;
-  int slots;  // vectors of a thread in shared memory
-  int shared_offset;  // where they begin
-  float at_once_from;  // so many of the batch's targets being classes: rows are fetched before their own targets are known
+  int slots;  // how many vectors a thread keeps in shared memory
+  int shared_offset;  // where they begin, bytes
+  float at_once_from;  // if at least this many targets of the batch are classes (not ignored), a row is loaded before its target is known
 };
 
 template <class T, int N, bool Full> struct InPlace {
@@ -77,20 +77,21 @@ template <class T, int N, bool Full> struct InPlace {
   }
 };
 
-// Rows that lie in several matrices, in the order of their classes.
+// A vocabulary that is cut into pieces: each piece is a range of classes, and its logits are a matrix of their own. So a row of logits lies
+// in several matrices, in the order of the classes.
 struct RowPieces {
   static constexpr int most = launch::most_pieces;
-  int end[most];  // the last one's is beyond all columns
-  void* begin[most];  // where column 0 of row 0 would be
+  int end[most];  // the column behind the piece's last one; of the last piece, a number beyond all columns
+  void* begin[most];  // where column 0 of row 0 would be in the piece's matrix
   int64_t stride[most];
 };
 struct InPiecesArgs : InPlaceArgs {
   RowPieces pieces;
-  int columns;  // of the pieces
-  const float* others;  // statistics of the other classes; nullptr: there are none
+  int columns;  // of all pieces
+  const float* others;  // statistics of the classes that are in no piece; nullptr: there are none
 };
 
-// Where the columns of a row are, counted from `first`. They are asked for in ascending order.
+// The addresses of a row's elements by their column, counted from `first`. Columns must be asked for in ascending order.
 template <class T> class WholeRow {
  public:
   LIGER_DEVICE WholeRow(T* row, int first) : begin_(opaque(row + first)) {}
@@ -120,7 +121,7 @@ template <class T> class RowInPieces {
   T* begin_;
 };
 
-// K: vectors of a row that a thread holds. Pieces: rows lie in several matrices.
+// K: vectors of a row that a thread holds in registers. Pieces: rows lie in several matrices.
 template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
   using Args = std::conditional_t<Pieces, InPiecesArgs, InPlaceArgs>;
   static constexpr int max_threads = launch::in_place_registers.instance(N, K).max_threads, min_blocks = K == 10 ? 3 : 1;
@@ -130,7 +131,8 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
     RowGroupOf<0, true> group(a.threads_per_row);
     const bool first = group.index == 0;
     const int64_t at = group.first_row();
-    // A row that its target takes out of the loss is not worth its fetching. But to wait for the target costs 1 to 3 % of the row's time.
+    // A row whose target is ignored need not be loaded. But waiting for the target first costs 1 to 3 % of the row's time, so it is done
+    // only if many targets of the batch are ignored.
     bool wanted = at < a.rows;
     if (wanted && a.counts[CrossEntropyCounts::valid] < args.at_once_from) wanted = a.is_class(a.target[at]);
     const auto logits_from = [&](int first) {
@@ -147,7 +149,7 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
     }();
     const int whole = cols / N * N;
     const Columns<N, K> columns(group.index, group.threads_per_row, wanted ? whole : 0);
-    // What is not there adds nothing to a sum and raises no maximum: no instruction asks for it again before the stores.
+    // Columns past the last one are -inf, which adds nothing to a sum and raises no maximum: so nothing tests for them before the stores.
     Packed<T, N> x[K];
     const Packed<T, N> nothing = same_value(Packed<T, N>{}, minus_infinity());
     auto logits = logits_from(columns.first);
@@ -160,14 +162,15 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
     const int tail = row.valid && whole + group.index < cols ? whole + group.index : -1;
     Packed<T, 1> last = same_value(Packed<T, 1>{}, minus_infinity());
     if (tail >= 0) load(last, logits_from(tail)(0));
-    // The thread that has the target's column writes the losses, too: nobody else writes over this logit.
+    // The thread that owns the target's column writes the losses, too: it alone overwrites this logit by its gradient.
     const int owner = row.target / N & (group.threads_per_row - 1);
     const bool has_target = row.valid && (row.target < whole ? owner == group.index : row.target == tail);
     T raw_target{};
     if (has_target) raw_target = *logits_from(int(row.target))(0);
     const LossGradients grad(a, args.gradient_scale);
 
-    // What a row hardly ever needs takes its vectors from memory again, where nobody else writes them: few instructions, no registers.
+    // For what a row hardly ever needs: loads this thread's vectors from memory again (no other thread writes them), in a loop of few
+    // instructions and registers.
     const auto read_again = [&](auto use) {
       auto logits = logits_from(columns.first);
 #pragma unroll 1
@@ -179,7 +182,7 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
       }
     };
 
-    // Relative to this thread's own maximum, so that the row needs only one exchange.
+    // Relative to this thread's own maximum, so that the threads of the row exchange values once, not twice.
     RowStatistics<T, false> own;
     own.max = fmaxf(largest(x, [](int) { return true; }), last[0]);
     const Exp<T> exp(own.base());
@@ -256,7 +259,7 @@ template <class T, int N, int K, bool Pieces = false> struct InPlaceRegisters {
     if constexpr (!Exp<T>::in_one_step) {
       write(product);
     } else if (gradient.scale > 0 && fabsf(gradient.exp.offset) < 1024) {
-      // The factor as part of the exponent spares a multiplication. An exponent of 10 digits leaves it 14 bits of precision.
+      // The scale as part of the exponent saves a multiplication per element. Below 1024 an exponent has at least 14 bits behind the point.
       const float exponent = gradient.exp.offset + log2f(gradient.scale);
       write([&](float logit) { return fast_exp2(logit * log2_e + exponent); });
     } else {

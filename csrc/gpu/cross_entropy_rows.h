@@ -10,7 +10,7 @@
 
 namespace liger::gpu {
 
-// What all kernels over logits take.
+// Arguments that all kernels over rows of logits have.
 struct LogitRows {
   int64_t rows, vocab, first_row, stride;
   const void* logits;
@@ -27,11 +27,11 @@ struct LogitRows {
   LIGER_DEVICE bool is_class(int64_t target) const { return target != ignore_index && target >= 0 && target < vocab; }
 };
 
-// exp(x - base) of many x with one base. Of 16-bit logits it takes one multiply-add and one exponential, exp2(x * log2(e) + offset). The
-// offset, -base * log2(e), is rounded, which multiplies all values of one base by the same factor; correction() takes it out of a sum
-// or a scale again. From a base of 2^20 on the next 16-bit logits are so far away that exponentials are 1 or 0: with a slope of 1
-// nothing is rounded there.
-// low: what rounding took from the base. Of fp32 logits it belongs into each exponent: as a factor, it would be rounded twice again.
+// exp(x - base) for many x and one base. For 16-bit logits it is one multiply-add and one exponential, exp2(x * log2(e) + offset). The
+// offset, -base * log2(e), is rounded, which multiplies all values of one base by the same factor; correction() is the inverse of that
+// factor, for a sum or a scale. If the base is 2^20 or more, neighbouring 16-bit logits are so far apart that exponentials are 1 or 0: a
+// slope of 1 is used there, with which nothing is rounded. low: the part of the base that its rounding to fp32 lost. For fp32 logits it is
+// subtracted in each exponent, since as a factor it would be rounded again.
 template <class T> struct Exp {
   static constexpr bool in_one_step = sizeof(T) == 2;
   float slope, offset, low;
@@ -43,7 +43,7 @@ template <class T> struct Exp {
     else return expf(x + offset - low);
   }
   LIGER_DEVICE bool far() const { return in_one_step && slope == 1; }
-  // Unless it is far: where the slope is known, a kernel that holds a row in registers needs fewer of them.
+  // The same if not far(): the slope is then known at compile time, which saves registers in a kernel that holds a row in them.
   LIGER_DEVICE float near(float x) const {
     if constexpr (in_one_step) return fast_exp2(fmaf(x, log2_e, offset));
     else return (*this)(x);
@@ -65,7 +65,7 @@ template <class T, int N> LIGER_DEVICE void widen(float (&out)[N], const Packed<
   for (int j = 0; j < N; ++j) out[j] = in[j];
 }
 
-// A vector like `in` of one value.
+// A vector of the type of `in`, all of whose elements are `value`.
 template <class T, int N> LIGER_DEVICE Packed<T, N> same_value(Packed<T, N> in, float value) {
   float values[N];
 #pragma unroll
@@ -74,7 +74,7 @@ template <class T, int N> LIGER_DEVICE Packed<T, N> same_value(Packed<T, N> in, 
   return in;
 }
 
-// First bad target wins; the host finds the record complete (state 2) at its next call.
+// The first bad target is recorded, later ones are not. The host finds the record complete (state 2) at its next call.
 LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int64_t target, int64_t vocab) {
   TargetRecord* record = report.record;
   if (record == nullptr || atomic_claim(&record->state) != 0) return;
@@ -116,7 +116,8 @@ template <class T, bool Full> struct LogitRow {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
-  // Of a piece of the classes. `target` is its column, if it is one of them (`here`); else the first column's logit is read, as an anchor.
+  // For a piece of the vocabulary (a range of classes). `target` is the target's column in the piece, if it is one of its classes (`here`);
+  // otherwise the logit of the first column is read, as an anchor.
   LIGER_DEVICE LogitRow(const LogitRows& a, const Classes& of, int64_t row, bool reports, bool reads_logit) : row(row), live(row < a.rows) {
     data = opaque(static_cast<const T*>(a.logits) + row * a.stride);
     if (!live) return;
@@ -137,7 +138,7 @@ template <class T, bool Full> struct LogitRow {
     const float logit = to_float(raw_logit);
     return Full && a.softcap != 0 ? capped(a, logit) : logit;
   }
-  // What label smoothing sums logits relative to: the target's, if that is a number.
+  // Label smoothing sums logits relative to the target's logit, if that is finite, and to 0 otherwise.
   LIGER_DEVICE float anchor(const LogitRows& a) const {
     if (!Full || a.class_share == 0) return 0;
     const float logit = target_logit(a);
@@ -145,7 +146,7 @@ template <class T, bool Full> struct LogitRow {
   }
 
  private:
-  // As it was loaded: a thread waits for it only where it is widened, and that is behind the row.
+  // Kept as it was loaded: a thread waits for it where it is first converted, which is after the loop over the row.
   T raw_logit = {};
 };
 
@@ -155,9 +156,10 @@ template <class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
   return head < cols ? head : int(cols);
 }
 
-// The columns that one thread owns: of the vectors behind the `head`, vector `index + i * threads` in its slot i, and at most one of
-// the elements before them or behind the last whole one. A thread reads and writes only its own columns, so passes over a row need no
-// barrier between them. No collective happens inside a walk: threads may differ in the number of slots.
+// The columns that one thread owns. A row is a `head` of single elements up to the first aligned address, then whole vectors, then single
+// elements again. The thread's slot i has vector `index + i * threads`, and the thread has at most one of the single elements. A thread
+// reads and writes only its own columns, so no barrier is needed between two passes over a row. Threads may have different numbers of
+// slots, so there is no collective operation inside of walk().
 template <class T, int N> struct RowWalk {
   int vectors, index, threads, head, single;  // single: the single element's column, or -1
 
@@ -195,7 +197,7 @@ template <class T, int N> struct RowWalk {
   template <int K, class Vectors = Packed<T, N>, class Fetch, class Use> LIGER_DEVICE void walk(Fetch fetch, Use use) const {
     walk<K, Vectors>(0, slots(), fetch, use);
   }
-  // Every owned column of `out` becomes `value`.
+  // Sets every column of `out` that this thread owns to `value`.
   LIGER_DEVICE void fill(T* out, float value) const {
     const Packed<T, N> same = same_value(Packed<T, N>{}, value);
     for (int v = index; v < vectors; v += threads) store<Hint::stream>(out + (head + int64_t{v} * N), same);
@@ -267,7 +269,7 @@ template <class T, bool Full> struct RowStatistics {
     }
   }
 
-  // The whole row's statistics, for all its threads. Every reduction is of as many values, as RowGroup wants it.
+  // Merges the statistics of a row's threads, for all of them. All reductions have the same number of values, as RowGroup requires.
   template <class Group> LIGER_DEVICE void merge(Group& group) {
     if constexpr (Full) {
       float tops[2] = {max, best};

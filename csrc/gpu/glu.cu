@@ -34,7 +34,7 @@ LIGER_DEVICE float normal_tail(float x, float exponential) {
   for (int i = 4; i >= 0; --i) p = p * t + c[i];
   return exponential * (p * t);
 }
-// T: the type of what is stored.
+// T: the type of the results. fp32 results take the exact formulas.
 template <class T, Activation A> LIGER_DEVICE GateValue gate_of(float x) {
   constexpr bool exact = std::is_same_v<T, float>;
   const auto from = [x](float s, float slope) { return GateValue{x * s, s + x * slope}; };  // s and its derivative
@@ -83,7 +83,7 @@ template <class T, int VEC, Activation A> struct GluForwardKernel {
   }
 };
 
-// WithH: kernels of their own, because the usual ones have no register to spare.
+// WithH: h is stored over dh. These are kernels of their own, because the others have no register to spare.
 template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
   struct Args {
     Tiles<vectors_per_thread> tiles;

@@ -6,7 +6,7 @@
 
 namespace liger::gpu {
 
-// Of a row: its length, that of a channel, and which channels they are.
+// The shape of a row (a group of one sample): its length, the length of a channel, and which channels it has.
 struct GroupNormRow {
   int64_t cols, channel, channels, groups;
   Divisor by_channel;  // of rows that registers hold
@@ -20,14 +20,14 @@ struct GroupNormRow {
         by_channel(of.channel < INT32_MAX ? of.channel : INT32_MAX),
         inverse_cols(1 / float(of.cols)) {}
   LIGER_DEVICE int64_t sample(int64_t row) const { return quotient(row, groups); }
-  // Among the sample's channels.
+  // The number, among the sample's channels, of the row's first one.
   LIGER_DEVICE int64_t first_channel(int64_t row) const { return (row - sample(row) * groups) * channels; }
 };
 
-// A block's part of a row.
+// Which part of which row a block processes.
 struct PartOfRow {
   int64_t row, part, begin, end;
-  // The block's number may be another one than its own.
+  // `block`: a block's number, not necessarily this block's.
   LIGER_DEVICE PartOfRow(const launch::RowParts& parts, int64_t block, int64_t cols) : row(quotient(block, parts.per_row)) {
     part = block - row * parts.per_row;
     begin = begin_of(parts, part);
@@ -44,8 +44,8 @@ struct PartOfRow {
   }
 };
 
-// A parameter, of any type, of the channel in which each vector begins, channel_of(column): one decision about the type, then all loads.
-// Without one: `missing`.
+// Loads a parameter of any dtype for K vectors: that of the channel in which a vector begins, channel_of(column). There is one branch on
+// the dtype, then all loads. If there is no such parameter, the values are `missing`.
 template <int VEC, int K, class F>
 LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float missing, const Columns<VEC, K>& columns, F channel_of) {
 #pragma unroll
@@ -62,20 +62,22 @@ LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float 
   });
 }
 
-// Two sums for each vector of a block, in shared memory, and from them two for each channel: those of dy * n and of dy.
+// The sums of dy * n and of dy. In shared memory there is a pair of them for each vector of the block; total() adds up those of each
+// channel.
 struct ChannelSums {
   static constexpr int offset(int cluster) { return launch::reduction_bytes(2, cluster); }
   Shared<Vec<float, 2>> pairs;
 
   LIGER_DEVICE explicit ChannelSums(int cluster = 1) : pairs(shared<Vec<float, 2>>(offset(cluster))) {}
 
-  // `lines` rows of `channels` each, whose vectors begin at line * pitch; of a channel those from nth * length on, as far as they are
-  // within [begin, end), of which the first is the line's first. store(line, nth, sums) by one thread each. All threads of the block.
+  // There are `lines` rows of `channels` channels each. The pairs of a line begin at line * pitch. Channel nth has `length` vectors, from
+  // vector nth * length of its row on; of these, the ones within [begin, end) are in the line, whose first pair is that of vector `begin`.
+  // One thread per channel calls store(line, nth, sums). All threads of the block must call this together.
   template <class F> LIGER_DEVICE void total(int lines, int pitch, int channels, int length, int begin, int end, F store) const {
-    const int lanes = length >= warp_width() ? warp_width() : length <= 1 ? 1 : 2 << log2_of(length - 1);  // that share a channel
+    const int lanes = length >= warp_width() ? warp_width() : length <= 1 ? 1 : 2 << log2_of(length - 1);  // lanes that share a channel
     const int teams = block_threads() >> log2_of(lanes), team = thread_id() >> log2_of(lanes), lane = thread_id() & (lanes - 1);
     block_barrier();
-    for (int at = 0; at < lines * channels; at += teams) {  // the same trip count for all threads
+    for (int at = 0; at < lines * channels; at += teams) {  // all threads make the same number of iterations
       const int all = at + team, line = all / channels, nth = all - line * channels;
       const bool live = line < lines;
       float sums[2] = {};

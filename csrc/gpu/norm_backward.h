@@ -28,33 +28,35 @@ struct NormBackwardArgs {
   MutableVector dweight, dbias;
   float offset;
   float inverse_cols = 0;
-  float* partial = nullptr;     // [partial rows, cols], twice the columns for LayerNorm: dweight, dbias
-  float* row_means = nullptr;   // [rows, 2]: mean(g), mean(g * n); re-read path
+  float* partial = nullptr;     // [partial rows, cols]: sums for dweight; LayerNorm: [partial rows, 2 * cols], dbias behind them
+  float* row_means = nullptr;   // [rows, 2]: mean(g), mean(g * n); only for the re-read path
   int threads_per_row = 0, stages = 0, ring_offset = 0;
-  int64_t rows_per_block = 0;   // of the re-read path's second kernel
+  int64_t rows_per_block = 0;   // only for the re-read path's second kernel
 };
 
-// weight + offset of VEC columns, or 1.
+// The factors of VEC columns: weight + offset, or 1 if there is no weight.
 template <int VEC> LIGER_DEVICE void load_weight(float (&weight)[VEC], const NormBackwardArgs& a, int64_t column) {
   if (a.weight.data) load_any(weight, a.weight.data, a.weight.dtype, column);
 #pragma unroll
   for (int i = 0; i < VEC; ++i) weight[i] = a.weight.data ? weight[i] + a.offset : 1;
 }
 
-// K: vectors a thread. Threads: of a row; 0: as the plan says.
+// K: vectors per thread. Threads: threads per row, if the compiler is to know them; 0: the plan says it at run time.
 template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
   static constexpr int max_threads = launch::norm_backward_registers.instance(VEC, K, Threads).max_threads;
-  static constexpr int min_blocks = 1;  // as many registers as there can be
-  // At 1024 threads there are 64 registers for each: enough for one row and its sums, while weights are loaded where they are used.
+  static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
+  // spacious: there are registers for the weights. With 1024 threads each has 64: enough for one row and its sums, while weights are loaded
+  // where they are used.
   static constexpr bool spacious = Threads < 1024;
   using Tile = Columns<VEC, K>;
   using Sums = float[K][VEC];
   enum { dy, z, dsum, inputs = Centered ? 2 : 3 };  // LayerNorm has no dsum
   using Group = RowGroupOf<Threads, true, (Threads < 512)>;
-  // LayerNorm has more to do for each element, and no instructions to spare for copies of its own.
+  // The last argument: asynchronous copies by each thread (Ampere, Ada). LayerNorm has more to compute per element, and is slower with
+  // them.
   using Stream = RowStream<Group, T, VEC, K, inputs, 2, spacious ? 2 : 0, !Centered>;
-  // n = (z - mean) * rstd. Of 16-bit values z * rstd - mean * rstd in one instruction: it rounds mean * rstd, as mean itself is rounded.
+  // n = (z - mean) * rstd as one multiply-add, z * rstd - mean * rstd, for 16-bit types. It rounds mean * rstd, but mean is rounded, too.
   static constexpr bool one_step = Centered && sizeof(T) == 2;
 
   static LIGER_DEVICE void run(const Args& a) {
@@ -72,7 +74,7 @@ template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwa
       next_mean = Centered && of < a.rows ? a.mean[of] : 0;
     };
     fetch_statistics(row);
-    // The same trip count for all threads: that of the block's first row.
+    // All threads must make the same number of iterations, as they meet in group.sum: the block's first row decides it for all.
     for (int64_t first = row - group.group; first < a.rows; first += step, row += step) {
       Packed<T, VEC> in[inputs][K];
       stream.take(in);
@@ -97,7 +99,7 @@ template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwa
       });
       if (a.dz.data == nullptr) continue;
       group.sum(means);
-      // Widened values must not wait in registers for a reduction to end: they are made again from the packed ones.
+      // The compiler would keep the widened values in registers during the reduction. This makes it widen the packed ones again.
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         forget(in[dy][k].data);
@@ -136,7 +138,8 @@ template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwa
       });
       return;
     }
-    // The block's groups meet in shared memory, where the rings were, and are added in order.
+    // A block that has several rows at a time has as many sums for each column: they are added up in shared memory, in a fixed order. The
+    // rings that were there are no longer needed.
     const Shared<float> all = shared<float>(RowGroup::shared_bytes<2>());
     block_barrier();
     for_each_vector(columns, [&](int k, int64_t column) {
@@ -170,7 +173,7 @@ template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwa
   }
 };
 
-// Re-read path, first kernel: one block a row.
+// Re-read path, first kernel: one block per row.
 template <int VEC, bool Centered> struct NormBackwardMeans {
   using Args = NormBackwardArgs;
   static constexpr int K = VEC == 8 ? 2 : 4, max_threads = launch::norm_backward_means.instance(VEC).max_threads;

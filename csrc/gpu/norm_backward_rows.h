@@ -13,7 +13,7 @@ template <class T, int VEC, int K, bool Centered> struct NormBackwardRows {
   using Args = NormBackwardArgs;
   using Values = Packed<T, VEC>[K];
   static constexpr int max_threads = launch::norm_backward_rows.instance(VEC, K).max_threads,
-                       min_blocks = 1;  // as many registers as there can be
+                       min_blocks = 1;  // a thread may have as many registers as there are
 
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(a.threads_per_row);

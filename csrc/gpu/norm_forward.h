@@ -29,15 +29,16 @@ struct NormForwardArgs {
   bool as_llama = false;  // the result is the rounded n times the weight
 };
 
-// Usual: weight, and bias, are there and of the result's type; else both may be missing, or of any type. Two: there is a residual, or, if
-// not usual, there may be one.
+// Which variant of the kernels. usual: the weight, and LayerNorm's bias, are there and have the result's dtype; otherwise each may be
+// missing or have any dtype, which is decided at run time. two: two tensors are read, x and a residual; if not usual, there may be a
+// residual.
 struct NormKind {
   bool centered, usual, two;
 };
 
-// What all paths do with their K vectors of a row. T is the type of what is normalised, and of y; x and the residual may be of
-// other types where T is fp32. The row stays in T, which is exact and half the registers; it is widened where it is used.
-// Early: the weight is loaded with the row, so that its latency is the row's.
+// What the kernels of all paths do with a thread's K vectors of a row. T is the type of what is normalised, and of y; if T is fp32, x and
+// the residual may have other types. A thread keeps the row in T, which is exact and takes half the registers for 16-bit types, and widens
+// elements to fp32 where it uses them. Early: the weight is loaded together with the row, so that the thread waits for both at once.
 template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
   static constexpr bool Centered = Kind.centered, Usual = Kind.usual;
   using Values = Packed<T, VEC>[K];
@@ -45,7 +46,7 @@ template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
   const Columns<VEC, K> columns;
   const int64_t row;
 
-  // z, rounded as its stored copy is.
+  // Loads z = x [+ residual]. A sum is rounded to T, as its copy in memory is.
   LIGER_DEVICE void load_input(Values& z) const {
     load_as_t(z, a.x);
     if (!Kind.two || (!Usual && a.residual.data == nullptr)) return;
@@ -74,7 +75,8 @@ template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
       }
     columns.template load<Hint::stream>(out, from.data, row * from.stride);
   }
-  // Of 16-bit values, in one instruction; it rounds mean * rstd, as mean itself is rounded.
+  // (z - mean) * rstd as one multiply-add, z * rstd - mean * rstd, for 16-bit types. It rounds mean * rstd, but mean itself is rounded,
+  // too.
   static constexpr bool one_step = Centered && sizeof(T) == 2;
   static constexpr bool early_weight = Usual && Early, early_bias = early_weight && Centered && K <= 4;
   LIGER_DEVICE void load_weight(Values& weight) const {
@@ -103,7 +105,7 @@ template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
         }
     return total;
   }
-  // y from z. weight and bias have been loaded, if they are early.
+  // Computes and stores y from z. weight and bias hold values if early_weight and early_bias; otherwise they are loaded here.
   LIGER_DEVICE void finish(const Values& z, const Values& weight, const Values& bias, float mean, float rstd) const {
     if constexpr (Usual) {
       const auto scale_and_shift = [&](float (&y)[VEC], int k, int64_t at, float offset) {
@@ -115,11 +117,11 @@ template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) y[i] = Centered ? y[i] * w[i] + b[i] : y[i] * (w[i] + offset);
       };
-      // One decision a row, not one an element.
+      // One branch per row, not one per element.
       if (!Centered && a.as_llama) write<true>(z, mean, rstd, [&](auto& y, int k, int64_t at) { scale_and_shift(y, k, at, 0); });
       else write<false>(z, mean, rstd, [&](auto& y, int k, int64_t at) { scale_and_shift(y, k, at, a.offset); });
     } else {
-      with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // again one decision a row
+      with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // again one branch per row
         using W = std::remove_cvref_t<decltype(tag)>;
         write<false>(z, mean, rstd, [&](float (&y)[VEC], int, int64_t at) {
           Packed<W, VEC> p;
@@ -139,14 +141,15 @@ template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
   }
 
  private:
-  // A bias of another type than the weight.
+  // Adds a bias whose dtype is not the weight's.
   LIGER_DEVICE void add(float (&y)[VEC], int64_t at) const {
     float bias[VEC];
     load_any(bias, a.bias.data, a.bias.dtype, at);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) y[i] += bias[i];
   }
-  // scale_and_shift(n, k, column) makes y of a vector of n. Rounded: n is rounded first, for certain.
+  // Normalises, and calls scale_and_shift(n, k, column), which turns the vector n into y. Rounded: n is always rounded to T before that;
+  // otherwise a.round_normalized decides.
   template <bool Rounded, class F> LIGER_DEVICE void write(const Values& z, float mean, float rstd, F scale_and_shift) const {
     T* const out = opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first));
 #pragma unroll
@@ -166,7 +169,7 @@ template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
   }
 };
 
-// Threads: of a block at most. Kernels for clusters have a smaller bound, and so registers for more than the row.
+// Threads: the launch bound. The instances for clusters have a smaller bound, so that a thread has registers for more than the row.
 template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwardRegisters {
   static constexpr bool Centered = Kind.centered, clusters = Threads < launch::row_threads;
   using Args = NormForwardArgs;
@@ -197,7 +200,7 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
   }
 
  private:
-  // LayerNorm's, relative to the mean of the row's first few values.
+  // LayerNorm's mean and variance, by sums relative to the mean of the row's first few values.
   template <class Group>
   LIGER_DEVICE static void statistics(Group& group, const Tile& tile, const typename Tile::Values& z, float& mean, float& variance) {
     const NormForwardArgs& a = tile.a;
@@ -207,7 +210,7 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
     mean = mean_of(values[0]);
     held_moments(group, tile.columns, z, a, mean, variance);
   }
-  // The widened values of so many vectors would spill while an exchange is under way: they are made again from the packed ones.
+  // The compiler would keep the widened values of z in registers during the exchange, and spill. This makes it widen them again.
   LIGER_DEVICE static void widen_again(typename Tile::Values& z) {
     if constexpr (K > 4 || (Centered && K == 4))
 #pragma unroll
@@ -215,7 +218,7 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
   }
 };
 
-// One block a row, any length.
+// One block per row, of any length; the row is read twice.
 template <class T, int VEC, NormKind Kind> struct NormForwardReread {
   static constexpr bool Centered = Kind.centered;
   using Args = NormForwardArgs;
@@ -225,7 +228,7 @@ template <class T, int VEC, NormKind Kind> struct NormForwardReread {
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
-    // Of this thread's columns so far; the mean stays 0 for RMSNorm.
+    // Number, mean and sum of squared distances of the columns that this thread has seen; the mean stays 0 for RMSNorm.
     float count = 0, mean = 0, squares = 0;
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Tile tile{a, {group.index, block_threads(), begin, a.cols}, row};
@@ -273,7 +276,7 @@ template <class T, int VEC, NormKind Kind> struct NormForwardReread {
   }
 };
 
-// Is there an instance of this kind for results of T?
+// Is this instance compiled for results of type T and for this kind?
 template <class T, NormKind Kind> constexpr bool norm_forward_fits(const launch::Instance& of) {
   return fits<T>(of) && launch::norm_forward_has({Kind.centered, Kind.two, Kind.usual}, of);
 }

@@ -1,4 +1,5 @@
-// The programming model of every GPU kernel, and the only door to CUDA, HIP and the host target: no kernel names a vendor's word.
+// The programming model of every GPU kernel. Kernels use the names of this file alone, and none of CUDA's or HIP's; platform_cuda.h,
+// platform_hip.h and platform_host.h implement them.
 //
 // A kernel is  struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
 // and is started by launch<K>(made, args, stream). Collectives need the whole warp and barriers the whole block: rows past the
@@ -22,7 +23,8 @@
 namespace liger::gpu {
 
 #if !defined(LIGER_HAS_CLUSTERS)
-// Where there are neither clusters nor bulk copies, code for them is never reached, but has to compile.
+// Where there are neither clusters nor bulk copies, code that uses them is never executed, but has to compile. An Inbox is a counter in
+// shared memory of the bytes that messages and bulk copies bring (an mbarrier; platform_cuda.h).
 constexpr bool has_bulk_copies = false;
 using Inbox = uint64_t;
 LIGER_DEVICE void cluster_arrive() {}
@@ -100,15 +102,15 @@ template <class T, int N> struct Packed {
   }
 };
 
-// Of 16-bit values two are compared at once. Where that is not so, a maximum widens them all, and a compiler that keeps what it has widened
-// runs out of registers.
+// Does one instruction compare two 16-bit values at once? Where it does not, a maximum widens all values to fp32, and a compiler that keeps
+// the widened values runs out of registers.
 #if defined(LIGER_HAS_PAIRS)
 constexpr bool has_pairs = true;
 #else
 constexpr bool has_pairs = false;
 #endif
 
-// The largest element; of NaN and numbers a number, if there is one.
+// The largest element of the vectors k for which has(k). NaNs are left out, if there is a number.
 template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packed<T, N> (&x)[K], F has) {
   constexpr float nothing = -__builtin_inff();
 #if defined(LIGER_HAS_PAIRS)
@@ -133,10 +135,14 @@ template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packe
   return most;
 }
 
-// keep: ordinary caching. stream: read or written once, should not push other data out of the L2. in_place: a load like stream's, of
-// memory that this kernel also writes. constant: read by all blocks and written by none. A template argument, since as an ordinary one the
-// compiler was seen to drop it. Streaming and constant loads are for memory that nobody writes while the kernel runs, not even its
-// own threads behind their loads: a GPU may read it past the caches that see stores.
+// How memory is used, as a hint for caches.
+//   keep      ordinary caching
+//   stream    read or written once: it should not push other data out of the L2
+//   in_place  a load of data that is used once, from memory that this kernel also writes
+//   constant  read by all blocks and written by none
+// stream and constant loads are only for memory that nobody writes while the kernel runs, not even the loading thread itself after its
+// load: a GPU may read it by a path that does not see stores. The hint is a template argument because the compiler was seen to drop it
+// otherwise.
 enum class Hint { keep, stream, in_place, constant };
 
 // Moves a Vec or Packed. Hints apply to accesses of 4 to 16 bytes; larger vectors move as several of 16.
@@ -166,7 +172,7 @@ template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void store(T* to, 
   }
 }
 
-// Calls f with a value of the element type that `dtype` names; fp64 has no GPU path. f takes the type from it by
+// Calls f with a value of the element type that `dtype` names (in device code; fp64 has no GPU path). f takes the type from it by
 // std::remove_cvref_t<decltype(tag)>: inside a lambda within f, nvcc's host pass was seen to make float& of a plain decltype(tag),
 // and a kernel of another name than the registered one: "invalid resource handle" at the launch.
 template <class F> LIGER_DEVICE void with_dtype(Dtype dtype, F&& f) {
@@ -197,11 +203,11 @@ LIGER_DEVICE void store_one(void* data, Dtype dtype, int64_t at, float value) {
 constexpr float log2_e = 1.4426950408889634f;
 // exp(v) with an error of |v| units in the last place; results below the normal range become 0.
 LIGER_DEVICE float fast_exp(float v) { return fast_exp2(v * log2_e); }
-// A sum that is rounded once: what each addition rounds off is kept (Knuth's two-sum).
+// A sum that is rounded once, at its end: the rounding error of each addition is kept (Knuth's two-sum).
 struct ExactSum {
-  float v[2] = {};  // the sum and what was rounded off
+  float v[2] = {};  // the sum, and the sum of the rounding errors
   LIGER_DEVICE void add(float value) { join(v, {value, 0}); }
-  // Where the sum is infinite, what was rounded off is not a number.
+  // If the sum is infinite, its rounding error is NaN, and is left out.
   LIGER_DEVICE float total() const { return v[1] == v[1] ? v[0] + v[1] : v[0]; }
   static LIGER_DEVICE void join(float (&a)[2], const float (&b)[2]) {
     const float sum = a[0] + b[0], of_b = sum - a[0];
@@ -209,8 +215,8 @@ struct ExactSum {
     a[0] = sum;
   }
 };
-// exp(v) as exactly as T can tell: where T has 16 bits, an error of |v| units in the last place of fp32 does not matter. Results
-// below fp32's normal range may become 0.
+// exp(v), as exact as a result of type T needs it: for 16-bit types an error of |v| units in the last place of fp32 does not matter.
+// Results below the normal range of fp32 may become 0.
 template <class T> LIGER_DEVICE float exp_as(float v) {
   if constexpr (std::is_same_v<T, float>) return expf(v);
   else return fast_exp(v);
@@ -222,7 +228,7 @@ LIGER_DEVICE int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
-// n / d for 0 <= n < 2^31, by a multiplication; made on the host.
+// Computes n / d for 0 <= n < 2^31 by a multiplication. It is made on the host, and passed to a kernel in its arguments.
 struct Divisor {
   uint32_t d, shift = 31, multiplier;
   explicit Divisor(int64_t of) : d(uint32_t(of)) {
@@ -259,7 +265,7 @@ template <class F> void dispatch(Dtype dtype, F&& f) {
 
 using launch::Instance;
 using launch::with_instance;
-// Is there code for an instance whose accesses are of T: 16 bytes, or one element?
+// Is this instance compiled for the element type T? Its accesses have one element, or 16 bytes.
 template <class T> constexpr bool fits(const launch::Instance& of) {
   return (of.vec == 1 || of.vec * int(sizeof(T)) == 16) && (may_have_clusters || !of.ahead);
 }
@@ -272,7 +278,7 @@ inline bool aligned(const Rows& r, int64_t cols) {
 inline bool aligned(const MutableRows& r, int64_t cols) { return aligned(Rows{r.data, r.stride, r.dtype}, cols); }
 inline bool aligned(const Vector& v, int64_t cols) { return aligned(Rows{v.data, 0, v.dtype}, cols); }
 
-// How an elementwise op may take rows of one dtype: elements of an access, and whether there are no gaps between them.
+// How an elementwise op may access rows of one dtype: the elements per access, and whether there are no gaps between rows.
 struct Elementwise {
   int vec;
   bool contiguous;

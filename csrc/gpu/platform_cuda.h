@@ -28,7 +28,7 @@ LIGER_DEVICE uint16_t float_to_bf16(float v) { return __bfloat16_as_ushort(__flo
 LIGER_DEVICE uint32_t floats_to_bf16s(float low, float high) { return bit_cast<uint32_t>(__floats2bfloat162_rn(low, high)); }
 LIGER_DEVICE uint32_t floats_to_halves(float low, float high) { return bit_cast<uint32_t>(__floats2half2_rn(low, high)); }
 
-// The larger ones of two pairs, of NaN and a number the number.
+// The maxima of two pairs of values. Of a NaN and a number, it is the number.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define LIGER_HAS_PAIRS 1
 LIGER_DEVICE uint32_t max_of_bf16s(uint32_t a, uint32_t b) {
@@ -47,7 +47,7 @@ LIGER_DEVICE constexpr int warp_width() { return 32; }
 LIGER_DEVICE int lane_id() { return int(threadIdx.x % 32); }
 LIGER_DEVICE int warp_id() { return int(threadIdx.x / 32); }
 LIGER_DEVICE void block_barrier() { __syncthreads(); }
-// Of one of the block's groups of `threads`, whole warps; up to 15 groups have a barrier of their own.
+// A barrier of one of the block's groups of `threads` threads, which are whole warps; at most 15 groups.
 LIGER_DEVICE void group_barrier(int group, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory"); }
 
 // Thread block clusters, from Hopper on; elsewhere every block is a cluster of its own.
@@ -63,13 +63,14 @@ LIGER_DEVICE int cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// A barrier of all threads of the cluster, in its two halves. It orders no memory accesses but the opening of inboxes: its first half
-// would wait for this thread's accesses to global memory, a microsecond.
+// A barrier of all threads of the cluster, in two halves: arrive, and wait for the others. It orders no memory accesses except the opening
+// of inboxes: if it did, its first half would wait for this thread's accesses to global memory, a microsecond.
 LIGER_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 LIGER_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Messages between the blocks of a cluster, floats that other blocks store in this one's shared memory, and bulk copies; an Inbox
-// counts their bytes. One thread says how many bytes a round brings; the round ends when they are here.
+// Messages between the blocks of a cluster (floats that other blocks store in this block's shared memory), and bulk copies. An Inbox, which
+// is an mbarrier in shared memory, counts the bytes that have arrived. One thread announces how many bytes a round brings (expect_bytes);
+// the round ends when all of them have arrived (wait_for_round).
 using Inbox = uint64_t;
 LIGER_DEVICE unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 LIGER_DEVICE void open_inbox(Inbox* inbox) {
@@ -78,7 +79,7 @@ LIGER_DEVICE void open_inbox(Inbox* inbox) {
 LIGER_DEVICE void expect_bytes(Inbox* inbox, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)), "r"(bytes) : "memory");
 }
-// What a round brings needs no acquire of the whole cluster, which would empty the L1.
+// Waits without acquire semantics of the whole cluster, which the data of a round do not need, and which would empty the L1.
 LIGER_DEVICE void wait_for_round(Inbox* inbox, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"
@@ -87,7 +88,7 @@ LIGER_DEVICE void wait_for_round(Inbox* inbox, int parity) {
       "r"(parity)
       : "memory");
 }
-// *at = v in the block with this rank, whose inbox counts it.
+// Stores *at = v in the block of this rank in the cluster, whose inbox counts the bytes.
 LIGER_DEVICE void send(float* at, Inbox* inbox, int rank, float v) {
   asm volatile(
       "{ .reg .b32 there, counter;\n"
@@ -97,15 +98,15 @@ LIGER_DEVICE void send(float* at, Inbox* inbox, int rank, float v) {
       "r"(shared_address(inbox)), "r"(rank), "r"(bit_cast<int>(v))
       : "memory");
 }
-// `bytes` from global to shared memory, multiples of 16 all; the inbox counts them.
+// Copies `bytes` from global to shared memory; addresses and size are multiples of 16. The inbox counts the bytes.
 constexpr bool has_bulk_copies = true;
 LIGER_DEVICE void bulk_copy(void* to, const void* from, int bytes, Inbox* inbox) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(inbox))
                : "memory");
 }
-// What this thread has read of shared memory stays what it was, whatever bulk copies put in its place from here on: they overtake reads
-// that were begun before them.
+// A fence between this thread's loads from shared memory and bulk copies that are requested after it. Without it a copy may overwrite what
+// a load, issued before it but not yet done, was to read.
 LIGER_DEVICE void finish_reads_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
@@ -113,13 +114,14 @@ LIGER_DEVICE constexpr int cluster_rank() { return 0; }
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(LIGER_HAS_CLUSTERS)
 #define LIGER_HAS_ASYNC_COPIES
-// 16 bytes from global to shared memory, without a register: of this thread's group of copies, which it closes and waits for.
+// Copies 16 bytes from global to shared memory, without a register. The copy belongs to this thread's current group of copies; the thread
+// closes groups (close_copies) and waits for them (wait_for_copies).
 constexpr bool has_async_copies = true;
 LIGER_DEVICE void async_copy(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 LIGER_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until no more than so many groups, 0 to 3, are under way.
+// Waits until no more than this many groups, 0 to 3, are in flight.
 LIGER_DEVICE void wait_for_copies(int left) {
   if (left == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
   else if (left == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
@@ -127,7 +129,7 @@ LIGER_DEVICE void wait_for_copies(int left) {
   else asm volatile("cp.async.wait_group 3;" ::: "memory");
 }
 #endif
-// The first lane's value, for all lanes of a warp: what the compiler then knows to be the same for all.
+// The first lane's value for all lanes of a warp. The compiler then knows that the value is the same for all of them.
 LIGER_DEVICE int uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
 LIGER_DEVICE int64_t uniform(int64_t v) { return __shfl_sync(0xffffffffu, static_cast<long long>(v), 0); }
 // True in one lane of a warp all of whose lanes call it. The compiler then knows that a branch is one thread's.
@@ -187,13 +189,15 @@ LIGER_DEVICE float fast_reciprocal(float v) {
   return out;
 }
 
-// The compiler takes the words for new ones: nothing that it computed from them earlier has to stay in registers.
+// Makes the compiler assume that the words have changed, so that it computes again what it needs from them, instead of keeping earlier
+// results in registers.
 template <int N> LIGER_DEVICE void forget(uint32_t (&words)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(words[i]));
 }
 template <int N> LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
-// The same against ptxas, which sees through an empty asm, for the price of an instruction: threadIdx.y is 0, but it does not know.
+// The same for ptxas, which sees through an empty asm. It costs an instruction, an exclusive or with threadIdx.y: that is 0, but ptxas does
+// not know it.
 template <int N> LIGER_DEVICE void forget_at_all_costs(uint32_t (&words)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) words[i] ^= threadIdx.y;

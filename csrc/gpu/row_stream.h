@@ -1,19 +1,23 @@
 // The rows that a thread works on, one after another, fetched before they are needed: RowStream.
 //
-// Where the hardware has bulk copies (Hopper on), each warp has a ring of rows in shared memory for its own columns: one lane asks
-// for them, the warp takes a row into registers and asks for another one in its place. So loads are under way through reductions,
-// exponentials and stores, at no cost in registers, and no block barrier is needed for it. On an H200 a copy through such rings is as
-// fast as the best plain copy, from 512 bytes a piece on; with rings of whole blocks, or by cp.async, it is 2 to 6 % slower.
-// Where a thread has asynchronous copies of its own (Ampere on), it has a ring of its own vectors, and nobody else reads them.
-// Elsewhere the next row is fetched into registers while this one is worked on.
+// There are three implementations with the same interface:
+// - RingStream, where the hardware has bulk copies (Hopper and later). Each warp has a ring buffer of rows in shared memory, of its own
+// columns.
+//   One lane requests rows; when the warp has loaded a row into registers, it requests another one in its place. So loads are in flight
+//   during reductions, exponentials and stores, without taking registers or needing a barrier of the block. On an H200 a copy through such
+//   rings is as fast as the best plain copy if a request has at least 512 bytes; with rings of whole blocks, or by cp.async, it is 2 to 6 %
+//   slower.
+// - AsyncStream, where there are asynchronous copies (Ampere, Ada). Each thread has a ring of its own vectors, which no other thread reads.
+// - RegisterStream, elsewhere: the next row is loaded into registers while this one is processed.
 #pragma once
 #include "gpu/rows.h"
 
 namespace liger::gpu {
 
-// A warp's vectors of a row, side by side, so that one copy brings them, and as many as any other warp's: `begin` to `end`.
+// The vectors of a row that belong to a warp: `begin` to `end`. They are contiguous, so that one copy brings them, and each warp of the row
+// has the same number (the last ones may have fewer).
 struct WarpShare {
-  int lane, lanes;  // of those that share the row
+  int lane, lanes;  // this thread's number among the lanes of its warp that share the row, and how many these are
   int64_t begin, end;
 
   template <class Group> LIGER_DEVICE WarpShare(const Group& group, int64_t vectors) : lanes(group.lanes()) {
@@ -24,28 +28,29 @@ struct WarpShare {
     end = begin + share < vectors ? begin + share : vectors;
   }
 };
-// This thread's at most K of them.
+// This thread's vectors among them, at most K.
 template <int VEC, int K, class Group> LIGER_DEVICE Columns<VEC, K> warp_columns(const Group& group, int64_t cols) {
   const WarpShare share(group, VEC == 1 ? cols : cols / VEC);
   return {share.lane, share.lanes, share.begin * VEC, share.end * VEC};
 }
 
-// Rows first, first + step, ... below `rows`, of tensors of one type. Where a ring or stream takes N of them, those from Needed on may be
-// missing.
+// The rows first, first + step, first + 2 * step, ... below `rows`, of tensors of one dtype. Rings and streams read N tensors; those from
+// number Needed on may be missing (data is null).
 struct RowSteps {
   int64_t first, step, rows, cols;
   const Rows* tensors;
 };
 
-// A warp's vectors of `stages` rows in shared memory, at most `vectors` a lane. wait() for a row, read it by vector(), release() it:
-// its place is for the row after the last one asked for. All lanes of a warp call all of them together.
+// A warp's ring buffer: its vectors of `stages` rows in shared memory, at most `vectors` per lane. wait() until the next row is there, read
+// it by vector(), then release() it, which requests the row after the last one requested into its place. All lanes of a warp call each of
+// these functions together.
 template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
   static constexpr int vector_bytes = VEC * int(sizeof(T));
-  unsigned char *ring, *mine;  // the warp's: [stages][tensors that are there][columns]; and this thread's first vector
-  Inbox* inboxes;              // one a stage
-  const unsigned char* at[N];  // the warp's columns of the row to ask for next
-  int64_t jump[N], pitch[N];   // bytes from it to the one after, and between the warp's rows
-  int64_t asking, step, rows;  // rows
+  unsigned char *ring, *mine;  // the warp's buffer: [stages][tensors that are not missing][columns]; and this thread's first vector in it
+  Inbox* inboxes;  // one per stage: a counter of the bytes that have arrived (platform_cuda.h)
+  const unsigned char* at[N];  // the warp's columns of the row that is requested next
+  int64_t jump[N], pitch[N];  // bytes from there to the row after it, and between neighbouring rows
+  int64_t asking, step, rows;  // asking: the number of the row that is requested next
   int vectors, stages, tensors = 0, stage = 0, parity = 0, lanes, bytes;
 
  public:
@@ -69,7 +74,7 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
     ring = shared<unsigned char>(shared_offset) + warp * stages * stage_bytes();
     mine = ring + (row_of_warp * lanes * vectors + lane) * vector_bytes;
     inboxes = shared<Inbox>(shared_offset + block_threads() / warp_width() * stages * stage_bytes()) + warp * stages;
-    // What no copy writes, the columns past the last one, is zero.
+    // Columns past the last one are written by no copy: they are set to zero once.
     for (int s = 0; s < stages; ++s)
       for (int n = 0; n < tensors; ++n)
         for (int k = 0; k < vectors; ++k)
@@ -78,7 +83,7 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
       for (int s = 0; s < stages; ++s) open_inbox(inboxes + s);
     warp_barrier();
   }
-  // To begin with, or in place of release().
+  // Requests the next row into stage s: called for each stage at the start, and by release().
   LIGER_DEVICE void ask(int s) {
     const int64_t left = rows - asking;
     const int warp_rows = warp_width() / lanes, live = left <= 0 || bytes == 0 ? 0 : left < warp_rows ? int(left) : warp_rows;
@@ -120,8 +125,8 @@ template <class Group, class T, int VEC, int N, int Needed = N> class WarpRing {
   }
 };
 
-// In all three: take(out) is the next row's vectors, zeros past the last column; nothing of a missing tensor or past the last row. All
-// lanes of a warp call it together.
+// In all three implementations, take(out) gives this thread's vectors of the next row, and zeros past the last column. Vectors of a missing
+// tensor, or of a row past the last one, are not set. All lanes of a warp call it together.
 template <class Group, class T, int VEC, int K, int N, int Needed> class RingStream {
   WarpRing<Group, T, VEC, N, Needed> ring;
 
@@ -143,8 +148,8 @@ template <class Group, class T, int VEC, int K, int N, int Needed> class RingStr
 
 template <class Group, class T, int VEC, int K, int N, int Needed> class AsyncStream {
   static constexpr int vector_bytes = VEC * int(sizeof(T));
-  unsigned char* ring;  // this thread's: [stages][tensors that are there][K], a vector of each thread side by side
-  const T* at[N];       // the row to ask for next
+  unsigned char* ring;  // this thread's place in [stages][tensors that are not missing][K][threads of the block] vectors
+  const T* at[N];  // this thread's columns of the row that is requested next
   int64_t jump[N], asking, step, rows;
   Columns<VEC, K> columns;
   int stages, tensors = 0, stage = 0;
@@ -180,7 +185,7 @@ template <class Group, class T, int VEC, int K, int N, int Needed> class AsyncSt
   LIGER_DEVICE unsigned char* place(int s, int n, int k) const {
     return ring + ((s * tensors + n) * K + k) * block_threads() * vector_bytes;
   }
-  // A group of copies each time, also past the last row: groups are counted.
+  // Each call closes one group of copies, even past the last row, because wait_for_copies() counts groups.
   LIGER_DEVICE void ask(int s) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -195,7 +200,7 @@ template <class Group, class T, int VEC, int K, int N, int Needed> class AsyncSt
   }
 };
 
-// The first `Ahead` tensors are fetched a row ahead, the others when they are taken.
+// The first `Ahead` tensors are loaded one row ahead, the others when the row is taken.
 template <class Group, class T, int VEC, int K, int N, int Ahead> class RegisterStream {
   const T* at[N];  // the row to fetch next
   int64_t jump[N], taking, step, rows;
@@ -238,8 +243,8 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
   }
 };
 
-// Single elements have no such copies: their rows may be unaligned.
-// Async: a thread's own copies are worth their instructions.
+// The implementation for this device. Rows that are read by single elements (VEC == 1) may be unaligned, which copies to shared memory
+// cannot be. Async: whether asynchronous copies are faster for this kernel, where there are any.
 template <class Group, class T, int VEC, int K, int N, int Needed, int Ahead, bool Async>
 using RowStream = std::conditional_t<has_bulk_copies && (VEC > 1), RingStream<Group, T, VEC, K, N, Needed>,
                                      std::conditional_t<has_async_copies && Async && (VEC > 1), AsyncStream<Group, T, VEC, K, N, Needed>,

@@ -5,19 +5,27 @@
 
 namespace liger::gpu {
 
-// The threads that share one row: a power of two; part of a warp, one warp, several whole warps of the block, or all blocks of a
-// cluster. Within a warp shuffles are enough; across warps each reduction is one exchange of the warps' values, with one barrier, or
-// by messages that each warp sends to all blocks of the cluster. Two buffers used in turn make a second barrier needless, because a
-// thread can only reach a buffer again after all others have passed the exchange between, and so have read it.
-// Threads: so many, or all of a cluster of blocks of so many; 0: as the plan says. Clusters: it may be a cluster; asking costs short
-// rows 2 % of their time. OwnBarriers: a block's rows do not wait for each other; NVIDIA's compiler then keeps all 16 barriers for a
-// block, and no more than four blocks fit on a multiprocessor.
+// The threads that share one row, and reductions over them. Their number is a power of two: part of a warp, one warp, several whole warps
+// of a block, or all threads of a cluster of blocks.
+//
+// A reduction goes over the lanes of each warp by shuffles. If a row has several warps, each warp then writes its value to shared memory,
+// and all read the values of all warps ("exchange"): behind one barrier of the block, or, in a cluster, by messages that each warp sends
+// to all blocks. Successive reductions use two buffers in turn. That makes a second barrier needless: a thread that reaches a buffer for
+// the second time has passed the exchange in between, so every other thread has read the buffer's first contents.
+//
+// Template arguments:
+//   Threads      the number of threads of the row in one block, if the compiler is to know it; 0: the plan says it at run time.
+//   Clusters     true if the row may be shared by a cluster. Testing for it at run time costs short rows 2 % of their time.
+//   OwnBarriers  true if each row of the block has a hardware barrier of its own, so that rows do not wait for each other. NVIDIA's
+//                compiler then reserves all 16 barriers for the block, so that at most four blocks fit on a multiprocessor.
 template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupOf {
-  static constexpr bool whole_warps = Threads >= 64;    // for certain
-  int threads_per_row, index, group, groups, turn = 0;  // index: of this thread in its row; group: which of the block's rows
+  static constexpr bool whole_warps = Threads >= 64;    // the compiler knows that no warp has threads of two rows
+  // index: this thread's number in its row. group: which of the block's rows, of which there are `groups`, is this thread's.
+  // turn: how many reductions there have been; its lowest bit selects the buffer.
+  int threads_per_row, index, group, groups, turn = 0;
   bool entering = false;                                // the cluster's other blocks may not have started yet
-  // Dynamic shared memory that reductions of up to N values take: two buffers of one float per warp of the block, or of the row,
-  // behind two inboxes.
+  // Bytes of dynamic shared memory that reductions of up to N values take. First come two inboxes (platform_cuda.h: counters of the
+  // messages that have arrived, one for each buffer), then two buffers of N floats per warp of the block, or of the cluster.
   static constexpr int inbox_bytes = 2 * int(sizeof(Inbox));
   template <int N = 1> static constexpr int shared_bytes(int cluster = 1) { return launch::reduction_bytes(N, cluster); }
 
@@ -34,16 +42,16 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
   }
   LIGER_DEVICE static bool in_cluster() { return Clusters && cluster_blocks() > 1; }
   LIGER_DEVICE int rows_per_block() const { return groups; }
-  // Of a warp, those that share a row.
+  // How many lanes of a warp share a row.
   LIGER_DEVICE int lanes() const { return whole_warps || threads_per_row > warp_width() ? warp_width() : threads_per_row; }
-  // What the threads of a row are one of: a block, or a cluster.
+  // A team is what works on a row, or on several short ones, at a time: a block, or a cluster. This one's number, and how many there are.
   LIGER_DEVICE int64_t team() const { return in_cluster() ? block_id() >> log2_of(cluster_blocks()) : block_id(); }
   LIGER_DEVICE int64_t teams() const { return in_cluster() ? grid_blocks() >> log2_of(cluster_blocks()) : grid_blocks(); }
   LIGER_DEVICE int64_t first_row() const { return team() * groups + group; }
 
-  // Reduces N values at once by `combine(a, b)`: a becomes what a and b are together, of either order the same. All threads of the
-  // block, or cluster, call it together (the row's alone, if they have barriers of their own), all get the same bits. Reductions of one
-  // kernel must not mix different N: their buffers would overlap.
+  // Reduces N values at once. `combine(a, b)` stores the combination of a and b in a, and must be commutative. All threads of the block, or
+  // of the cluster, must call it together (with OwnBarriers: all threads of the row). All get the same bits. All reductions of a kernel
+  // must have the same N: the buffers of different ones would overlap.
   template <int N, class F> LIGER_DEVICE void reduce(float (&v)[N], F combine) {
     if constexpr (whole_warps) {
       butterfly(v, warp_width(), combine);
@@ -66,7 +74,7 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
     sum(one);
     return one[0];
   }
-  // A NaN may be dropped.
+  // Of a NaN and a number, the result may be the number.
   LIGER_DEVICE float max(float v) {
     float one[1] = {v};
     reduce(one, [](float (&a)[1], const float (&b)[1]) { a[0] = fmaxf(a[0], b[0]); });
@@ -85,7 +93,7 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
     }
     cluster_arrive();
   }
-  // The warps' values, between the warps of a row.
+  // Combines the values of a row's warps by way of shared memory.
   template <int N, class F> LIGER_DEVICE void exchange(float (&v)[N], F combine) {
     const int warps = (Threads > 0 ? Threads : threads_per_row) / warp_width();
     const Shared<float> buffer = shared<float>(inbox_bytes + (turn & 1) * N * 32 * int(sizeof(float)));
@@ -122,7 +130,7 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
     }
     butterfly(v, warps, combine);
   }
-  // Over the lanes of a warp, or over groups of `width` of them.
+  // Combines the values of the lanes of a warp, or of each group of `width` neighbouring lanes.
   template <int N, class F> LIGER_DEVICE static void butterfly(float (&v)[N], int width, F combine) {
     const auto step = [&](int mask) {
       float other[N];
@@ -141,17 +149,19 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
 };
 using RowGroup = RowGroupOf<0, false>;
 
-// A maximum and the sum of exponentials relative to it, the first two of a's and of b's values: a's become those of both together, of
-// either order the same. exp_as of T.
+// Online softmax: a[0] is a maximum, a[1] the sum of exp(x - a[0]) over some elements, and b the same over others. Afterwards a holds
+// both for all of these elements. Commutative, as `combine` has to be. T: exponentials are as exact as this type can tell (exp_as).
 template <class T, int N> LIGER_DEVICE void join_exponentials(float (&a)[N], const float (&b)[N]) {
   const float smaller = exp_as<T>(a[0] == b[0] ? 0 : -fabsf(a[0] - b[0]));
   a[1] = a[0] >= b[0] ? a[1] + b[1] * smaller : a[1] * smaller + b[1];
   a[0] = fmaxf(a[0], b[0]);
 }
 
-// This thread's K vectors of a range of columns: vector k starts at first + k * step, so that neighbouring threads touch
-// neighbouring vectors. Vectors past the end read as zeros and are not stored; a row past the last one has an empty range.
-// Where the dtype is a run-time one, 8 elements are 16 bytes of a 16-bit type: fp32 rows come in vectors of 4 (or single elements).
+// The columns of a row that this thread owns: K vectors of VEC elements. Vector k starts at column first + k * step, so that neighbouring
+// threads access neighbouring vectors. Vectors past the end of the range are read as zeros and not stored. A thread whose row lies past
+// the last one is given an empty range.
+// Functions that take the dtype at run time assume that a vector has 16 bytes at most: VEC is 8 for 16-bit types alone, and 4 or 1 for
+// fp32.
 template <int VEC, int K> struct Columns {
   int64_t first;
   int step, left;
@@ -162,10 +172,10 @@ template <int VEC, int K> struct Columns {
         left(end <= first             ? 0
              : end - first > K * step ? K * step
                                       : int(end - first)) {}
-  // Of a row that its threads hold.
+  // Of a whole row of `cols` columns, which the registers of its threads hold: 32-bit arithmetic is enough.
   LIGER_DEVICE Columns(int index, int threads, int cols) : first(index * VEC), step(threads * VEC), left(cols - index * VEC) {}
   LIGER_DEVICE bool has(int k) const { return k * step < left; }
-  // N of its vectors, from the kth on.
+  // The N vectors from vector k on.
   template <int N> LIGER_DEVICE Columns<VEC, N> from(int k) const {
     Columns<VEC, N> some(0, 0, 0);
     some.first = first + k * step;
@@ -179,7 +189,7 @@ template <int VEC, int K> struct Columns {
     else f(f16{});
   }
 
-  // All K loads are issued before the first use. `missing`: what stands for a vector past the end.
+  // All K loads are issued before the first of them is used. Vectors past the end become `missing`.
   template <Hint H = Hint::keep, class T>
   LIGER_DEVICE void load(Packed<T, VEC> (&out)[K], const void* data, int64_t row_offset = 0, Packed<T, VEC> missing = {}) const {
     const T* from = opaque(static_cast<const T*>(data) + (row_offset + first));
@@ -215,7 +225,7 @@ template <int VEC, int K> struct Columns {
   }
 };
 
-// Exact where all values are the same.
+// The mean of a vector's elements; exact if all of them are equal.
 template <class T, int VEC> LIGER_DEVICE float mean_of(const Packed<T, VEC>& values) {
   if constexpr (VEC == 1) return values[0];
   float mean = 0;
@@ -223,14 +233,15 @@ template <class T, int VEC> LIGER_DEVICE float mean_of(const Packed<T, VEC>& val
   for (int i = 0; i < VEC / 2; ++i) mean += (values[i] + values[i + VEC / 2]) * (1.0f / VEC);
   return mean;
 }
-// Mean and variance of a row that its threads hold, in one pass and one exchange: relative to `mean` as it is given, one of the row's
-// values or a mean of some; and where that is so far from the others that the variance would have lost digits, once more, relative to the
-// mean that was found. Rows that share a block have one barrier for all and decide together: a 16-bit row of up to 8,192 columns cannot
-// lose so many digits that it matters. Twice: in any case. `a` has the row's cols and inverse_cols.
+// Mean and variance of a row that its threads hold in registers, by one pass over the row and one exchange. Sums are taken relative to the
+// value that `mean` has at the call: one of the row's values, or the mean of some. If that value is so far from the row's mean that the
+// variance has lost digits by cancellation, a second pass follows, relative to the mean that the first one found. Rows that share a block
+// share its barrier, so they cannot decide each for itself: they make one pass if they have 16 bits and at most 8,192 columns, which cannot
+// lose so many digits that it matters, and two passes otherwise. Twice: always two passes. `a` has the row's cols and inverse_cols.
 template <bool Twice = false, class T, int VEC, int K, class Group, class Args>
 LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], const Args& a, float& mean,
                                float& variance) {
-  constexpr float far = sizeof(T) == 2 ? 256 : 4;  // squared, in variances
+  constexpr float far = sizeof(T) == 2 ? 256 : 4;  // the squared distance of the mean, in variances, from which digits are lost
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
     float sums[2] = {};
@@ -253,7 +264,7 @@ LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, con
   if (variance < 0) variance = 0;  // NaN stays
 }
 
-// Elementwise work in tiles of K vectors a thread: a block's threads have a tile of one row, or of a few short rows.
+// Elementwise work, cut into tiles: a block processes a tile of one row, or of a few short rows, with K vectors per thread.
 template <int K> struct Tiles {
   int threads_per_row;
   int64_t rows, cols, tiles_per_row;
@@ -263,7 +274,7 @@ template <int K> struct Tiles {
         rows(made.rows),
         cols(made.cols),
         tiles_per_row(launch::ceil_div(cols, int64_t{threads_per_row} * K * made.instance.vec)) {}
-  // This thread's columns, of a row past the last one none.
+  // This thread's columns of its tile, and the tile's row. A row past the last one has no columns.
   template <int VEC> LIGER_DEVICE Columns<VEC, K> columns(int64_t& row) const {
     const int64_t line = quotient(block_id(), tiles_per_row), tile = block_id() - line * tiles_per_row;
     row = line * (block_threads() / threads_per_row) + thread_id() / threads_per_row;

@@ -20,10 +20,10 @@ struct SoftmaxArgs {
   int threads_per_row = 0;
 };
 
-// Past the last column: nothing to add to a sum, nothing to raise a maximum.
+// The value of columns past the last one: its exponential is 0, and it does not raise a maximum.
 constexpr float nothing = -__builtin_inff();
 
-// Of exp(x - base), a vector's by themselves: fewer roundings of a large sum.
+// The sum of exp(x - base). Each vector is summed by itself first, so that the large sum is rounded fewer times.
 template <class T, int VEC, int K>
 LIGER_DEVICE float sum_of_exponentials(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], float base) {
   float sum = 0;
@@ -37,7 +37,7 @@ LIGER_DEVICE float sum_of_exponentials(const Columns<VEC, K>& columns, const Pac
   }
   return sum;
 }
-// out[k] = f(k, i) for the columns that are there.
+// Stores f(k, i) as element i of vector k, for all columns that the row has.
 template <class T, int VEC, int K, class F>
 LIGER_DEVICE void write(const Columns<VEC, K>& columns, const MutableRows& out, int64_t row, F f) {
 #pragma unroll
@@ -51,7 +51,7 @@ LIGER_DEVICE void write(const Columns<VEC, K>& columns, const MutableRows& out, 
     store<Hint::stream>(static_cast<T*>(out.data) + (row * out.stride + columns.first + k * columns.step), packed);
   }
 }
-// A maximum and the sum of exponentials relative to it. Relative to 0 where there is no maximum yet: -inf - -inf is no number.
+// A maximum, and the sum of exponentials relative to it. If the maximum is still -inf, they are relative to 0, since -inf - -inf is NaN.
 struct Exponentials {
   float max = nothing, sum = 0;
   LIGER_DEVICE float base() const { return max == nothing ? 0 : max; }
@@ -60,8 +60,8 @@ struct Exponentials {
 template <class T, int VEC, int K> LIGER_DEVICE float max_of(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
   return largest(x, [&](int k) { return columns.has(k); });
 }
-// exp(x - max) / sum. Of a 16-bit x in one multiply-add and one exponential, from the logarithm of the sum. Of an fp32 x by the sum's
-// reciprocal and what rounding took from it: as exact as a division for every element.
+// exp(x - max) / sum. For 16-bit types by one multiply-add and one exponential, with the logarithm of the sum in the exponent. For fp32 by
+// the reciprocal of the sum, corrected by its own rounding error: as exact as a division, without one per element.
 template <class T> struct Share {
   float max, factor, rounded_off = 0;
   LIGER_DEVICE explicit Share(const Exponentials& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {
@@ -74,7 +74,7 @@ template <class T> struct Share {
   }
 };
 
-// The whole row's, from each of its threads'.
+// Joins the pairs of all threads of a row: the row's maximum and sum.
 template <class T, class Group> LIGER_DEVICE Exponentials merged(Group& group, const Exponentials& own) {
   float pair[2] = {own.max, own.sum};
   group.reduce(pair, [](float (&a)[2], const float (&b)[2]) { join_exponentials<T>(a, b); });
@@ -90,7 +90,7 @@ template <class T, int VEC, int K> struct SoftmaxRegisters {
     const Columns<VEC, K> columns(group.index, group.threads_per_row, row < a.rows ? int(a.cols) : 0);
     Packed<T, VEC> x[K];
     columns.template load<Hint::stream>(x, a.first.data, row * a.first.stride);
-    // Relative to this thread's own maximum, so that the row needs only one exchange.
+    // Relative to this thread's own maximum, so that the threads of the row exchange values once, not twice.
     Exponentials own{max_of(columns, x)};
     own.sum = sum_of_exponentials(columns, x, own.base());
     const Share<T> share(merged<T>(group, own));
@@ -100,7 +100,7 @@ template <class T, int VEC, int K> struct SoftmaxRegisters {
   }
 };
 
-// One block a row, any length.
+// One block per row, of any length; the row is read twice.
 template <class T, int VEC> struct SoftmaxReread {
   using Args = SoftmaxArgs;
   static constexpr int K = 4, max_threads = launch::softmax_reread.instance(VEC).max_threads;
@@ -126,8 +126,8 @@ template <class T, int VEC> struct SoftmaxReread {
   }
 };
 
-// sum(dy * y). Of fp32 with what each product and each addition rounds off (Ogita, Rump and Oishi: Accurate Sum and Dot Product, 2005),
-// since dy - sum cancels where one y is nearly 1.
+// sum(dy * y). For fp32 with the rounding errors of each product and each addition added at the end (Ogita, Rump and Oishi: Accurate Sum
+// and Dot Product, 2005), because dy - sum cancels where one y is nearly 1.
 template <class T> struct Dot {
   std::conditional_t<sizeof(T) == 4, ExactSum, float> sum = {};
 
@@ -150,7 +150,7 @@ template <class T> struct Dot {
     }
   }
 };
-// y * (dy - sum). Of fp32 with what rounding takes from the product: one rounding in all.
+// y * (dy - sum). For fp32 with the rounding error of the product added: the result is rounded once.
 template <class T> LIGER_DEVICE float gradient(float dy, float y, float sum) {
   if constexpr (sizeof(T) == 2) return y * (dy - sum);
   const float product = dy * y;
@@ -198,7 +198,7 @@ template <class T, int VEC> struct SoftmaxBackwardReread {
   }
 };
 
-// Held, Long: the instances of Registers and of Reread. plan: launch::softmax_forward or launch::softmax_backward.
+// Held and Long are the tables of instances of the kernels Registers and Reread. plan: launch::softmax_forward or launch::softmax_backward.
 template <const launch::Kernel& Held, const launch::Kernel& Long, template <class, int, int> class Registers,
           template <class, int> class Reread, class Plan>
 void start(SoftmaxArgs a, Stream stream, Plan plan) {

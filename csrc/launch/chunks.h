@@ -1,4 +1,4 @@
-// How the fused loss cuts its rows into chunks, how much a chunk's buffer holds, and its ways to the gradients.
+// How the fused loss cuts its rows into chunks, how much memory a chunk takes, and in which ways gradients are made.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -6,50 +6,56 @@
 
 namespace liger::launch {
 
-// 16-bit rows of an odd vocabulary would start unaligned; a row stride of whole 64 elements keeps every vector access aligned.
+// The row stride of logits, in elements. Rows of an odd vocabulary would start unaligned; a multiple of 64 keeps every vector access
+// aligned.
 constexpr int64_t padded_vocab(int64_t vocab) { return (vocab + 63) / 64 * 64; }
 
-// Rows of each of the fewest chunks of at most `most` rows: equal, and multiples of 128 where that is possible.
+// The rows of a chunk, if rows are cut into as few chunks of at most `most` rows as possible: chunks are equal, and multiples of 128 if
+// possible.
 constexpr int64_t equal_chunks(int64_t rows, int64_t most) {
   if (rows <= most) return std::max<int64_t>(1, rows);
   const int64_t chunks = (rows + most - 1) / most, equal = (rows + chunks - 1) / chunks;
   return std::min(most, (equal + 127) / 128 * 128);
 }
 
-// What ops/fused_linear.h says of them.
+// The ways in which gradients are made; ops/fused_linear.h describes them.
 enum class Gradients { none, deferred, accumulated, recomputed, overlaid };
-// input, parameters: is dx wanted, is dweight or dbias? at_once: all logits exist at a time, for certain. per_row: reduction "none".
+// input: is dx wanted? parameters: is dweight or dbias wanted? at_once: it is certain that all logits exist at a time. per_row: reduction
+// "none".
 constexpr Gradients gradients_of(bool input, bool parameters, bool at_once, bool per_row) {
   if (!parameters) return input ? Gradients::accumulated : Gradients::none;
   if (at_once) return Gradients::deferred;
   return per_row ? Gradients::recomputed : Gradients::accumulated;
 }
 
-// Overlaid: the gradient of the logits waits for its matmuls in the memory that becomes dweight, and in a rest beside it, as pieces of
-// the vocabulary, each a matrix of its own. The matmul of dweight takes them in this order; what it makes of a piece lies where earlier
-// ones were. Only the first piece's has no such place: it is set aside, in a spare, until all in that memory have been taken.
-// What is not stored is made again in the backward, piece by piece, in memory that is free by then: in the rest, in the spare, or in
-// dweight's own, behind what the piece becomes.
+// Overlaid: until the matmuls of the backward use it, the gradient of the logits is stored in the memory that becomes dweight, and in
+// further memory, the "rest". It is cut into pieces of the vocabulary (ranges of classes), each a matrix of its own. The backward takes the
+// pieces in the order of the list. The matmul of dweight reads a piece and writes the dweight of its classes, over pieces that have been
+// read. For the first piece there is no such place: its dweight is stored in the "spare" until all pieces in dweight's memory have been
+// read. Gradients that are not stored are made again in the backward, piece by piece, in memory that is free by then: in the rest, in the
+// spare, or in dweight's memory, behind the place of the piece's own dweight.
 struct OverlaidPiece {
   enum class Place { dweight, rest, spare };
   int64_t first, classes;
   Place place;
-  int64_t offset;  // elements, in that memory
-  bool again;      // made in the backward
+  int64_t offset;  // where it begins in that memory, elements
+  bool again;      // it is not stored by the forward, but made again in the backward
 };
 
-// How many classes' gradients dweight's memory holds; of fewer rows than columns none, for there a piece is smaller than its dweight.
+// For how many classes dweight's memory holds the gradients of the logits. None if there are fewer rows than hidden columns, since the
+// gradient of a piece is then smaller than its dweight.
 template <class Size> constexpr Size overlaid_classes(const Size& rows, const Size& hidden, const Size& vocab) {
   return rows >= hidden ? vocab * hidden / rows / Size(64) * Size(64) : Size(0);
 }
-// Elements of the rest, for the gradients of `stored` classes: a multiple of 64, or all.
+// The elements of the rest, if gradients of `stored` classes are stored, which are a multiple of 64, or all classes.
 template <class Size> constexpr Size overlaid_rest(const Size& rows, const Size& hidden, const Size& vocab, const Size& stored) {
   return rows * ((stored - overlaid_classes(rows, hidden, vocab) + Size(63)) / Size(64) * Size(64));
 }
-// Elements of the spare, of which so many classes' dweight is set aside. A piece of 64 classes can be made again in it.
+// The elements of the spare, if it holds the dweight of `set_aside` classes. It is large enough for making a piece of 64 classes again.
 constexpr int64_t overlaid_spare(int64_t rows, int64_t hidden, int64_t set_aside) { return std::max(set_aside * hidden, rows * 64); }
 
-// set_aside: classes of the first piece, a multiple of 64. All pieces are that but for the vocabulary's last.
+// set_aside: the number of classes of the first piece, a multiple of 64. All pieces are multiples of 64 classes, except for the
+// vocabulary's last.
 inline std::vector<OverlaidPiece> overlaid_pieces(int64_t rows, int64_t hidden, int64_t vocab, int64_t stored, int64_t set_aside) {
   using Place = OverlaidPiece::Place;
   const int64_t inside = overlaid_classes(rows, hidden, vocab), rest = overlaid_rest(rows, hidden, vocab, stored);
@@ -74,7 +80,8 @@ inline std::vector<OverlaidPiece> overlaid_pieces(int64_t rows, int64_t hidden, 
   return pieces;
 }
 
-// Waves of an H200's multiprocessors in the matmuls that make the pieces and take them, in the usual tiles; and what a piece costs beside.
+// An estimate of the time of the matmuls that write and read the pieces: waves of tiles over an H200's multiprocessors, for tiles of the
+// usual size, and a fixed cost per piece.
 inline double overlaid_cost(int64_t rows, int64_t hidden, const std::vector<OverlaidPiece>& pieces) {
   constexpr int64_t multiprocessors = 132, tile_rows = 128, tile_cols = 256;
   const auto waves = [](int64_t a, int64_t b) {
@@ -90,7 +97,8 @@ inline double overlaid_cost(int64_t rows, int64_t hidden, const std::vector<Over
   return cost + 0.003 * all * double(pieces.size());
 }
 
-// Classes to be set aside: up to a ninth of the vocabulary, where all gradients are stored, else up to a 29th.
+// How many classes to set aside (overlaid_pieces), so that overlaid_cost is least: up to a ninth of the vocabulary if all gradients are
+// stored, else up to a 29th.
 inline int64_t overlaid_aside(int64_t rows, int64_t hidden, int64_t vocab, int64_t stored) {
   const int64_t most = std::max<int64_t>(1, (stored < vocab ? vocab / 29 : vocab * 23 / 200) / 64);
   int64_t best = most;
@@ -102,15 +110,18 @@ inline int64_t overlaid_aside(int64_t rows, int64_t hidden, int64_t vocab, int64
   return best * 64;
 }
 
-// What a loss keeps of each row for gradients that are made again: its log-sum-exp in two parts, and the probability of its target.
+// How many numbers a loss keeps for gradients that are made again. Per row: its log-sum-exp in two parts, and, for token scaling, the
+// probability of its target.
 template <class Size> Size kept_for_gradients(const Size& rows, bool token_scaling) { return rows * Size(token_scaling ? 3 : 2); }
 
-// How many rows of dx's sum lie in the memory that becomes dx, as many as it holds: none if the spare holds all, or dx is as wide.
+// How many rows of the fp32 sum of dx are stored in the memory that becomes dx: as many as it holds, or none if dx is narrower than the sum
+// and the spare holds the whole sum.
 constexpr int64_t overlaid_sum_rows(int64_t rows, int64_t hidden, int64_t dx_bytes, int64_t sum_bytes, int64_t spare_bytes) {
   return dx_bytes < sum_bytes && rows * hidden * sum_bytes <= spare_bytes ? 0 : rows * dx_bytes / sum_bytes;
 }
 
-// A sum of dweight becomes dweight in its own memory: so many of its first rows by way of other memory.
+// The wider sum of dweight is rounded to dweight in place. This many of its first rows go by way of other memory, since they would
+// overwrite themselves.
 constexpr int64_t narrowed_elsewhere = 64;
 
 }  // namespace liger::launch

@@ -12,7 +12,7 @@ LaunchPlan plan_held(const DeviceProfile& device, const LogitsShape& of, const K
   LaunchPlan plan;
   plan.path = Path::reread;
   if (vectors < int64_t{8} * min_logit_threads) return plan;
-  // Of the three kernels the one with the fewest vectors a thread that hold the row in clusters of blocks of 256.
+  // Of the three kernels, the one with the fewest vectors per thread that can hold the row in a cluster of blocks of 256 threads.
   const int held = vectors <= 8 * 256 * 8 ? 8 : vectors <= 8 * 256 * 10 ? 10 : 16;
   plan = plan_row_forward(device, of.rows, vectors * of.vec, of.vec, held, {.cluster_from = two_blocks_from}, knobs);
   if (plan.path == Path::regs) plan.k = held;
@@ -80,7 +80,8 @@ Launch count_targets(const DeviceProfile& device, int64_t rows, int64_t vocab) {
 Launch sum_losses(const DeviceProfile& device, int64_t rows) {
   LaunchPlan plan = plan_block_sum(device, rows, 3 * int(sizeof(double)));
   plan.pdl = device.bulk_copies;
-  // A block that starts as soon as a few of the rows' blocks have ended, not when a multiprocessor is empty, counts while others still run.
+  // A small block starts as soon as a few blocks of the rows' kernel have ended, not only when a multiprocessor is empty: so it counts
+  // targets while the other blocks still run.
   if (plan.pdl && rows <= 32 * 1024) plan.block = plan.threads_per_row = std::min(plan.block, 256);
   return {&sum_losses_kernel, sum_losses_kernel.instance(), rows, 1, plan};
 }

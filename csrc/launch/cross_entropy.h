@@ -6,22 +6,24 @@
 
 namespace liger::launch {
 
-constexpr int logits_threads = 512;  // of the largest blocks of rows
-constexpr int logits_row_threads = 128;  // of rows with a block each, if there are enough of them
+constexpr int logits_threads = 512;  // the most threads of a block that processes rows of logits
+constexpr int logits_row_threads = 128;  // threads of a block that has a single row, if there are enough rows to fill the device
 
-// Vectors that a thread has in flight: of rows, fewer where the options need the registers; of the backward's tiles.
+// How many vectors a thread loads before it uses the first one: in kernels over rows, fewer if options need the registers; in the
+// backward's tiles.
 constexpr int logits_in_flight(bool full) { return full ? 2 : 4; }
 constexpr int logit_tile_k(int vec) { return vec == 1 ? 2 : 4; }
 
 struct LogitsShape {
   int64_t rows, vocab;
-  int element_bytes, vec;  // vec: elements of an access
+  int element_bytes, vec;  // vec: elements per access
   bool full = false;  // there are options that cost instructions per element
 };
-// Which instances there are with such options, and without.
+// Is this instance compiled for calls with such options (full), or without?
 constexpr bool logits_have(bool full, const Instance& of) { return full ? of.threads <= 0 : of.vec > 1; }
 
-// threads: of each row's block; 0: as the plan says. after_counts: the counts are all that the launch follows.
+// threads: the threads of a row's block, if the compiler knows them; 0: the plan says it. after_counts: the launch depends on no earlier
+// kernel but the one that counts targets.
 inline constexpr Kernel cross_entropy_forward_kernel("Forward", Instance{logits_threads, 1, none, 0},
                                                      Instance{logits_threads, wide, none, 0},
                                                      Instance{logits_row_threads, wide, none, logits_row_threads});

@@ -13,7 +13,7 @@ const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_c
 const Fact overlaid{"overlaid"};  // of the gradients of chunk_classes classes
 
 bool in_pieces(const Call& call) { return call[chunk_classes] > 0 && call[chunk_classes] < call.cols; }
-// Of a fused loss whose gradients are all wanted.
+// Launches of a fused loss all of whose gradients are wanted.
 Gradients mode_of(const Call& call) {
   if (call[overlaid] && call.rows > 0) return Gradients::overlaid;
   return gradients_of(true, true, (call[chunk_rows] == 0 || call.rows <= call[chunk_rows]) && !in_pieces(call), call[per_row] != 0);

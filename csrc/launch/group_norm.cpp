@@ -6,18 +6,19 @@
 namespace liger::launch {
 namespace {
 
-// Elements that a block has in flight.
+// How many elements a block loads before it uses the first one: a batch.
 constexpr int64_t batch(int vec) { return int64_t{piece_threads} * group_norm_part_k * vec; }
-// Of a part, at least: a batch; several where every multiprocessor would have many blocks one after another, since the sums of a block
-// take as long as a batch of it.
+// The least number of elements of a part: a batch, or several if each multiprocessor would otherwise have many blocks one after another,
+// since a block's sums take as long as a batch.
 int64_t part_elements(const DeviceProfile& device, const GroupNormRows& of, int vec) {
   constexpr int64_t blocks = 8 * group_norm_part_blocks;
   return round_up(std::max<int64_t>(1, of.rows * of.cols / (device.multiprocessors * blocks)), batch(vec));
 }
-// Parts of a row, whose sums every block of the second kernel adds up; rows of more short channels have more.
+// The most parts of a row. Every block of the second kernel adds up the sums of all parts of its row. Rows of many short channels may have
+// more.
 constexpr int64_t most_parts = 1024;
 
-// least: elements of a part.
+// least: the least number of elements of a part.
 RowParts in_parts(int64_t cols, int64_t span, int64_t least, int64_t most, int vec) {
   RowParts parts;
   parts.span = span;
@@ -45,8 +46,8 @@ Launch over_parts(const DeviceProfile& device, const Kernel& kernel, const Group
   return {&kernel, kernel.instance(vec), of.rows, of.cols, plan};
 }
 
-// A row in registers: of a block; of a cluster where a block cannot hold it, or where few long rows leave multiprocessors idle. Knobs are
-// not for how many blocks share a row: sums of channels take as much workspace with them as without.
+// The plan of a row in registers: those of a block, or of a cluster of blocks if a block cannot hold the row, or if few long rows would
+// leave multiprocessors idle. Knobs do not change how many blocks share a row, because the workspace for sums of channels depends on it.
 LaunchPlan held(const DeviceProfile& device, const GroupNormRows& of, int vec, int max_k, const Knobs& knobs) {
   constexpr int64_t long_row = 2048;  // vectors
   const auto plan = [&](const Knobs& with) { return plan_row_forward(device, of.rows, of.cols, vec, vec == 1 ? 4 : max_k, {}, with); };

@@ -9,10 +9,12 @@ struct GroupNormRows {
   int64_t rows, cols, groups, channel;
 };
 
-// Vectors that a thread has in registers, at most, of each tensor; of single elements: 4, always. Eight are too many for 1,024 threads.
+// The most vectors of each tensor that a thread has in registers; if vectors are single elements, always 4. Eight leave a thread of a block
+// of 1,024 too few registers.
 constexpr int group_norm_k = 8, group_norm_backward_k = 4;
 constexpr int group_norm_k_threads = 512;
-// Of rows that are read twice: vectors in flight, of each tensor, and blocks of 256 threads on a multiprocessor.
+// For rows that are read twice: how many vectors of each tensor a thread loads before it uses the first one, and how many blocks of 256
+// threads a multiprocessor holds.
 constexpr int group_norm_part_k = 4, group_norm_part_blocks = 3;
 
 inline constexpr Kernel group_norm_registers("GroupNormRegisters", Instance{row_threads, 1, 4}, Instance{row_threads, wide, 2},
@@ -24,13 +26,14 @@ inline constexpr Kernel group_norm_backward_registers("GroupNormBackwardRegister
 inline constexpr Kernel group_norm_backward_sums("GroupNormBackwardSums", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 inline constexpr Kernel group_norm_backward_apply("GroupNormBackwardApply", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 
-// A long row as parts of `part` elements, a block's each: a row is cut into spans, these into parts. The last ones are shorter.
+// How a long row is cut: into spans (whole channels, or parts of one), and these into parts of `part` elements, of which each is processed
+// by a block. The last ones are shorter.
 struct RowParts {
   int64_t span = 1, part = 1;
   int64_t per_span = 1, per_row = 1;
 };
 
-// One launch where a block, or a cluster, holds a row; else two, of which the second one reads the row again.
+// One launch if a block, or a cluster, holds a row in registers; otherwise two, of which the second one reads the row again.
 struct GroupNormLaunches {
   Launch main;  // GroupNormRegisters or GroupNormMoments; GroupNormBackwardRegisters or GroupNormBackwardSums
   Launch apply;  // if main is the second of these

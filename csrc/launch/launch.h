@@ -1,8 +1,10 @@
-// Launch: one launch of a kernel, as plain data. launch/<op>.h has a function that makes an op's launches, which is the only account of
-// them: gpu/<op>.cu executes exactly what it says, plans() (op_plans.h) tells it to Python. Beside it stand the op's kernels, each with all
-// of its instances. The functions' last argument: knobs for all launches of the call that take some, as tuning and tests give them; null,
-// as ops do: those of the table in use (knobs.h). They throw std::length_error where a tensor needs more threads than one launch can have
-// on the device.
+// Launch: one launch of a kernel, as plain data. Each launch/<op>.h has a function that makes the launches of an op. It is the only
+// description of them: gpu/<op>.cu executes what the function returns, and plans() (op_plans.h) shows it to Python. Beside the function is
+// a table of the op's kernels (Kernel), each with all instances of its template.
+//
+// The last argument of such a function are knobs (knobs.h), which change the plans. Tuning and tests pass some; ops pass null, and then the
+// table of knobs that tuning has found applies. The functions throw std::length_error if a tensor needs more threads than one launch can
+// have on the device.
 #pragma once
 #include <cstdint>
 #include <iterator>
@@ -14,33 +16,34 @@
 
 namespace liger::launch {
 
-// Launch bounds that several kernels have.
-constexpr int row_threads = 1024;  // the threads of a row hold it, or walk over it
-constexpr int piece_threads = 256;  // independent pieces, nothing is exchanged
+// Launch bounds (the most threads of a block) that several kernels have.
+constexpr int row_threads = 1024;  // kernels in which the threads of a row work together: they hold it in registers, or loop over it
+constexpr int piece_threads = 256;  // kernels whose threads are independent of each other
 
-// Dynamic shared memory of reductions of `values` floats at a time over the threads of a row (RowGroup): two inboxes of 8 bytes, and two
-// buffers of one float for each warp of the block, or of the cluster.
+// Bytes of dynamic shared memory for reductions of `values` floats at a time over the threads of a row (RowGroup in gpu/rows.h): two
+// inboxes of 8 bytes (counters of messages in a cluster), and two buffers of `values` floats for each of up to 32 warps per block.
 constexpr int reduction_bytes(int values, int cluster = 1) { return 2 * 8 + 2 * values * 32 * cluster * int(sizeof(float)); }
 
-// Rows of so many vectors, which would fill 512 threads with eight each, are 1.5 % faster in two blocks of 256.
+// Rows of this many vectors or more are given to a cluster of two blocks of 256 threads, although a block of 512 threads with eight vectors
+// each would hold them: that is 1.5 % faster.
 constexpr int two_blocks_from = 512 * 8 / 4 * 3;
 
-// What a kernel's template is instantiated with. vec, k and threads are its integer arguments, in this order; `none`: it has no such
-// argument.
+// What a kernel's template is instantiated with. vec, k and threads are its integer template arguments, in this order; `none` stands for an
+// argument that the template does not have.
 constexpr int none = -1, wide = -2;
 struct Instance {
   int max_threads = 0;  // its launch bound, from which the compiler takes how many registers a thread may have
-  int vec = none;  // elements of an access; `wide`: 16 bytes, which are two instances, for 4 elements and for 8
-  int k = none;  // vectors of a thread
-  int threads = none;  // that are known to the compiler
-  bool ahead = false;  // only where there may be clusters, or copies that fetch rows ahead
+  int vec = none;  // elements per access. `wide` is 16 bytes: the table then holds two instances, one of 4 elements and one of 8
+  int k = none;  // vectors per thread
+  int threads = none;  // the number of threads, where the compiler is to know it
+  bool ahead = false;  // true: compiled only for devices that may have clusters, or copies that fetch rows ahead of their use
   bool operator==(const Instance&) const = default;
 };
 constexpr bool any_instance(const Instance&) { return true; }
 
 struct Kernel {
-  const char* name;  // its struct's in csrc/gpu
-  Instance instances[16];  // all there are
+  const char* name;  // of its struct in csrc/gpu
+  Instance instances[16];  // all of them; unused entries have max_threads 0
 
   template <class... All> constexpr explicit Kernel(const char* name, All... all) : name(name) {
     int count = 0;
@@ -49,7 +52,7 @@ struct Kernel {
       if (of.vec == wide) instances[count - 1].vec = 4, instances[count] = of, instances[count++].vec = 8;
     }
   }
-  // The one of these arguments; std::logic_error, in a constant expression a compiler's error, if there is none.
+  // The instance that has these arguments. If there is none: std::logic_error, or, in a constant expression, an error of the compiler.
   constexpr const Instance& instance(int vec = none, int k = none, int threads = none) const {
     for (const Instance& of : instances)
       if (of.max_threads > 0 && of.vec == vec && of.k == k && of.threads == threads) return of;
@@ -60,15 +63,15 @@ struct Kernel {
 struct Launch {
   const Kernel* kernel = nullptr;  // null: there is no such launch
   Instance instance;
-  int64_t rows = 0, cols = 0;  // what it works on
+  int64_t rows = 0, cols = 0;  // the size of the matrix that it works on
   LaunchPlan plan;
-  Tunable tunable;  // whose knobs it takes
+  Tunable tunable;  // the name under which knobs for this launch are looked up; none: it takes no knobs
 
   bool of(const Kernel& other) const { return kernel == &other; }
 };
 
-// Calls f.operator()<I>() with the instance I of a launch, which is one of kernel Of that Fits. Others are not compiled; std::logic_error
-// if it is one of them.
+// Calls f.operator()<I>() with the instance I of a launch of kernel Of. Only instances for which Fits(instance) is true are compiled;
+// std::logic_error if the launch needs another one.
 template <const Kernel& Of, auto Fits = any_instance, class F> void with_instance(const Launch& made, F f) {
   const auto is = [&]<size_t At>() {
     constexpr Instance entry = Of.instances[At];

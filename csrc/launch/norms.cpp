@@ -8,12 +8,13 @@
 namespace liger::launch {
 namespace {
 
-// With a second set of sums, or with the addresses of single elements, 1,024 threads would not have enough registers; where there are
-// clusters, blocks of 512 are better.
+// The most threads of a block. With a second set of sums (LayerNorm), or with the addresses of single elements, threads of a block of 1,024
+// would not have enough registers; where there are clusters, blocks of 512 are faster.
 int backward_threads(const DeviceProfile& device, bool centered, int vec) {
   return centered || vec == 1 || device.bulk_copies ? 512 : 1024;
 }
-// Vectors a thread may have: of a third one, a second set of sums, or a row fetched ahead into registers, leaves no room for the weights.
+// The most vectors per thread. A third one needs registers that LayerNorm takes for its second set of sums, and devices without copies to
+// shared memory for the next row, which they fetch ahead.
 int backward_max_k(const DeviceProfile& device, bool centered) { return (device.bulk_copies || device.async_copies) && !centered ? 3 : 2; }
 
 Tunable backward_tunable(NormBackwardKind kind) {
@@ -72,8 +73,9 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
 Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
   const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.two ? Tunable("add_rms_norm") : Tunable("rms_norm");
   const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
-  // Measured on an H200: of two tensors, 2 vectors of each are best, and 8 too many for a thread; of one, 5 are better than 2 or 3 in twice
-  // as many threads. Variances take longer to merge: 6 vectors in half the threads, and blocks of 256.
+  // Measured on an H200. With two tensors, 2 vectors of each per thread are fastest, and 8 are too many; with one, 5 vectors are faster
+  // than 2 or 3 in twice as many threads. LayerNorm's moments take longer to merge: there 6 vectors in half as many threads, and blocks of
+  // 256.
   RowForwardKind row{.half_from = 64};
   if (kind.two) row = {.prefer_k = 2, .block_k = 4};
   if (kind.centered) row = {.block = cols <= 256 * norm_forward_k(vec) * vec ? 256 : 512, .half_from = 128, .half_k = 6};

@@ -4,20 +4,21 @@
 
 namespace liger::launch {
 
-constexpr int cluster_threads = 512;  // the largest blocks of clusters
+constexpr int cluster_threads = 512;  // the most threads of a block in a cluster
 
 // The forward.
 struct NormForwardKind {
-  bool centered;  // LayerNorm
-  bool two;       // tensors are read
-  bool usual;     // all parameters are there and of the result's type
+  bool centered;  // LayerNorm, which has a mean; else RMSNorm or add+RMSNorm
+  bool two;       // two tensors are read: x and a residual
+  bool usual;     // the usual parameters: weight, and LayerNorm's bias, are there and have the result's dtype. They get faster kernels
 };
-constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // vectors that a thread has in registers, at most
-// Launch bound of the registers path in clusters. It makes room for three blocks of 256 threads, whose registers hold RMSNorm's weights,
-// too; of LayerNorm, which loads weights and biases late, for four; of two tensors for two.
+constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // the most vectors that a thread has in registers
+// The launch bound of the registers path in clusters, from which the compiler derives how many registers a thread may have. Blocks there
+// have 256 threads. The bound lets a multiprocessor hold three of them for RMSNorm, whose threads hold the weights in registers, too; four
+// for LayerNorm, which loads weight and bias late; two if two tensors are read.
 constexpr int norm_cluster_bound(NormForwardKind kind) {
   if (kind.centered) return 1000;
-  return kind.two || !kind.usual ? cluster_threads : 768;  // kernels for unusual parameters may have two tensors, always
+  return kind.two || !kind.usual ? cluster_threads : 768;  // a kernel for parameters that are not usual may always read two tensors
 }
 
 inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{row_threads, 1, 4, row_threads},
@@ -26,7 +27,7 @@ inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{
                                                Instance{cluster_threads, wide, 8, cluster_threads, true}, Instance{768, wide, 8, 768, true},
                                                Instance{1000, wide, 8, 1000, true});
 inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
-// Which of them there are of a kind.
+// Is this instance compiled for this kind?
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& of) {
   return (of.vec > 1 || !kind.usual) && (!of.ahead || of.threads == norm_cluster_bound(kind));
 }
@@ -35,27 +36,27 @@ Launch norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, N
 
 // The backward.
 struct NormBackwardKind {
-  bool centered, mixed;  // mixed: dtypes differ
+  bool centered, mixed;  // centered: LayerNorm; mixed: dy, dsum and z do not all have one dtype
   bool frozen;  // no parameter wants a gradient, and the weight is of z's type
-  int inputs;  // dy, z and perhaps dsum
+  int inputs;  // how many tensors are read: dy, z and perhaps dsum
 };
 
 inline constexpr Kernel norm_backward_rows("NormBackwardRows", Instance{512, wide, 2}, Instance{512, wide, 4});
-// threads: of a row; 0: as the plan says.
+// threads: how many threads of a row the compiler knows of; 0: the plan says it at run time.
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
                                                 Instance{512, wide, 2, 256}, Instance{512, wide, 2, 512}, Instance{1024, wide, 2, 1024},
                                                 Instance{512, wide, 3, 0, true}, Instance{512, wide, 3, 256, true});
-// A second set of sums leaves no registers for 1,024 threads, nor for a third vector.
+// LayerNorm has a second set of sums (dbias), which leaves no registers for blocks of 1,024 threads, nor for a third vector per thread.
 constexpr bool norm_backward_has(bool centered, const Instance& of) { return !centered || (of.max_threads <= 512 && !of.ahead); }
 inline constexpr Kernel norm_backward_means("NormBackwardMeans", Instance{row_threads, 1}, Instance{row_threads, wide});
 inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 
 struct NormBackwardLaunches {
-  Launch means;  // NormBackwardMeans, before NormBackwardTiles, if dz is wanted
-  Launch main;   // NormBackwardRows, NormBackwardRegisters or, its path being reread, NormBackwardTiles
+  Launch means;  // NormBackwardMeans, which runs before NormBackwardTiles if dz is wanted
+  Launch main;   // NormBackwardRows or NormBackwardRegisters; NormBackwardTiles if plan.path is reread
 };
 NormBackwardLaunches norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind, const Knobs* = nullptr);
-// The most partial rows that either path makes, at any alignment and with any knobs.
+// An upper bound of the partial rows that either path writes, at any alignment and with any knobs.
 int64_t norm_partial_rows(const DeviceProfile&, int64_t rows, int64_t cols, bool centered);
 
 }  // namespace liger::launch

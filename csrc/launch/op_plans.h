@@ -11,25 +11,25 @@
 
 namespace liger::launch {
 
-// What an op's launches depend on beside what every call has: a number, or 0 and 1. A constant of launch/<op>.cpp, or here if several
-// ops ask for it.
+// A property of a call on which an op's launches depend, beside what every call has (Call): a number, or 0 and 1. Each is a constant in
+// launch/<op>.cpp, or here if several ops use it.
 struct Fact {
   explicit Fact(const char* name, int64_t otherwise = 0);
   Fact(const Fact&) = delete;
 
   const char* const name;
-  const int64_t otherwise;  // of a call that does not say it
+  const int64_t otherwise;  // the value for a call that does not state it
 };
 inline const Fact bias{"bias"};
 inline const Fact frozen{"frozen"};  // backward: no parameter wants a gradient, and the weight is of x's type
 
-// What a call of an op is, as far as its launches depend on it.
+// A call of an op, as far as its launches depend on it.
 struct Call {
   int64_t rows = 1, cols = 1;  // of x, gate, logits; rope: positions and head_dim; fused loss: tokens and vocabulary
   int element_bytes = 2;
   bool aligned = true;  // 16-byte accesses fit all rows
   bool contiguous = true;  // no gaps between rows
-  Knobs knobs;  // for those of its launches that have some
+  Knobs knobs;  // for those of its launches that take knobs
   std::map<std::string, int64_t, std::less<>> facts;  // by their names
 
   int64_t operator[](const Fact& fact) const {
@@ -39,14 +39,14 @@ struct Call {
 };
 
 inline int wide_vec(const Call& call) { return 16 / call.element_bytes; }
-// Of rows whose length has to be whole vectors.
+// Elements per access for a kernel whose rows must be whole vectors.
 inline int row_vec(const Call& call) { return call.aligned && call.cols % wide_vec(call) == 0 ? wide_vec(call) : 1; }
 inline bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 
 using Launches = std::vector<Launch>;
 
-// An op, or the backward of one, for the functions below: its launches and the kernels that they may be of. Each is a constant of
-// launch/<op>.cpp.
+// Registers an op, or the backward of one, for the functions below: the function that makes its launches, and all kernels that they may
+// launch. Each is a constant in launch/<op>.cpp.
 struct Planned {
   Planned(const char* op, Launches (*launches)(const DeviceProfile&, const Call&), std::vector<const Kernel*> kernels);
   Planned(const Planned&) = delete;
@@ -56,8 +56,8 @@ struct Planned {
   const std::vector<const Kernel*> kernels;
 };
 
-// The launches of an op, in order; std::invalid_argument lists the ops, or the facts, there are. Matmuls, which are cuBLAS's or hipBLAS's,
-// are not among them. A fused loss's are those of its first chunk.
+// The launches of an op, in order. Matmuls are not among them, since cuBLAS or hipBLAS launches them. Those of a fused loss are of its
+// first chunk. Throws std::invalid_argument for an unknown op or fact, with a list of those that exist.
 Launches plans(std::string_view op, const DeviceProfile&, const Call&);
 std::vector<std::string> planned_ops();
 // All kernels, with their instances.

@@ -7,28 +7,28 @@
 namespace liger::launch {
 namespace {
 
-// A kernel's grid covers all of its work; more than a grid can have is an error, not a part of the work.
+// The grid of a launch, which must cover all of its work: more blocks than a grid can have are an error.
 int grid_of(int64_t blocks) {
   if (blocks > std::numeric_limits<int32_t>::max()) throw std::length_error("a tensor needs more blocks than one launch can have");
   return static_cast<int>(std::max<int64_t>(1, blocks));
 }
 
-// Clusters on the device at a time, `blocks` of their blocks to a multiprocessor.
+// How many clusters are on the device at a time, if each multiprocessor holds `blocks` of their blocks.
 int resident_clusters(const DeviceProfile& device, int64_t cluster, int blocks = 1) {
   for (int i = 0; i < 4; ++i)
     if (cluster == 1 << i) return device.resident_clusters[blocks - 1][i];
   return 0;
 }
-// Persistent clusters for a grid: at most three of their blocks to a multiprocessor.
+// The grid of persistent clusters, in clusters: a multiprocessor holds at most three of their blocks.
 int64_t persistent_clusters(const DeviceProfile& device, int64_t cluster, int resident) {
   return resident_clusters(device, cluster, std::clamp(resident, 1, 3));
 }
 
-// A knob as a power of two within bounds, which are some.
+// A knob, rounded up to a power of two and clamped to bounds that are powers of two.
 int64_t knob_within(int knob, int64_t least, int64_t most) { return std::clamp(next_pow2(knob), least, std::max(least, most)); }
 
-// Rows of a cluster each, of blocks of so many threads with k vectors at most, where a block is too small, or the knobs say so, and the
-// device has clusters; else `plan`.
+// Gives each row a cluster of blocks of `block` threads with at most k vectors each, if a single block cannot hold the row, or if the knobs
+// ask for it; provided that the device has clusters of the size. Otherwise returns `plan` unchanged.
 LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, const Knobs& knobs) {
   const int64_t vectors = ceil_div(cols, plan.vec), least = next_pow2(ceil_div(vectors, int64_t{block} * k));
   int64_t cluster = knob_within(knobs.cluster, least, next_pow2(ceil_div(vectors, block)));  // no thread without a vector
@@ -56,13 +56,13 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   plan.vec = tiling.vec;
   const int max_block = std::min(tiling.max_block, device.max_block_threads);
   const int64_t vectors = std::max<int64_t>(1, ceil_div(cols, tiling.vec));
-  // Enough threads that each has about prefer_k vectors, and that together they read 128 bytes at a time; k grows where the
-  // block cannot.
+  // So many threads that each has about prefer_k vectors, and at least so many that together they read 128 bytes at a time. If the block
+  // has not that many, each has more vectors.
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
   int64_t threads = std::clamp<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), coalesced, max_block);
   if (tiling.half_from > 0 && threads >= tiling.half_from && vectors * 2 <= threads * tiling.half_k && tiling.half_k < tiling.max_k)
     threads /= 2;
-  if (knobs.threads > 0) {  // no fewer than hold the row, if a block can; none without a vector
+  if (knobs.threads > 0) {  // at least as many as hold the row, if a block can; at most one per vector
     const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
     const int64_t least = holding > max_block ? tiling.min_block : std::max(coalesced, holding);
     threads = std::min<int64_t>(knob_within(knobs.threads, least, next_pow2(vectors)), max_block);
@@ -80,7 +80,7 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
 }
 
 void add_ring(const DeviceProfile& device, LaunchPlan& plan, int64_t rows, int inputs, int fixed, int resident, int stages) {
-  // More than this on a multiprocessor makes short calls slower: it all has to arrive before the last rows do.
+  // Rings of more bytes per multiprocessor make short calls slower, since all of that has to arrive before the last rows do.
   constexpr int ring_bytes = 96 * 1024;
   plan.smem = fixed;
   if (plan.vec == 1 || !(device.bulk_copies || device.async_copies)) return;
@@ -88,7 +88,7 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, int64_t rows, int i
   const int stage = plan.block * inputs * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
   const int most = device.async_copies ? async_stages : ring_bytes;
   stages = std::min(stages, most);
-  // A call with few rows for each ring begins sooner with a short one.
+  // If there are few rows per ring, a short ring lets the first row be processed sooner.
   const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
   const int useful = static_cast<int>(std::min<int64_t>(ceil_div(rounds, 8), most));
   const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
@@ -114,7 +114,7 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
   const bool clusters = knobs.cluster > 1 || (own_choice && !few && kind.cluster_from > 0 && vectors >= kind.cluster_from);
   if (plan.path == Path::regs && !clusters) return plan;
   if (plan.path != Path::regs) plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k}, knobs);
-  // Small blocks, if that makes no cluster of more than 8.
+  // Blocks of 256 threads, if that does not need a cluster of more than 8 blocks; else 512.
   const bool small = vectors <= 8 * 256 * max_k;
   return clustered(device, plan, rows, cols, max_k, small ? 256 : 512, knobs);
 }
@@ -132,14 +132,15 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
 
 LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block, int max_k,
                               const Knobs& knobs) {
-  // Rows take powers of two of threads: with 3 vectors each where that is half as many as with 2.
+  // The threads of a row are a power of two. Each has 3 vectors if that takes half as many threads as 2 vectors do.
   const int64_t vectors = ceil_div(cols, vec), by_three = next_pow2(ceil_div(vectors, 3));
-  const bool few = rows * 8 <= device.multiprocessors;  // more threads for each, then
+  const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
   const bool more_threads = few || knobs.cluster > 1 || knobs.threads > by_three;
   const bool three = max_k > 2 && 32 <= by_three && by_three <= 256 && by_three < next_pow2(ceil_div(vectors, 2)) && !more_threads;
   const int k = vec == 1 ? 4 : three ? 3 : 2;
-  // A block of 512 threads has several rows at a time, and one partial row for all of them. Rows of 256 threads and one sum for each of
-  // their columns (max_k) are better alone in a block, until there are so many of them that partial rows do not count.
+  // A block of 512 threads has several rows at a time, and writes one partial row for all of them. But a row of 256 threads in a kernel
+  // with one sum per column (RMSNorm: max_k > 2) is faster alone in a block, up to a number of rows at which the time for partial rows does
+  // not matter.
   const bool alone = max_k > 2 && k == 2 && next_pow2(ceil_div(vectors, k)) == 256 && rows <= 128 * device.multiprocessors;
   Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
   several.block = std::min(knobs.block, 512);
@@ -171,7 +172,7 @@ LaunchPlan plan_norm_tiles(const DeviceProfile& device, int64_t rows, int64_t co
   plan.threads_per_row = plan.block;
   const int64_t tiles = ceil_div(cols, int64_t{plan.block} * vec);
   const int64_t ranges = std::clamp<int64_t>(4 * device.multiprocessors / tiles, 1, std::max<int64_t>(1, rows));
-  // Whole ranges of equal length, none empty.
+  // All ranges have the same number of rows, except for the last one; none is empty.
   plan.partial_rows = static_cast<int>(std::max<int64_t>(1, ceil_div(rows, ceil_div(std::max<int64_t>(1, rows), ranges))));
   plan.grid = grid_of(tiles * plan.partial_rows);
   return plan;

@@ -1,4 +1,5 @@
-// LaunchPlan: from a device and a shape, how a kernel is launched. No launch constant is written anywhere else.
+// LaunchPlan: how a kernel is launched on a device for a shape: threads, blocks, shared memory. Launch constants are here and in plan.cpp
+// alone.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -16,76 +17,81 @@ constexpr int64_t next_pow2(int64_t n) {
   return p;
 }
 
-// regs: a thread keeps its columns of a row in registers, one global read. reread: rows too long for that are read again.
+// regs: the threads of a row hold it in registers, so that it is read from memory once. reread: the row is too long for that and is read
+// twice.
 enum class Path { regs, reread };
 
 struct LaunchPlan {
   Path path = Path::regs;
-  int vec = 1;              // elements of one access: 16 bytes' worth, or 1 where rows are not aligned
-  int k = 1;                // vectors a thread holds (regs) or has in flight (reread)
-  int threads_per_row = 32; // a power of two; within a warp, whole warps of one block, or all of a cluster
-  int block = 32;           // threads; block / threads_per_row rows at a time
+  int vec = 1;              // elements per access: as many as 16 bytes hold, or 1 where rows are not aligned to 16 bytes
+  int k = 1;                // vectors that a thread holds (regs), or that it loads before it uses the first one (reread)
+  int threads_per_row = 32; // a power of two: part of a warp, whole warps of one block, or all threads of a cluster
+  int block = 32;           // threads per block, which processes block / threads_per_row rows at a time
   int grid = 1;             // blocks, a multiple of cluster
   int cluster = 1;          // blocks that share a row
   int smem = 0;             // dynamic shared memory, bytes
-  int stages = 0;           // rows of a ring of copies
-  int ring_offset = 0;      // where it begins in shared memory
-  bool pdl = false;         // starts while the kernel before it still runs
-  int warp = 32;
-  int partial_rows = 0;     // of fp32 partial sums that a second kernel adds up (column sums: dweight, dbias)
+  int stages = 0;           // rows of the ring buffer in shared memory that fetches rows ahead (gpu/row_stream.h); 0: no ring
+  int ring_offset = 0;      // where the ring begins in shared memory, bytes
+  bool pdl = false;         // programmatic dependent launch: it starts while the kernel before it still runs
+  int warp = 32;            // threads per warp on this device
+  int partial_rows = 0;     // rows of fp32 partial sums that this kernel writes and a second kernel adds up (dweight, dbias)
 };
 
-// std::length_error where HIP does not take the plan: fewer than 2^32 threads in a launch. CUDA takes any number of blocks that plans have.
+// Throws std::length_error if the device is AMD's and the launch has 2^32 threads or more, which HIP refuses. CUDA takes every grid that
+// plans have.
 void check_threads(const DeviceProfile&, const LaunchPlan&);
 
-// How a row of `cols` elements is spread over threads: at most `max_k` vectors a thread, blocks of at most `max_block`.
+// How plan_row spreads a row over threads: at most `max_k` vectors per thread, in blocks of at most `max_block` threads.
 struct RowTiling {
   int vec = 1;            // elements per access; 1 where alignment forbids more
   int max_k = 4;
   int max_block = 1024;
-  int min_block = 128;    // short rows share a block until it has this many threads
-  int prefer_k = 2;       // vectors a thread should have before more threads are taken
-  int half_from = 0;      // rows of so many threads or more: half of them, where these have at most half_k vectors each; 0: none
+  int min_block = 128;    // short rows share a block, so that it has at least this many threads
+  int prefer_k = 2;       // the number of threads is chosen such that each has about this many vectors
+  // A row for which that gives half_from threads or more gets half of them, if each then has at most half_k vectors. 0: never.
+  int half_from = 0;
   int half_k = 5;
 };
 LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&, const Knobs& = {});
 
-// Kernels that keep a row in registers where max_k vectors a thread of a block, or of a cluster of blocks, hold it (the forward of
-// the norms, softmax); longer rows: one block a row that reads twice.
+// For kernels that hold a row in registers, if a block, or a cluster of blocks, can hold it with max_k vectors per thread (the forward of
+// the norms, softmax). Longer rows get one block each, which reads the row twice.
 struct RowForwardKind {
-  int prefer_k = 4;               // RowTiling's
-  int block = 512;                // threads that are better not exceeded, unless block_k vectors each do not hold the row
-  int block_k = 0;                // 0: max_k
-  int half_from = 0, half_k = 5;  // RowTiling's
-  int cluster_from = 0;           // rows of so many vectors are better in a cluster, though a block would hold them; 0: none
+  int prefer_k = 4;               // as in RowTiling
+  int block = 512;                // threads per row that are not exceeded, unless so many with block_k vectors each cannot hold the row
+  int block_k = 0;                // 0: block is never exceeded, except by short calls (few_rows)
+  int half_from = 0, half_k = 5;  // as in RowTiling
+  int cluster_from = 0;           // rows of this many vectors or more get a cluster, even if a block would hold them; 0: never
 };
-// Rows with a block each, or less, that do not fill the device: more threads for each, then.
+// True if a call has so few rows that the device is not full even with a block for each: each row then gets more threads.
 inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 2 * device.multiprocessors; }
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& = {},
                             const Knobs& = {});
-// Gives a plan of persistent blocks its shared memory: `fixed` bytes, and behind them, if the device has such copies, rings for rows of
-// `inputs` tensors. `resident`: blocks on a multiprocessor at a time. `stages`: rows of the ring, if there is room; 0: the planner's
-// choice.
+// Sets the shared memory of a plan of persistent blocks: `fixed` bytes, and behind them, if the device has bulk or asynchronous copies,
+// ring buffers for rows of `inputs` tensors. `resident`: blocks per multiprocessor at a time. `stages`: how many rows a ring should hold,
+// if there is room; 0: the planner chooses.
 void add_ring(const DeviceProfile&, LaunchPlan&, int64_t rows, int inputs, int fixed, int resident, int stages);
-constexpr int async_stages = 4;  // groups of copies that a thread can wait for
-// One block a row, however long.
+constexpr int async_stages =
+    4;  // the most rows of a ring of asynchronous copies: wait_for_copies (platform_cuda.h) waits for up to 4 groups
+// One block per row, of any length, which loops over the row.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
-// The backward of the norms: persistent blocks of at most max_block threads, whose registers hold the sums of their columns, of 2 or up
-// to max_k = 3 vectors each (4 of single elements); partial_rows: one a block.
+// The backward of the norms: persistent blocks of at most max_block threads, whose registers hold sums over rows for their columns. A
+// thread has 2 vectors, or 3 if max_k allows it (4 of single elements). Each block, or cluster, writes one partial row.
 LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_block, int max_k, const Knobs& = {});
-// Its blocks on a multiprocessor at a time.
+// How many of its blocks are on a multiprocessor at a time.
 constexpr int norm_backward_resident(const LaunchPlan& plan, const Knobs& knobs = {}) {
   return knobs.resident > 0 ? std::min(knobs.resident, 4) : plan.block <= 256 ? 2 : 1;
 }
-// Its re-read path: tiles of block * vec columns times ranges of rows; partial_rows: the number of ranges.
+// The backward of the norms for rows that registers cannot hold. The matrix is cut into tiles of block * vec columns and ranges of rows,
+// and a block has one tile of one range. partial_rows is the number of ranges.
 LaunchPlan plan_norm_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
-// `work` independent items (vectors), `per_thread` each.
+// `work` independent items (vectors), of which each thread processes `per_thread`.
 LaunchPlan plan_elementwise(const DeviceProfile&, int64_t work, int per_thread, int block = 256);
 
-// Elementwise work on rows with gaps between them: blocks of tiles of threads_per_row * k vectors of one row each, several short
-// rows to a block; block = row group * tiles_per_row + tile.
+// Elementwise work on rows that may have gaps between them. A row is cut into tiles of threads_per_row * k vectors; a block processes one
+// tile of one row, or of several short rows. Block number = (number of the group of rows) * tiles_per_row + number of the tile.
 LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads = 1,
                           const Knobs& = {});
 
@@ -100,22 +106,24 @@ struct RopePlan {
 RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread,
                    const Knobs& = {});
 
-// Sums `partial_rows` rows of floats, of two groups of columns: a block owns threads_per_row columns of one group and all rows, of which
-// a thread has about four.
+// The kernel that adds up partial rows (gpu/column_sum.h). Columns come in two groups (those of dweight, then those of dbias). A block has
+// threads_per_row columns of one group, and all rows; a thread adds up about four of the rows.
 LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
-// Threads that a row of logits needs at least: the elements before its first and behind its last whole vector are one thread's each.
+// The fewest threads for a row of logits. A row may start at any address: each element before its first aligned vector, and behind its last
+// whole one, is given to a thread of its own.
 constexpr int min_logit_threads = 16;
-// Rows of logits (cross entropy), a row to at most one block of threads that walk over it. With `stash`, each thread keeps its
-// first `k` vectors of the row in shared memory behind `shared_bytes` for reductions, so that they are read once; what the
-// rows in flight leave out has to be read again and is bounded by the L2. path is regs if nothing is left out.
+// Rows of logits (cross entropy): at most one block per row, whose threads loop over it. With `stash`, each thread keeps its first `k`
+// vectors of the row in shared memory, behind the `shared_bytes` of reductions, so that they need not be read again. The rest of the rows
+// is read again; the plan limits how many rows are processed at a time, so that this rest of all of them fits the L2. path is regs if there
+// is no rest.
 LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash,
                        const Knobs& = {});
 
-// One block sums n values, with `bytes` of shared memory a warp.
+// One block that sums n values, with `bytes` of shared memory per warp.
 LaunchPlan plan_block_sum(const DeviceProfile&, int64_t n, int bytes);
 
-// Rows of `vectors` independent vectors each, `per_thread` to a thread; a row has grid / rows blocks.
+// Rows of `vectors` independent vectors each, of which each thread processes `per_thread`; a row has grid / rows blocks.
 LaunchPlan plan_pieces(const DeviceProfile&, int64_t rows, int64_t vectors, int per_thread);
 
 }  // namespace liger::launch

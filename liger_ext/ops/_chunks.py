@@ -1,5 +1,5 @@
-"""The way that the fused loss goes at each level of ``memory``: how its rows and classes are cut into chunks, and where
-the gradient of the logits waits."""
+"""What the fused loss does at each level of ``memory``: how its rows and classes are cut into chunks, and where the
+gradient of the logits is stored until the matmuls that use it (a ``Plan``)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ LEVELS = ("fast", "auto", "low", "min")
 _OP = "fused_linear_cross_entropy"
 _MIB = 1 << 20
 _ROW_MULTIPLE = _C.padded_vocab(1)
-_LEAST_ROWS, _LEAST_CLASSES = 128, 1024  # of logits at a time
-WORTH_OVERLAYING = 16 * _MIB  # of logits
+_LEAST_ROWS, _LEAST_CLASSES = 128, 1024  # the smallest chunk of logits
+WORTH_OVERLAYING = 16 * _MIB  # bytes of logits, from which storing their gradient in dweight's memory pays
 _OVERLAID = int(_C.Gradients.overlaid)
 
 
 def plan(call: Call, memory: str | int) -> Plan:
-    """What the call does at a level of ``memory``, one of ``LEVELS``, or within so many bytes.
+    """What the call does at a level of ``memory``, one of ``LEVELS``, or within a number of bytes.
 
-    Only facts that do not change decide (never how much memory is free), so that the same call gives the same bits. A
-    number of rows that a compiler does not know does not count, so that one graph serves every batch.
+    The plan depends only on facts that do not change from call to call (never on how much memory is free), so that the
+    same call gives the same bits. It does not depend on a number of rows that is unknown while a graph is compiled, so
+    that one graph serves every batch.
 
     Raises:
         ValueError: ``memory`` is no level and no positive number, or fewer bytes than the call can do with.
@@ -44,17 +45,19 @@ def plan(call: Call, memory: str | int) -> Plan:
 def rows_of_logits(
     rows: int, hidden: int, vocab: int, dtype: torch.dtype, gpu_bytes: int | None, memory: str | int
 ) -> int:
-    """Rows of logits at a time at a level, or in so many bytes but at least 128, where nothing is said of what is done
-    with them: as of a frozen head."""
+    """How many rows of logits may exist at a time, at a level or within a number of bytes (at least 128), for a head
+    that is called for its logits: nothing is known of what it does with them, so they count as those of a frozen
+    head."""
     _check(memory)
     call = Call(rows, hidden, vocab, dtype, gpu_bytes, dweight=False)
-    if isinstance(memory, str):  # what else a head makes of a chunk takes more than smaller ones would save
+    if isinstance(memory, str):  # "min" is as "low": smaller chunks would save less than the head's other tensors take
         return _C.equal_chunks(rows, level_rows(call, "low" if memory == "min" else memory))
     return _C.equal_chunks(rows, _rows_in(call, int(memory) - 2 * _dx_bytes(call)))
 
 
 def shard_rows(call: Call, memory: str | int) -> int:
-    """Rows of logits at a time of a vocabulary that is sharded over processes. ``call.vocab``: of the largest shard."""
+    """How many rows of logits may exist at a time, of a vocabulary that is sharded over processes. ``call.vocab`` is
+    the size of the largest shard."""
     _check(memory)
     if isinstance(memory, str):
         return level_rows(call, "fast" if memory == "auto" else memory)
@@ -70,12 +73,14 @@ def _check(memory: str | int) -> None:
 
 
 def _graph_rows(call: Call, budget: int) -> int:
-    """Rows of logits at a time in a graph, which may serve any number of rows, and whose backward makes dweight beside
-    the sum of it. Of chunks alone, and without a comparison: the rows may be symbolic, which ``bytes_of`` cannot take.
+    """How many rows of logits may exist at a time in a graph of torch.compile, within a number of bytes.
+
+    The graph may serve any number of rows, so it works in chunks, and its backward makes dweight beside the sum over
+    chunks. The number of rows may be symbolic: nothing here compares it, and ``bytes_of`` cannot be asked.
     """
     size, acc = call.dtype.itemsize, accumulator(call.dtype).itemsize
     x_dtype, weight_dtype = call.x_dtype or call.dtype, call.weight_dtype or call.dtype
-    # Sums, gradients, and copies in the dtype of the matmuls: of each number of weight, of x, and of bias.
+    # Bytes per element of weight, of x and of bias: sums, gradients, and copies in the dtype of the matmuls.
     of_weight = ((call.sum_dtype or accumulator(call.dtype)).itemsize + weight_dtype.itemsize) * call.dweight
     of_x = (size + x_dtype.itemsize) * call.dx
     of_weight += size if weight_dtype != call.dtype else 0
@@ -87,7 +92,7 @@ def _graph_rows(call: Call, budget: int) -> int:
     if holds(budget < least):
         raise ValueError(
             f"{_OP}: memory is {budget} bytes, expected at least {least} in a graph of torch.compile, for {call.rows} "
-            f"rows of {call.hidden} columns and {call.vocab} classes: their gradients, and what makes them"
+            f"rows of {call.hidden} columns and {call.vocab} classes: gradients and temporary tensors"
         )
     return _rows_in(call, budget - others)
 
@@ -106,7 +111,7 @@ def _planned(*call_and_memory) -> Plan:
 
 
 def level_rows(call: Call, level: str) -> int:
-    """How many rows of logits may exist at a time at a level, if their gradient is not laid over dweight.
+    """How many rows of logits may exist at a time at a level, if their gradient is not stored in dweight's memory.
 
     ``"fast"``: a GPU's memory / 32, but at least 256 MiB; on a CPU, as ``"auto"``, 64 MiB, but at least 256 rows. With
     a gradient of the weight both also take a single chunk whenever its logits are no larger than the float32 sum of
@@ -125,7 +130,7 @@ def level_rows(call: Call, level: str) -> int:
         budget = max(256 * _MIB, chunk * _row_bytes(call)) if call.dweight else 512 * _MIB
         budget //= {"auto": 1, "low": 4, "min": 12}[level]
         if call.dweight and _known(call) and call.rows <= call.hidden:
-            budget = max(budget, call.rows * _row_bytes(call))  # at once, which takes less memory than the sum
+            budget = max(budget, call.rows * _row_bytes(call))  # one chunk takes less memory than the sum
     return _rows_in(call, budget)
 
 
@@ -135,7 +140,7 @@ def least_bytes(call: Call) -> int:
 
 
 def _smallest(call: Call) -> Iterator[Plan]:
-    """The ways, each where it takes the least memory."""
+    """Of each kind of plan, the one that takes the least memory."""
     yield _in_chunks(call, _LEAST_ROWS, call.vocab)
     yield _in_chunks(call, _LEAST_ROWS, min(_LEAST_CLASSES, call.vocab))
     if call.dweight or call.dbias:
@@ -146,18 +151,18 @@ def _smallest(call: Call) -> Iterator[Plan]:
 
 
 def _within(call: Call, budget: int) -> Plan:
-    """The fastest way that takes at most so many bytes."""
+    """The fastest plan that takes at most ``budget`` bytes; ValueError says how many the smallest one takes."""
     for way in (*_ways(call, budget), *_smallest(call)):
         if bytes_of(call, way) <= budget:
             return way
     raise ValueError(
         f"{_OP}: memory is {budget} bytes, expected at least {least_bytes(call)}, or 'min', for {call.rows} rows of "
-        f"{call.hidden} columns and {call.vocab} classes: their gradients, and what makes them"
+        f"{call.hidden} columns and {call.vocab} classes: gradients and temporary tensors"
     )
 
 
 def _ways(call: Call, budget: int) -> Iterator[Plan]:
-    """From the fastest to the slowest, as large as they fit into the budget."""
+    """Plans from the fastest to the slowest kind, each with chunks as large as the budget allows. Some may not fit."""
     rows, hidden, vocab = call.rows, call.hidden, call.vocab
     if call.dweight or call.dbias:
         yield _in_chunks(call, max(rows, 1), vocab)
@@ -166,14 +171,14 @@ def _ways(call: Call, budget: int) -> Iterator[Plan]:
         yield Plan(_OVERLAID, rows, vocab)
     fits = range(_LEAST_ROWS, rows + _LEAST_ROWS, 128)
     chunk = 128 * bisect.bisect_right(fits, budget, key=lambda n: bytes_of(call, _in_chunks(call, n, vocab)))
-    # The sum of dweight is read and written once a chunk.
+    # Each chunk reads and writes the sum of dweight: that is fast enough if a chunk has many rows.
     sum_size = (call.sum_dtype or accumulator(call.dtype)).itemsize
     if chunk >= hidden // (8 if sum_size == 2 else 2) and chunk >= _LEAST_ROWS:
         yield _in_chunks(call, chunk, vocab)
     if overlay:
         inside = _C.overlaid_classes(rows, hidden, vocab)
         stored = inside
-        for _ in range(4):  # what is beside the gradients depends on how many are stored, but hardly
+        for _ in range(4):  # iterates, since the memory beside the gradients depends a little on how many are stored
             left = budget - bytes_of(call, Plan(_OVERLAID, rows, stored))
             stored = max(inside, stored + left // (rows * call.dtype.itemsize) // 64 * 64)
         if stored < vocab:
@@ -188,7 +193,7 @@ def _ways(call: Call, budget: int) -> Iterator[Plan]:
 
 
 def _known(call: Call) -> bool:
-    """Is the number of rows one that may decide? While a graph is made, it may be the next call's, too."""
+    """May the plan depend on the number of rows? Not while a graph is compiled: the next call may have another."""
     return type(call.rows) is int and not torch.compiler.is_compiling()
 
 
@@ -201,12 +206,14 @@ def _row_bytes(call: Call) -> int:
 
 
 def _few_rows(call: Call) -> bool:
-    """So few that the gradient of all logits beside dweight takes less than a float32 sum of dweight."""
+    """Are there so few rows that the gradient of all logits, stored in dweight's memory and beside it, takes less
+    beside it than a float32 sum of dweight would?"""
     return call.hidden <= call.rows <= call.hidden * 5 // 2
 
 
 def _in_chunks(call: Call, rows: int, classes: int) -> Plan:
-    # Where it is not known while a graph is made whether one chunk will do, sums are right for any number.
+    # If it is not known, while a graph is compiled, whether one chunk is enough, sums over chunks are right in any
+    # case.
     at_once = holds(call.rows <= rows) and holds(call.vocab <= classes)
     return Plan(_gradients_of(call.dx, call.dweight or call.dbias, at_once, call.per_row), rows, classes)
 
@@ -217,18 +224,19 @@ def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: 
 
 
 def _can_overlay(call: Call) -> bool:
-    """dweight holds the gradients of 64 classes, and it is worth it."""
+    """Can the logits' gradient be stored in dweight's memory (at least that of 64 classes), and does it pay?"""
     if not (call.overlays and call.dweight) or call.rows * call.hidden == 0:
         return False
     return call.vocab * call.hidden >= 64 * call.rows and call.rows * _row_bytes(call) >= WORTH_OVERLAYING
 
 
 def _overlaid(call: Call, level: str) -> Plan | None:
-    """With gradients of logits laid over dweight, at a level where chunks would take more memory, or more time.
+    """The plan that stores gradients of logits in dweight's memory; None at a level where chunks take less memory and
+    time.
 
-    ``"auto"`` stores those of all classes, where that takes less memory than a float32 sum of dweight; but a CPU would
-    take each product of 16-bit matrices twice to sum dx in float32. ``"low"``: as many as 1.52 times dweight and five
-    times dx hold, both included. ``"min"``: those that dweight holds.
+    ``"auto"`` stores the gradients of all classes, if that takes less memory than a float32 sum of dweight. (Not on a
+    CPU for 16-bit types, where summing dx in float32 takes each product twice.) ``"low"`` stores as many as fit, with
+    dweight and dx, into 1.52 times dweight's memory and five times dx's; ``"min"`` those that fit dweight's memory.
     """
     if level == "fast" or not _can_overlay(call):
         return None
@@ -238,14 +246,14 @@ def _overlaid(call: Call, level: str) -> Plan | None:
     least = Plan(_OVERLAID, call.rows, _C.overlaid_classes(call.rows, call.hidden, call.vocab))
     if call.rows > call.hidden * {"low": 8, "min": 16}[level]:
         return None
-    if level == "min":  # a sum in 16 bits leaves more for chunks
+    if level == "min":  # with a sum of dweight in 16 bits, chunks may be faster in the same memory
         return least if call.sum_dtype in (None, accumulator(call.dtype)) else _within(call, bytes_of(call, least))
     dweight, dx = call.vocab * call.hidden * call.dtype.itemsize, call.rows * call.hidden * call.dtype.itemsize
     return _within(call, max(dweight * 38 // 25 + dx * 5, bytes_of(call, least)))
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory; None of a CPU."""
+    """The bytes of a GPU's memory; None for a CPU."""
     return _total_memory(device) if device.type == "cuda" else None
 
 

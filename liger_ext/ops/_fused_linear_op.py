@@ -42,7 +42,7 @@ _COMPUTE_DTYPE = [argument.name for argument in _forward_op._schema.arguments].i
 
 
 def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
-    # As torch's own matmuls: float64 is left alone. Of other devices (meta) torch knows no autocast.
+    # As torch's own matmuls do, autocast leaves float64 alone. torch has no autocast for other devices (meta).
     if device_type not in ("cpu", "cuda"):
         return None
     if x.dtype == torch.float64 or weight.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
@@ -57,7 +57,7 @@ def _autocast(device_type, *args):
 
 
 def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
-    """Of the matmuls and of the losses."""
+    """The dtype of the matmuls, and that of the losses."""
     compute = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
     return compute, accumulator(compute)
 
@@ -130,7 +130,8 @@ def _setup_context(ctx, inputs, output):
     ctx.mark_non_differentiable(*others)
     ctx.save_for_backward(x, weight, target, bias, ce_weight, *others[3:])
     dweight = others[6]
-    # Nobody else sees it: neither who called the op itself, nor hooks, nor a graph that is being made.
+    # May the backward overwrite dweight's memory? Only if nobody else sees it: no caller of the op itself, no hooks,
+    # and no graph that is being compiled.
     unseen = getattr(ctx, "unseen", False) and type(dweight) is Tensor and _saved_tensors_hooks_is_enabled()
     ctx.own_dweight = unseen and dweight.numel() > 0 and _top_saved_tensors_default_hooks(False) is None
     ctx.options = options[:6] + options[9:]  # without return_*
@@ -140,9 +141,9 @@ def _backward(ctx, saved, dloss, *_):
     gradients = [None] * 23
     if dloss is not None:
         target, (ignore_index, reduction) = saved[2], ctx.options[:2]
-        if reduction == REDUCTIONS["none"]:  # ignored rows count for nothing, not even a NaN
+        if reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
             dloss = torch.where(target == ignore_index, 0.0, dloss)
-        # The same flags as in the forward, since what it saved follows from them.
+        # The options are those of the forward, since they decide what it saved.
         batched = torch._C._functorch.is_legacy_batchedtensor(dloss)  # torch.autograd.grad(is_grads_batched=True)
         if ctx.own_dweight and not batched and not _get_current_graph_task_keep_graph():
             *inputs, rest, dx, memory, dbias = saved
@@ -171,7 +172,7 @@ call_op = register(
 register_without_derivative("fused_linear_cross_entropy_backward_", _fake_backward_in_place)
 
 
-# What torch.utils.flop_counter counts: the matmuls that run in forward and backward. Tensors are their shapes.
+# Formulas for torch.utils.flop_counter, which passes shapes in place of tensors: the matmuls of forward and backward.
 def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
     return 2 * x_shape[0] * x_shape[1] * weight_shape[0] * matmuls
 
@@ -179,7 +180,8 @@ def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
 @register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
 def _forward_flops(x_shape, weight_shape, *args, **_) -> int:
     gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
-    again = gradients == _ACCUMULATED and chunk_classes < weight_shape[0]  # the logits of pieces, for their gradient
+    # If the vocabulary is cut into pieces, logits are made twice: for their statistics, and for their gradient.
+    again = gradients == _ACCUMULATED and chunk_classes < weight_shape[0]
     return _matmul_flops(x_shape, weight_shape, 1 + again + (gradients == _ACCUMULATED) * (need_dx + need_dweight))
 
 
@@ -188,7 +190,8 @@ def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
     logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight_shape[0]))
     matmuls = (gradients in (_DEFERRED, _RECOMPUTED, _OVERLAID)) * (need_dx + need_dweight)
-    again = (weight_shape[0] - chunk_classes if gradients == _OVERLAID else 0), weight_shape[1]  # classes not stored
+    # Logits of classes whose gradient is not stored are made again.
+    again = (weight_shape[0] - chunk_classes if gradients == _OVERLAID else 0), weight_shape[1]
     return _matmul_flops(x_shape, weight_shape, logits + matmuls) + _matmul_flops(
         x_shape, (max(again[0], 0), again[1]), 1
     )

@@ -12,15 +12,15 @@ from liger_ext import _C
 from liger_ext.ops._checks import accumulator
 
 _MIB = 1 << 20
-_ONCE = 1 << 18  # for what is small whatever the call: counts, scales, partial sums of losses
+_ONCE = 1 << 18  # an allowance for tensors that are small in any call: counts, scales, partial sums of losses
 _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
     int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
 )
-_STATISTICS = len(_C.VocabularyStatistics.__members__)  # numbers of each row and piece
-# Column sums for dbias (csrc/launch/plan.cpp, plan_norm_tiles): sums of at most so many ranges of rows, and bytes, or
-# one range.
+_STATISTICS = len(_C.VocabularyStatistics.__members__)  # numbers per row and piece of the vocabulary
+# Column sums for dbias (csrc/launch/plan.cpp, plan_norm_tiles) are made over ranges of rows: at most this many ranges,
+# and this many bytes unless there is a single range.
 _COLUMN_SUM_RANGES, _COLUMN_SUM_BYTES = 1216, 10 * _MIB
-_NARROWED_ELSEWHERE = 64  # rows of a sum of dweight that become dweight by way of other memory
+_NARROWED_ELSEWHERE = 64  # rows of the sum of dweight that are rounded to dweight's dtype in other memory, not in place
 
 
 class Call(NamedTuple):
@@ -49,8 +49,8 @@ class Call(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The way to the gradients (``_C.Gradients``); rows of logits at a time; and classes of them, or, overlaid, how
-    many classes' gradients are stored."""
+    """How the gradients are made (``_C.Gradients``); how many rows, and how many classes, of logits exist at a time;
+    with ``_C.Gradients.overlaid``, ``classes`` is for how many classes the gradient is stored."""
 
     gradients: int
     rows: int
@@ -72,14 +72,15 @@ def bytes_of(call: Call, way: Plan) -> int:
         peaks = [peak + gathered for peak in peaks]
         of_all_rows = call.all_rows * call.hidden * sizes.x_size if call.dx else 0
     results = sizes.dx + sizes.dweight + sizes.dbias + of_all_rows
-    # Beside: losses and other numbers of each row, and those that there are once.
+    # Beside that: losses and other numbers per row, and tensors of a fixed size.
     each_row = 24 * sizes.acc + 64
     beside = call.copies + max(call.rows, call.all_rows) * each_row + _ONCE
     return max(max(peaks) + _matmul_scratch(call, way), results) + beside
 
 
 class _Sizes:
-    """Bytes, but for those that end in ``_size``, bytes of an element, and x and weight, elements."""
+    """Sizes of a call's tensors in bytes. Attributes that end in ``_size`` are bytes per element; ``x`` and ``weight``
+    are numbers of elements."""
 
     def __init__(self, call: Call) -> None:
         self.compute_size = call.dtype.itemsize
@@ -97,7 +98,7 @@ class _Sizes:
         self.weight_cast = self.weight * self.compute_size if weight_dtype != call.dtype else 0
         self.bias_cast = call.vocab * self.compute_size if bias_dtype not in (None, call.dtype) else 0
         self.casts = self.x_cast + self.weight_cast + self.bias_cast
-        # Of dx and dweight that no matmul can write: the accumulator's dtype in between.
+        # Where no matmul can write the dtype of dx or dweight: a buffer in the accumulator's dtype.
         writable = call.dtype, accumulator(call.dtype)
         self.dx_wide = self.x * self.acc if call.dx and x_dtype not in writable else 0
         self.dx_apart = self.x * self.compute_size if call.dx and call.per_row and x_dtype != call.dtype else 0
@@ -111,7 +112,7 @@ class _Sizes:
         self.dbias_sum = call.vocab * self.acc if call.dbias else 0
 
     def column_sums(self, call: Call, rows: int, classes: int) -> int:
-        """What a GPU needs for those of so many rows and classes."""
+        """The workspace of a GPU's column sums (for dbias) over logits of this many rows and classes."""
         if not call.dbias or call.gpu_bytes is None:
             return 0
         range_bytes = (classes + 8) * self.acc
@@ -123,10 +124,12 @@ def _overlaid(call: Call, way: Plan, sizes: _Sizes) -> list[int]:
     all_stored = stored == call.vocab
     cut = call.rows, call.hidden, call.vocab, stored
     rest, spare = (of(*cut) * sizes.compute_size for of in (_C.overlaid_rest, _C.overlaid_spare))
-    at_a_time = max(64, call.vocab * call.hidden // call.rows // 64 * 64)  # of those that are not stored
+    # Classes whose gradient is not stored are made again in the backward, this many at a time.
+    at_a_time = max(64, call.vocab * call.hidden // call.rows // 64 * 64)
     pieces = sum(not piece.again for piece in _pieces(call, way)) + -(-(call.vocab - stored) // at_a_time)
     forward = sizes.casts + sizes.dweight + rest + _statistics(call, call.rows, pieces, sizes)
-    # The first rows of dx's sum lie where dx will be; the others in the spare, if dx is done before that is wanted.
+    # The fp32 sum of dx: its first rows lie in dx's own memory, the others in the spare, if dx is done before the spare
+    # is needed for something else.
     in_dx = min(call.rows, call.rows * sizes.x_size // sizes.acc)
     sum_rest = (call.rows - in_dx) * call.hidden * sizes.acc if call.dx else 0
     beside = max(spare, sum_rest) if all_stored else spare + sum_rest
@@ -174,7 +177,7 @@ def _in_chunks(call: Call, way: Plan, sizes: _Sizes) -> list[int]:
 
 
 def _statistics(call: Call, rows: int, pieces: int, sizes: _Sizes) -> int:
-    """Of pieces of the vocabulary."""
+    """Bytes of the statistics of all rows in each piece of the vocabulary."""
     return rows * pieces * (_STATISTICS * sizes.acc + 8)
 
 

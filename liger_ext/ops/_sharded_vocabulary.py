@@ -32,7 +32,7 @@ _statistics_op = torch.ops.liger_ext.vocabulary_shard_statistics.default
 _losses_op = torch.ops.liger_ext.vocabulary_shard_losses_.default
 _backward_op = torch.ops.liger_ext.vocabulary_shard_backward.default
 
-_gathered_sizes = WeakTensorKeyDictionary()  # of a weight: the process group, and the sizes of its shards
+_gathered_sizes = WeakTensorKeyDictionary()  # weight -> (process group, sizes of its shards)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def is_dtensor(t: Tensor) -> bool:
     return hasattr(t, "placements")
 
 
-@torch.compiler.disable  # between two graphs, as is the loss
+@torch.compiler.disable  # breaks a graph, as the loss does
 def local_tensors(
     group: torch.distributed.ProcessGroup | None,
     x: Tensor,
@@ -133,7 +133,7 @@ class _ShardedLoss(torch.autograd.Function):
         kept = any(needs) and x.shape[0] <= chunk and weight.shape[0] > 0
         place = shard.first_class, shard.vocab_size
         head, head_bias = weight, bias
-        if weight.shape[0] == 0:  # runs with a class that is nobody's, so that targets are checked everywhere
+        if weight.shape[0] == 0:  # runs with one made-up class, so that targets are checked here, too
             head, head_bias, place = weight.new_zeros(1, weight.shape[1]), None, (0, shard.vocab_size)
         logits, statistics, best = _statistics_op(
             x, head, target, head_bias, ce_weight, ignore_index, smoothing, softcap, accum, compute, *place,
@@ -169,7 +169,7 @@ class _ShardedLoss(torch.autograd.Function):
             return tuple(gradients)
         x, weight, target, bias, *_ = saved = ctx.saved_tensors
         need_dx, *need_parameters = ctx.needs
-        if ctx.options[1] == REDUCTIONS["none"]:  # ignored rows count for nothing, not even a NaN
+        if ctx.options[1] == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
             dloss = torch.where(target == ctx.options[0], 0.0, dloss)
 
         def made(*needs: bool) -> tuple[Tensor, ...]:
@@ -179,7 +179,7 @@ class _ShardedLoss(torch.autograd.Function):
             dx = x.new_zeros(x.shape, dtype=accumulator(compute))
             return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
 
-        # What is left to be made hides the sum over processes.
+        # dx is made first and summed over processes; making dweight and dbias meanwhile hides the time of that.
         apart = ctx.kept and need_dx and any(need_parameters)
         dx, dweight, dbias = made(need_dx, False, False) if apart else made(*ctx.needs)
         if need_dx:
@@ -249,7 +249,7 @@ register_without_derivative("vocabulary_shard_losses_", _fake_losses)
 register_without_derivative("vocabulary_shard_backward", _fake_backward)
 
 
-# What torch.utils.flop_counter counts. Tensors are their shapes.
+# Formulas for torch.utils.flop_counter, which passes shapes in place of tensors.
 @register_flop_formula(torch.ops.liger_ext.vocabulary_shard_statistics)
 def _statistics_flops(x_shape, weight_shape, *_, **__) -> int:
     return 2 * x_shape[0] * x_shape[1] * weight_shape[0]

@@ -12,7 +12,9 @@ from liger_ext.ops._checks import check_integer, check_tensors, shape_text
 
 __all__ = ["CountedRows", "count_rows"]
 
-_SIXTEENTHS = 16  # of all rows: so many numbers of rows there are, lest the allocator meet a new size in each step
+# The number of kept rows is rounded up to a sixteenth of all rows: with few different sizes, the allocator can reuse
+# memory.
+_SIXTEENTHS = 16
 
 
 class CountedRows:
@@ -27,10 +29,10 @@ class CountedRows:
         return f"CountedRows(of {self._order.numel()} rows)"
 
     def index(self) -> Tensor | None:
-        """``(n,)``, int64: the rows that are not ignored, in order, and as many that are as make n a multiple of a
-        sixteenth of all; None if those are all. Waits until they are counted."""
+        """``(n,)``, int64: the rows that are not ignored, in order, filled up by ignored ones until n is a multiple of
+        a sixteenth of all rows; None if n would be all of them. Waits until the rows are counted."""
         if self._counted is not None:
-            self._counted.synchronize()  # without Python's lock
+            self._counted.synchronize()  # other Python threads may run meanwhile
             torch.cuda.current_stream(self._order.device).wait_event(self._counted)
         rows = self._order.numel()
         step = max(1, -(-rows // _SIXTEENTHS))
