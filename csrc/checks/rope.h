@@ -28,8 +28,8 @@ inline void check_rope_heads(const char* op, const Tensor& q, const char* q_name
   check_dtype(op, q, q_name);
   if (k) {
     check_device(op, *k, k_name, q, q_name);
-    require(k->dim() == 4 && k->size(0) == q.size(0) && k->size(2) == q.size(2) && k->size(3) == q.size(3), op, ": ", k_name,
-            " has shape ", shape_text(*k), ", expected (", q.size(0), ", heads, ", q.size(2), ", ", q.size(3), ")");
+    require(k->dim() == 4 && k->size(0) == q.size(0) && k->size(2) == q.size(2) && k->size(3) == q.size(3), op, ": ", k_name, " has shape ",
+            shape_text(*k), ", expected (", q.size(0), ", heads, ", q.size(2), ", ", q.size(3), ")");
     check_same_dtype(op, *k, k_name, q, q_name);
   }
   check_rope_table(op, cos, "cos", q, q_name, half_tables);

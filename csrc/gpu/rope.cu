@@ -5,8 +5,8 @@
 // to a thread would load cos and sin, which the L1 has, less often, but a thread's life would be longer than what it waits for.
 //
 // With interleaved pairs a thread stores the same vectors, whole, beside its neighbours': where the results are interleaved its pairs are
-// those of two runs of half a vector's length. What it loads lies wherever it lies: loads of two vectors side by side are as fast, stores of
-// them 11 % slower (docs/decisions.md).
+// those of two runs of half a vector's length. What it loads lies wherever it lies: loads of two vectors side by side are as fast, stores
+// of them 11 % slower (docs/decisions.md).
 #include "kernels/rope.h"
 
 #include "gpu/device.h"
@@ -102,7 +102,7 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
         const auto turn = [&]<bool In, bool Out, bool OneForBoth = false>() {
           x.template load_pairs<In, Out>(opaque(in), low, half, step * in_head, two);
           with_dtype(a.table_dtype, [&](auto tag) {
-            rotate(tables.template load_pairs<In && Out, Out, OneForBoth, std::remove_cvref_t<decltype(tag)>>(a), x);
+            rotate(tables.template load_pairs < In && Out, Out, OneForBoth, std::remove_cvref_t < decltype(tag) >> (a), x);
           });
           if (Out) x.join();
         };

@@ -24,7 +24,8 @@ RopeLaunch rope(const DeviceProfile& device, const RopeShape& of, int64_t done, 
 // For op_plans.h.
 namespace {
 
-const Fact q_heads{"q_heads", 1}, k_heads{"k_heads", 1}, rotary_dim{"rotary_dim"}, interleaved{"interleaved"};  // rotary_dim 0: all of the head
+const Fact q_heads{"q_heads", 1}, k_heads{"k_heads", 1}, rotary_dim{"rotary_dim"},
+    interleaved{"interleaved"};  // rotary_dim 0: all of the head
 
 Launches rotary(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
@@ -32,7 +33,8 @@ Launches rotary(const DeviceProfile& device, const Call& call) {
   const int vec = call.aligned && call.cols % wide_vec(call) == 0 && rotary / 2 % wide_vec(call) == 0 ? wide_vec(call) : 1;
   Launches out;
   for (int64_t done = 0; done < call.rows; done += out.back().rows)
-    out.push_back(rope(device, {call.rows, call[q_heads], call[k_heads], call.cols, rotary, call[interleaved] != 0}, done, vec, &call.knobs));
+    out.push_back(
+        rope(device, {call.rows, call[q_heads], call[k_heads], call.cols, rotary, call[interleaved] != 0}, done, vec, &call.knobs));
   return out;
 }
 

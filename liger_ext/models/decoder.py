@@ -146,8 +146,8 @@ class Attention(Mixin):
 
 @functools.cache
 def rope_for(stock_rope: Callable, layout: str = "halves", tables: str = "whole") -> Callable:
-    """A function with the arguments of `stock_rope` that is `functional.rope`, in this layout. `tables`: "whole", "half"
-    of that width, or, of whole ones, the "first half" is read."""
+    """`functional.rope` in this layout, with the arguments of `stock_rope`. `tables`: "whole", "half" of that width, or
+    whole ones of which the "first half" is read."""
 
     def rope(q, k, cos, sin, unsqueeze_dim=1):
         learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)

@@ -32,7 +32,8 @@ def rope(
         out[p + R / 2] = x[p + R / 2] * cos[p + R / 2] + x[p]         * sin[p + R / 2]
 
     In ``"interleaved"`` (GPT-J, GLM, Cohere) it is in columns 2p and 2p + 1 of x, of the result and of the tables;
-    ``"interleaved_to_halves"`` (DeepSeek V3) takes it from there and puts it where ``"halves"`` has it, tables included.
+    ``"interleaved_to_halves"`` (DeepSeek V3) takes it from there and puts it where ``"halves"`` has it, in the tables
+    as well.
 
     The arithmetic is in float32 (float64 for float64) whatever the dtypes, with one rounding at the end.
 
