@@ -43,14 +43,15 @@ template <class A, class T> LIGER_INLINE void copy(Pairs<A>& to, const In<T>& fr
 template <class A>
 [[gnu::flatten]] void fill(Table<A>& table, const Rope& a, int64_t batch, int64_t position, int64_t first, int64_t count) {
   if (count == 0) return;  // a table without columns has no address
-  const auto pairs = [&](Pairs<A>& to, const void* data, int64_t of_batch, int64_t of_seq) {
-    const auto from = row<any>(Rows{data, of_seq, a.table_dtype}, position);
-    const int64_t at = batch * of_batch;
-    if (a.tables_interleaved()) split(to, from, at + 2 * first, count);
-    else copy(to, from, at + first, a.half_tables ? 0 : a.rotary_dim / 2, count);
-  };
-  pairs(table.cos, a.cos, a.cos_batch, a.cos_seq);
-  pairs(table.sin, a.sin, a.sin_batch, a.sin_seq);
+  dispatch(a.table_dtype, [&](auto t) {
+    const auto pairs = [&](Pairs<A>& to, const void* data, int64_t of_batch, int64_t of_seq) {
+      const In<decltype(t)> from{static_cast<const decltype(t)*>(data) + batch * of_batch + position * of_seq};
+      if (a.tables_interleaved()) split(to, from, 2 * first, count);
+      else copy(to, from, first, a.half_tables ? 0 : a.rotary_dim / 2, count);
+    };
+    pairs(table.cos, a.cos, a.cos_batch, a.cos_seq);
+    pairs(table.sin, a.sin, a.sin_batch, a.sin_seq);
+  });
   if (a.transpose)
     columns<A>(count, [&](int64_t j, auto n) {
       const auto low = load<A>(table.sin[0] + j, n), high = load<A>(table.sin[1] + j, n);
@@ -59,13 +60,11 @@ template <class A>
     });
 }
 
-template <class T, class A>
+template <bool Interleaved, class T, class A>
 [[gnu::flatten]] void rotate(const Table<A>& table, const Rope& a, const RopeHeads& heads, int64_t batch, int64_t position, int64_t first,
                              int64_t count, bool stream) {
   if (heads.heads == 0) return;  // no memory either
   const int64_t half = a.rotary_dim / 2;
-  const bool plain = !a.in_interleaved && !a.out_interleaved;
-  Pairs<A> x, rotated;
   const T* in = static_cast<const T*>(heads.in) + batch * heads.in_batch + position * heads.in_seq;
   T* out = static_cast<T*>(heads.out) + batch * heads.out_batch + position * heads.out_seq;
   const bool last = first + count == half;
@@ -79,8 +78,9 @@ template <class T, class A>
         store(high_out, j, n, y * load<A>(table.cos[1] + j, n) + x * load<A>(table.sin[1] + j, n));
       });
     };
-    if (plain) turn(low, high, low_out, high_out);
+    if constexpr (!Interleaved) turn(low, high, low_out, high_out);
     else {
+      Pairs<A> x, rotated;
       if (a.in_interleaved) split(x, rest, 2 * first, count);
       else copy(x, rest, first, half, count);
       const In<A> firsts{x[0]}, seconds{x[1]};
@@ -101,7 +101,7 @@ bool heads_stream(const Rope& a, const RopeHeads& heads) {
          heads.out_batch * size % vector_bytes == 0 && half * size % vector_bytes == 0;
 }
 
-template <class T, class A> void run_positions(const Rope& a, int64_t begin, int64_t end) {
+template <bool Interleaved, class T, class A> void run_positions(const Rope& a, int64_t begin, int64_t end) {
   const bool stream_q = heads_stream(a, a.q), stream_k = heads_stream(a, a.k);
   const int64_t half = a.rotary_dim / 2;
   Table<A> table;
@@ -111,8 +111,8 @@ template <class T, class A> void run_positions(const Rope& a, int64_t begin, int
     do {  // once also when rotary_dim is 0: everything is copied
       const int64_t count = half - first < slice ? half - first : slice;
       fill(table, a, batch, position, first, count);
-      rotate<T>(table, a, a.q, batch, position, first, count, stream_q);
-      rotate<T>(table, a, a.k, batch, position, first, count, stream_k);
+      rotate<Interleaved, T>(table, a, a.q, batch, position, first, count, stream_q);
+      rotate<Interleaved, T>(table, a, a.k, batch, position, first, count, stream_k);
       first += count;
     } while (first < half);
   }
@@ -123,7 +123,11 @@ template <class T, class A> void run_positions(const Rope& a, int64_t begin, int
 
 // Items are positions: batch * seq of them.
 template <> void run(const Rope& a, int64_t begin, int64_t end) {
-  dispatch(a.dtype, [&](auto t) { run_positions<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
+  dispatch(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    if (a.in_interleaved || a.out_interleaved) run_positions<true, T, accumulator_of<T>>(a, begin, end);
+    else run_positions<false, T, accumulator_of<T>>(a, begin, end);
+  });
 }
 
 }  // namespace liger::cpu::LIGER_ISA

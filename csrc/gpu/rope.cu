@@ -54,7 +54,8 @@ template <class T, int VEC> LIGER_DEVICE void join(Packed<T, VEC>& first, Packed
 }
 
 template <class T, int VEC, bool Interleaved> struct RopeOf {
-  static constexpr int max_threads = launch::piece_threads, min_blocks = 4, heads_in_flight = launch::rope_heads_in_flight;
+  static constexpr int max_threads = (Interleaved ? launch::rope_interleaved_kernel : launch::rope_kernel).instance(VEC).max_threads,
+                       min_blocks = 4, heads_in_flight = launch::rope_heads_in_flight;
   struct Args {
     Rope rope;
     int first;                               // position
@@ -99,10 +100,11 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
       if constexpr (!Interleaved) {
         with_dtype(a.table_dtype, [&](auto tag) { rotate(tables.template load<std::remove_cvref_t<decltype(tag)>>(a), x); });
       } else {
-        const auto turn = [&]<bool In, bool Out, bool OneForBoth = false>() {
+        const auto turn = [&]<bool In, bool Out, bool HalfTables = false>() {
           x.template load_pairs<In, Out>(opaque(in), low, half, step * in_head, two);
           with_dtype(a.table_dtype, [&](auto tag) {
-            rotate(tables.template load_pairs < In && Out, Out, OneForBoth, std::remove_cvref_t < decltype(tag) >> (a), x);
+            using Table = std::remove_cvref_t<decltype(tag)>;
+            rotate(tables.template load_pairs<In, Out, HalfTables, Table>(a), x);
           });
           if (Out) x.join();
         };
@@ -117,8 +119,9 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
   }
 
  private:
-  // Of the pairs whose results are the vectors at `low` and `half` columns behind it, interleaved if Out: what lies side by side.
-  template <bool Out, Hint H, class E> LIGER_DEVICE static void load_side(Packed<E, VEC>& of, const E* from, int low, int half) {
+  // A thread's pairs are those whose results are its vectors, at `low` and `half` columns behind it: those from low on; or, if results are
+  // interleaved (Out), half as many from low / 2 on and from (low + half) / 2 on. Of a row with one column for each pair:
+  template <bool Out, Hint H, class E> LIGER_DEVICE static void load_columns(Packed<E, VEC>& of, const E* from, int low, int half) {
     if constexpr (Out) {
       Packed<E, VEC / 2> parts[2];
       gpu::load<H>(parts[0], from + low / 2);
@@ -129,7 +132,7 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
       gpu::load<H>(of, from + low);
     }
   }
-  // Their first elements and their second ones: In interleaved, or `apart`.
+  // Of a row with both elements of each pair, interleaved (In) or `apart`.
   template <bool In, bool Out, Hint H, class E>
   LIGER_DEVICE static void load_both(Packed<E, VEC>& first, Packed<E, VEC>& second, const E* from, int low, int half, int apart) {
     if constexpr (In) {
@@ -137,8 +140,8 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
       gpu::load<H>(second, from + (Out ? low + half : 2 * low + VEC));
       split(first, second);
     } else {
-      load_side<Out, H>(first, from, low, half);
-      load_side<Out, H>(second, from + apart, low, half);
+      load_columns<Out, H>(first, from, low, half);
+      load_columns<Out, H>(second, from + apart, low, half);
     }
   }
 
@@ -160,12 +163,13 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
       else r.sin[0].negate();
       return r;
     }
-    template <bool In, bool Out, bool OneForBoth, class Table> LIGER_DEVICE Rotation<Table> load_pairs(const Rope& a) const {
+    template <bool In, bool Out, bool HalfTables, class Table> LIGER_DEVICE Rotation<Table> load_pairs(const Rope& a) const {
+      constexpr bool interleaved = In && Out && !HalfTables;
       const Table *cosines = opaque(static_cast<const Table*>(a.cos) + cos), *sines = opaque(static_cast<const Table*>(a.sin) + sin);
-      const int apart = OneForBoth || a.half_tables ? 0 : half;
+      const int apart = HalfTables || a.half_tables ? 0 : half;
       Rotation<Table> r;
-      load_both<In && !OneForBoth, Out, Hint::constant>(r.cos[0], r.cos[1], cosines, low, half, apart);
-      load_both<In && !OneForBoth, Out, Hint::constant>(r.sin[0], r.sin[1], sines, low, half, apart);
+      load_both<interleaved, Out, Hint::constant>(r.cos[0], r.cos[1], cosines, low, half, apart);
+      load_both<interleaved, Out, Hint::constant>(r.sin[0], r.sin[1], sines, low, half, apart);
       if (a.transpose) {
         const Packed<Table, VEC> first = r.sin[0];
         r.sin[0] = r.sin[1];

@@ -54,25 +54,24 @@ def rope(
         ValueError: shapes, dtypes or devices that do not fit together, or another ``unsqueeze_dim`` or ``layout``.
         RuntimeError: cos or sin requires a gradient.
     """
-    given = {"q": q} if k is None else {"q": q, "k": k}
-    check_tensors("rope", **given, cos=cos, sin=sin)
+    check_tensors("rope", q=q, k=q if k is None else k, cos=cos, sin=sin)
     check_integer("rope", unsqueeze_dim=unsqueeze_dim)
+    code = code_of("rope", "layout", layout, ROPE_LAYOUTS)
     cos = cos.unsqueeze(0) if cos.dim() == 2 else cos
     sin = sin.unsqueeze(0) if sin.dim() == 2 else sin
-    if unsqueeze_dim == 2:
-        for name, t in given.items():
-            if t.dim() != 4:
-                raise ValueError(f"rope: {name} has shape {shape_text(t)}, expected (batch, seq, heads, head_dim)")
-        q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
-    elif unsqueeze_dim != 1:
+    if unsqueeze_dim == 1:
+        rotated = _rope(q, k, cos, sin, code, half_tables)
+        return rotated if k is not None else (rotated[0], None)
+    if unsqueeze_dim != 2:
         raise ValueError(
             f"rope: unsqueeze_dim is {unsqueeze_dim}, expected 1 for (batch, heads, seq, head_dim) "
             "or 2 for (batch, seq, heads, head_dim)"
         )
-    q_out, k_out = _rope(q, k, cos, sin, code_of("rope", "layout", layout, ROPE_LAYOUTS), half_tables)
-    if unsqueeze_dim == 2:
-        q_out, k_out = q_out.transpose(1, 2), k_out if k is None else k_out.transpose(1, 2)
-    return q_out, None if k is None else k_out
+    for name, t in (("q", q), ("k", k)):
+        if t is not None and t.dim() != 4:
+            raise ValueError(f"rope: {name} has shape {shape_text(t)}, expected (batch, seq, heads, head_dim)")
+    q_out, k_out = _rope(q.transpose(1, 2), None if k is None else k.transpose(1, 2), cos, sin, code, half_tables)
+    return q_out.transpose(1, 2), None if k is None else k_out.transpose(1, 2)
 
 
 def liger_rotary_pos_emb(
