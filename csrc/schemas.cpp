@@ -1,7 +1,8 @@
 // The table of contents of torch.ops.liger_ext: every op's schema. Forwards return what their backwards need; all ops are
 // functional, but for those that end in _ and overwrite their first argument. An output that an option leaves out has zero elements. Modes
 // are integers here, names in Python:
-//   casting_mode 0 llama, 1 gemma, -1 none;  activation 0 silu, 1 gelu by tanh, 2 exact gelu;  reduction 0 none, 1 mean, 2 sum.
+//   casting_mode 0 llama, 1 gemma, -1 none;  activation 0 silu, 1 gelu by tanh, 2 exact gelu;  reduction 0 none, 1 mean, 2 sum;
+//   layout 0 halves, 1 interleaved, 2 interleaved to halves.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(liger_ext, m) {
@@ -40,8 +41,8 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   m.def("relu_squared(Tensor x) -> Tensor");
   m.def("relu_squared_backward(Tensor dy, Tensor x) -> Tensor");
 
-  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)");
-  m.def("rope_backward(Tensor dq, Tensor dk, Tensor cos, Tensor sin) -> (Tensor dq_in, Tensor dk_in)");
+  m.def("rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, int layout, bool half_tables) -> (Tensor q_out, Tensor k_out)");
+  m.def("rope_backward(Tensor dq, Tensor? dk, Tensor cos, Tensor sin, int layout, bool half_tables) -> (Tensor dq_in, Tensor dk_in)");
 
   m.def("softmax(Tensor x) -> Tensor");
   m.def("softmax_backward(Tensor dy, Tensor y) -> Tensor");

@@ -54,7 +54,7 @@ def outputs_of(result: Any, bare: str = "out") -> dict[str, Tensor]:
     if hasattr(result, "loss"):
         names = ("loss", "z_loss", "token_accuracy", "predicted_tokens")
         return {name: getattr(result, name) for name in names if getattr(result, name) is not None}
-    return {f"out{i}": t for i, t in enumerate(result)}
+    return {f"out{i}": t for i, t in enumerate(result) if t is not None}
 
 
 def _leaves(inputs: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:

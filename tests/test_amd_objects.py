@@ -25,6 +25,7 @@ STREAMS = {
     "NormBackwardTiles": {"load", "store"},
     "SumColumns": set(),
     "RopeKernel": {"load", "store"},
+    "RopeInterleavedKernel": {"load", "store"},
     "GluForwardKernel": {"load", "store"},
     "GluBackwardKernel": {"load", "store"},
     "SoftmaxRegisters": {"load", "store"},

@@ -27,9 +27,6 @@ from liger_ext.models import FAMILIES, causal_lm, decoder, families, known_code
 
 # What of a family stays as it is, in the newest transformers: it runs code that is not known,
 UNKNOWN = {
-    "cohere2": {"Cohere2Attention"},
-    "ernie4_5": {"Ernie4_5Attention"},
-    "glm4": {"Glm4Attention"},
     "seed_oss": {"SeedOssMLP"},
 }
 # or known code of which nothing can be fused.

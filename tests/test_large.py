@@ -119,8 +119,8 @@ def test_rope_in_two_launches(free_memory):
     angle = torch.rand(1, seq, 2, device="cuda")
     tables = angle.cos(), angle.sin()
     for op in (torch.ops.liger_ext.rope, torch.ops.liger_ext.rope_backward):
-        expected = op(*one, *tables)
-        found = op(*(t.expand(batch, -1, -1, -1) for t in one), *tables)
+        expected = op(*one, *tables, 0, False)
+        found = op(*(t.expand(batch, -1, -1, -1) for t in one), *tables, 0, False)
         for all_of_them, first in zip(found, expected, strict=True):
             assert all(torch.equal(part, first.expand_as(part)) for part in all_of_them.split(2**12))
 

@@ -76,7 +76,8 @@ def calls(draw, op):
     if op in WITH_HEADS:
         call["cols"] = 2 * draw(st.integers(1, 256))
         call["rotary_dim"] = draw(st.sampled_from([0, 2 * draw(st.integers(1, call["cols"] // 2))]))
-        call["q_heads"], call["k_heads"] = draw(st.integers(1, 200)), draw(st.integers(1, 64))
+        call["q_heads"], call["k_heads"] = draw(st.integers(1, 200)), draw(st.integers(0, 64))
+        call["interleaved"] = draw(st.booleans())
     if op in IN_GROUPS:
         call["groups"] = draw(st.sampled_from([1, 2, 32]))
         call["rows"] = call["rows"] // call["groups"] * call["groups"]
@@ -333,7 +334,7 @@ def sweep():
         (
             {},
             {"mixed": True},
-            {"full": True},
+            {"full": True, "interleaved": True},
             {"per_row": True},
             {"frozen": True},
             {"chunk_classes": 1024, "full": True},

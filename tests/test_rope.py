@@ -9,14 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liger_ext import functional as F
+from liger_ext.ops._checks import ROPE_LAYOUTS
 from liger_ext.testing import judge
+
+LAYOUTS = tuple(ROPE_LAYOUTS)
 
 
 def tables(batch, seq, rotary, dtype, device, seed=0, layout="contiguous"):
     angle = normal(batch, seq, rotary, device=device, seed=seed, scale=3)
     if layout == "transposed":
         angle = angle.transpose(0, 1).contiguous().transpose(0, 1)
-    return {"cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    if layout == "columns":  # the first of a wider table
+        cos, sin = (torch.cat((t, t), -1)[..., :rotary] for t in (cos, sin))
+    return {"cos": cos, "sin": sin}
 
 
 def heads(batch, count, seq, dim, dtype, device, seed, layout):
@@ -36,7 +42,7 @@ def heads(batch, count, seq, dim, dtype, device, seed, layout):
 layouts = st.sampled_from(["contiguous", "hf", "packed", "columns", "expanded"])
 
 
-@settings(max_examples=80)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_rope(device, data):
     batch, seq = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9) | st.sampled_from([130]))
@@ -48,9 +54,11 @@ def test_rope(device, data):
         for most in (5, 3)
     )
     of, table_dtype = data.draw(st.sampled_from([1, batch or 1])), data.draw(st.sampled_from(dtypes_of(device)))
-    layout = data.draw(st.sampled_from(["contiguous", "transposed"]))
-    table = tables(of, seq, rotary, table_dtype, device, seed + 2, layout)
-    judge("rope", {"q": q.requires_grad_(), "k": k.requires_grad_(data.draw(st.booleans())), **table})
+    memory, half = data.draw(st.sampled_from(["contiguous", "transposed", "columns"])), data.draw(st.booleans())
+    options = {"layout": data.draw(st.sampled_from(LAYOUTS)), "half_tables": half}
+    table = tables(of, seq, rotary // 2 if half else rotary, table_dtype, device, seed + 2, memory)
+    k = data.draw(st.sampled_from([k.requires_grad_(data.draw(st.booleans())), None]))
+    judge("rope", {"q": q.requires_grad_(), "k": k, **table, **options})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,9 +93,47 @@ def test_what_is_not_rotated_is_copied_exactly(device):
     assert q_out[..., :16].isfinite().all()
 
 
-def test_rotation_and_its_backward_are_inverse(device):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rotation_and_its_backward_are_inverse(device, layout):
     q, k = normal(1, 2, 5, 32, device=device).requires_grad_(), normal(1, 2, 5, 32, device=device)
-    angle = normal(1, 5, 16, device=device).repeat(1, 1, 2)
-    q_out, _ = F.rope(q, k, angle.cos(), angle.sin())
+    angle = normal(1, 5, 16, device=device)
+    q_out, _ = F.rope(q, k, angle.cos(), angle.sin(), layout=layout, half_tables=True)
     (dq,) = torch.autograd.grad(q_out, q, q_out.detach())
     torch.testing.assert_close(dq, q.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts_are_permutations_of_columns(device, dtype):
+    """The same bits as those of halves, wherever the pairs are and however wide the tables: of whole vectors, of single
+    elements, and of some columns."""
+    for dim, rotary in ((128, 128), (64, 32), (20, 12)):
+        q, k = (normal(2, count, 5, dim, dtype=dtype, device=device, seed=count) for count in (3, 1))
+        half = tables(1, 5, rotary // 2, dtype, device)
+        whole = {name: torch.cat((t, t), -1) for name, t in half.items()}
+
+        def woven(t, rotary=rotary):
+            """From halves to interleaved."""
+            mixed = torch.stack(t[..., :rotary].chunk(2, -1), -1).flatten(-2)
+            return torch.cat((mixed, t[..., rotary:]), -1)
+
+        def same(found, expected):
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+        expected = F.rope(q, k, **whole)
+        same(F.rope(q, k, **half, half_tables=True), expected)
+        for tables_, wide in ((whole, False), (half, True)):
+            options = {"layout": "interleaved_to_halves", "half_tables": wide}
+            same(F.rope(woven(q), woven(k), **tables_, **options), expected)
+            tables_ = tables_ if wide else {name: woven(t) for name, t in tables_.items()}
+            options["layout"] = "interleaved"
+            same(F.rope(woven(q), woven(k), **tables_, **options), map(woven, expected))
+
+
+def test_one_tensor(device):
+    q, k = normal(2, 7, 4, 16, device=device).requires_grad_(), normal(2, 7, 2, 16, device=device)
+    table = tables(2, 7, 16, torch.float32, device)
+    expected, _ = F.rope(q, k, **table, unsqueeze_dim=2)
+    found, nothing = F.rope(q, None, **table, unsqueeze_dim=2)
+    assert nothing is None and torch.equal(found, expected)
+    dout = normal(*q.shape, device=device, seed=3)
+    assert torch.equal(*(torch.autograd.grad(out, q, dout)[0] for out in (found, expected)))

@@ -7,12 +7,15 @@ import torch
 from benchmarks.installed import Peer
 
 
-def rope(q, k, cos, sin):
+def rope(q, k, cos, sin, layout="halves"):
     rotary, cos, sin = cos.shape[-1], cos.unsqueeze(1), sin.unsqueeze(1)
 
     def embed(x):
         turned, passed = x[..., :rotary], x[..., rotary:]
-        half = torch.cat((-turned[..., rotary // 2 :], turned[..., : rotary // 2]), dim=-1)
+        if layout == "interleaved":
+            half = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+        else:
+            half = torch.cat((-turned[..., rotary // 2 :], turned[..., : rotary // 2]), dim=-1)
         turned = turned * cos + half * sin
         return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
 

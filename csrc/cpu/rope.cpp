@@ -1,5 +1,6 @@
 // Rotary embedding on the CPU: bound by memory. An item is one position of the sequence: its row of cos and sin is converted once,
 // into a buffer that stays in L1, and then used by all heads of q and k. Rotary dimensions beyond the buffer are taken in slices.
+// Interleaved pairs come and go through buffers as well.
 #include "kernels/rope.h"
 
 #include "cpu/simd.h"
@@ -9,27 +10,57 @@ namespace {
 
 constexpr int64_t slice = 256;  // columns of half a row
 
-template <class A> struct Table {
-  alignas(vector_bytes) A cos[2][slice], sin[2][slice];  // [0]: first half of the row, [1]: second
+// Of `slice` pairs: [0] what belongs to their first elements, [1] to their second ones.
+template <class A> struct Pairs {
+  alignas(vector_bytes) A of[2][slice];
+  A* operator[](int i) { return of[i]; }
+  const A* operator[](int i) const { return of[i]; }
 };
+template <class A> struct Table {
+  Pairs<A> cos, sin;
+};
+
+// `count` pairs from the element at `at` on, interleaved.
+template <class A, class T> LIGER_INLINE void split(Pairs<A>& to, const In<T>& from, int64_t at, int64_t count) {
+  alignas(vector_bytes) A row[2 * slice];
+  columns<A>(2 * count, [&](int64_t j, auto n) { store<A>(row + j, n, load<A>(from, at + j, n)); });
+  for (int64_t j = 0; j < count; ++j) to[0][j] = row[2 * j], to[1][j] = row[2 * j + 1];
+}
+template <class A, class T> LIGER_INLINE void join(const Out<T>& to, const Pairs<A>& from, int64_t at, int64_t count) {
+  alignas(vector_bytes) A row[2 * slice];
+  for (int64_t j = 0; j < count; ++j) row[2 * j] = from[0][j], row[2 * j + 1] = from[1][j];
+  columns<A>(2 * count, [&](int64_t j, auto n) { store(to, at + j, n, load<A>(row + j, n)); });
+}
+// Two runs of `count` elements, `apart` from each other.
+template <class A, class T> LIGER_INLINE void copy(Pairs<A>& to, const In<T>& from, int64_t at, int64_t apart, int64_t count) {
+  columns<A>(count, [&](int64_t j, auto n) {
+    store<A>(to[0] + j, n, load<A>(from, at + j, n));
+    store<A>(to[1] + j, n, load<A>(from, at + apart + j, n));
+  });
+}
 
 // The transpose swaps sin between the halves and negates it: with that done here, both directions are one formula.
 template <class A>
 [[gnu::flatten]] void fill(Table<A>& table, const Rope& a, int64_t batch, int64_t position, int64_t first, int64_t count) {
   if (count == 0) return;  // a table without columns has no address
-  const auto cos = row<any>(Rows{a.cos, a.cos_seq, a.table_dtype}, position);
-  const auto sin = row<any>(Rows{a.sin, a.sin_seq, a.table_dtype}, position);
-  const int64_t cos_at = batch * a.cos_batch + first, sin_at = batch * a.sin_batch + first, half = a.rotary_dim / 2;
-  columns<A>(count, [&](int64_t j, auto n) {
-    store<A>(table.cos[0] + j, n, load<A>(cos, cos_at + j, n));
-    store<A>(table.cos[1] + j, n, load<A>(cos, cos_at + half + j, n));
-    const auto low = load<A>(sin, sin_at + j, n), high = load<A>(sin, sin_at + half + j, n);
-    store<A>(table.sin[0] + j, n, a.transpose ? -high : low);
-    store<A>(table.sin[1] + j, n, a.transpose ? -low : high);
+  dispatch(a.table_dtype, [&](auto t) {
+    const auto pairs = [&](Pairs<A>& to, const void* data, int64_t of_batch, int64_t of_seq) {
+      const In<decltype(t)> from{static_cast<const decltype(t)*>(data) + batch * of_batch + position * of_seq};
+      if (a.tables_interleaved()) split(to, from, 2 * first, count);
+      else copy(to, from, first, a.half_tables ? 0 : a.rotary_dim / 2, count);
+    };
+    pairs(table.cos, a.cos, a.cos_batch, a.cos_seq);
+    pairs(table.sin, a.sin, a.sin_batch, a.sin_seq);
   });
+  if (a.transpose)
+    columns<A>(count, [&](int64_t j, auto n) {
+      const auto low = load<A>(table.sin[0] + j, n), high = load<A>(table.sin[1] + j, n);
+      store<A>(table.sin[0] + j, n, -high);
+      store<A>(table.sin[1] + j, n, -low);
+    });
 }
 
-template <class T, class A>
+template <bool Interleaved, class T, class A>
 [[gnu::flatten]] void rotate(const Table<A>& table, const Rope& a, const RopeHeads& heads, int64_t batch, int64_t position, int64_t first,
                              int64_t count, bool stream) {
   if (heads.heads == 0) return;  // no memory either
@@ -40,11 +71,24 @@ template <class T, class A>
   for (int64_t head = 0; head < heads.heads; ++head, in += heads.in_head, out += heads.out_head) {
     const In<T> low{in + first}, high{in + half + first}, rest{in};
     const Out<T> low_out{out + first, stream}, high_out{out + half + first, stream}, rest_out{out, stream};
-    columns<A>(count, [&](int64_t j, auto n) {
-      const auto x = load<A>(low, j, n), y = load<A>(high, j, n);
-      store(low_out, j, n, x * load<A>(table.cos[0] + j, n) - y * load<A>(table.sin[0] + j, n));
-      store(high_out, j, n, y * load<A>(table.cos[1] + j, n) + x * load<A>(table.sin[1] + j, n));
-    });
+    const auto turn = [&](const auto& low, const auto& high, const auto& low_out, const auto& high_out) {
+      columns<A>(count, [&](int64_t j, auto n) {
+        const auto x = load<A>(low, j, n), y = load<A>(high, j, n);
+        store(low_out, j, n, x * load<A>(table.cos[0] + j, n) - y * load<A>(table.sin[0] + j, n));
+        store(high_out, j, n, y * load<A>(table.cos[1] + j, n) + x * load<A>(table.sin[1] + j, n));
+      });
+    };
+    if constexpr (!Interleaved) turn(low, high, low_out, high_out);
+    else {
+      Pairs<A> x, rotated;
+      if (a.in_interleaved) split(x, rest, 2 * first, count);
+      else copy(x, rest, first, half, count);
+      const In<A> firsts{x[0]}, seconds{x[1]};
+      if (a.out_interleaved) {
+        turn(firsts, seconds, Out<A>{rotated[0], false}, Out<A>{rotated[1], false});
+        join(rest_out, rotated, 2 * first, count);
+      } else turn(firsts, seconds, low_out, high_out);
+    }
     if (last) columns<A>(a.rotary_dim, a.head_dim, [&](int64_t j, auto n) { store(rest_out, j, n, load<A>(rest, j, n)); });
   }
 }
@@ -57,7 +101,7 @@ bool heads_stream(const Rope& a, const RopeHeads& heads) {
          heads.out_batch * size % vector_bytes == 0 && half * size % vector_bytes == 0;
 }
 
-template <class T, class A> void run_positions(const Rope& a, int64_t begin, int64_t end) {
+template <bool Interleaved, class T, class A> void run_positions(const Rope& a, int64_t begin, int64_t end) {
   const bool stream_q = heads_stream(a, a.q), stream_k = heads_stream(a, a.k);
   const int64_t half = a.rotary_dim / 2;
   Table<A> table;
@@ -67,8 +111,8 @@ template <class T, class A> void run_positions(const Rope& a, int64_t begin, int
     do {  // once also when rotary_dim is 0: everything is copied
       const int64_t count = half - first < slice ? half - first : slice;
       fill(table, a, batch, position, first, count);
-      rotate<T>(table, a, a.q, batch, position, first, count, stream_q);
-      rotate<T>(table, a, a.k, batch, position, first, count, stream_k);
+      rotate<Interleaved, T>(table, a, a.q, batch, position, first, count, stream_q);
+      rotate<Interleaved, T>(table, a, a.k, batch, position, first, count, stream_k);
       first += count;
     } while (first < half);
   }
@@ -79,7 +123,11 @@ template <class T, class A> void run_positions(const Rope& a, int64_t begin, int
 
 // Items are positions: batch * seq of them.
 template <> void run(const Rope& a, int64_t begin, int64_t end) {
-  dispatch(a.dtype, [&](auto t) { run_positions<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
+  dispatch(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    if (a.in_interleaved || a.out_interleaved) run_positions<true, T, accumulator_of<T>>(a, begin, end);
+    else run_positions<false, T, accumulator_of<T>>(a, begin, end);
+  });
 }
 
 }  // namespace liger::cpu::LIGER_ISA

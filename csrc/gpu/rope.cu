@@ -3,6 +3,10 @@
 // A thread has one place in two heads of a position (batch, seq): a pair of vectors, those at i and i + rotary_dim / 2, which it
 // rotates, or two behind rotary_dim, which it copies. Threads are numbered as the tensors lie in memory, whatever the blocks. More heads
 // to a thread would load cos and sin, which the L1 has, less often, but a thread's life would be longer than what it waits for.
+//
+// With interleaved pairs a thread stores the same vectors, whole, beside its neighbours': where the results are interleaved its pairs are
+// those of two runs of half a vector's length. What it loads lies wherever it lies: loads of two vectors side by side are as fast, stores
+// of them 11 % slower (docs/decisions.md).
 #include "kernels/rope.h"
 
 #include "gpu/device.h"
@@ -12,9 +16,46 @@
 namespace liger::gpu {
 namespace {
 
-template <class T, int VEC> struct RopeKernel {
-  static constexpr int max_threads = launch::rope_kernel.instance(VEC).max_threads, min_blocks = 4,
-                       heads_in_flight = launch::rope_heads_in_flight;
+// Of two words: the first elements and the second ones of pairs that alternate in them, or the other way round.
+template <class T> LIGER_DEVICE void regroup(uint32_t& a, uint32_t& b) {
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t low = (a & 0xffff) | b << 16;
+    b = a >> 16 | (b & 0xffff0000u);
+    a = low;
+  }
+}
+// Of two vectors of interleaved pairs: all first elements, and all second ones.
+template <class T, int VEC> LIGER_DEVICE void split(Packed<T, VEC>& a, Packed<T, VEC>& b) {
+  constexpr int words = Packed<T, VEC>::words;
+  Packed<T, VEC> first, second;
+#pragma unroll
+  for (int w = 0; w < words; ++w) {
+    const Packed<T, VEC>& from = 2 * w < words ? a : b;
+    first.data[w] = from.data[2 * w % words];
+    second.data[w] = from.data[2 * w % words + 1];
+    regroup<T>(first.data[w], second.data[w]);
+  }
+  a = first;
+  b = second;
+}
+template <class T, int VEC> LIGER_DEVICE void join(Packed<T, VEC>& first, Packed<T, VEC>& second) {
+  constexpr int words = Packed<T, VEC>::words;
+  Packed<T, VEC> a, b;
+#pragma unroll
+  for (int w = 0; w < words; ++w) {
+    Packed<T, VEC>& to = 2 * w < words ? a : b;
+    uint32_t one = first.data[w], other = second.data[w];
+    regroup<T>(one, other);
+    to.data[2 * w % words] = one;
+    to.data[2 * w % words + 1] = other;
+  }
+  first = a;
+  second = b;
+}
+
+template <class T, int VEC, bool Interleaved> struct RopeOf {
+  static constexpr int max_threads = (Interleaved ? launch::rope_interleaved_kernel : launch::rope_kernel).instance(VEC).max_threads,
+                       min_blocks = 4, heads_in_flight = launch::rope_heads_in_flight;
   struct Args {
     Rope rope;
     int first;                               // position
@@ -48,29 +89,98 @@ template <class T, int VEC> struct RopeKernel {
     const bool rotates = place < rotating;
     const int passed = place - rotating, low = rotates ? place * VEC : 2 * half + passed * VEC;
     const int pair = rotates ? half : passed + passing_pairs < passing ? passing_pairs * VEC : 0;
+    const auto neighbours = [&](bool interleaved) { return VEC == 1 && rotates && interleaved; };  // the two elements of a pair
     Loaded x;
-    x.load(opaque(in + low), pair, step * in_head, two);
-    if (rotates)
-      with_dtype(a.table_dtype, [&](auto tag) {
-        Rotation<std::remove_cvref_t<decltype(tag)>> r;
-        load_rotation(r, a, batch * a.cos_batch + seq * a.cos_seq, batch * a.sin_batch + seq * a.sin_seq, low, low + half);
-        rotate(r, x);
-      });
-    x.store(opaque(out + low), pair, step * out_head, two);
+    if (!Interleaved || !rotates) {
+      const bool near = neighbours(a.in_interleaved);
+      x.load(opaque(in + (near ? 2 * low : low)), near ? 1 : pair, step * in_head, two);
+    }
+    if (rotates) {
+      const Tables tables{batch * a.cos_batch + seq * a.cos_seq, batch * a.sin_batch + seq * a.sin_seq, low, half};
+      if constexpr (!Interleaved) {
+        with_dtype(a.table_dtype, [&](auto tag) { rotate(tables.template load<std::remove_cvref_t<decltype(tag)>>(a), x); });
+      } else {
+        const auto turn = [&]<bool In, bool Out, bool HalfTables = false>() {
+          x.template load_pairs<In, Out>(opaque(in), low, half, step * in_head, two);
+          with_dtype(a.table_dtype, [&](auto tag) {
+            using Table = std::remove_cvref_t<decltype(tag)>;
+            rotate(tables.template load_pairs<In, Out, HalfTables, Table>(a), x);
+          });
+          if (Out) x.join();
+        };
+        if (!a.out_interleaved) turn.template operator()<true, false>();
+        else if (!a.in_interleaved) turn.template operator()<false, true>();
+        else if (!a.half_tables) turn.template operator()<true, true>();
+        else turn.template operator()<true, true, true>();
+      }
+    }
+    const bool near = neighbours(a.out_interleaved);
+    x.store(opaque(out + (near ? 2 * low : low)), near ? 1 : pair, step * out_head, two);
   }
 
  private:
-  // Forward: low * cos[low] - high * sin[low], high * cos[high] + low * sin[high]; the transpose swaps the two sines and their signs.
-  template <class Table>
-  LIGER_DEVICE static void load_rotation(Rotation<Table>& r, const Rope& a, int64_t cos, int64_t sin, int low, int high) {
-    const Table *cosines = opaque(static_cast<const Table*>(a.cos) + cos), *sines = opaque(static_cast<const Table*>(a.sin) + sin);
-    load<Hint::constant>(r.cos[0], cosines + low);
-    load<Hint::constant>(r.cos[1], cosines + high);
-    load<Hint::constant>(r.sin[0], sines + (a.transpose ? high : low));
-    load<Hint::constant>(r.sin[1], sines + (a.transpose ? low : high));
-    if (a.transpose) r.sin[1].negate();
-    else r.sin[0].negate();
+  // A thread's pairs are those whose results are its vectors, at `low` and `half` columns behind it: those from low on; or, if results are
+  // interleaved (Out), half as many from low / 2 on and from (low + half) / 2 on. Of a row with one column for each pair:
+  template <bool Out, Hint H, class E> LIGER_DEVICE static void load_columns(Packed<E, VEC>& of, const E* from, int low, int half) {
+    if constexpr (Out) {
+      Packed<E, VEC / 2> parts[2];
+      gpu::load<H>(parts[0], from + low / 2);
+      gpu::load<H>(parts[1], from + (low + half) / 2);
+#pragma unroll
+      for (int w = 0; w < of.words; ++w) of.data[w] = parts[2 * w / of.words].data[w % parts[0].words];
+    } else {
+      gpu::load<H>(of, from + low);
+    }
   }
+  // Of a row with both elements of each pair, interleaved (In) or `apart`.
+  template <bool In, bool Out, Hint H, class E>
+  LIGER_DEVICE static void load_both(Packed<E, VEC>& first, Packed<E, VEC>& second, const E* from, int low, int half, int apart) {
+    if constexpr (In) {
+      gpu::load<H>(first, from + (Out ? low : 2 * low));
+      gpu::load<H>(second, from + (Out ? low + half : 2 * low + VEC));
+      split(first, second);
+    } else {
+      load_columns<Out, H>(first, from, low, half);
+      load_columns<Out, H>(second, from + apart, low, half);
+    }
+  }
+
+  struct Tables {
+    int64_t cos, sin;  // this position's rows
+    int low, half;
+
+    // Forward: low * cos[low] - high * sin[low], high * cos[high] + low * sin[high]; the transpose swaps the two sines and their signs.
+    template <class Table> LIGER_DEVICE Rotation<Table> load(const Rope& a) const {
+      const Table *cosines = opaque(static_cast<const Table*>(a.cos) + cos), *sines = opaque(static_cast<const Table*>(a.sin) + sin);
+      const bool near = VEC == 1 && a.tables_interleaved();
+      const int first = near ? 2 * low : low, second = first + (near ? 1 : a.half_tables ? 0 : half);
+      Rotation<Table> r;
+      gpu::load<Hint::constant>(r.cos[0], cosines + first);
+      gpu::load<Hint::constant>(r.cos[1], cosines + second);
+      gpu::load<Hint::constant>(r.sin[0], sines + (a.transpose ? second : first));
+      gpu::load<Hint::constant>(r.sin[1], sines + (a.transpose ? first : second));
+      if (a.transpose) r.sin[1].negate();
+      else r.sin[0].negate();
+      return r;
+    }
+    template <bool In, bool Out, bool HalfTables, class Table> LIGER_DEVICE Rotation<Table> load_pairs(const Rope& a) const {
+      constexpr bool interleaved = In && Out && !HalfTables;
+      const Table *cosines = opaque(static_cast<const Table*>(a.cos) + cos), *sines = opaque(static_cast<const Table*>(a.sin) + sin);
+      const int apart = HalfTables || a.half_tables ? 0 : half;
+      Rotation<Table> r;
+      load_both<interleaved, Out, Hint::constant>(r.cos[0], r.cos[1], cosines, low, half, apart);
+      load_both<interleaved, Out, Hint::constant>(r.sin[0], r.sin[1], sines, low, half, apart);
+      if (a.transpose) {
+        const Packed<Table, VEC> first = r.sin[0];
+        r.sin[0] = r.sin[1];
+        r.sin[1] = first;
+        r.sin[1].negate();
+      } else {
+        r.sin[0].negate();
+      }
+      return r;
+    }
+  };
   // `pair`: the distance of a pair's vectors, 0 where there is no second one. two: heads.
   struct Loaded {
     Packed<T, VEC> low[heads_in_flight] = {}, high[heads_in_flight] = {};
@@ -82,6 +192,11 @@ template <class T, int VEC> struct RopeKernel {
         if (pair) gpu::load<Hint::stream>(high[h], from + h * step + pair);
       }
     }
+    template <bool In, bool Out> LIGER_DEVICE void load_pairs(const T* from, int at, int half, int64_t step, bool two) {
+#pragma unroll
+      for (int h = 0; h < heads_in_flight; ++h)
+        if (h == 0 || two) load_both<In, Out, Hint::stream>(low[h], high[h], from + h * step, at, half, half);
+    }
     LIGER_DEVICE void store(T* to, int pair, int64_t step, bool two) const {
 #pragma unroll
       for (int h = 0; h < heads_in_flight; ++h) {
@@ -89,6 +204,10 @@ template <class T, int VEC> struct RopeKernel {
         gpu::store<Hint::stream>(to + h * step, low[h]);
         if (pair) gpu::store<Hint::stream>(to + h * step + pair, high[h]);
       }
+    }
+    LIGER_DEVICE void join() {
+#pragma unroll
+      for (int h = 0; h < heads_in_flight; ++h) gpu::join(low[h], high[h]);
     }
   };
   template <class Table> LIGER_DEVICE static void rotate(const Rotation<Table>& r, Loaded& x) {
@@ -105,6 +224,9 @@ template <class T, int VEC> struct RopeKernel {
     }
   }
 };
+
+template <class T, int VEC> struct RopeKernel : RopeOf<T, VEC, false> {};
+template <class T, int VEC> struct RopeInterleavedKernel : RopeOf<T, VEC, true> {};
 
 bool whole_vectors(const void* data, int64_t vec, std::initializer_list<int64_t> offsets) {
   bool ok = reinterpret_cast<uintptr_t>(data) % 16 == 0;
@@ -125,18 +247,25 @@ void rope(const Rope& a, Stream stream) {
                        whole_vectors(a.cos, wide, {a.cos_batch, a.cos_seq}) && whole_vectors(a.sin, wide, {a.sin_batch, a.sin_seq});
   const int64_t positions = a.batch * a.seq;
   require(positions < int64_t{1} << 31, "rope: ", positions, " positions are more than the GPU kernel counts (2^31)");
+  const bool interleaved = a.in_interleaved || a.out_interleaved;
   for (int64_t done = 0; done < positions;) {
-    const launch::RopeLaunch made = launch::rope(device_profile(stream.device), {positions, a.q.heads, a.k.heads, a.head_dim, a.rotary_dim},
-                                                 done, vectors ? int(wide) : 1);
+    const launch::RopeLaunch made =
+        launch::rope(device_profile(stream.device), {positions, a.q.heads, a.k.heads, a.head_dim, a.rotary_dim, interleaved}, done,
+                     vectors ? int(wide) : 1);
     const int threads = made.plan.threads_per_row;
     dispatch(a.dtype, [&](auto tag) {
       using T = decltype(tag);
-      with_instance<launch::rope_kernel, fits<T>>(made, [&]<Instance I>() {
-        launch<RopeKernel<T, I.vec>>(
+      const auto start = [&]<class Kernel>() {
+        launch<Kernel>(
             made,
             {a, int(done), int(made.rows * threads), made.q_slots, made.k_slots, Divisor(threads), Divisor(made.lanes), Divisor(a.seq)},
             stream);
-      });
+      };
+      if (made.of(launch::rope_kernel))
+        with_instance<launch::rope_kernel, fits<T>>(made, [&]<Instance I>() { start.template operator()<RopeKernel<T, I.vec>>(); });
+      else
+        with_instance<launch::rope_interleaved_kernel, fits<T>>(
+            made, [&]<Instance I>() { start.template operator()<RopeInterleavedKernel<T, I.vec>>(); });
     });
     done += made.rows;
   }

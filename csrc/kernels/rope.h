@@ -1,9 +1,9 @@
-// Rotary position embedding in the half-split ("NeoX", Hugging Face) layout; arXiv:2104.09864.
-// With R = rotary_dim, the first R of head_dim columns are rotated, the rest copied:
-//   out[i]       = x[i] * cos[i]             - x[i + R/2] * sin[i]          for i < R/2
-//   out[i + R/2] = x[i + R/2] * cos[i + R/2] + x[i]       * sin[i + R/2]
+// Rotary position embedding; arXiv:2104.09864. The first R = rotary_dim of head_dim columns are R/2 pairs, the rest is copied:
+//   out.first  = x.first  * cos.first  - x.second * sin.first
+//   out.second = x.second * cos.second + x.first  * sin.second
 // The backward is the transpose:
-//   dx[i] = d[i] * cos[i] + d[i + R/2] * sin[i + R/2],   dx[i + R/2] = d[i + R/2] * cos[i + R/2] - d[i] * sin[i]
+//   dx.first = d.first * cos.first + d.second * sin.second,   dx.second = d.second * cos.second - d.first * sin.first
+// The pth pair is in columns p and p + R/2, the halves ("NeoX", Hugging Face's Llama), or, interleaved, in 2p and 2p + 1 (GPT-J).
 #pragma once
 #include "kernels/types.h"
 
@@ -18,14 +18,23 @@ struct RopeHeads {
   int64_t out_batch, out_head, out_seq;
 };
 
+// Of what goes into the forward, and of what comes out.
+enum class RopeLayout : int32_t { halves, interleaved, interleaved_to_halves };
+
 struct Rope {
   int64_t batch, seq, head_dim, rotary_dim;
   Dtype dtype;              // of q, k and the outputs
   RopeHeads q, k;
-  const void *cos, *sin;    // [1 or batch, seq, rotary_dim], rotary_dim contiguous
+  const void *cos, *sin;    // [1 or batch, seq, table_cols()], table_cols() contiguous
   Dtype table_dtype;
   int64_t cos_batch, cos_seq, sin_batch, sin_seq;  // strides; batch stride 0: shared by the batch
   bool transpose;           // backward
+  bool in_interleaved, out_interleaved;
+  bool half_tables;         // cos and sin have a column for each pair, and not one for each of its elements
+
+  constexpr int64_t table_cols() const { return half_tables ? rotary_dim / 2 : rotary_dim; }
+  // A table of rotary_dim columns has them in halves otherwise.
+  constexpr bool tables_interleaved() const { return in_interleaved && out_interleaved && !half_tables; }
 };
 
 namespace LIGER_BACKEND {

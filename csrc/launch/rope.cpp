@@ -17,14 +17,15 @@ RopeLaunch rope(const DeviceProfile& device, const RopeShape& of, int64_t done, 
   const KnobKey call{tunable.id, vec, of.positions, of.head_dim, int32_t(of.q_heads), int32_t(of.k_heads), int32_t(of.rotary_dim)};
   const RopePlan plan = plan_rope_heads(device, of.positions - done, of.q_heads, of.k_heads, of.head_dim, of.rotary_dim, vec,
                                         chosen_knobs(given, device, call));
-  return {
-      {&rope_kernel, rope_kernel.instance(vec), plan.positions, of.head_dim, plan.launch, tunable}, plan.lanes, plan.q_slots, plan.k_slots};
+  const Kernel& kernel = of.interleaved && vec > 1 ? rope_interleaved_kernel : rope_kernel;
+  return {{&kernel, kernel.instance(vec), plan.positions, of.head_dim, plan.launch, tunable}, plan.lanes, plan.q_slots, plan.k_slots};
 }
 
 // For op_plans.h.
 namespace {
 
-const Fact q_heads{"q_heads", 1}, k_heads{"k_heads", 1}, rotary_dim{"rotary_dim"};  // 0: all of the head
+const Fact q_heads{"q_heads", 1}, k_heads{"k_heads", 1}, rotary_dim{"rotary_dim"},
+    interleaved{"interleaved"};  // rotary_dim 0: all of the head
 
 Launches rotary(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
@@ -32,12 +33,13 @@ Launches rotary(const DeviceProfile& device, const Call& call) {
   const int vec = call.aligned && call.cols % wide_vec(call) == 0 && rotary / 2 % wide_vec(call) == 0 ? wide_vec(call) : 1;
   Launches out;
   for (int64_t done = 0; done < call.rows; done += out.back().rows)
-    out.push_back(rope(device, {call.rows, call[q_heads], call[k_heads], call.cols, rotary}, done, vec, &call.knobs));
+    out.push_back(
+        rope(device, {call.rows, call[q_heads], call[k_heads], call.cols, rotary, call[interleaved] != 0}, done, vec, &call.knobs));
   return out;
 }
 
-const Planned forward{"rope", rotary, {&rope_kernel}};
-const Planned backward{"rope_backward", rotary, {&rope_kernel}};
+const Planned forward{"rope", rotary, {&rope_kernel, &rope_interleaved_kernel}};
+const Planned backward{"rope_backward", rotary, {&rope_kernel, &rope_interleaved_kernel}};
 
 }  // namespace
 }  // namespace liger::launch

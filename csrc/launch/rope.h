@@ -7,9 +7,12 @@ namespace liger::launch {
 constexpr int rope_heads_in_flight = 2;
 
 inline constexpr Kernel rope_kernel("RopeKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+// Of whole vectors, where pairs are interleaved before the rotation, or behind it, or both.
+inline constexpr Kernel rope_interleaved_kernel("RopeInterleavedKernel", Instance{piece_threads, wide});
 
 struct RopeShape {
   int64_t positions, q_heads, k_heads, head_dim, rotary_dim;
+  bool interleaved;
 };
 struct RopeLaunch : Launch {  // of `rows` positions
   int lanes = 1, q_slots = 1, k_slots = 1;  // RopePlan's

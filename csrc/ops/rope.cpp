@@ -19,24 +19,44 @@ RopeHeads heads_of(const Tensor& in, const Tensor& out) {
 }
 
 // Forward: q and k; backward: their gradients, by the transposed rotation.
-std::tuple<Tensor, Tensor> run(const char* op, Tensor q, Tensor k, Tensor cos, Tensor sin, bool transpose) {
+std::tuple<Tensor, Tensor> run(const char* op, Tensor q, OptionalTensor k, Tensor cos, Tensor sin, RopeLayout layout, bool half_tables,
+                               bool transpose) {
   const Scope scope(op, q);
   cos = readable(scope, cos);
   sin = readable(scope, sin);
-  Tensor q_out = output_like(scope, q), k_out = output_like(scope, k);
-  if (q.numel() + k.numel() == 0) return {q_out, k_out};
+  Tensor q_out = output_like(scope, q), k_out = k ? output_like(scope, *k) : allocate(scope, {0}, dtype_of(q), q);
+  if (q.numel() + k_out.numel() == 0) return {q_out, k_out};
   q = readable(scope, q);
-  k = readable(scope, k);
+  if (k) k = readable(scope, *k);
   const auto batch_stride = [](const Tensor& t) { return t.size(0) == 1 ? 0 : t.stride(0); };
-  rope({q.size(0), q.size(2), q.size(3), cos.size(2), dtype_of(q), heads_of(q, q_out), heads_of(k, k_out), cos.data_ptr(), sin.data_ptr(),
-        dtype_of(cos), batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), transpose},
+  const bool before = layout != RopeLayout::halves, behind = layout == RopeLayout::interleaved;  // the forward interleaved?
+  rope({.batch = q.size(0),
+        .seq = q.size(2),
+        .head_dim = q.size(3),
+        .rotary_dim = half_tables ? 2 * cos.size(2) : cos.size(2),
+        .dtype = dtype_of(q),
+        .q = heads_of(q, q_out),
+        .k = k ? heads_of(*k, k_out) : RopeHeads{},
+        .cos = cos.data_ptr(),
+        .sin = sin.data_ptr(),
+        .table_dtype = dtype_of(cos),
+        .cos_batch = batch_stride(cos),
+        .cos_seq = cos.stride(1),
+        .sin_batch = batch_stride(sin),
+        .sin_seq = sin.stride(1),
+        .transpose = transpose,
+        .in_interleaved = transpose ? behind : before,
+        .out_interleaved = transpose ? before : behind,
+        .half_tables = half_tables},
        scope);
   return {q_out, k_out};
 }
 
-std::tuple<Tensor, Tensor> rope_op(Tensor q, Tensor k, Tensor cos, Tensor sin) { return run("rope", q, k, cos, sin, false); }
-std::tuple<Tensor, Tensor> rope_backward_op(Tensor dq, Tensor dk, Tensor cos, Tensor sin) {
-  return run("rope_backward", dq, dk, cos, sin, true);
+std::tuple<Tensor, Tensor> rope_op(Tensor q, OptionalTensor k, Tensor cos, Tensor sin, int64_t layout, bool half_tables) {
+  return run("rope", q, k, cos, sin, RopeLayout(layout), half_tables, false);
+}
+std::tuple<Tensor, Tensor> rope_backward_op(Tensor dq, OptionalTensor dk, Tensor cos, Tensor sin, int64_t layout, bool half_tables) {
+  return run("rope_backward", dq, dk, cos, sin, RopeLayout(layout), half_tables, true);
 }
 
 }  // namespace

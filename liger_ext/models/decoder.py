@@ -137,7 +137,7 @@ class PackedMLP(MLP):
 
 
 class Attention(Mixin):
-    """transformers' forward, in which the name `apply_rotary_pos_emb` means our function."""
+    """transformers' forward, in which the names of functions that apply rotary embeddings mean ours."""
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
@@ -146,13 +146,29 @@ class Attention(Mixin):
 
 
 @functools.cache
-def rope_for(stock_rope: Callable) -> Callable:
-    def rope(q, k, cos, sin, *args, **kwargs):
-        learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-        is_text = cos.dim() == 3  # of images' towers it may be of another shape
-        return (functional.rope if is_text and not learned else stock_rope)(q, k, cos, sin, *args, **kwargs)
+def rope_for(stock_rope: Callable, layout: str = "halves", tables: str = "whole") -> Callable:
+    """`functional.rope` in this layout, with the arguments of `stock_rope`. `tables`: "whole", "half" of that width, or
+    whole ones of which the "first half" is read."""
 
-    return rope
+    def rope(q, k, cos, sin, unsqueeze_dim=1):
+        learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+        if cos.dim() != 3 or learned:  # of images' towers it may be of another shape
+            return stock_rope(*([q] if k is None else [q, k]), cos, sin, unsqueeze_dim=unsqueeze_dim)
+        if tables == "first half":
+            cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+        rotated = functional.rope(q, k, cos, sin, unsqueeze_dim, layout, tables != "whole")
+        return rotated[0] if k is None else rotated
+
+    def rope_at_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        return rope(q, k, cos, sin, unsqueeze_dim)
+
+    def rope_of_one(x, cos, sin, unsqueeze_dim=1):
+        return rope(x, None, cos, sin, unsqueeze_dim)
+
+    arguments = inspect.signature(stock_rope).parameters
+    if "k" not in arguments:
+        return rope_of_one
+    return rope_at_positions if "position_ids" in arguments else rope
 
 
 def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:

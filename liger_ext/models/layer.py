@@ -214,13 +214,8 @@ def _mlp(y, total, keeps, scalings, parameters):
     gate, up = (linear(y, *of_layer) for of_layer in gate_and_up)
     h = _glu(gate, up, *_SWIGLU)
     kept = [t if keep else None for t, keep in zip((y, gate, up, h), keeps, strict=True)]
-<<<<<<< HEAD
     out = linear(h, *down)
-    del y, gate, up, h  # before more is made
-=======
-    out = F.linear(h, *down)
     del y, gate, up, h  # frees their memory before more is allocated
->>>>>>> docs
     # Not in place: selective checkpoints keep matmuls' results, to return them a second time.
     return out + total, *kept
 
@@ -252,31 +247,19 @@ def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, scalings,
     needs_of = by_layer(needs)
     if gate is None:
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
-<<<<<<< HEAD
         gate, up = (linear(y, *of_layer) for of_layer in zip(by_layer(parameters[first]), scalings[:2], strict=True))
     d = dout.to(parameters[down][0].dtype)
     dh, _ = linears_backward([d], None, parameters[down], scalings[2:], (False,) * PARAMETERS, gate)
     needs_h = reads_input(needs_of[2])
-    if h is None and needs_h and dh.requires_grad:  # create_graph=True: dh is not to be written
-=======
-        gate, up = (F.linear(y, *linear) for linear in _pairs(parameters[:4]))
-    d = dout.to(parameters[4].dtype)
-    dh = d @ parameters[4]
-    if h is None and needs[4] and dh.requires_grad:  # create_graph=True: dh must not be overwritten
->>>>>>> docs
+    if h is None and needs_h and dh.requires_grad:  # create_graph=True: dh must not be overwritten
         h = _glu(gate, up, *_SWIGLU)
     if h is None and needs_h:
         dgate, dup = _glu_backward_with_h_(dh, gate, up, *_SWIGLU)
         h = dh
     else:
         dgate, dup = _glu_backward(dh, gate, up, *_SWIGLU)
-<<<<<<< HEAD
     del gate, up, dh  # before more is made
     _, of_down = linears_backward([d], _rows(h), parameters[down], scalings[2:], needs[down], None)
-=======
-    del gate, up, dh  # frees their memory before more is allocated
-    _, of_down = _linears_backward([d], _rows(h), parameters[4:], needs[4:], None)
->>>>>>> docs
     del h
     if y is None and any(map(reads_input, needs_of[:2])):
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)

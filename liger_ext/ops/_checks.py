@@ -16,6 +16,8 @@ from liger_ext import _C
 
 REDUCTIONS: Mapping[object, int] = {name: int(code) for name, code in _C.Reduction.__members__.items()}
 
+ROPE_LAYOUTS: Mapping[object, int] = {name: int(code) for name, code in _C.RopeLayout.__members__.items()}
+
 # Upstream also takes the integers.
 CASTING_MODES: Mapping[object, int] = {"llama": 0, "gemma": 1, "none": -1, 0: 0, 1: 1, -1: -1}
 

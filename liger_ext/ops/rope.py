@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_ext import _C
-from liger_ext.ops._checks import check_integer, check_tensors, shape_text
+from liger_ext.ops._checks import ROPE_LAYOUTS, check_integer, check_tensors, code_of, shape_text
 from liger_ext.ops._register import register
 
 __all__ = ["liger_rope", "liger_rotary_pos_emb", "rope"]
@@ -14,48 +14,64 @@ __all__ = ["liger_rope", "liger_rotary_pos_emb", "rope"]
 _rope_backward = torch.ops.liger_ext.rope_backward.default
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding of queries and keys, in the half-split layout of GPT-NeoX and Hugging Face
-    (Su et al., 2021, arXiv:2104.09864).
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+    layout: str = "halves",
+    half_tables: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotary position embedding of queries and keys (Su et al., 2021, arXiv:2104.09864).
 
-    With ``R = cos.shape[-1]`` the first R columns of a head are rotated, the others copied (partial rotary embedding)::
+    The first R columns of a head are R / 2 pairs and are rotated, the others are copied (partial rotary embedding). In
+    the layout ``"halves"`` of GPT-NeoX and of most models of Hugging Face, the pth pair is in columns p and p + R / 2::
 
-        out[i]         = x[i]         * cos[i]         - x[i + R / 2] * sin[i]              for i < R / 2
-        out[i + R / 2] = x[i + R / 2] * cos[i + R / 2] + x[i]         * sin[i + R / 2]
+        out[p]         = x[p]         * cos[p]         - x[p + R / 2] * sin[p]              for p < R / 2
+        out[p + R / 2] = x[p + R / 2] * cos[p + R / 2] + x[p]         * sin[p + R / 2]
+
+    In ``"interleaved"`` (GPT-J, GLM, Cohere) it is in columns 2p and 2p + 1 of x, of the result and of the tables;
+    ``"interleaved_to_halves"`` (DeepSeek V3) takes it from there and puts it where ``"halves"`` has it, in the tables
+    as well.
 
     The arithmetic is in float32 (float64 for float64) whatever the dtypes, with one rounding at the end.
 
     Args:
         q, k: ``(batch, heads, seq, head_dim)``, in any strides; the number of heads may differ. One dtype: float32,
-            bfloat16 or float16 (float64 on the CPU).
+            bfloat16 or float16 (float64 on the CPU). k may be None.
         cos, sin: ``(1 or batch, seq, R)`` or ``(seq, R)``, R even and at most head_dim, of any of these dtypes.
             Constants: they must not require a gradient.
         unsqueeze_dim: 1, or 2 where q and k are ``(batch, seq, heads, head_dim)``.
+        layout: ``"halves"``, ``"interleaved"`` or ``"interleaved_to_halves"``.
+        half_tables: cos and sin have R / 2 columns, of which the pth is both elements' of the pth pair, in any layout.
 
     Returns:
         ``(q', k')`` with the shapes and dtypes of q and k, and their strides where these leave no gaps and head_dim is
-        contiguous; contiguous otherwise.
+        contiguous; contiguous otherwise. k' is None where k is.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, or another ``unsqueeze_dim``.
+        ValueError: shapes, dtypes or devices that do not fit together, or another ``unsqueeze_dim`` or ``layout``.
         RuntimeError: cos or sin requires a gradient.
     """
-    check_tensors("rope", q=q, k=k, cos=cos, sin=sin)
+    check_tensors("rope", q=q, k=q if k is None else k, cos=cos, sin=sin)
     check_integer("rope", unsqueeze_dim=unsqueeze_dim)
+    code = code_of("rope", "layout", layout, ROPE_LAYOUTS)
     cos = cos.unsqueeze(0) if cos.dim() == 2 else cos
     sin = sin.unsqueeze(0) if sin.dim() == 2 else sin
     if unsqueeze_dim == 1:
-        return _rope(q, k, cos, sin)
+        rotated = _rope(q, k, cos, sin, code, half_tables)
+        return rotated if k is not None else (rotated[0], None)
     if unsqueeze_dim != 2:
         raise ValueError(
             f"rope: unsqueeze_dim is {unsqueeze_dim}, expected 1 for (batch, heads, seq, head_dim) "
             "or 2 for (batch, seq, heads, head_dim)"
         )
     for name, t in (("q", q), ("k", k)):
-        if t.dim() != 4:
+        if t is not None and t.dim() != 4:
             raise ValueError(f"rope: {name} has shape {shape_text(t)}, expected (batch, seq, heads, head_dim)")
-    q_out, k_out = _rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+    q_out, k_out = _rope(q.transpose(1, 2), None if k is None else k.transpose(1, 2), cos, sin, code, half_tables)
+    return q_out.transpose(1, 2), None if k is None else k_out.transpose(1, 2)
 
 
 def liger_rotary_pos_emb(
@@ -71,22 +87,28 @@ def liger_rotary_pos_emb(
 liger_rope = liger_rotary_pos_emb
 
 
-def _fake(q, k, cos, sin):
-    return tuple(
-        t.new_empty_strided(t.shape, t.stride()) if _C.rope_keeps_strides(t) else t.new_empty(t.shape) for t in (q, k)
-    )
+def _fake(q, k, *_):
+    return _output_like(q), q.new_empty(0) if k is None else _output_like(k)
+
+
+def _output_like(t):
+    return t.new_empty_strided(t.shape, t.stride()) if _C.rope_keeps_strides(t) else t.new_empty(t.shape)
 
 
 def _setup_context(ctx, inputs, output):
+    _, k, cos, sin, *ctx.options = inputs
     if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
         raise RuntimeError("liger_ext::rope has no gradient for cos and sin: pass cos.detach() and sin.detach()")
-    ctx.save_for_backward(*inputs[2:])
+    ctx.has_k = k is not None
+    if not ctx.has_k:
+        ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(cos, sin)
 
 
 def _backward(ctx, saved, dq, dk):
-    dq, dk = _rope_backward(dq, dk, *saved)
+    dq, dk = _rope_backward(dq, dk if ctx.has_k else None, *saved, *ctx.options)
     need_dq, need_dk = ctx.needs_input_grad[:2]
-    return dq if need_dq else None, dk if need_dk else None, None, None
+    return dq if need_dq else None, dk if need_dk else None, None, None, None, None
 
 
 _rope = register("rope", fake=_fake, fake_backward=_fake, setup_context=_setup_context, backward=_backward)

@@ -12,18 +12,33 @@ from liger_ext.records._record import Make, Record, Roundings, Size, Timed
 from liger_ext.records._sizes import Tensors, peak
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    r = cos.shape[-1]
-    first, second = x[..., : r // 2], x[..., r // 2 : r]
-    rotated = x[..., :r] * cos + torch.cat((-second, first), -1) * sin
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, half_tables: bool) -> Tensor:
+    r = cos.shape[-1] * (2 if half_tables else 1)
+    interleaved = layout == "interleaved"  # the result
+    first, second = _pairs(x[..., :r], layout != "halves")
+    (cos1, cos2), (sin1, sin2) = ((t, t) if half_tables else _pairs(t, interleaved) for t in (cos, sin))
+    turned = first * cos1 - second * sin1, second * cos2 + first * sin2
+    rotated = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:].to(rotated.dtype)), -1)
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+    layout: str = "halves",
+    half_tables: bool = False,
+) -> tuple[Tensor, ...]:
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return tuple(_rotate(x, cos, sin, layout, half_tables) for x in (q, k) if x is not None)
 
 
 torch_rope = rope
@@ -31,7 +46,7 @@ torch_rope = rope
 
 def rope_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
     table = max((t.abs().amax().item() for t in (inputs["cos"], inputs["sin"]) if t.numel()), default=1.0)
-    named = {"out0": inputs["q"], "out1": inputs["k"], "dq": grads.get("out0"), "dk": grads.get("out1")}
+    named = {"out0": inputs["q"], "out1": inputs.get("k"), "dq": grads.get("out0"), "dk": grads.get("out1")}
     return {name: 2 * max(1.0, table) * peak(t) for name, t in named.items() if t is not None}
 
 
@@ -70,8 +85,14 @@ ROPE = Record(
             (_size(1, 2048, 9, 3, 64, 64), _size(1, 2048, 32, 8, 128, 128)),
         ),
         Timed((_size(4, 2048, 32, 8, 128, 64),), (), label="partial", peers=False),
+        Timed(
+            (_size(4, 2048, 32, 8, 128, 128),), (), {"layout": "interleaved"}, "interleaved", peers=False, tuned=False
+        ),
     ),
     outputs=("out0", "out1"),
     constants=("cos", "sin"),
-    launch_options=lambda size, *of: dict(zip(("q_heads", "k_heads", "rotary_dim"), size.heads, strict=True)),
+    launch_options=lambda size, dtype, memory, options: {
+        **dict(zip(("q_heads", "k_heads", "rotary_dim"), size.heads, strict=True)),
+        "interleaved": options.get("layout", "halves") != "halves",
+    },
 )

@@ -186,6 +186,8 @@ OPTIONS: dict[str, list[tuple[Any, int]]] = {
     "gate_multiplier": [(v, NEVER) for v in FLOATS] + [(None, MUST)],
     "down_multiplier": [(v, NEVER) for v in FLOATS] + [(None, MUST)],
     "approximate": [("erf", MUST), (None, MUST), (1, MUST)],
+    "layout": [("interleaved", NEVER), ("interleaved_to_halves", NEVER), ("pairs", MUST), (1, MUST), (None, MUST)],
+    "half_tables": [(1, MAY), (None, MAY), ("x", MAY)],
     "unsqueeze_dim": [(0, MUST), (3, MUST), (-1, MUST), (None, MUST), (2**70, MUST)],
     "ignore_index": [(v, MAY) for v in INTEGERS] + [(2**63, MUST), (1.5, MUST), (None, MUST)],
     "reduction": [("avg", MUST), (None, MUST), (1, MUST), ("", MUST)],

@@ -22,20 +22,29 @@ def tables(device: Any, dtype: torch.dtype, batch: int = 1, seq: int = 5, rotary
 EXAMPLES = [
     example("rope", q=(2, 3, 5, 8), k=(2, 1, 5, 8), constants=tables),
     example("rope", "partial", q=(2, 3, 5, 12), k=(2, 2, 5, 12), constants=lambda d, t: tables(d, t, batch=2)),
+    example("rope", "interleaved", q=(2, 3, 5, 8), k=(2, 1, 5, 8), constants=tables, layout="interleaved"),
+    example("rope", "of_one", q=(2, 3, 5, 8), k=None, constants=tables, layout="interleaved_to_halves"),
+    example("rope", "half", q=(2, 3, 5, 20), k=(2, 1, 5, 20), constants=tables, layout="interleaved", half_tables=True),
 ]
+LAYOUTS = ("halves", "interleaved", "interleaved_to_halves")
 
 
 def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    def inputs(batch, heads, seq, dim, rotary, tables=dtype, shared=True, layout="contiguous", heads_inside=False):
+    def inputs(
+        batch, heads, seq, dim, rotary, tables=dtype, shared=True, memory="contiguous", heads_inside=False, **options
+    ):
         made: dict[str, Any] = {}
         for seed, (name, count) in enumerate(zip("qk", heads, strict=True)):
-            if heads_inside:  # [batch, seq, heads, dim], as a projection gives them
+            if count is None:
+                t = None
+            elif heads_inside:  # [batch, seq, heads, dim], as a projection gives them
                 t = normal(batch, seq, count, dim, dtype=dtype, seed=seed).transpose(1, 2)
             else:
-                t = laid_out(normal(batch, count, seq, dim, dtype=dtype, seed=seed), layout)
+                t = laid_out(normal(batch, count, seq, dim, dtype=dtype, seed=seed), memory)
             made[name] = t
-        angle = normal(1 if shared else batch, seq, rotary, seed=9, scale=3)
-        return made | {"cos": angle.cos().to(tables), "sin": angle.sin().to(tables)}
+        columns = rotary // 2 if options.get("half_tables") else rotary
+        angle = normal(1 if shared else batch, seq, columns, seed=9, scale=3)
+        return made | {"cos": angle.cos().to(tables), "sin": angle.sin().to(tables)} | options
 
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     cases: list[tuple[str, bool, tuple, dict]] = [
@@ -43,11 +52,21 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         ("other tables", True, (1, (32, 8), 3, 128, 128, other), {}),
         ("partial", False, (2, (4, 4), 3, 64, 32), {"shared": False}),
         ("partial, other tables", False, (2, (3, 1), 7, 20, 6, other), {}),
-        ("offset", True, (1, (5, 2), 3, 64, 64), {"layout": "offset"}),
-        ("offset, other tables", False, (1, (5, 2), 3, 64, 48, other), {"layout": "offset"}),
+        ("offset", True, (1, (5, 2), 3, 64, 64), {"memory": "offset"}),
+        ("offset, other tables", False, (1, (5, 2), 3, 64, 48, other), {"memory": "offset"}),
         ("many heads", False, (1, (90, 90), 2, 256, 256), {}),
         ("one position", False, (1, (3, 1), 1, 16, 16), {}),
+        ("half tables", False, (2, (3, 1), 3, 64, 32), {"half_tables": True}),
+        ("one tensor", False, (2, (3, None), 3, 64, 64), {"heads_inside": True}),
     ]
+    for layout in LAYOUTS[1:]:
+        for half in (False, True):
+            options, name = {"layout": layout, "half_tables": half}, layout + ", half tables" * half
+            cases += [
+                (name, half, (2, (3, 1), 5, 128, 64), options),
+                (f"{name}, other tables", not half, (2, (3, 2), 3, 64, 64, other), {"heads_inside": True, **options}),
+                (f"{name}, offset", False, (1, (3, 1), 3, 20, 12), {"memory": "offset", **options}),
+            ]
     for name, quick, positional, named in cases:
         yield "rope", name, quick, lambda p=positional, n=named: inputs(*p, **n)
 
@@ -62,16 +81,20 @@ def rope(draw: Draw) -> Call:
         heads = rng.randint(0 if rng.randrange(10) < 1 else 1, most)
         inner = (heads, seq) if unsqueeze_dim == 1 else (seq, heads)
         made[name] = draw.normal(batch, *inner, dim, dtype=dtype)
-    lead = rng.choice([(), (1,), (batch,)])
-    angle = draw.normal(*lead, seq, rotary, dtype=torch.float32, scale=3)
+    made["k"] = draw.maybe(made["k"], 8)
+    lead, half = rng.choice([(), (1,), (batch,)]), rng.choice([False, False, True])
+    angle = draw.normal(*lead, seq, rotary // 2 if half else rotary, dtype=torch.float32, scale=3)
     made |= {"cos": angle.cos().to(tables), "sin": angle.sin().to(tables)}
-    return Call("rope", made | {"unsqueeze_dim": unsqueeze_dim}, ("cos", "sin"))
+    options = {"unsqueeze_dim": unsqueeze_dim, "layout": rng.choice(LAYOUTS), "half_tables": half}
+    return Call("rope", made | options, ("cos", "sin"))
 
 
 DRAWS = {"rope": rope}
 PROMISED = {
     "rope": lambda arguments: {
-        f"out{i}": (tuple(arguments[n].shape), arguments[n].dtype) for i, n in enumerate(("q", "k"))
+        f"out{i}": (tuple(arguments[n].shape), arguments[n].dtype)
+        for i, n in enumerate(("q", "k"))
+        if arguments[n] is not None
     }
 }
 
@@ -94,6 +117,9 @@ BAD = [
     ("rope", "sin_dtype", {"q": _Q, "k": _K, "cos": (5, 8), "sin": _Q[0, 0].half()}, ["sin", "torch.float16"]),
     ("rope", "table_dtype", {"q": _Q, "k": _K, "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos", "torch.int32"]),
     ("rope", "no_heads", {"q": _Q[:, :0], "k": _K[:, :0], "cos": _Q[:1, 0].int(), "sin": _Q[:1, 0].int()}, ["cos"]),
+    ("rope", "half_wide", {"q": _Q, "k": _K, **_TABLES, "half_tables": True}, ["cos", "8", "half of head_dim 8"]),
+    ("rope", "half_seq", {"q": _Q, "k": None, "cos": (6, 4), "sin": (6, 4), "half_tables": True}, ["(1, 6, 4)"]),
+    ("rope", "layout", {"q": _Q, "k": _K, **_TABLES, "layout": "pairs"}, ["layout", "'pairs'", "'interleaved'"]),
     ("rope", "unsqueeze", {"q": _Q, "k": _K, **_TABLES, "unsqueeze_dim": 3}, ["unsqueeze_dim", "3"]),
     ("rope", "unsqueeze_of", {"q": _Q, "k": _K, **_TABLES, "unsqueeze_dim": [1]}, [TypeError, "unsqueeze_dim", "[1]"]),
 ]  # fmt: skip
@@ -130,4 +156,9 @@ def rope_heads(launch, call) -> None:
     assert sorted(taken) == list(range(0, launch.cols, vec)), "head"
 
 
-PLAN_MODELS = {"RopeKernel": rope_heads}
+def rope_interleaved_heads(launch, call) -> None:
+    assert call["interleaved"] and launch.instance[0] > 1
+    rope_heads(launch, call)
+
+
+PLAN_MODELS = {"RopeKernel": rope_heads, "RopeInterleavedKernel": rope_interleaved_heads}

@@ -1,11 +1,15 @@
 #include "checks/rope.h"
-
+#include "kernels/rope.h"
 #include "python/ops.h"
 
 namespace liger::python {
 
 const OpBindings rope_bindings([](py::module_& m, py::module_& checks) {
   checks.def("rope", check_rope).def("rope_backward", check_rope_backward);
+  py::enum_<RopeLayout>(m, "RopeLayout")
+      .value("halves", RopeLayout::halves)
+      .value("interleaved", RopeLayout::interleaved)
+      .value("interleaved_to_halves", RopeLayout::interleaved_to_halves);
   m.def("rope_keeps_strides", keeps_strides, "Have rope's outputs the strides of this input? Else they are contiguous.");
 });
 

@@ -17,7 +17,7 @@ void rope(const Rope& a, Stream stream) {
         0,    h.heads};
   };
   const auto angles = [&](const char* name, const void* data, int64_t batch, int64_t seq) {
-    return Buffer{name, data, a.rotary_dim * table, Content::input, {{a.batch, batch * table}, {a.seq, seq * table}}, table};
+    return Buffer{name, data, a.table_cols() * table, Content::input, {{a.batch, batch * table}, {a.seq, seq * table}}, table};
   };
   const Buffers buffers{heads("q", a.q.in, Content::input, a.q, a.q.in_batch, a.q.in_head, a.q.in_seq),
                         heads("k", a.k.in, Content::input, a.k, a.k.in_batch, a.k.in_head, a.k.in_seq),

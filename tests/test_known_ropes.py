@@ -1,0 +1,108 @@
+"""The rotary embeddings of transformers that are known: each function against its own, with tables of any numbers, and
+the attention of models that call one other than Llama's."""
+
+import copy
+import importlib
+import inspect
+
+import pytest
+import torch
+from cases import RecordCalls, normal
+from family_models import build, patched
+from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, step  # noqa: F401
+
+from liger_ext.models import decoder, known_code
+
+newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code, and fewer models")
+HALF_WIDTH = ("gpt_oss", "openai_privacy_filter")
+_NAMES = """
+    blt cohere2 deepseek_v3 ernie4_5 ernie4_5_vl_moe gemma4 glm4 glm4v glmasr gpt_oss helium hunyuan_vl llama modernbert
+    nemotron olmo2 openai_privacy_filter phi3 qwen3_next
+"""
+MODELS = [name for name in _NAMES.split() if importlib.util.find_spec(f"transformers.models.{name}")]
+
+
+def known_ropes(model_type):
+    """{name: (transformers' function, ours)} of those of a module that are known."""
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    functions = {name: f for name, f in vars(module).items() if name.startswith("apply_rotary_")}
+    how = {name: known_code._known_ropes().get(known_code._code_of(f)) for name, f in functions.items()}
+    return {name: (f, decoder.rope_for(f, **how[name])) for name, f in functions.items() if how[name] is not None}
+
+
+def differences(model_type, dtype=torch.float32):
+    """The largest of each function. The tables are no sines and cosines, and no two columns are the same."""
+    width = 8 if model_type in HALF_WIDTH else 16
+    q, k = (normal(2, heads, 5, 16, dtype=dtype, seed=heads) for heads in (3, 1))
+    cos, sin = (normal(2, 5, width, dtype=dtype, seed=seed) for seed in (5, 6))
+    for theirs, ours in known_ropes(model_type).values():
+        heads = (q, k) if "k" in inspect.signature(theirs).parameters else (q,)
+        for dim in (1, 2):
+            given = [t.transpose(1, dim) for t in heads]
+            expected, found = (f(*given, cos, sin, unsqueeze_dim=dim) for f in (theirs, ours))
+            pairs = zip(expected, found, strict=True) if len(heads) > 1 else [(expected, found)]
+            for a, b in pairs:
+                assert a.shape == b.shape and a.dtype == b.dtype
+                yield float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_does_what_transformers_does(model_type):
+    found = list(differences(model_type))
+    assert found and max(found) < 1e-5
+    assert max(differences(model_type, torch.bfloat16)) < 0.2  # of sums of up to 16
+
+
+@newest
+@pytest.mark.parametrize(
+    "model_type, wrong",
+    [
+        ("cohere2", {"layout": "halves"}),
+        ("glm4", {"layout": "interleaved"}),
+        ("ernie4_5", {"tables": "first half"}),
+        ("gpt_oss", {"layout": "interleaved", "tables": "half"}),
+        ("deepseek_v3", {"layout": "interleaved", "tables": "first half"}),
+        ("helium", {"layout": "interleaved_to_halves", "tables": "first half"}),
+    ],
+)
+def test_a_wrong_entry_would_be_found(monkeypatch, model_type, wrong):
+    ropes = known_code._known_ropes()
+    monkeypatch.setattr(known_code, "_known_ropes", lambda: {code: wrong for code, how in ropes.items() if how})
+    with pytest.raises(AssertionError):
+        test_does_what_transformers_does(model_type)
+
+
+ATTENTION = {
+    "cohere": ("Cohere", dict(head_dim=16)),
+    "deepseek_v3": (
+        "DeepseekV3",
+        dict(head_dim=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, q_lora_rank=16, kv_lora_rank=16)
+        | dict(num_key_value_heads=4, first_k_dense_replace=4, n_routed_experts=4, n_group=1, topk_group=1),
+    ),
+    "gemma4_text": (
+        "Gemma4Text",
+        dict(head_dim=16, global_head_dim=32, hidden_size_per_layer_input=8, vocab_size_per_layer_input=1000)
+        | dict(num_kv_shared_layers=0, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2),
+    ),
+    "gpt_oss": (  # without biases: the keys' has a gradient that cancels, and in bf16 chance decides what is left
+        "GptOss",
+        dict(head_dim=16, attention_bias=False, num_local_experts=1, num_experts_per_tok=1, sliding_window=6),
+    ),
+    "helium": ("Helium", dict(head_dim=16)),
+}
+
+
+@newest
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", ATTENTION)
+def test_attention_equals_stock(device, model_type, dtype):
+    prefix, options = ATTENTION[model_type]
+    model = build(model_type, device, dtype, **options)
+    ours, batch = patched(model), batch_of(device)
+    attention = [type(m) for m in ours.modules() if type(m).__name__ == f"{prefix}Attention"]
+    assert len(attention) == 4 and all(issubclass(cls, decoder.Attention) for cls in attention)
+    with RecordCalls() as record:
+        found = step(ours, batch)
+    calls = 2 * 4 if model_type == "gemma4_text" else 4
+    assert record.names.count("rope") == record.names.count("rope_backward") == calls
+    assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))
