@@ -153,6 +153,11 @@ def hooks_of(module: nn.Module) -> tuple[dict, ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether `module` is a FullyShardedDataParallel, which gathers the weights of a module around its call."""
+    return type(module).__name__ == "FullyShardedDataParallel"
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a call of `module` is a matmul with its weight, and its bias, and nothing else."""
     return (
