@@ -33,12 +33,12 @@ ORDERS = "patch, wrap", "wrap, patch"
 BF16 = torch.bfloat16
 
 
-def batches_of(world, micro_steps=1):
+def batches_of(world, micro_steps=1, rows=2, seq=9):
     """Of two steps, rows of this process; as many labels count in each, so that the mean of means is that of all."""
 
     def batch(seed):
-        ids = tokens(2, 9, seed=10 * seed + world.rank)
-        return dict(input_ids=ids, labels=ids.masked_fill(torch.arange(9) < 3, -100))
+        ids = tokens(rows, seq, seed=10 * seed + world.rank)
+        return dict(input_ids=ids, labels=ids.masked_fill(torch.arange(seq) < 3, -100))
 
     return [[batch(step * micro_steps + micro) for micro in range(micro_steps)] for step in range(2)]
 
@@ -99,11 +99,12 @@ def compare(
     expected_ops=OURS,
     change=lambda model: model,
     memory=None,
+    batch=None,
     **options,
 ):
-    """`memory`: of the patched model's forward. `options` are of the model's configuration."""
+    """`memory` is of the patched model's forward; `options` are of the model's configuration."""
     stock = change(build(**options).train())
-    batches = batches_of(world, micro_steps)
+    batches = batches_of(world, micro_steps, **(batch or {}))
     reference = train(exact(stock), batches, results_of, before_step=mean_of_processes)
     results = []
     for is_patched in (False, True):
@@ -286,7 +287,7 @@ WRAPPERS = {
 
 
 def head_with_lora(world, wrapper, alone):
-    """It is called for one row of logits at a time, where nothing gathers or sums what it has."""
+    """It is called for logits of some rows at a time, but where a wrapper gathers weights and sums gradients."""
 
     def wrap(model):
         if alone:
@@ -301,6 +302,7 @@ def head_with_lora(world, wrapper, alone):
         results_of=weights,
         expected_ops=OURS - {"fused_linear_cross_entropy"} | {"cross_entropy"},
         memory=1,
+        batch=dict(rows=6, seq=50),
         tie_word_embeddings=False,
     )
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
-from liger_ext.models.patch import is_fsdp1, only_forward_runs
+from liger_ext.models.patch import only_forward_runs
 from liger_ext.ops._checks import accumulator
 from liger_ext.ops._chunks import gpu_memory, rows_of_logits
 
@@ -27,8 +27,8 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
         return None
     if forward_ad._current_level >= 0 or not all(map(only_forward_runs, head.modules())):
         return None  # a hook of the user is to see all logits
-    if any(map(is_fsdp1, head.modules())) or any(hasattr(p, "placements") for p in head.parameters()):
-        return None  # what gathers sharded weights sums their gradients, too
+    if any(hasattr(parameter, "placements") for parameter in head.parameters()):
+        return None
     tuners = {cls.__module__ for m in head.modules() for cls in type(m).__mro__ if cls.__module__.startswith(_TUNERS)}
     if any(module.split(".")[2] not in _TUNERS_OF_ROWS for module in tuners):
         return None
