@@ -1,10 +1,15 @@
-"""What test_distributed.py runs in two processes: training that is saved and goes on elsewhere."""
+"""What test_distributed.py runs in two processes: training that is saved and goes on elsewhere, and
+that of a Trainer."""
+
+import importlib.util
+import os
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_wrappers import whole
-from llama_models import build, tokens
+from distributed_wrappers import OURS, whole
+from llama_models import build, ops, patched, tokens
 from processes import cases_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,3 +76,40 @@ CASES = cases_of(
          tied=(False, True)),
     lambda case: (case["saver"], case["loader"]) != ("stock", "stock"),
 )  # fmt: skip
+
+
+def trainer(world, tokens_of):
+    """Hugging Face's, which makes a DDP of the model: the same log and the same weights as with a stock model."""
+    import accelerate
+    from test_trainer import ROWS, padded, parameters
+    from transformers import Trainer, TrainingArguments
+
+    def run(model):
+        reset = accelerate.state.AcceleratorState._reset_state
+        reset(reset_partial_state=True)
+        arguments = TrainingArguments(
+            str(world.folder), use_cpu=True, max_steps=3, gradient_accumulation_steps=2, learning_rate=2e-3,
+            per_device_train_batch_size=2, adam_epsilon=1e-4, logging_steps=1, report_to=[], save_strategy="no",
+            disable_tqdm=True, average_tokens_across_devices=tokens_of == "all",
+        )  # fmt: skip
+        made = Trainer(model, arguments, train_dataset=ROWS, eval_dataset=ROWS, data_collator=padded)
+        made.train()
+        assert isinstance(made.model_wrapped, DistributedDataParallel)
+        evaluated = made.evaluate()["eval_loss"]
+        reset(reset_partial_state=True)
+        lines = [line[name] for line in made.state.log_history for name in ("loss", "grad_norm") if name in line]
+        return torch.tensor([*lines, evaluated]), parameters(model)
+
+    stock = build().train()
+    start, model = parameters(stock), patched(stock)
+    assert ops(model, **{name: padded(ROWS[:2])[name] for name in ("input_ids", "labels")}) >= OURS
+    variables = dict(RANK=world.rank, LOCAL_RANK=world.rank, WORLD_SIZE=world.size, LOCAL_WORLD_SIZE=world.size)
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+        (expected, end), (found, our_end) = run(stock), run(model)
+    assert len(expected) == 7
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    assert (our_end - end).norm() <= 3e-4 * (end - start).norm()
+
+
+if importlib.util.find_spec("accelerate"):
+    CASES |= cases_of("Trainer", trainer, dict(tokens_of=("all", "each")))
