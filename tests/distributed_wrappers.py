@@ -13,6 +13,7 @@ import torch.distributed as dist
 from llama_models import assert_as_good, build, checkpoint_layers, exact, lora, ops, tokens
 from processes import cases_of
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,6 +31,7 @@ from liger_ext import apply_liger_kernel_to_llama
 CASES = {}  # by name: how many processes, and what each calls
 OURS = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}
 ORDERS = "patch, wrap", "wrap, patch"
+CHECKPOINTS = "reentrant", "non-reentrant", "wrapper"  # the last is torch's own
 BF16 = torch.bfloat16
 
 
@@ -69,12 +71,12 @@ def mean_of_processes(model):
 
 def whole(named):
     """Under the names that parameters have without wrappers."""
-    return {
-        name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): t.full_tensor()
-        if hasattr(t, "full_tensor")
-        else t.clone()
-        for name, t in named
-    }
+    found = {}
+    for name, t in named:
+        for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+            name = name.replace(part, "")
+        found[name.removeprefix("module.")] = t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+    return found
 
 
 def gradients(model):
@@ -98,8 +100,9 @@ def compare(
     results_of=gradients,
     expected_ops=OURS,
     change=lambda model: model,
-    memory=None,
+    patch=None,
     batch=None,
+    memory=None,
     **options,
 ):
     """`memory` is of the patched model's forward; `options` are of the model's configuration."""
@@ -109,13 +112,15 @@ def compare(
     results = []
     for is_patched in (False, True):
         model = copy.deepcopy(stock)
-        if checkpoint:
+        if checkpoint == "wrapper":
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+        elif checkpoint:
             checkpoint_layers(model, use_reentrant=checkpoint == "reentrant")
         if is_patched and order == "patch, wrap":
-            apply_liger_kernel_to_llama(model=model)
+            apply_liger_kernel_to_llama(model=model, **(patch or {}))
         model = wrap(model)
         if is_patched and order == "wrap, patch":
-            apply_liger_kernel_to_llama(model=model)
+            apply_liger_kernel_to_llama(model=model, **(patch or {}))
         given = {"memory": memory} if is_patched and memory is not None else {}
         try:
             results.append(train(model, batches, results_of, without_sync, **given))
@@ -142,15 +147,26 @@ FSDP2 = dict(
     policy=tuple(POLICIES),
     reshard=(False, True),
     offload=(False, True),
-    head=("", "head alone"),
+    units=("layers", "halves of layers", "every module"),
+    head=("", "head alone", "head and norm"),
     tied=(False, True),
     accumulates=("", "without sync", "with sync"),
-    checkpoint=("", "reentrant", "non-reentrant"),
+    checkpoint=("", *CHECKPOINTS),
+    memory=("auto", "low", "fast"),
     order=ORDERS,
 )
 
 
-def fsdp2(world, policy, reshard, offload, head, tied, accumulates, checkpoint, order, shape=None):
+def units_of(layer, units):
+    """From the inside out."""
+    if units == "halves of layers":
+        yield from (layer.self_attn, layer.mlp)
+    elif units == "every module":
+        yield from (module for module in layer.modules() if [*module.parameters(recurse=False)])
+    yield layer
+
+
+def fsdp2(world, policy, reshard, offload, units, head, tied, accumulates, checkpoint, memory, order, shape=None):
     names = {1: ("shard",), 2: ("replicate", "shard")}
     mesh = init_device_mesh("cpu", shape or (world.size,), mesh_dim_names=names[len(shape or (0,))])
     of_layers = MixedPrecisionPolicy(**(POLICIES[policy] | dict(output_dtype=None)))
@@ -160,9 +176,10 @@ def fsdp2(world, policy, reshard, offload, head, tied, accumulates, checkpoint, 
 
     def wrap(model):
         for layer in model.model.layers:
-            fully_shard(layer, **(options | dict(mp_policy=of_layers)))
+            for unit in units_of(layer, units):
+                fully_shard(unit, **(options | dict(mp_policy=of_layers)))
         if head:
-            fully_shard(model.lm_head, **options)
+            fully_shard(model.lm_head if head == "head alone" else [model.model.norm, model.lm_head], **options)
         return fully_shard(model, **options)
 
     @contextlib.contextmanager
@@ -172,7 +189,11 @@ def fsdp2(world, policy, reshard, offload, head, tied, accumulates, checkpoint, 
         yield
         switch(True)
 
-    fused = not (head and policy == "fp32 results")  # FSDP2 would cast the head's loss
+    expected_ops = set(OURS)
+    if head and policy == "fp32 results":  # FSDP2 would cast the head's loss
+        expected_ops = expected_ops - {"fused_linear_cross_entropy"} | {"cross_entropy"}
+    if units == "every module":  # a norm must be called to have its weight
+        expected_ops -= {"add_rms_norm"}
     compare(
         world,
         wrap,
@@ -180,7 +201,8 @@ def fsdp2(world, policy, reshard, offload, head, tied, accumulates, checkpoint, 
         checkpoint,
         micro_steps=2 if accumulates else 1,
         without_sync=without_sync if accumulates == "without sync" else None,
-        expected_ops=OURS if fused else OURS - {"fused_linear_cross_entropy"} | {"cross_entropy"},
+        expected_ops=expected_ops,
+        patch=dict(memory=memory),
         tie_word_embeddings=tied,
     )
 
@@ -188,7 +210,17 @@ def fsdp2(world, policy, reshard, offload, head, tied, accumulates, checkpoint, 
 CASES |= cases_of("FSDP2", fsdp2, FSDP2, lambda case: not (case["head"] and case["tied"]))  # FSDP2 refuses that
 CASES |= cases_of(
     "HSDP",
-    partial(fsdp2, shape=(2, 2), policy="bf16", head="", tied=False, offload=False, checkpoint=""),
+    partial(
+        fsdp2,
+        shape=(2, 2),
+        policy="bf16",
+        head="",
+        tied=False,
+        offload=False,
+        checkpoint="",
+        units="layers",
+        memory="auto",
+    ),
     dict(accumulates=("", "without sync"), reshard=FSDP2["reshard"], order=ORDERS),
     processes=4,
 )
@@ -199,7 +231,7 @@ DDP = dict(
     autocast=(False, True),
     tied=(False, True),
     accumulates=("", "without sync", "with sync"),
-    checkpoint=("", "reentrant", "non-reentrant"),
+    checkpoint=("", *CHECKPOINTS),
     order=ORDERS,
 )
 
@@ -243,18 +275,22 @@ FSDP1 = dict(
     use_orig_params=(False, True),
     strategy=("FULL_SHARD", "SHARD_GRAD_OP"),
     bf16=(False, True),
+    units=("layers", "every module"),
     head=("", "head alone"),
     tied=(False, True),
     accumulates=("", "without sync"),
-    checkpoint=("", "reentrant", "non-reentrant"),
+    checkpoint=("", *CHECKPOINTS),
     order=ORDERS,
 )
 
 
-def fsdp1(world, use_orig_params, strategy, bf16, head, tied, accumulates, checkpoint, order):
+def fsdp1(world, use_orig_params, strategy, bf16, units, head, tied, accumulates, checkpoint, order):
     def wrap(model):
         def is_unit(module, recurse, nonwrapped_numel):
-            return recurse or isinstance(module, LlamaDecoderLayer) or (bool(head) and module is model.lm_head)
+            return recurse or any(module is unit for unit in chosen)
+
+        chosen = [unit for layer in model.model.layers for unit in units_of(layer, units)]
+        chosen += [model.lm_head] * bool(head)
 
         return FullyShardedDataParallel(
             model,
@@ -273,6 +309,7 @@ def fsdp1(world, use_orig_params, strategy, bf16, head, tied, accumulates, check
         micro_steps=2 if accumulates else 1,
         without_sync=FullyShardedDataParallel.no_sync if accumulates else None,
         results_of=weights,
+        expected_ops=OURS if units == "layers" else OURS - {"add_rms_norm"},
         tie_word_embeddings=tied,
     )
 

@@ -92,8 +92,13 @@ def assert_same_curve(found, expected):
     torch.testing.assert_close(list(found.values()), list(expected.values()), rtol=1e-4, atol=1e-4)
 
 
-def test_it_learns_and_saves(material, alone):
+def test_it_learns_and_saves(material, script, alone):
     found, output = alone
+    _, encode = script.config_and_tokenizer(str(material))
+    windows = torch.cat(script.batches(encode, script.WINDOWS, 1, 32, material / "text.txt"))
+    ids = windows[torch.randint(len(windows), (4,), generator=torch.Generator().manual_seed(1))]
+    loss = AutoModelForCausalLM.from_pretrained(material)(input_ids=ids, labels=ids).loss
+    assert found[1] == pytest.approx(loss.item(), rel=1e-4)
     assert found[16] < found[1] - 0.5
     model, before = AutoModelForCausalLM.from_pretrained(output), AutoModelForCausalLM.from_pretrained(material)
     assert not torch.equal(model.model.norm.weight, before.model.norm.weight)
