@@ -326,21 +326,24 @@ WRAPPERS = {
 }
 
 
-def head_with_lora(world, wrapper, alone):
-    """It is called for logits of some rows at a time, but where a wrapper gathers weights and sums gradients."""
+def head_of_peft(world, wrapper, alone, head):
+    """One with LoRA is called for logits of some rows at a time, but where a wrapper gathers its weights and sums their
+    gradients; of one that is trained as a copy the loss is fused."""
 
     def wrap(model):
         if alone:
             model.base_model.model.lm_head = WRAPPERS[wrapper](model.base_model.model.lm_head)
         return WRAPPERS[wrapper](model)
 
+    adapted = dict(target_modules=["q_proj", "lm_head"])
+    copied = dict(target_modules=["q_proj"], modules_to_save=["lm_head"])
     compare(
         world,
         wrap,
         "wrap, patch",
-        change=lambda model: lora(model, target_modules=["lm_head", "q_proj"]),
+        change=lambda model: lora(model, **(adapted if head == "LoRA" else copied)),
         results_of=weights,
-        expected_ops=OURS - {"fused_linear_cross_entropy"} | {"cross_entropy"},
+        expected_ops=OURS - {"fused_linear_cross_entropy"} | {"cross_entropy"} if head == "LoRA" else OURS,
         memory=1,
         batch=dict(rows=6, seq=50),
         tie_word_embeddings=False,
@@ -348,9 +351,9 @@ def head_with_lora(world, wrapper, alone):
 
 
 CASES |= cases_of(
-    "LoRA",
-    head_with_lora,
-    dict(wrapper=tuple(WRAPPERS), alone=(False, True)),
+    "head",
+    head_of_peft,
+    dict(wrapper=tuple(WRAPPERS), alone=(False, True), head=("LoRA", "copy")),
     lambda case: not (case["alone"] and case["wrapper"] == "DDP"),
 )
 

@@ -2,8 +2,8 @@
 
 ``<module>.CASES`` has them: by name how many processes a case takes, and the function that each of them calls with its
 `World`. One interpreter imports everything and is forked for each process, as starting one is the expensive part.
-Each case has a process group of its own, so that one that fails disturbs no other; what it raised is written to
-``<folder>/<processes>-<rank>.json``.
+They see no GPU. Each case has a process group of its own, so that one that fails disturbs no other; what it raised is
+written to ``<folder>/<processes>-<rank>.json``.
 """
 
 import datetime
@@ -54,13 +54,15 @@ def cases_of(kind, f, factors, possible=lambda case: True, processes=2):
 
 def errors_of(request, module, tmp_path_factory):
     """Runs the cases of the tests that were asked for: what each raised, in the first process where it did, or None."""
-    asked = {getattr(item, "callspec", None) and item.callspec.params.get("case") for item in request.session.items}
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params["case"] for item in here if "case" in item.callspec.params}
     names = [name for name in importlib.import_module(module).CASES if name in asked]
+    env = environment() | {"CUDA_VISIBLE_DEVICES": ""}
     folder, log = tmp_path_factory.mktemp(module), tmp_path_factory.mktemp("log") / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, __file__, module, folder, *names], env=environment(), stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [sys.executable, __file__, module, folder, *names], env=env, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
     try:
         failed = process.wait(timeout=300)

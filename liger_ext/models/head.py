@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import linear
 from torch.nn.modules.module import _has_any_global_hook
 
-from liger_ext.models.patch import hooks_of, is_fsdp1, linear_is_torchs, only_forward_runs, stands_in
+from liger_ext.models.patch import derives_from, hooks_of, is_fsdp1, linear_is_torchs, only_forward_runs, stands_in
 
 # loss(hidden_states, weight, bias) -> tensors
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]
@@ -33,7 +33,7 @@ class Linear(nn.Linear):
 def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
     """What calls `head` as `(hidden_states, loss=loss)`; None where it is more than a linear layer, or something on its
     call waits for logits: LoRA, quantised weights, hooks of the user."""
-    path = [*_path(head)]
+    path = _path(head)
     inner = path[-1]
     if not _is_linear(inner) or not linear_is_torchs():
         return None
@@ -46,7 +46,7 @@ def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
 def used_linear(head: nn.Module) -> nn.Linear | None:
     """The linear layer that `head` is, or calls: inside of FSDP1's wrapper; of PEFT's ModulesToSaveWrapper, the copy
     that its active adapter trains."""
-    *_, last = _path(head)
+    last = _path(head)[-1]
     return last if _is_linear(last) else None
 
 
@@ -56,24 +56,22 @@ def heads_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def device_of(head: nn.Module) -> torch.device | None:
-    """Where the weight of `used_linear(head)` is, which may be computed, and is not then. None if that is not known."""
-    # FSDP1 leaves a module no parameters, but a view of its own as the weight.
-    weight = next(head.parameters(), vars(used_linear(head)).get("weight"))
+    """Where the weight of `used_linear(head)` is. One that is computed is not computed for that. None: not known."""
+    # FSDP1 may leave a module no parameters, but a view of its own as the weight.
+    linear = used_linear(head)
+    weight = next(linear.parameters(), vars(linear).get("weight"))
     return None if weight is None else weight.device
 
 
-def _path(head: nn.Module) -> Iterator[nn.Module]:
+def _path(head: nn.Module) -> list[nn.Module]:
     """`head`, what it calls with its arguments if it is a wrapper, and so on."""
-    while True:
-        yield head
-        if is_fsdp1(head):
-            head = head.module
-        elif _has_copies(head):
-            adapters, trained = head.active_adapters, head.modules_to_save
-            use_original = head.disable_adapters or not adapters or any(name not in trained for name in adapters)
-            head = head.original_module if use_original else trained[adapters[0]]
-        else:
-            return
+    if is_fsdp1(head):
+        return [head, *_path(head.module)]
+    if _has_copies(head):
+        adapters, trained = head.active_adapters, head.modules_to_save
+        use_original = head.disable_adapters or not adapters or any(name not in trained for name in adapters)
+        return [head, *_path(head.original_module if use_original else trained[adapters[0]])]
+    return [head]
 
 
 def _inside(head: nn.Module) -> Iterator[nn.Module]:
@@ -89,7 +87,7 @@ def _inside(head: nn.Module) -> Iterator[nn.Module]:
 
 def _has_copies(head: nn.Module) -> bool:
     """PEFT's wrapper around a module of which each adapter trains a copy."""
-    return type(head).__name__ == "ModulesToSaveWrapper"
+    return derives_from(head, "ModulesToSaveWrapper")
 
 
 def _is_linear(module: nn.Module) -> bool:
