@@ -4,45 +4,79 @@
     torchrun --standalone --nproc-per-node 8 examples/train_distributed.py MODEL_FOLDER TEXT_FILE --compile
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/...
 
-Each step trains on ``--batch`` windows of ``--seq`` tokens, shared by all processes: the losses are the same on any
-number of them. Started again with the same ``--output``, it goes on from the newest checkpoint, also on another number
-of processes. On one GPU, and on a CPU, the same code runs in one process.
+Each step trains on --batch windows of --seq tokens, shared by all processes: the losses are the same on any number of
+them. Each process reads its shard of the weights, and holds no more of them than that and one layer. Started again with
+the same --output, training goes on from the newest checkpoint, also on another number of processes. On one GPU, and on
+a CPU, the same code runs in one process.
+
+To measure: a Llama-1B with random weights on 8 x 2,048 tokens per GPU, with one GPU and with two. Weights and moments
+are in fp32, everything else is in bf16. The first line is of one step that starts everything; later ones have the rate
+of the steps since the line before, without checkpoints, and the largest peak of memory of a GPU:
+
+    python examples/train_distributed.py random:1b --batch 8 --seq 2048 --steps 60 --log-every 20 --save-every 0
+    torchrun --standalone --nproc-per-node 2 examples/train_distributed.py random:1b --batch 16 --seq 2048 \\
+        --steps 60 --log-every 20 --save-every 0 --alone TOKENS_PER_SECOND_OF_ONE_GPU
 """
 
 import argparse
+import contextlib
 import os
+import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from accelerate import init_empty_weights
+from demo.data import batches
+from demo.models import SHAPES, load
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.distributed.tensor import distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from liger_ext import apply_liger_kernel_to_instance
+
+WINDOWS = 4096  # of the text, at most: who starts at its front again after so many sees no difference
+
+
+def at_least(least: float, kind: type = int) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        number = kind(text)
+        if not number >= least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return number
+
+    return convert
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of a model of transformers, with its tokenizer")
-    parser.add_argument("text", type=Path, help="UTF-8 text to train on")
+    shapes = ", ".join(f"random:{name}" for name in SHAPES)
+    parser.add_argument(
+        "model", help=f"folder of a model of transformers, with its tokenizer; or, with random weights: {shapes}"
+    )
+    parser.add_argument("text", type=Path, nargs="?", help="UTF-8 text to train on (default: Python's own library)")
     parser.add_argument("--output", type=Path, default=Path("trained"), help="checkpoints, and the trained model")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step, of all processes together")
-    parser.add_argument("--seq", type=int, default=512, help="tokens per sequence")
-    parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--log-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--save-every", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--steps", type=at_least(1), default=100)
+    parser.add_argument("--batch", type=at_least(1), default=8, help="sequences per step, of all processes together")
+    parser.add_argument("--seq", type=at_least(2), default=512, help="tokens per sequence")
+    parser.add_argument("--lr", type=at_least(0.0, float), default=2e-5)
+    parser.add_argument("--log-every", type=at_least(1), default=10, metavar="STEPS")
+    parser.add_argument(
+        "--save-every", type=at_least(0), default=50, metavar="STEPS",
+        help="how often a checkpoint is written; 0: never, nor is the trained model",
+    )  # fmt: skip
+    parser.add_argument("--keep", type=at_least(1), default=2, metavar="CHECKPOINTS", help="the newest, and no others")
     parser.add_argument("--memory", default="auto", choices=("fast", "auto", "low", "min"), help="see the README")
     parser.add_argument("--compile", action="store_true", help="torch.compile of each decoder layer")
+    parser.add_argument(
+        "--alone", type=at_least(1.0, float), metavar="TOKENS",
+        help="tokens per second of one process by itself, beside which lines show what a process reaches here",
+    )  # fmt: skip
     return parser.parse_args()
 
 
@@ -61,9 +95,22 @@ def start_processes() -> torch.device:
     return device
 
 
-def build(arguments: argparse.Namespace, device: torch.device) -> torch.nn.Module:
-    """The patched model, sharded: fp32 weights, and on a GPU bf16 copies to compute with."""
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(device).train()
+def is_random(name: str) -> bool:
+    return name.startswith("random:")
+
+
+def config_and_tokenizer(name: str) -> tuple[PretrainedConfig, Callable[[str], list[int]]]:
+    if is_random(name):
+        config, _, encode = load(name)
+        return config, encode
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return AutoConfig.from_pretrained(name), lambda text: tokenizer(text, verbose=False)["input_ids"]
+
+
+def build(config: PretrainedConfig, arguments: argparse.Namespace, device: torch.device) -> torch.nn.Module:
+    """The patched model, sharded, with memory for fp32 weights but no values in it; a GPU computes with bf16 copies."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     apply_liger_kernel_to_instance(model, memory=arguments.memory)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -72,16 +119,31 @@ def build(arguments: argparse.Namespace, device: torch.device) -> torch.nn.Modul
         if arguments.compile:
             layer.compile()
         fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    model.tie_weights()
+    return model
 
 
-def windows_of(arguments: argparse.Namespace) -> torch.Tensor:
-    """The text as int64 [windows, seq]."""
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    ids = torch.tensor(tokenizer(arguments.text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
-    if len(ids) < arguments.seq:
-        raise SystemExit(f"{arguments.text} has {len(ids)} tokens, fewer than one sequence (--seq {arguments.seq})")
-    return ids[: len(ids) // arguments.seq * arguments.seq].view(-1, arguments.seq)
+def read_weights(model: torch.nn.Module, folder: str) -> None:
+    """Each process reads its shard from the model's .safetensors files."""
+    reader = dcp.HuggingFaceStorageReader(folder)
+    weights = dict(model.named_parameters())
+    missing = weights.keys() - reader.read_metadata().state_dict_metadata.keys()
+    if missing:
+        raise SystemExit(f"the .safetensors files of {folder} have no {min(missing)}")
+    dcp.load(weights, storage_reader=reader)
+
+
+@torch.no_grad()
+def make_random_weights(model: torch.nn.Module, config: PretrainedConfig, device: torch.device) -> None:
+    """A Llama's: the same ones on any number of processes."""
+    generator = torch.Generator(device).manual_seed(0)
+    for weight in model.parameters():
+        whole = torch.ones(weight.shape, device=device)
+        if whole.dim() > 1:
+            whole.normal_(0, config.initializer_range, generator=generator)
+        weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
 
 
 def batch_of(windows: torch.Tensor, step: int, batch: int) -> torch.Tensor:
@@ -95,42 +157,98 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
     return {"model": weights, "optimizer": moments, "step": step}
 
 
-def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, output: Path) -> int:
-    """Loads the newest checkpoint that was written to its end. Returns how many steps were made."""
+def checkpoints(output: Path) -> list[Path]:
+    """Those that were written to their end, the oldest first."""
     # .metadata is written last.
-    found = [int(path.parent.name.removeprefix("step-")) for path in output.glob("step-*/.metadata")]
-    if not found:
-        return 0
+    found = [path.parent for path in output.glob("step-*/.metadata")]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> int:
+    """Returns how many steps were made."""
     state = state_of(model, optimizer, 0)
-    dcp.load(state, checkpoint_id=output / f"step-{max(found)}")
+    dcp.load(state, checkpoint_id=checkpoint)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["step"]
 
 
-def save_model(model: torch.nn.Module, folder: str, output: Path) -> None:
-    """As `save_pretrained` does of a model on one device, by the first process."""
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, output: Path, keep: int) -> None:
+    """Writes a checkpoint; then those that are older than the newest `keep` are deleted."""
+    dcp.save(state_of(model, optimizer, step), checkpoint_id=output / f"step-{step}")
     if dist.get_rank() == 0:
-        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        whole.load_state_dict(weights)
-        whole.save_pretrained(output)
-        AutoTokenizer.from_pretrained(folder).save_pretrained(output)
+        for old in checkpoints(output)[:-keep]:
+            shutil.rmtree(old)
+
+
+def save_model(model: torch.nn.Module, name: str, output: Path, bytes_of_file: float = 5e9) -> None:
+    """As `save_pretrained` does of a model on one device. Each process writes its shard, and the first joins them."""
+    weights, file_of, size = dict(model.named_parameters()), {}, 0
+    for name_of_weight, weight in weights.items():
+        file_of[name_of_weight] = 1 + int(size // bytes_of_file)
+        size += weight.numel() * weight.itemsize
+    writer = dcp.HuggingFaceStorageWriter(
+        str(output), fqn_to_index_mapping=file_of, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(weights, storage_writer=writer)
+    if dist.get_rank() == 0:
+        shutil.rmtree(output / "sharded")
+        model.config.save_pretrained(output)
+        model.generation_config.save_pretrained(output)
+        if not is_random(name):
+            AutoTokenizer.from_pretrained(name).save_pretrained(output)
+
+
+class Clock:
+    """Seconds of training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.started = device, time.perf_counter()
+
+    def lap(self) -> float:
+        """Since the last call."""
+        last, self.started = self.started, time.perf_counter()
+        return self.started - last
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        self._wait()
+        at = time.perf_counter()
+        yield
+        self._wait()
+        self.started += time.perf_counter() - at
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    device = start_processes()
-    world, first = dist.get_world_size(), dist.get_rank() == 0
+    world = int(os.environ.get("WORLD_SIZE", 1))
     if arguments.batch % world:
         raise SystemExit(f"--batch {arguments.batch} cannot be shared equally by {world} processes")
-    windows = windows_of(arguments)
-    model = build(arguments, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
-    done = resume(model, optimizer, arguments.output)
-    if first and done:
-        print(f"resumed after step {done}", flush=True)
+    try:
+        config, encode = config_and_tokenizer(arguments.model)
+        windows = torch.cat(batches(encode, WINDOWS, 1, arguments.seq, arguments.text))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    device = start_processes()
+    first = dist.get_rank() == 0
+    model = build(config, arguments, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, fused=device.type == "cuda")
+    done, found = 0, checkpoints(arguments.output) if arguments.save_every else []
+    if found:
+        done = resume(model, optimizer, found[-1])
+        if first:
+            print(f"resumed after step {done}", flush=True)
+    elif is_random(arguments.model):
+        make_random_weights(model, config, device)
+    else:
+        read_weights(model, arguments.model)
 
-    started, since = time.perf_counter(), done
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    clock, since = Clock(device), done
     for step in range(done + 1, arguments.steps + 1):
         input_ids = batch_of(windows, step, arguments.batch).to(device)
         loss = model(input_ids=input_ids, labels=input_ids).loss
@@ -138,20 +256,26 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % arguments.log_every == 0 or step == arguments.steps:
+        if step in (done + 1, arguments.steps) or step % arguments.log_every == 0:
             mean = loss.detach() / world
             dist.all_reduce(mean)
             text = f"step {step}/{arguments.steps}: loss {mean.item():.5f}"  # waits for the GPU
-            rate = (step - since) * arguments.batch * arguments.seq / (time.perf_counter() - started)
+            rate = (step - since) * arguments.batch * arguments.seq / clock.lap()
             text += f", {rate:,.0f} tokens/s, {rate / world:,.0f} per process"
+            if arguments.alone:
+                text += f" ({rate / world / arguments.alone:.3f} of one alone)"
             if device.type == "cuda":
-                text += f", {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB per GPU"
+                peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
+                dist.all_reduce(peak, dist.ReduceOp.MAX)
+                text += f", {peak.item():.2f} GiB per GPU"
             if first:
                 print(text, flush=True)
-            started, since = time.perf_counter(), step
-        if step % arguments.save_every == 0:
-            dcp.save(state_of(model, optimizer, step), checkpoint_id=arguments.output / f"step-{step}")
-    save_model(model, arguments.model, arguments.output)
+            since = step
+        if arguments.save_every and step % arguments.save_every == 0:
+            with clock.stopped():
+                save(model, optimizer, step, arguments.output, arguments.keep)
+    if arguments.save_every:
+        save_model(model, arguments.model, arguments.output)
     dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from cases import RecordCalls, dtypes_of, host_target, normal
+from sharded_world import World  # noqa: F401
 from test_checks import differences
 from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, ROWS, head
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_ext import functional as F
 from liger_ext.testing import judge
 
-CASES = {}  # by name
+PROCESSES = 2, 3
+CASES = {}  # by name: how many processes, and what each calls
 OP = "fused_linear_cross_entropy"
 OPTIONS = {
     "label_smoothing": 0.1,
@@ -31,7 +33,7 @@ OPTIONS = {
 
 
 def case(f):
-    CASES[f.__name__] = f
+    CASES.update({f"{f.__name__} {size}": (size, f) for size in PROCESSES})
     return f
 
 

@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from llama_models import batch_of, build, compare, config, one_thread, patched, tokens  # noqa: F401
+from llama_models import (  # noqa: F401
+    FACTOR,
+    batch_of,
+    build,
+    compare,
+    config,
+    exact,
+    one_thread,
+    patched,
+    rounding,
+    tokens,
+)
+from test_training import parameters
 from transformers import LlamaForSequenceClassification
 
 
@@ -63,3 +75,28 @@ def test_a_classifier_in_fp32(device):
     in_parts(stock, [stock.model.norm, stock.score])
     batch = dict(input_ids=tokens(3, 11, device=device), labels=torch.tensor([0, 1, 2], device=device))
     compare(stock, batch)
+
+
+def test_fp16_with_a_scaled_loss(device):
+    """By GradScaler, whose first scales are too large: such steps are left out, and three others are made."""
+    stock = build(device=device).train()
+    reference, ends = exact(stock), []
+    start = parameters(stock)
+    for model in (reference, patched(stock), stock):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**30)
+        made = 0
+        while made < 3:
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.float16, enabled=model is not reference):
+                loss = model(**batch_of(device)).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            before = scaler.get_scale()
+            scaler.update()
+            made += scaler.get_scale() == before
+        ends.append(parameters(model))
+        assert (scaler.get_scale() < 2.0**30) is (model is not reference)
+    expected, ours, theirs = ends
+    bound = FACTOR * (theirs - expected).norm() + rounding(torch.float16) * (expected - start).norm()
+    assert (ours - expected).norm() <= bound

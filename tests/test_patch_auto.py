@@ -41,6 +41,23 @@ def test_from_pretrained(tmp_path, no_warnings):
     assert type(layer.input_layernorm) is llama.LlamaRMSNorm
 
 
+def test_placed_by_a_map(tmp_path, device):
+    """By transformers, which has accelerate bring weights of the disk to a module when it is called."""
+    pytest.importorskip("accelerate")
+    stock = build(device=device, tie_word_embeddings=False)
+    stock.save_pretrained(tmp_path)
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), device.type)
+    places |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), "disk")
+    options = dict(device_map=places, offload_folder=tmp_path / "disk")
+    model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, **options)
+    assert model.lm_head.weight.is_meta
+    for trains in (True, False):
+        with torch.no_grad():
+            expected, found = (m.train(trains)(**batch_of(device)) for m in (stock, model))
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+        assert ("logits" in found) is not trains
+
+
 def test_from_config(no_warnings):
     model = AutoLigerKernelForCausalLM.from_config(config(), fused_linear_cross_entropy=False, cross_entropy=True)
     assert type(model) is modeling_llama.LlamaForCausalLM

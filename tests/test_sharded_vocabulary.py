@@ -3,54 +3,29 @@ shards, and the same bits in every process. The cases are those of sharded_cases
 
 import functools
 import itertools
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-PROCESSES = 3
-
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("torch without gloo", allow_module_level=True)
 
-from cases import LOW, environment  # noqa: E402
-from sharded_cases import CASES  # noqa: E402
-from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, head, judge_fused  # noqa: E402
+from cases import LOW
+from processes import errors_of
+from sharded_cases import CASES
+from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, head, judge_fused
 
-from liger_ext import functional as F  # noqa: E402
+from liger_ext import functional as F
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory):
-    """What a case raised in the first process where it did."""
-    folder = tmp_path_factory.mktemp("processes")
-    script = Path(__file__).with_name("sharded_processes.py")
-    commands = [[sys.executable, script, str(rank), str(PROCESSES), folder] for rank in range(PROCESSES)]
-    logs = [folder / f"{rank}.txt" for rank in range(PROCESSES)]
-    running = [
-        subprocess.Popen(command, env=environment(), stdout=log.open("w"), stderr=subprocess.STDOUT)
-        for command, log in zip(commands, logs, strict=True)
-    ]
-    try:
-        failed = [process.wait(timeout=300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert not any(failed), "\n".join(log.read_text() for log in logs)
-    found = {}
-    for rank in range(PROCESSES):
-        for name, text in json.loads((folder / f"{rank}.json").read_text()).items():
-            found[name] = found.get(name) or (text and f"in process {rank}:\n{text}")
-    return found
+def errors(request, tmp_path_factory):
+    return errors_of(request, "sharded_cases", tmp_path_factory)
 
 
-@pytest.mark.parametrize("size", range(2, PROCESSES + 1))
 @pytest.mark.parametrize("case", CASES)
-def test_sharded_vocabulary(errors, case, size):
-    assert not errors[f"{case} {size}"], errors[f"{case} {size}"]
+def test_sharded_vocabulary(errors, case):
+    assert not errors[case], errors[case]
 
 
 @pytest.mark.cuda

@@ -1,6 +1,9 @@
 """examples/train_distributed.py: the same losses on any number of processes, and after one of them was killed."""
 
 import contextlib
+import importlib
+import io
+import math
 import os
 import re
 import subprocess
@@ -12,9 +15,10 @@ import pytest
 import torch
 from llama_models import build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples/train_distributed.py"
 OPTIONS = ["--steps", "16", "--batch", "4", "--seq", "32", "--lr", "1e-3", "--log-every", "1", "--save-every", "2"]
 
 
@@ -36,14 +40,17 @@ def material(tmp_path_factory):
     return folder
 
 
-def start(material, output, processes, *options):
+def start(processes, *arguments):
     launch = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = [ROOT / "examples/train_distributed.py", material, material / "text.txt", "--output", output]
-    command = [sys.executable, *launch, *script, *OPTIONS, *options]
+    command = [sys.executable, *launch, SCRIPT, *arguments]
     return subprocess.Popen(
         list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
+
+
+def of_text(material, output):
+    return [material, material / "text.txt", "--output", output, *OPTIONS]
 
 
 def losses(said):
@@ -58,9 +65,26 @@ def finish(process):
 
 
 @pytest.fixture(scope="module")
-def alone(material, tmp_path_factory):
+def script():
+    """As a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        yield importlib.import_module("train_distributed")
+
+
+def run_here(script, *arguments):
+    """On the CPU, in this process, which saves the start of another one."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(sys, "argv", ["train_distributed.py", *map(str, arguments)])
+        script.main()
+    return said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def alone(material, script, tmp_path_factory):
     output = tmp_path_factory.mktemp("alone")
-    return losses(finish(start(material, output, 1))), output
+    return losses(run_here(script, *of_text(material, output))), output
 
 
 def assert_same_curve(found, expected):
@@ -68,20 +92,30 @@ def assert_same_curve(found, expected):
     torch.testing.assert_close(list(found.values()), list(expected.values()), rtol=1e-4, atol=1e-4)
 
 
-def test_it_learns_and_saves(material, alone):
+def test_it_learns_and_saves(material, script, alone):
     found, output = alone
+    _, encode = script.config_and_tokenizer(str(material))
+    windows = torch.cat(script.batches(encode, script.WINDOWS, 1, 32, material / "text.txt"))
+    ids = windows[torch.randint(len(windows), (4,), generator=torch.Generator().manual_seed(1))]
+    loss = AutoModelForCausalLM.from_pretrained(material)(input_ids=ids, labels=ids).loss
+    assert found[1] == pytest.approx(loss.item(), rel=1e-4)
     assert found[16] < found[1] - 0.5
     model, before = AutoModelForCausalLM.from_pretrained(output), AutoModelForCausalLM.from_pretrained(material)
     assert not torch.equal(model.model.norm.weight, before.model.norm.weight)
+    assert AutoTokenizer.from_pretrained(output)("a")["input_ids"]
+    assert {path.name for path in output.iterdir() if path.is_dir()} == {"step-14", "step-16"}  # the newest two
 
 
-def test_four_processes_give_the_losses_of_one(material, alone, tmp_path):
-    assert_same_curve(losses(finish(start(material, tmp_path, 4))), alone[0])
+def test_four_processes_train_as_one(material, alone, tmp_path):
+    assert_same_curve(losses(finish(start(4, *of_text(material, tmp_path)))), alone[0])
+    models = [AutoModelForCausalLM.from_pretrained(output) for output in (alone[1], tmp_path)]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
 def test_a_process_is_killed(material, alone, tmp_path):
-    """torchrun ends the others; started again, they go on from the newest checkpoint, and end on the same curve."""
-    process = start(material, tmp_path, 2)
+    """torchrun ends the others; a single one goes on from the newest checkpoint, and ends on the same curve."""
+    process = start(2, *of_text(material, tmp_path))
     said = ""
     for line in process.stdout:
         said += line
@@ -96,23 +130,65 @@ def test_a_process_is_killed(material, alone, tmp_path):
         workers[-1].kill()
     process.communicate(timeout=120)
     assert process.returncode != 0
-    rest = finish(start(material, tmp_path, 2))
+    rest = finish(start(1, *of_text(material, tmp_path)))
     assert re.search(r"resumed after step \d*[02468]\n", rest), said + rest
     assert_same_curve(losses(said + rest), alone[0])
 
 
-def test_another_number_of_processes_goes_on(material, alone, tmp_path):
-    finish(start(material, tmp_path, 2, "--steps", "8"))
-    rest = finish(start(material, tmp_path, 1))
-    assert "resumed after step 8" in rest
-    assert_same_curve({**{step: alone[0][step] for step in range(1, 9)}, **losses(rest)}, alone[0])
+def test_random_weights(script, tmp_path):
+    """They, and tokens of Python's own library, are the same on any number of processes; nothing is saved."""
+    options = ["random:tiny", "--steps", 5, "--batch", 2, "--seq", 32, "--lr", 1e-3, "--log-every", 2, "--alone", 1]
+    options += ["--save-every", 0, "--output", tmp_path / "none"]
+    said = run_here(script, *options), finish(start(2, *options))
+    assert losses(said[0]) == pytest.approx(losses(said[1]), rel=1e-4) and losses(said[0]).keys() == {1, 2, 4, 5}
+    assert losses(said[0])[1] == pytest.approx(math.log(1024), rel=0.05)
+    rates = re.findall(r", ([\d,]+) tokens/s, ([\d,]+) per process \(([\d.]+) of one alone\)\n", said[1])
+    assert len(rates) == 4
+    for rate in rates:
+        both, each, share = (float(number.replace(",", "")) for number in rate)
+        assert 2 * each == pytest.approx(both, abs=2) and share == pytest.approx(each, abs=1)
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
     "options, words",
-    [(["--batch", "3"], "--batch 3 cannot be shared"), (["--seq", "99999999"], "fewer than one sequence")],
+    [
+        (["--batch", "3"], "--batch 3 cannot be shared equally by 2 processes"),
+        (["--seq", "99999999"], "one batch of 1 x 99999999 needs"),
+        (["--steps", "-4"], "argument --steps: -4 is less than 1"),
+        (["--batch", "0"], "argument --batch: 0 is less than 1"),
+        (["--seq", "1"], "argument --seq: 1 is less than 2"),
+        (["--lr", "-0.5"], "argument --lr: -0.5 is less than 0"),
+        (["--lr", "nan"], "argument --lr: nan is less than 0"),
+        (["--log-every", "0"], "argument --log-every: 0 is less than 1"),
+        (["--save-every", "-1"], "argument --save-every: -1 is less than 0"),
+        (["--keep", "0"], "argument --keep: 0 is less than 1"),
+        (["random:2b"], "the named shapes are random:tiny"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
-def test_bad_settings(material, tmp_path, options, words):
-    process = start(material, tmp_path, 2, *options)
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode != 0 and words in said
+def test_bad_settings(material, script, monkeypatch, capsys, options, words):
+    given = options if options[0].startswith("random") else [material, material / "text.txt", *options]
+    monkeypatch.setattr(sys, "argv", ["train_distributed.py", *map(str, given)])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as raised:
+        script.main()
+    assert raised.value.code and words in f"{raised.value.code} {capsys.readouterr().err}"
+
+
+def test_a_checkpoint_takes_no_time_of_training(script, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(script.time, "perf_counter", lambda: now[0])
+    clock = script.Clock(torch.device("cpu"))
+    now[0] += 2
+    with clock.stopped():
+        now[0] += 100
+    now[0] += 3
+    assert clock.lap() == 5
+    now[0] += 1
+    assert clock.lap() == 1
+
+
+def test_weights_that_are_not_there(script, material):
+    with pytest.raises(SystemExit, match=r"the \.safetensors files of .* have no other\.weight"):
+        script.read_weights(torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2, bias=False)}), str(material))

@@ -208,6 +208,29 @@ def test_accuracy_without_logits(compare, device):
     assert any(found.trainer.shares) and len(found.trainer.shares) == 6 + 5 + 5
 
 
+class Guesses(Trainer):
+    """Its predictions are the most likely tokens, -1 where there is no label, for which no logits are kept."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        fused = isinstance(model, llama.LlamaForCausalLM)
+        asked = dict(inputs, skip_logits=True, return_predicted_tokens=True) if fused else inputs
+        loss, outputs = super().compute_loss(model, asked, True, num_items_in_batch)
+        labels = inputs["labels"]
+        if fused:
+            assert "logits" not in outputs
+            guesses = outputs.predicted_tokens.view(labels.shape)
+        else:
+            ignored = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] == -100
+            guesses = outputs.logits.argmax(-1).masked_fill(ignored, -1)
+        return (loss, dict(loss=loss, guesses=guesses)) if return_outputs else loss
+
+
+def test_metrics_without_logits(compare, device):
+    found, _ = compare(learner(device), cls=Guesses, of_trainer=dict(compute_metrics=accuracy), learning_rate=5e-3)
+    assert found.evaluated["eval_accuracy"] > 0
+    assert found.evaluation_ops >= LOSS
+
+
 class ReadsLogits(Trainer):
     """A loss of the user's own, to which large logits add."""
 
@@ -262,17 +285,22 @@ def test_use_liger_kernel(run, device, options, of_trainer):
 
 
 @pytest.mark.parametrize("second", ["patched", "stock"])
-@pytest.mark.parametrize("first", ["patched", "stock"])
-def test_resume(run, tmp_path, device, first, second):
-    """From a checkpoint into a model with other weights: as if there had been no break."""
+@pytest.mark.parametrize("first, adapted", [("patched", False), ("stock", False), ("patched", True)])
+def test_resume(run, tmp_path, device, first, second, adapted):
+    """From a checkpoint into a model with other weights (or adapters): as if there had been no break."""
 
     def model(kind, seed):
-        made = build(device=device, seed=seed).train()
-        return patched(made) if kind == "patched" else made
+        made = build(device=device, seed=0 if adapted else seed).train()
+        made = patched(made) if kind == "patched" else made
+        if adapted:
+            made = lora(made)
+            for parameter in filter(lambda p: p.requires_grad, made.parameters()):
+                parameter.data += seed
+        return made
 
     whole = run(model(first, 0), max_steps=4, save_strategy="steps", save_steps=2)
     again = run(model(second, 1), max_steps=4, resume=str(tmp_path / "checkpoint-2"))
-    assert_same(again, whole, parameters(build(device=device)))
+    assert_same(again, whole, parameters(model("stock", 0)))
     assert (again.ops >= LAYERS | LOSS) is (second == "patched")
 
 

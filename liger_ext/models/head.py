@@ -1,7 +1,7 @@
 """A language-model head that is called with its loss.
 
 The fused loss reads the head's weight, so it runs inside the head's own call: what others have hung on that call does
-its work around it. FSDP2 and DeepSpeed gather the weight before, accelerate brings it to its device.
+its work around it. FSDP and DeepSpeed gather the weight before, accelerate brings it to its device.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import linear
 from torch.nn.modules.module import _has_any_global_hook
 
-from liger_ext.models.patch import hooks_of, linear_is_torchs, only_forward_runs, stands_in
+from liger_ext.models.patch import derives_from, hooks_of, is_fsdp1, linear_is_torchs, only_forward_runs, stands_in
 
 # loss(hidden_states, weight, bias) -> tensors
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]
@@ -33,35 +33,61 @@ class Linear(nn.Linear):
 def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
     """What calls `head` as `(hidden_states, loss=loss)`; None where it is more than a linear layer, or something on its
     call waits for logits: LoRA, quantised weights, hooks of the user."""
-    inner = used_linear(head)
-    if inner is None or not linear_is_torchs():
+    path = _path(head)
+    inner = path[-1]
+    if not _is_linear(inner) or not linear_is_torchs():
         return None
-    if all(map(only_forward_runs, {head, inner})):
+    if all(map(only_forward_runs, path)) and not any(map(is_fsdp1, path)):
         return partial(Linear.forward, inner)
-    # PEFT's wrapper hands on what it is called with.
-    return head if isinstance(inner, Linear) and all(map(_takes_a_loss, {head, inner})) else None
+    # Wrappers hand on what they are called with.
+    return head if isinstance(inner, Linear) and all(map(_takes_a_loss, path)) else None
 
 
 def used_linear(head: nn.Module) -> nn.Linear | None:
-    """The linear layer that `head` is; of PEFT's ModulesToSaveWrapper, the copy that its active adapter trains."""
-    if _has_copies(head):
-        adapters, trained = head.active_adapters, head.modules_to_save
-        use_original = head.disable_adapters or not adapters or any(name not in trained for name in adapters)
-        head = head.original_module if use_original else trained[adapters[0]]
-    return head if _is_linear(head) else None
+    """The linear layer that `head` is, or calls: inside of FSDP1's wrapper; of PEFT's ModulesToSaveWrapper, the copy
+    that its active adapter trains."""
+    last = _path(head)[-1]
+    return last if _is_linear(last) else None
 
 
 def heads_of(model: nn.Module) -> Iterator[nn.Module]:
     """The linear layers that may be the head of `model`."""
-    head = model.lm_head
-    yield from filter(
-        _is_linear, (head.original_module, *head.modules_to_save.values()) if _has_copies(head) else (head,)
-    )
+    return filter(_is_linear, _inside(model.lm_head))
+
+
+def device_of(head: nn.Module) -> torch.device | None:
+    """Where the weight of `used_linear(head)` is. One that is computed is not computed for that. None: not known."""
+    # FSDP1 may leave a module no parameters, but a view of its own as the weight.
+    linear = used_linear(head)
+    weight = next(linear.parameters(), vars(linear).get("weight"))
+    return None if weight is None else weight.device
+
+
+def _path(head: nn.Module) -> list[nn.Module]:
+    """`head`, what it calls with its arguments if it is a wrapper, and so on."""
+    if is_fsdp1(head):
+        return [head, *_path(head.module)]
+    if _has_copies(head):
+        adapters, trained = head.active_adapters, head.modules_to_save
+        use_original = head.disable_adapters or not adapters or any(name not in trained for name in adapters)
+        return [head, *_path(head.original_module if use_original else trained[adapters[0]])]
+    return [head]
+
+
+def _inside(head: nn.Module) -> Iterator[nn.Module]:
+    """`head`, or everything that a wrapper may call in its place."""
+    if is_fsdp1(head):
+        yield from _inside(head.module)
+    elif _has_copies(head):
+        for module in (head.original_module, *head.modules_to_save.values()):
+            yield from _inside(module)
+    else:
+        yield head
 
 
 def _has_copies(head: nn.Module) -> bool:
     """PEFT's wrapper around a module of which each adapter trains a copy."""
-    return type(head).__name__ == "ModulesToSaveWrapper"
+    return derives_from(head, "ModulesToSaveWrapper")
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.called_head import loss_in_chunks, rows_at_a_time
-from liger_ext.models.head import loss_caller, used_linear
+from liger_ext.models.head import device_of, loss_caller
 from liger_ext.models.names import class_of, name_of
 from liger_ext.models.patch import is_plain_tensor
 
@@ -163,7 +163,7 @@ def counted_rows(
         return {}
     if loss_caller(lm_head) is None or type(ignore_index) is not int:
         return {}
-    if given.device != next(used_linear(lm_head).parameters()).device:  # .weight may be one that is computed
+    if given.device != device_of(lm_head):
         return {}
     shifted = shift(labels, ignore_index) if shift_labels is None else shift_labels
     return {"shift_labels": shifted, "rows": functional.count_rows(shifted, ignore_index)}

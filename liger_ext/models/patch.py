@@ -153,6 +153,17 @@ def hooks_of(module: nn.Module) -> tuple[dict, ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether `module` is a FullyShardedDataParallel, which gathers the weights of a module around its call."""
+    return derives_from(module, "FullyShardedDataParallel")
+
+
+def derives_from(module: nn.Module, name: str) -> bool:
+    """Whether `module` is of a class of this name, of a library that may not be there, or of one derived from it: FSDP2
+    derives one from each class that it shards."""
+    return any(cls.__name__ == name for cls in type(module).__mro__)
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a call of `module` is a matmul with its weight, and its bias, and nothing else."""
     return (

@@ -1,0 +1,115 @@
+"""What test_distributed.py runs in two processes: training that is saved and goes on elsewhere, and
+that of a Trainer."""
+
+import importlib.util
+import os
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed_wrappers import OURS, whole
+from llama_models import build, ops, patched, tokens
+from processes import cases_of
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_ext import apply_liger_kernel_to_llama
+
+
+def saved_and_loaded(world, saver, loader, saved_by, loaded_by, tied):
+    """By torch.distributed.checkpoint, into a model with other weights: as if there had been no break."""
+    meshes = {
+        "FSDP2": init_device_mesh("cpu", (world.size,)),
+        "alone": init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("copies", "alone"))["alone"],
+    }
+
+    def start(is_patched, wrapper, seed):
+        model = build(seed=seed, tie_word_embeddings=tied).train()
+        if is_patched == "patched":
+            apply_liger_kernel_to_llama(model=model)
+        model = DistributedDataParallel(model) if wrapper == "DDP" else fully_shard(model, mesh=meshes[wrapper])
+        # Under Adam's usual eps what has almost no gradient moves by the sign of a rounding error.
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+    def advance(model, optimizer, steps, wrapper):
+        for step in steps:
+            ids = tokens(4, 9, seed=step)
+            ids = ids if wrapper == "alone" else ids.chunk(world.size)[world.rank]
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def state_of(model, optimizer):
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    def weights_of(model):
+        return torch.cat([p.detach().flatten() for p in whole(model.named_parameters()).values()])
+
+    model, optimizer = start(saver, saved_by, seed=0)
+    advance(model, optimizer, range(2), saved_by)
+    if saved_by != "alone" or world.rank == 0:
+        group = meshes["alone"].get_group() if saved_by == "alone" else None
+        dcp.save(state_of(model, optimizer), checkpoint_id=world.folder / "checkpoint", process_group=group)
+    at_break = weights_of(model)
+    advance(model, optimizer, range(2, 4), saved_by)
+    dist.barrier()
+
+    other, its_optimizer = start(loader, loaded_by, seed=1)
+    state = state_of(other, its_optimizer)
+    group = meshes["alone"].get_group() if loaded_by == "alone" else None
+    dcp.load(state, checkpoint_id=world.folder / "checkpoint", process_group=group)
+    set_state_dict(other, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert torch.equal(weights_of(other), at_break)
+    advance(other, its_optimizer, range(2, 4), loaded_by)
+    end = weights_of(model)
+    assert (weights_of(other) - end).norm() <= 3e-4 * (end - at_break).norm()
+
+
+KINDS = ("patched", "stock")
+CASES = cases_of(
+    "saved",
+    saved_and_loaded,
+    dict(saver=KINDS, loader=KINDS, saved_by=("FSDP2", "alone", "DDP"), loaded_by=("FSDP2", "alone", "DDP"),
+         tied=(False, True)),
+    lambda case: (case["saver"], case["loader"]) != ("stock", "stock"),
+)  # fmt: skip
+
+
+def trainer(world, tokens_of):
+    """Hugging Face's, which makes a DDP of the model: the same log and the same weights as with a stock model."""
+    import accelerate
+    from test_trainer import ROWS, padded, parameters
+    from transformers import Trainer, TrainingArguments
+
+    def run(model):
+        reset = accelerate.state.AcceleratorState._reset_state
+        reset(reset_partial_state=True)
+        arguments = TrainingArguments(
+            str(world.folder), use_cpu=True, max_steps=3, gradient_accumulation_steps=2, learning_rate=2e-3,
+            per_device_train_batch_size=2, adam_epsilon=1e-4, logging_steps=1, report_to=[], save_strategy="no",
+            disable_tqdm=True, average_tokens_across_devices=tokens_of == "all",
+        )  # fmt: skip
+        made = Trainer(model, arguments, train_dataset=ROWS, eval_dataset=ROWS, data_collator=padded)
+        made.train()
+        assert isinstance(made.model_wrapped, DistributedDataParallel)
+        evaluated = made.evaluate()["eval_loss"]
+        reset(reset_partial_state=True)
+        lines = [line[name] for line in made.state.log_history for name in ("loss", "grad_norm") if name in line]
+        return torch.tensor([*lines, evaluated]), parameters(model)
+
+    stock = build().train()
+    start, model = parameters(stock), patched(stock)
+    assert ops(model, **{name: padded(ROWS[:2])[name] for name in ("input_ids", "labels")}) >= OURS
+    variables = dict(RANK=world.rank, LOCAL_RANK=world.rank, WORLD_SIZE=world.size, LOCAL_WORLD_SIZE=world.size)
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+        (expected, end), (found, our_end) = run(stock), run(model)
+    assert len(expected) == 7
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    assert (our_end - end).norm() <= 3e-4 * (end - start).norm()
+
+
+if importlib.util.find_spec("accelerate"):
+    CASES |= cases_of("Trainer", trainer, dict(tokens_of=("all", "each")))

@@ -1,0 +1,382 @@
+"""What test_distributed.py runs in two processes and in four: patched Llamas under FSDP2, FSDP1 and DDP.
+
+A case trains a stock model and a patched one under the same wrapper for two steps, each process on rows of its own. The
+patched model's results may be as far from those of a model in float64, which nothing wraps, as the stock model's are.
+"""
+
+import contextlib
+import copy
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from llama_models import assert_as_good, build, checkpoint_layers, exact, lora, ops, tokens
+from processes import cases_of
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from liger_ext import apply_liger_kernel_to_llama
+
+CASES = {}  # by name: how many processes, and what each calls
+OURS = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}
+ORDERS = "patch, wrap", "wrap, patch"
+CHECKPOINTS = "reentrant", "non-reentrant", "wrapper"  # the last is torch's own
+BF16 = torch.bfloat16
+
+
+def batches_of(world, micro_steps=1, rows=2, seq=9):
+    """Of two steps, rows of this process; as many labels count in each, so that the mean of means is that of all."""
+
+    def batch(seed):
+        ids = tokens(rows, seq, seed=10 * seed + world.rank)
+        return dict(input_ids=ids, labels=ids.masked_fill(torch.arange(seq) < 3, -100))
+
+    return [[batch(step * micro_steps + micro) for micro in range(micro_steps)] for step in range(2)]
+
+
+def train(model, batches, results_of, without_sync=None, before_step=None, **arguments):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for micro_batches in batches:
+        optimizer.zero_grad()
+        for batch in micro_batches:
+            waits = without_sync is not None and batch is not micro_batches[-1]
+            with without_sync(model) if waits else contextlib.nullcontext():
+                output = model(**batch, **arguments)
+                (output.loss / len(micro_batches)).backward()
+        if before_step is not None:
+            before_step(model)
+        optimizer.step()
+    results = {name: output[name].detach() for name in ("loss", "logits") if output.get(name) is not None}
+    return results | results_of(model)
+
+
+def mean_of_processes(model):
+    """Of gradients."""
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+def whole(named):
+    """Under the names that parameters have without wrappers."""
+    found = {}
+    for name, t in named:
+        for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+            name = name.replace(part, "")
+        found[name.removeprefix("module.")] = t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+    return found
+
+
+def gradients(model):
+    return whole((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def weights(model):
+    """Of FSDP1, which has them where it gathers them."""
+    is_wrapped = isinstance(model, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(model) if is_wrapped else contextlib.nullcontext():
+        return whole((name, p.detach()) for name, p in model.named_parameters())
+
+
+def compare(
+    world,
+    wrap,
+    order,
+    checkpoint=None,
+    micro_steps=1,
+    without_sync=None,
+    results_of=gradients,
+    expected_ops=OURS,
+    change=lambda model: model,
+    patch=None,
+    batch=None,
+    memory=None,
+    **options,
+):
+    """`memory` is of the patched model's forward; `options` are of the model's configuration."""
+    stock = change(build(**options).train())
+    batches = batches_of(world, micro_steps, **(batch or {}))
+    reference = train(exact(stock), batches, results_of, before_step=mean_of_processes)
+    results = []
+    for is_patched in (False, True):
+        model = copy.deepcopy(stock)
+        if checkpoint == "wrapper":
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+        elif checkpoint:
+            checkpoint_layers(model, use_reentrant=checkpoint == "reentrant")
+        if is_patched and order == "patch, wrap":
+            apply_liger_kernel_to_llama(model=model, **(patch or {}))
+        model = wrap(model)
+        if is_patched and order == "wrap, patch":
+            apply_liger_kernel_to_llama(model=model, **(patch or {}))
+        # A cache grows in the second run of a layer: transformers' own checkpoints have none, older ones' models do.
+        given = {"use_cache": False} if checkpoint == "wrapper" else {}
+        if is_patched and memory is not None:
+            given["memory"] = memory
+        try:
+            results.append(train(model, batches, results_of, without_sync, **given))
+        except Exception as error:
+            error.add_note(f"The model is {'patched' if is_patched else 'stock'}.")
+            raise
+    if expected_ops is not None:
+        found = ops(model, **batches[0][0])
+        assert found == expected_ops, found
+    if results_of is weights:  # how far they have come
+        for each in (reference, *results):
+            each.update({name: each[name] - p.detach() for name, p in stock.named_parameters()})
+    assert_as_good(results[1], results[0], reference)
+
+
+POLICIES = {
+    "fp32": {},
+    "bf16": dict(param_dtype=BF16, reduce_dtype=torch.float32),
+    "all bf16": dict(param_dtype=BF16),
+    "fp32 results": dict(param_dtype=BF16, output_dtype=torch.float32),  # of the head, and of the model
+    "inputs as they are": dict(param_dtype=BF16, cast_forward_inputs=False),
+}
+FSDP2 = dict(
+    policy=tuple(POLICIES),
+    reshard=(False, True),
+    offload=(False, True),
+    units=("layers", "halves of layers", "every module"),
+    head=("", "head alone", "head and norm"),
+    tied=(False, True),
+    accumulates=("", "without sync", "with sync"),
+    checkpoint=("", *CHECKPOINTS),
+    memory=("auto", "low", "fast"),
+    order=ORDERS,
+)
+
+
+def units_of(layer, units):
+    """From the inside out."""
+    if units == "halves of layers":
+        yield from (layer.self_attn, layer.mlp)
+    elif units == "every module":
+        yield from (module for module in layer.modules() if [*module.parameters(recurse=False)])
+    yield layer
+
+
+def fsdp2(world, policy, reshard, offload, units, head, tied, accumulates, checkpoint, memory, order, shape=None):
+    names = {1: ("shard",), 2: ("replicate", "shard")}
+    mesh = init_device_mesh("cpu", shape or (world.size,), mesh_dim_names=names[len(shape or (0,))])
+    of_layers = MixedPrecisionPolicy(**(POLICIES[policy] | dict(output_dtype=None)))
+    options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**POLICIES[policy]), reshard_after_forward=reshard)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+
+    def wrap(model):
+        for layer in model.model.layers:
+            for unit in units_of(layer, units):
+                fully_shard(unit, **(options | dict(mp_policy=of_layers)))
+        if head:
+            fully_shard(model.lm_head if head == "head alone" else [model.model.norm, model.lm_head], **options)
+        return fully_shard(model, **options)
+
+    @contextlib.contextmanager
+    def without_sync(model):
+        switch = model.set_requires_all_reduce if shape else model.set_requires_gradient_sync
+        switch(False)
+        yield
+        switch(True)
+
+    expected_ops = set(OURS)
+    if head and policy == "fp32 results":  # FSDP2 would cast the head's loss
+        expected_ops = expected_ops - {"fused_linear_cross_entropy"} | {"cross_entropy"}
+    if units == "every module":  # a norm must be called to have its weight
+        expected_ops -= {"add_rms_norm"}
+    compare(
+        world,
+        wrap,
+        order,
+        checkpoint,
+        micro_steps=2 if accumulates else 1,
+        without_sync=without_sync if accumulates == "without sync" else None,
+        expected_ops=expected_ops,
+        patch=dict(memory=memory),
+        tie_word_embeddings=tied,
+    )
+
+
+CASES |= cases_of("FSDP2", fsdp2, FSDP2, lambda case: not (case["head"] and case["tied"]))  # FSDP2 refuses that
+CASES |= cases_of(
+    "HSDP",
+    partial(
+        fsdp2,
+        shape=(2, 2),
+        policy="bf16",
+        head="",
+        tied=False,
+        offload=False,
+        checkpoint="",
+        units="layers",
+        memory="auto",
+    ),
+    dict(accumulates=("", "without sync"), reshard=FSDP2["reshard"], order=ORDERS),
+    processes=4,
+)
+
+DDP = dict(
+    graph=("", "static", "finds unused"),
+    views=(False, True),
+    autocast=(False, True),
+    tied=(False, True),
+    accumulates=("", "without sync", "with sync"),
+    checkpoint=("", *CHECKPOINTS),
+    order=ORDERS,
+)
+
+
+def ddp(world, graph, views, autocast, tied, accumulates, checkpoint, order):
+    def wrap(model):
+        wrapped = DistributedDataParallel(
+            model, static_graph=graph == "static", find_unused_parameters=graph == "finds unused",
+            gradient_as_bucket_view=views, bucket_cap_mb=0.05,
+        )  # fmt: skip
+        if autocast:
+            model.forward = torch.autocast("cpu", BF16)(model.forward)
+        return wrapped
+
+    def change(model):
+        if graph == "finds unused":
+            model.unused = nn.Linear(3, 3)
+        return model
+
+    compare(
+        world,
+        wrap,
+        order,
+        checkpoint,
+        micro_steps=2 if accumulates else 1,
+        without_sync=DistributedDataParallel.no_sync if accumulates == "without sync" else None,
+        change=change,
+        tie_word_embeddings=tied,
+    )
+
+
+def ddp_can(case):
+    """It has no static graphs without synchronisation, and no reentrant checkpoints where it finds what is unused."""
+    unsynchronised = case["graph"] == "static" and case["accumulates"] == "without sync"
+    return not unsynchronised and not (case["graph"] == "finds unused" and case["checkpoint"] == "reentrant")
+
+
+CASES |= cases_of("DDP", ddp, DDP, ddp_can)
+
+FSDP1 = dict(
+    use_orig_params=(False, True),
+    strategy=("FULL_SHARD", "SHARD_GRAD_OP"),
+    bf16=(False, True),
+    units=("layers", "every module"),
+    head=("", "head alone"),
+    tied=(False, True),
+    accumulates=("", "without sync"),
+    checkpoint=("", *CHECKPOINTS),
+    order=ORDERS,
+)
+
+
+def fsdp1(world, use_orig_params, strategy, bf16, units, head, tied, accumulates, checkpoint, order):
+    def wrap(model):
+        def is_unit(module, recurse, nonwrapped_numel):
+            return recurse or any(module is unit for unit in chosen)
+
+        chosen = [unit for layer in model.model.layers for unit in units_of(layer, units)]
+        chosen += [model.lm_head] * bool(head)
+
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=is_unit,
+            use_orig_params=use_orig_params,
+            sharding_strategy=ShardingStrategy[strategy],
+            mixed_precision=MixedPrecision(BF16, torch.float32) if bf16 else None,
+            device_id=torch.device("cpu"),
+        )
+
+    compare(
+        world,
+        wrap,
+        order,
+        checkpoint,
+        micro_steps=2 if accumulates else 1,
+        without_sync=FullyShardedDataParallel.no_sync if accumulates else None,
+        results_of=weights,
+        expected_ops=OURS if units == "layers" else OURS - {"add_rms_norm"},
+        tie_word_embeddings=tied,
+    )
+
+
+CASES |= cases_of("FSDP1", fsdp1, FSDP1, lambda case: not (case["head"] and case["tied"]))
+
+WRAPPERS = {
+    "DDP": DistributedDataParallel,
+    "FSDP1": partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu")),
+    "FSDP2": fully_shard,
+}
+
+
+def head_of_peft(world, wrapper, alone, head):
+    """One with LoRA is called for logits of some rows at a time, but where a wrapper gathers its weights and sums their
+    gradients; of one that is trained as a copy the loss is fused."""
+
+    def wrap(model):
+        if alone:
+            model.base_model.model.lm_head = WRAPPERS[wrapper](model.base_model.model.lm_head)
+        return WRAPPERS[wrapper](model)
+
+    adapted = dict(target_modules=["q_proj", "lm_head"])
+    copied = dict(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    compare(
+        world,
+        wrap,
+        "wrap, patch",
+        change=lambda model: lora(model, **(adapted if head == "LoRA" else copied)),
+        results_of=weights,
+        expected_ops=OURS - {"fused_linear_cross_entropy"} | {"cross_entropy"} if head == "LoRA" else OURS,
+        memory=1,
+        batch=dict(rows=6, seq=50),
+        tie_word_embeddings=False,
+    )
+
+
+CASES |= cases_of(
+    "head",
+    head_of_peft,
+    dict(wrapper=tuple(WRAPPERS), alone=(False, True), head=("LoRA", "copy")),
+    lambda case: not (case["alone"] and case["wrapper"] == "DDP"),
+)
+
+
+def compiled(world, wrapper):
+    """Of FSDP2 the layers, which is how it is used; of DDP the whole, which torch cuts where buckets end."""
+
+    def wrap(model):
+        is_patched = type(model).__module__.startswith("liger_ext")
+        if wrapper == "FSDP2":
+            for layer in model.model.layers:
+                if is_patched:
+                    layer.compile(backend="aot_eager")
+                fully_shard(layer)
+        model = WRAPPERS[wrapper](model)
+        if is_patched and wrapper == "DDP":
+            model.compile(backend="aot_eager")
+        return model
+
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    compare(world, wrap, "patch, wrap", expected_ops=None, tie_word_embeddings=False)
+    assert graphs["unique_graphs"] > before
+
+
+CASES |= cases_of("compiled", compiled, dict(wrapper=("DDP", "FSDP2")))

@@ -1,0 +1,21 @@
+"""Patched Llamas in several processes, under FSDP2, FSDP1 and DDP. The cases are those of distributed_cases.py; all run
+in one start."""
+
+import pytest
+import torch
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("torch without gloo", allow_module_level=True)
+
+from distributed_cases import CASES
+from processes import errors_of
+
+
+@pytest.fixture(scope="module")
+def errors(request, tmp_path_factory):
+    return errors_of(request, "distributed_cases", tmp_path_factory)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_distributed(errors, case):
+    assert not errors[case], errors[case]
