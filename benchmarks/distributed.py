@@ -31,7 +31,7 @@ from .suite import Grid, duration
 from .timing import peak_mib
 
 SHAPES = [(8192, 4096, 128256), (16384, 4096, 128256), (4096, 2048, 128256), (32768, 2048, 128256)]
-LAYERS, BATCH, SEQ = 4, 2, 2048
+LAYERS, BATCH, SEQ = 4, 8, 2048
 
 
 def in_turns(calls: dict[str, Callable], rounds: int, burst: int) -> dict[str, Timing]:
