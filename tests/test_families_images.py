@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import RecordCalls
 from family_models import patched
 from llama_models import SIZES, TRANSFORMERS, assert_as_good, one_thread, randomised, step, tokens  # noqa: F401
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -75,6 +76,31 @@ def test_generates_the_same(device, model_type):
     options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
     ids = tokens(2, 9, device=device) % 900 + 3
     assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", ["glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+def test_a_tower_as_stock(device, model_type, dtype):
+    """Two images of 8 x 4 and 4 x 4 patches: result and gradients, of which the rotary embedding is ours."""
+    model = build(model_type, device).to(dtype)
+    towers = [m.model.visual for m in (patched(model), model, copy.deepcopy(model).double())]
+    grid = torch.tensor([[1, 8, 4], [1, 4, 4]], device=device)
+    config = model.config.vision_config
+    columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    patches = torch.randn(48, columns, generator=torch.Generator().manual_seed(3)).to(device)
+
+    def run(tower):
+        tower.zero_grad()
+        with RecordCalls() as record:
+            out = tower(patches.to(next(tower.parameters()).dtype), grid_thw=grid).pooler_output
+            out = torch.cat(list(out)) if isinstance(out, list | tuple) else out
+            out.double().square().sum().backward()
+        results = {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
+        return record.names, {"out": out.detach(), **results}
+
+    (ours, found), (_, stock), (_, reference) = map(run, towers)
+    assert ours.count("rope") == ours.count("rope_backward") == len(model.model.visual.blocks)
+    assert_as_good(found, stock, reference)
 
 
 def test_an_image(device):

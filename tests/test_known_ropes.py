@@ -12,12 +12,13 @@ from family_models import build, patched
 from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, step  # noqa: F401
 
 from liger_ext.models import decoder, known_code
+from liger_ext.models.rope import rope_for
 
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code, and fewer models")
-HALF_WIDTH = ("gpt_oss", "openai_privacy_filter")
+HALF_WIDTH = ("gpt_oss", "llama4", "openai_privacy_filter")
 _NAMES = """
-    blt cohere2 deepseek_v3 ernie4_5 ernie4_5_vl_moe gemma4 glm4 glm4v glmasr gpt_oss helium hunyuan_vl llama modernbert
-    nemotron olmo2 openai_privacy_filter phi3 qwen3_next
+    blt cohere2 deepseek_v3 ernie4_5 ernie4_5_vl_moe gemma4 glm4 glm4v glmasr gpt_oss helium hunyuan_vl llama llama4
+    modernbert nemotron olmo2 openai_privacy_filter phi3 qwen2_vl qwen3_next
 """
 MODELS = [name for name in _NAMES.split() if importlib.util.find_spec(f"transformers.models.{name}")]
 
@@ -27,7 +28,7 @@ def known_ropes(model_type):
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     functions = {name: f for name, f in vars(module).items() if name.startswith("apply_rotary_")}
     how = {name: known_code._known_ropes().get(known_code._code_of(f)) for name, f in functions.items()}
-    return {name: (f, decoder.rope_for(f, **how[name])) for name, f in functions.items() if how[name] is not None}
+    return {name: (f, rope_for(f, **how[name])) for name, f in functions.items() if how[name] is not None}
 
 
 def differences(model_type, dtype=torch.float32):
@@ -36,10 +37,16 @@ def differences(model_type, dtype=torch.float32):
     q, k = (normal(2, heads, 5, 16, dtype=dtype, seed=heads) for heads in (3, 1))
     cos, sin = (normal(2, 5, width, dtype=dtype, seed=seed) for seed in (5, 6))
     for theirs, ours in known_ropes(model_type).values():
-        heads = (q, k) if "k" in inspect.signature(theirs).parameters else (q,)
-        for dim in (1, 2):
-            given = [t.transpose(1, dim) for t in heads]
-            expected, found = (f(*given, cos, sin, unsqueeze_dim=dim) for f in (theirs, ours))
+        arguments = inspect.signature(theirs).parameters
+        heads = (q,) if "x" in arguments else (q, k)
+        calls = [([t.transpose(1, dim) for t in heads], (cos, sin), {"unsqueeze_dim": dim}) for dim in (1, 2)]
+        within = [t.transpose(1, 2) for t in heads]
+        if "freqs_cis" in arguments:
+            calls = [(within, (torch.complex(cos.float(), sin.float()),), {})]
+        elif "unsqueeze_dim" not in arguments:  # of images
+            calls = [(within, (cos, sin), {}), ([t[1] for t in within], (cos[1], sin[1]), {})]
+        for given, tables, options in calls:
+            expected, found = (f(*given, *tables, **options) for f in (theirs, ours))
             pairs = zip(expected, found, strict=True) if len(heads) > 1 else [(expected, found)]
             for a, b in pairs:
                 assert a.shape == b.shape and a.dtype == b.dtype
@@ -89,6 +96,7 @@ ATTENTION = {
         dict(head_dim=16, attention_bias=False, num_local_experts=1, num_experts_per_tok=1, sliding_window=6),
     ),
     "helium": ("Helium", dict(head_dim=16)),
+    "llama4_text": ("Llama4Text", dict(head_dim=16, moe_layers=[], intermediate_size_mlp=96, attention_chunk_size=8)),
 }
 
 
@@ -103,6 +111,6 @@ def test_attention_equals_stock(device, model_type, dtype):
     assert len(attention) == 4 and all(issubclass(cls, decoder.Attention) for cls in attention)
     with RecordCalls() as record:
         found = step(ours, batch)
-    calls = 2 * 4 if model_type == "gemma4_text" else 4
+    calls = {"gemma4_text": 2 * 4, "llama4_text": 3}.get(model_type, 4)  # the fourth of Llama 4's layers has none
     assert record.names.count("rope") == record.names.count("rope_backward") == calls
     assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))

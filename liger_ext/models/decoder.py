@@ -145,32 +145,6 @@ class Attention(Mixin):
         cls.CALLS_OUTPUT = _only_calls(stock.forward, "o_proj")
 
 
-@functools.cache
-def rope_for(stock_rope: Callable, layout: str = "halves", tables: str = "whole") -> Callable:
-    """`functional.rope` in this layout, with the arguments of `stock_rope`. `tables`: "whole", "half" of that width, or
-    whole ones of which the "first half" is read."""
-
-    def rope(q, k, cos, sin, unsqueeze_dim=1):
-        learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-        if cos.dim() != 3 or learned:  # of images' towers it may be of another shape
-            return stock_rope(*([q] if k is None else [q, k]), cos, sin, unsqueeze_dim=unsqueeze_dim)
-        if tables == "first half":
-            cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
-        rotated = functional.rope(q, k, cos, sin, unsqueeze_dim, layout, tables != "whole")
-        return rotated[0] if k is None else rotated
-
-    def rope_at_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-        return rope(q, k, cos, sin, unsqueeze_dim)
-
-    def rope_of_one(x, cos, sin, unsqueeze_dim=1):
-        return rope(x, None, cos, sin, unsqueeze_dim)
-
-    arguments = inspect.signature(stock_rope).parameters
-    if "k" not in arguments:
-        return rope_of_one
-    return rope_at_positions if "position_ids" in arguments else rope
-
-
 def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
     """Whether transformers' norm returns a wider dtype than its input's: of 16-bit hidden states and an fp32 weight."""
     dtype = functools.reduce(torch.promote_types, [t.dtype for t in summands])

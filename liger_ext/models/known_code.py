@@ -36,11 +36,11 @@ from liger_ext.models.decoder import (
     SandwichLayer,
     ScaledLayer,
     ZeroCenteredRMSNorm,
-    rope_for,
 )
 from liger_ext.models.forwards import text_of
 from liger_ext.models.names import MODELS, name_of
 from liger_ext.models.patch import stands_in, stock_class
+from liger_ext.models.rope import ROPES, rope_for
 
 
 @functools.cache
@@ -112,43 +112,11 @@ _LEFT_ALONE = {  # layers in which nothing can be fused
     "6a52429b77334fc6",  # CohereDecoderLayer: attention and MLP read the same norm's output, and are added as they are
 }
 
-_ROPES: dict[str, dict[str, str]] = {  # what `rope_for` makes of them
-    "8d9f48cd1cdefb65": {},  # of Qwen3-Next and GPT-NeoX of 5.0 on, which rotate some columns
-    "d055c181c7e77517": {},  # before
-    "6fd74a28189c5427": {},  # Phi 3's, some columns as well
-    "e4d7f85d1a75dc1a": {},
-    "99b095a066854b3a": {},  # Nemotron's
-    "e4c8bf8feebf5684": {},
-    "2a216d9bcc535aa0": {},  # OLMo 2's, whose cos and sin are in fp32
-    "d176ec0b3150922e": {},
-    "0497d86610c268f0": {},  # ModernBERT's, in fp32
-    "a505c418e0582291": {},  # HunYuan VL's, in fp32
-    "b432a70cf8642b25": {},  # Gemma 4's, of one tensor
-    "1754b40407312335": {"tables": "half"},  # GPT-OSS's
-    "bbacdb35420c453a": {"tables": "half"},
-    "481f1743b09ae6ea": {"layout": "interleaved", "tables": "half"},  # OpenAI Privacy Filter's
-    "1b846ef7d94389bb": {"layout": "interleaved"},  # Cohere's, in fp32
-    "09f382d4e9971dcd": {"layout": "interleaved"},
-    "a29816cc5d6c69ab": {"layout": "interleaved"},  # BLT's
-    "7c42f55a5750c3a4": {"layout": "interleaved"},
-    "f6b1c4c071e68266": {"layout": "interleaved"},  # GLM 4V's, some columns
-    "42ba0cb7d424af54": {"layout": "interleaved", "tables": "first half"},  # of 5.1
-    "9069921165a81509": {"layout": "interleaved"},  # ERNIE 4.5 VL's, in fp32
-    "8f39d23d147bef38": {"layout": "interleaved", "tables": "first half"},  # Helium's
-    "d8411b8f3ff7667a": {"layout": "interleaved", "tables": "first half"},
-    "5ee2659c0f9cfe5b": {"layout": "interleaved", "tables": "first half"},  # GLM's, some columns
-    "603645c238f5df70": {"layout": "interleaved", "tables": "first half"},
-    "5aeb18bc069a5668": {"layout": "interleaved", "tables": "first half"},  # ERNIE 4.5's, in fp32
-    "1e4085d03e1b59c6": {"layout": "interleaved", "tables": "first half"},
-    "b212a04cb3fffbad": {"layout": "interleaved_to_halves", "tables": "first half"},  # DeepSeek V3's
-    "0295a4dd5e3e77a7": {"layout": "interleaved_to_halves"},
-}
-
 
 @functools.cache
 def _known_ropes() -> dict[str, dict[str, str]]:
     llamas = _code_of(modeling_llama.apply_rotary_pos_emb)
-    return _ROPES if llamas is None else {llamas: {}, **_ROPES}
+    return ROPES if llamas is None else {llamas: {}, **ROPES}
 
 
 def _code_of(function: Callable | None, cls: type | None = None, seen: tuple = ()) -> str | None:

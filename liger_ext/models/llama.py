@@ -16,10 +16,10 @@ from liger_ext.models.decoder import (
     Attention,
     DecoderLayer,
     RMSNorm,
-    rope_for,
 )
 from liger_ext.models.embedding import embedding, is_one_op
 from liger_ext.models.patch import PatchHandle, copy_forward, stands_in
+from liger_ext.models.rope import rope_for
 
 try:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, sdpa_mask  # 4.53 on

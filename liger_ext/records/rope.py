@@ -35,9 +35,7 @@ def rope(
     layout: str = "halves",
     half_tables: bool = False,
 ) -> tuple[Tensor, ...]:
-    if cos.dim() == 2:
-        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos, sin = ((t.unsqueeze(0) if t.dim() == 2 else t).unsqueeze(unsqueeze_dim) for t in (cos, sin))
     return tuple(_rotate(x, cos, sin, layout, half_tables) for x in (q, k) if x is not None)
 
 

@@ -1,0 +1,93 @@
+"""The functions of transformers that apply rotary embeddings, as `functional.rope`: which are known, and what of them.
+
+Families differ in which columns make a pair, in how wide their tables are, and in what their functions are given. A
+function is known by a digest of its code (`liger_ext.models.known_code`).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+
+from liger_ext import functional
+
+ROPES: dict[str, dict[str, str]] = {  # what `rope_for` makes of them
+    "8d9f48cd1cdefb65": {},  # of Qwen3-Next and GPT-NeoX of 5.0 on, which rotate some columns
+    "d055c181c7e77517": {},  # before
+    "6fd74a28189c5427": {},  # Phi 3's, some columns as well
+    "e4d7f85d1a75dc1a": {},
+    "99b095a066854b3a": {},  # Nemotron's
+    "e4c8bf8feebf5684": {},
+    "2a216d9bcc535aa0": {},  # OLMo 2's, whose cos and sin are in fp32
+    "d176ec0b3150922e": {},
+    "0497d86610c268f0": {},  # ModernBERT's, in fp32
+    "a505c418e0582291": {},  # HunYuan VL's, in fp32
+    "b432a70cf8642b25": {},  # Gemma 4's, of one tensor
+    "7ecf25a3cdcda69f": {},  # of Qwen2 VL's images, in fp32; the same in all supported versions
+    "1754b40407312335": {"tables": "half"},  # GPT-OSS's
+    "bbacdb35420c453a": {"tables": "half"},
+    "e4af6079bf66ed50": {"layout": "interleaved", "tables": "half"},  # Llama 4's, of complex numbers, in fp32
+    "481f1743b09ae6ea": {"layout": "interleaved", "tables": "half"},  # OpenAI Privacy Filter's
+    "1b846ef7d94389bb": {"layout": "interleaved"},  # Cohere's, in fp32
+    "09f382d4e9971dcd": {"layout": "interleaved"},
+    "a29816cc5d6c69ab": {"layout": "interleaved"},  # BLT's
+    "7c42f55a5750c3a4": {"layout": "interleaved"},
+    "f6b1c4c071e68266": {"layout": "interleaved"},  # GLM 4V's, some columns
+    "42ba0cb7d424af54": {"layout": "interleaved", "tables": "first half"},  # of 5.1
+    "9069921165a81509": {"layout": "interleaved"},  # ERNIE 4.5 VL's, in fp32
+    "8f39d23d147bef38": {"layout": "interleaved", "tables": "first half"},  # Helium's
+    "d8411b8f3ff7667a": {"layout": "interleaved", "tables": "first half"},
+    "5ee2659c0f9cfe5b": {"layout": "interleaved", "tables": "first half"},  # GLM's, some columns
+    "603645c238f5df70": {"layout": "interleaved", "tables": "first half"},
+    "5aeb18bc069a5668": {"layout": "interleaved", "tables": "first half"},  # ERNIE 4.5's, in fp32
+    "1e4085d03e1b59c6": {"layout": "interleaved", "tables": "first half"},
+    "b212a04cb3fffbad": {"layout": "interleaved_to_halves", "tables": "first half"},  # DeepSeek V3's
+    "0295a4dd5e3e77a7": {"layout": "interleaved_to_halves"},
+}
+
+
+@functools.cache
+def rope_for(stock_rope: Callable, layout: str = "halves", tables: str = "whole") -> Callable:
+    """`functional.rope` in this layout, with the arguments of `stock_rope`. `tables`: "whole", "half" of that width, or
+    whole ones of which the "first half" is read."""
+
+    def is_learned(*tables):
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tables)
+
+    def rope(q, k, cos, sin, unsqueeze_dim=1):
+        if cos.dim() != 3 or is_learned(cos, sin):  # of images' towers it may be of another shape
+            return stock_rope(*([q] if k is None else [q, k]), cos, sin, unsqueeze_dim=unsqueeze_dim)
+        if tables == "first half":
+            cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+        rotated = functional.rope(q, k, cos, sin, unsqueeze_dim, layout, tables != "whole")
+        return rotated[0] if k is None else rotated
+
+    def rope_at_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        return rope(q, k, cos, sin, unsqueeze_dim)
+
+    def rope_of_one(x, cos, sin, unsqueeze_dim=1):
+        return rope(x, None, cos, sin, unsqueeze_dim)
+
+    def rope_of_patches(q, k, cos, sin):
+        """Of (patches, heads, head_dim), or a batch of that."""
+        if (q.dim(), cos.dim()) not in ((3, 2), (4, 2), (4, 3)) or is_learned(cos, sin):
+            return stock_rope(q, k, cos, sin)
+        if q.dim() == 4:
+            return functional.rope(q, k, cos, sin, 2)
+        return tuple(t[0] for t in functional.rope(q[None], k[None], cos, sin, 2))
+
+    def rope_of_angles(xq, xk, freqs_cis):
+        if freqs_cis.dim() != 3 or is_learned(freqs_cis):
+            return stock_rope(xq, xk, freqs_cis)
+        cos, sin = torch.view_as_real(freqs_cis).unbind(-1)
+        return functional.rope(xq, xk, cos, sin, 2, layout, tables != "whole")
+
+    arguments = inspect.signature(stock_rope).parameters
+    if "freqs_cis" in arguments:
+        return rope_of_angles
+    if "unsqueeze_dim" not in arguments:
+        return rope_of_patches
+    if "k" not in arguments:
+        return rope_of_one
+    return rope_at_positions if "position_ids" in arguments else rope
