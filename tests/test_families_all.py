@@ -4,13 +4,13 @@ With LIGER_EXT_MODELS=full (`make test-models`) whichever build, if more do than
 
 import contextlib
 import copy
-import functools
 import os
 import warnings
 
 import llama_models
 import pytest
 import torch
+from family_models import assert_same
 from llama_models import TRANSFORMERS, one_thread, randomised, step, tokens  # noqa: F401
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,12 +95,6 @@ def test_equals_stock(model_type):
         handle = apply_liger_kernel_to_instance(ours)
     assert any(type(module).__module__.startswith("liger_ext") for module in ours.modules())
     found = run(ours)
-    largest = max(float(result.abs().max()) for name, result in expected.items() if name not in ("loss", "logits"))
-    for name, result in found.items():
-        # A gradient that cancels is made of what larger ones leave when they are rounded.
-        atol = 1e-4 * float(expected[name].abs().max()) + 1e-7 * largest
-        close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=atol)
-        close(result, expected[name], msg=lambda text, n=name: f"{n}: {text}")
-    assert expected.keys() - found.keys() <= {"logits"}
+    assert_same(found, expected)
     handle.revert()
     assert [type(module) for module in ours.modules()] == [type(module) for module in model.modules()]

@@ -25,9 +25,48 @@ VISION = dict(
     deepstack_visual_indexes=[0],
 )
 ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
-TEXT = SIZES | dict(head_dim=16, rope_parameters=ROPE)
-MODELS = ["glm4v", "hunyuan_vl", "idefics3", "internvl", "llava", "mistral3", "mllama", "paligemma"]
-MODELS += ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"]
+TEXT = SIZES | dict(
+    head_dim=16,
+    rope_parameters=ROPE,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    output_router_logits=True,
+    router_aux_loss_coef=0.5,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
+# Its configuration cannot be changed any more.
+OF_GEMMA4 = SIZES | dict(
+    head_dim=16,
+    global_head_dim=16,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=1000,
+    final_logit_softcapping=5.0,
+    sliding_window=6,
+    layer_types=["sliding_attention", "full_attention"],
+)
+MODELS = [
+    "gemma3",
+    "gemma4",
+    "glm4v",
+    "glm4v_moe",
+    "hunyuan_vl",
+    "idefics3",
+    "internvl",
+    "llava",
+    "mistral3",
+    "mllama",
+    "paligemma",
+]
+MODELS += ["qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "smolvlm"]
 
 
 def fill(config, values):
@@ -36,20 +75,25 @@ def fill(config, values):
             of_two = isinstance(getattr(config, name), list | tuple) and name in ("image_size", "patch_size")
             setattr(config, name, [value, value] if of_two else value)
     if hasattr(config, "layer_types"):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+        config.layer_types = config.layer_types[-config.num_hidden_layers :]
     return config
 
 
 def build(model_type, device="cpu"):
-    config = AutoConfig.for_model(model_type)
-    fill(config.text_config, TEXT)
+    config = AutoConfig.for_model(model_type, **({"text_config": OF_GEMMA4} if model_type == "gemma4" else {}))
+    of_each_type = "full_attention" in (config.text_config.rope_parameters or {})  # which are left
+    if model_type != "gemma4":
+        fill(config.text_config, {k: v for k, v in TEXT.items() if k != "rope_parameters" or not of_each_type})
     if config.text_config.pad_token_id is None:
         config.text_config.pad_token_id = 0
     if hasattr(config.text_config, "cross_attention_layers"):
         config.text_config.cross_attention_layers = []
     fill(config.vision_config, VISION)
     torch.manual_seed(0)
-    return randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
+    model = randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
+    if model_type.endswith("_moe"):
+        model.set_experts_implementation("eager")  # others do not take float64
+    return model
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])

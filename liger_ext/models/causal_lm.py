@@ -53,6 +53,12 @@ class CausalLM(Mixin):
         forward.__doc__, forward.__signature__ = cls._forward.__doc__, _with_skip_logits(signature)
         cls.forward = forward
         output, cls.COPIED = _output_of(stock)
+        cls.PASSED = _passed_by(stock)
+        for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
+            if hasattr(stock, name):
+                getattr(
+                    stock, name
+                )()  # reads the source of a class's module, and remembers what it found for subclasses
         cls.OUTPUT, cls.OUTPUT_WITHOUT_LOGITS = liger_output(output), output_without_logits(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
@@ -87,8 +93,12 @@ class CausalLM(Mixin):
         logits_to_keep = arguments.pop("logits_to_keep", 0)
         if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
             loss_arguments |= counted_rows(self.lm_head, **loss_arguments)
-        outputs = self.model(**arguments, return_dict=True)
-        hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
+        passed = {"labels": labels, "logits_to_keep": logits_to_keep}
+        outputs = self.model(**arguments, **{name: passed[name] for name in self.PASSED}, return_dict=True)
+        hidden_states = outputs.last_hidden_state
+        given = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
+        if "logits_to_keep" not in self.PASSED or hidden_states.shape[1] == given.shape[1]:
+            hidden_states = _keep(hidden_states, logits_to_keep)
         scale, softcap = self.liger_logits()
         if softcap is not None:
             options["softcap"] = softcap
@@ -147,19 +157,51 @@ class MultipliedCausalLM(CausalLM):
 class MoeCausalLM(CausalLM):
     """Mixtral's: the loss that balances the experts' load is added."""
 
+    def _balance(self) -> tuple[int, int, float]:
+        """How many experts there are, how many a token goes to, and the factor of their loss."""
+        return self.num_experts, self.num_experts_per_tok, self.router_aux_loss_coef
+
+    def _routes(self) -> bool:
+        return self.config.output_router_logits
+
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         if arguments.get("output_router_logits") is None:
-            arguments["output_router_logits"] = self.config.output_router_logits
+            arguments["output_router_logits"] = self._routes()
         return super()._forward(arguments, skip_logits)
 
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         aux_loss = None
         if arguments["output_router_logits"]:
             balance = sys.modules[self.STOCK_MODULE].load_balancing_loss_func
-            mask = arguments.get("attention_mask")
-            aux_loss = balance(results["router_logits"], self.num_experts, self.num_experts_per_tok, mask)
-            results["loss"] = results["loss"] + self.router_aux_loss_coef * aux_loss.to(results["loss"].device)
+            experts, of_token, factor = self._balance()
+            aux_loss = balance(results["router_logits"], experts, of_token, arguments.get("attention_mask"))
+            results["loss"] = results["loss"] + factor * aux_loss.to(results["loss"].device)
         return {**results, "aux_loss": aux_loss}
+
+
+class MultipliedByModelCausalLM(CausalLM):
+    """Falcon-H1's."""
+
+    def liger_logits(self) -> tuple[float, float | None]:
+        return self.model.lm_head_multiplier, None
+
+
+class MoeOfTextCausalLM(MoeCausalLM):
+    """Qwen3-VL's and GLM-4V's, whose experts are those of the language model in it."""
+
+    def _balance(self) -> tuple[int, int, float]:
+        config = self.config.text_config
+        counts = self if hasattr(self, "num_experts") else config
+        return counts.num_experts, counts.num_experts_per_tok, config.router_aux_loss_coef
+
+    def _routes(self) -> bool:
+        return self.config.text_config.output_router_logits
+
+
+def _passed_by(stock: type[nn.Module]) -> list[str]:
+    """Which of its arguments for the loss a head also gives to its model."""
+    call = re.search(r"= self\.model\((.*)\)$", text_of(stock.forward) or "", re.MULTILINE)
+    return [name for name in ("labels", "logits_to_keep") if call and f"{name}={name}" in call[1]]
 
 
 def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:

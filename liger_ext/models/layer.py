@@ -53,11 +53,11 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Linear], memory: s
 
     Args:
         x: (..., hidden_size).
-        norm: an RMSNorm with `weight` and `variance_epsilon`.
+        norm: an RMSNorm, of `liger_ext.models.norms`.
         linears: plain linear layers of hidden_size columns, in the dtype of `x`, or of autocast.
         memory: one of the levels above.
     """
-    return _NormLinears.apply(norm.variance_epsilon, memory, x, norm.weight, *_parameters(x, linears))
+    return _NormLinears.apply(norm.liger_arguments()[1], memory, x, norm.weight, *_parameters(x, linears))
 
 
 def norm_mlp(
@@ -73,7 +73,7 @@ def norm_mlp(
         is_read: False with "low" says that the result will only be differentiated: what it holds is not computed.
     """
     parameters = _parameters(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    return _NormMLP.apply(norm.variance_epsilon, memory, is_read, attention, stream, norm.weight, *parameters)
+    return _NormMLP.apply(norm.liger_arguments()[1], memory, is_read, attention, stream, norm.weight, *parameters)
 
 
 _CONSTANTS = "float eps, Tensor?[] parameters"  # the last arguments of each

@@ -11,14 +11,10 @@ from transformers import modeling_utils
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models.causal_lm import CausalLM
-from liger_ext.models.decoder import (
-    MLP,
-    Attention,
-    DecoderLayer,
-    RMSNorm,
-    rope_for,
-)
+from liger_ext.models.decoder import Attention, DecoderLayer, rope_for
 from liger_ext.models.embedding import embedding, is_one_op
+from liger_ext.models.mlp import MLP
+from liger_ext.models.norms import RMSNorm
 from liger_ext.models.patch import PatchHandle, copy_forward, stands_in
 
 try:
