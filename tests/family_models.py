@@ -13,7 +13,7 @@ from liger_ext import apply_liger_kernel_to_instance
 SMALL = SIZES | dict(intermediate_size=96, num_hidden_layers=4, head_dim=18)
 LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4)
-LONG = dict(rope_type="longrope", short_factor=[1.5] * 4, long_factor=[2.0, 3.0, 4.0, 5.0], rope_theta=1e4)
+LONG = dict(type="longrope", short_factor=[1.5] * 4, long_factor=[2.0, 3.0, 4.0, 5.0])
 # By config.model_type.
 OPTIONS = {
     "cohere2": dict(logit_scale=0.3, sliding_window=6, head_dim=16),

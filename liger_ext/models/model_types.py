@@ -8,9 +8,9 @@ _GATES = "rope cross_entropy fused_linear_cross_entropy rms_norm {} model"
 # The arguments, in Liger-Kernel's order, of `apply_liger_kernel_to_` these. What others take can be given by name.
 _FUNCTIONS = {
     _GATES.format("swiglu"): """
-        llama cohere2 deepseek_v3 deepseek_v4 ernie4_5 exaone4 falcon_h1 glm4 glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense
-        hunyuan_v1_moe ministral ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_5_vl qwen2_moe qwen3 qwen3_5 qwen3_5_moe
-        qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe seed_oss smollm3
+        llama cohere2 deepseek_v3 deepseek_v4 ernie4_5 exaone4 falcon_h1 glm4 glm4v glm4v_moe gpt_oss granite
+        hunyuan_v1_dense hunyuan_v1_moe ministral ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_5_vl
+        qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe seed_oss smollm3
     """,
     _GATES.format("geglu"): "gemma gemma2 gemma3_text gemma4_text",
     "rope cross_entropy fused_linear_cross_entropy layer_norm rms_norm geglu model": "gemma3 gemma4 paligemma",
