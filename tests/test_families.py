@@ -185,6 +185,12 @@ def _without_up(self, gate_up):
     return nn.functional.silu(gate_up.chunk(2, -1)[0])
 
 
+def _half_of_linear_attention(self, hidden_states, arguments):
+    stream, attention, weights = _ATTEND(self, hidden_states, arguments)
+    return stream, 0.5 * attention if weights is None else attention, weights
+
+
+_ATTEND = decoder.HybridLayer._attend
 WRONG = {
     "norm's offset": ("gemma", norms.ZeroCenteredRMSNorm, "OFFSET", 0.0),
     "norm's eps": ("olmo2", norms.RMSNormInFloat, "liger_arguments", lambda self: (self.weight, 0.1, 0.0, "gemma")),
@@ -211,6 +217,9 @@ WRONG = {
     "layer's factor": ("granite", decoder.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
     "layer's norms": ("gemma2", decoder.SandwichLayer, "NORM", "post_attention_layernorm"),
     "layer's dropout": ("phi3", decoder.DropoutLayer, "_of_attention", lambda self, x: 0.9 * x),
+    "linear attention": ("qwen3_5_text", decoder.HybridLayer, "_attend", _half_of_linear_attention),
+    "activation by its name": ("llama4_text", mlp.Llama4MLP, "_run_down", lambda self, gate, up: self.down_proj(up)),
+    "softcap of Gemma 4": ("gemma4_text", causal_lm.SoftcappedCausalLM, "liger_logits", lambda self: (1.0, None)),
     "result's norm": ("glm4", decoder.Glm4Layer, "_of_attention", decoder.DecoderLayer._of_attention),
     "factor": ("cohere2", causal_lm.MultipliedCausalLM, "liger_logits", lambda self: (1.0, None)),
     "model's factor": ("falcon_h1", causal_lm.MultipliedByModelCausalLM, "liger_logits", lambda self: (1.0, None)),

@@ -8,6 +8,10 @@ from family_models import patched
 from llama_models import SIZES, TRANSFORMERS, assert_as_good, one_thread, randomised, step, tokens  # noqa: F401
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from liger_ext import apply_liger_kernel_to_instance
+from liger_ext.models import causal_lm
+from liger_ext.models.mlp import VisionMLP
+
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
 VISION = dict(
     hidden_size=32,
@@ -119,6 +123,31 @@ def test_generates_the_same(device, model_type):
     options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
     ids = tokens(2, 9, device=device) % 900 + 3
     assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v_moe"])
+def test_the_experts_balance(device, model_type):
+    """The loss that is added counts: with another factor the test above would fail."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal_lm.MoeOfTextCausalLM, "_balance", lambda self: (4, 2, 0.1))
+        with pytest.raises(AssertionError):
+            test_text_as_stock(device, model_type, True)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_mlps_of_towers(device, wrong):
+    mlp = build("qwen2_5_vl", device).model.visual.blocks[0].mlp
+    x = torch.randn(5, 32, device=device)
+    expected = mlp(hidden_state=x)
+    with (
+        apply_liger_kernel_to_instance(mlp_model := build("qwen2_5_vl", device)),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        ours = mlp_model.model.visual.blocks[0].mlp
+        assert isinstance(ours, VisionMLP)
+        if wrong:
+            patch.setattr(VisionMLP, "PROJECTIONS", ("up_proj", "gate_proj", "down_proj"))
+        assert torch.allclose(ours(hidden_state=x), expected, atol=1e-5) is not wrong
 
 
 def test_an_image(device):

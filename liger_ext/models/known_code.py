@@ -147,7 +147,7 @@ _LAYERS = {
     "502430feb4f77262": SandwichLayer,  # of 4.57
     "3d1bcef31599620f": Glm4Layer,  # of all supported versions
     "95741f3e291ba554": ScaledLayer,  # GraniteDecoderLayer, but for 4.57 and 5.0
-    "53ab13df176a3976": ScaledLayer,  # of 4.57
+    "53ab13df176a3976": ScaledLayer,  # of these
     "7d9d354cfcae8f63": DropoutLayer,  # Phi3DecoderLayer of 4.57 on
     "337b64fde9c2ee06": LayerOfPair,  # GptOssDecoderLayer of 4.57 on
     "480a5c088a0b85ed": HybridLayer,  # Qwen3NextDecoderLayer of 5.23
