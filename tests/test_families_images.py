@@ -47,8 +47,9 @@ TEXT = SIZES | dict(
     n_group=1,
     topk_group=1,
 )
-# Its configuration cannot be changed any more.
-OF_GEMMA4 = SIZES | dict(
+# Configurations of language models that cannot be changed any more, or say what others follow from.
+GIVEN = {}
+GIVEN["gemma4"] = SIZES | dict(
     head_dim=16,
     global_head_dim=16,
     hidden_size_per_layer_input=8,
@@ -57,20 +58,14 @@ OF_GEMMA4 = SIZES | dict(
     sliding_window=6,
     layer_types=["sliding_attention", "full_attention"],
 )
-MODELS = [
-    "gemma3",
-    "gemma4",
-    "glm4v",
-    "glm4v_moe",
-    "hunyuan_vl",
-    "idefics3",
-    "internvl",
-    "llava",
-    "mistral3",
-    "mllama",
-    "paligemma",
-]
-MODELS += ["qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "smolvlm"]
+GIVEN["llama4"] = SIZES | dict(
+    head_dim=16, num_local_experts=4, intermediate_size_mlp=96, interleave_moe_layer_step=2, attention_chunk_size=32
+)
+_NAMES = """
+    gemma3 gemma4 glm4v glm4v_moe hunyuan_vl idefics3 internvl llama4 llava mistral3 mllama paligemma qwen2_5_vl
+    qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe smolvlm
+"""
+MODELS = _NAMES.split()
 
 
 def fill(config, values):
@@ -84,9 +79,9 @@ def fill(config, values):
 
 
 def build(model_type, device="cpu"):
-    config = AutoConfig.for_model(model_type, **({"text_config": OF_GEMMA4} if model_type == "gemma4" else {}))
+    config = AutoConfig.for_model(model_type, **({"text_config": GIVEN[model_type]} if model_type in GIVEN else {}))
     of_each_type = "full_attention" in (config.text_config.rope_parameters or {})  # which are left
-    if model_type != "gemma4":
+    if model_type not in GIVEN:
         fill(config.text_config, {k: v for k, v in TEXT.items() if k != "rope_parameters" or not of_each_type})
     if config.text_config.pad_token_id is None:
         config.text_config.pad_token_id = 0
@@ -123,6 +118,27 @@ def test_generates_the_same(device, model_type):
     options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
     ids = tokens(2, 9, device=device) % 900 + 3
     assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
+
+
+def test_options_of_the_loss(device):
+    """Where the head is the language model's, and the loss the whole model's: with logits, and without."""
+    model = build("llama4", device)
+    ours, ids = patched(model), tokens(2, 9, device=device) % 900 + 3
+    batch = dict(input_ids=ids, labels=ids, num_items_in_batch=7)
+    torch.testing.assert_close(ours(**batch).loss, model(**batch).loss)
+    logits = model(input_ids=ids).logits
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1
+    )
+    batch = dict(input_ids=ids, label_smoothing=0.1)
+    for labels in (dict(labels=ids), dict(shift_labels=torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:])):
+        for skip in (True, False):
+            torch.testing.assert_close(ours(**batch, **labels, skip_logits=skip).loss, expected)
+    found = ours(**batch, labels=ids, return_token_accuracy=True)
+    torch.testing.assert_close(found.token_accuracy, (logits[:, :-1].argmax(-1) == ids[:, 1:]).float().mean())
+    torch.testing.assert_close(found.logits, logits)
+    ours.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()  # the user's own
+    torch.testing.assert_close(ours(input_ids=ids, labels=ids).loss, logits.mean())
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v_moe"])

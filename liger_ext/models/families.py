@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models import llama
-from liger_ext.models.causal_lm import CausalLM
+from liger_ext.models.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.experts import Experts
 from liger_ext.models.head import Linear, heads_of
@@ -57,6 +57,7 @@ def apply(
     wanted = {
         Attention: rope,
         CausalLM: fused_linear_cross_entropy,
+        CausalLMInside: fused_linear_cross_entropy,
         Norm: rms_norm,
         MLP: swiglu,
         Experts: swiglu,

@@ -20,6 +20,7 @@ from transformers.models.llama import modeling_llama
 from liger_ext.models import llama
 from liger_ext.models.causal_lm import (
     CausalLM,
+    CausalLMInside,
     DividedCausalLM,
     MoeCausalLM,
     MoeOfTextCausalLM,
@@ -138,7 +139,8 @@ _HEADS = {
     "fff64a902b89006c": DividedCausalLM,  # GraniteForCausalLM
     "3955b7c698a2918b": MultipliedCausalLM,  # CohereForCausalLM
     "8991d921548cfd06": MultipliedByModelCausalLM,  # FalconH1ForCausalLM of 5.23
-    "474db812108fa665": MultipliedByModelCausalLM,  # of 4.57
+    "474db812108fa665": MultipliedByModelCausalLM,  # of 4.57 and 5.0
+    "d42ef39b8cc8c3c0": CausalLMInside,  # Llama4ForConditionalGeneration of 5.23
 }
 
 _LAYERS = {
