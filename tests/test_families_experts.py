@@ -32,7 +32,7 @@ def run(experts, x, index, weights):
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("skipped", [False, True], ids=["", "skipped"])
 def test_as_the_loop_over_experts(device, implementation, dtype, activation, skipped):
     """Experts without tokens, fp32 weights of the router, and slots that another process computes."""

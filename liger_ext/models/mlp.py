@@ -16,7 +16,8 @@ def _classes(*names: str) -> tuple[type, ...]:
 
 
 _SILU = (nn.SiLU, *_classes("SiLUActivation"))  # the latter is new in transformers 5
-_GELU_TANH = _classes("GELUTanh", "PytorchGELUTanh")
+_GELU = _classes("GELUActivation")
+_GELU_TANH = _classes("GELUTanh", "PytorchGELUTanh", "NewGELUActivation")
 _RELU_SQUARED = _classes("ReLUSquaredActivation")
 
 
@@ -28,6 +29,7 @@ class MLP:
     # By the activation's class: the op, and what it takes behind gate and up.
     UNITS: ClassVar[dict[type, tuple]] = {
         **dict.fromkeys(_SILU, (functional.swiglu, 1, 1)),
+        **dict.fromkeys(_GELU, (functional.geglu, "none")),
         **dict.fromkeys(_GELU_TANH, (functional.geglu, "tanh")),
     }
 
@@ -64,6 +66,7 @@ class PackedMLP(MLP):
     ACTIVATION, PROJECTIONS = "activation_fn", ("gate_up_proj", None, "down_proj")
     UNITS: ClassVar[dict[type, tuple]] = {
         **dict.fromkeys(_SILU, (functional.swiglu_packed, 1, 1)),
+        **dict.fromkeys(_GELU, (functional.geglu_packed, "none")),
         **dict.fromkeys(_GELU_TANH, (functional.geglu_packed, "tanh")),
     }
 
