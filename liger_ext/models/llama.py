@@ -115,7 +115,7 @@ def apply_liger_kernel_to_llama(
         cross_entropy: the loss from logits. Excludes `fused_linear_cross_entropy`.
         fused_linear_cross_entropy: language-model head and loss in one; see `LlamaForCausalLM.forward`.
         rms_norm: all RMSNorms.
-        swiglu: the MLPs' activation. Models with another `hidden_act` than SiLU keep theirs.
+        swiglu: the MLPs' activation. Models with another `hidden_act` than SiLU and GELU keep theirs.
         model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
             `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
         fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.
