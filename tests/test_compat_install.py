@@ -47,7 +47,7 @@ def test_names(installed):
         LigerRMSNorm,
         _apply_liger_kernel_to_instance,
         apply_liger_kernel_to_llama,
-        apply_liger_kernel_to_qwen2_vl,
+        apply_liger_kernel_to_muse_glimmer,
         liger_rms_norm,
     )
 
@@ -56,7 +56,7 @@ def test_names(installed):
     assert AutoLigerKernelForCausalLM is liger_ext.AutoLigerKernelForCausalLM
     assert apply_liger_kernel_to_llama is liger_ext.apply_liger_kernel_to_llama
     assert _apply_liger_kernel_to_instance is liger_ext.apply_liger_kernel_to_instance
-    for absent in (LigerFusedLinearDPOLoss, apply_liger_kernel_to_qwen2_vl):
+    for absent in (LigerFusedLinearDPOLoss, apply_liger_kernel_to_muse_glimmer):
         with pytest.raises(NotImplementedError, match=rf"liger_ext has no {absent.__name__}, which liger_kernel"):
             absent(beta=0.1)
     with pytest.raises(ImportError):

@@ -2,13 +2,12 @@
 
 import copy
 import functools
-import importlib
 import pickle
 import warnings
 
 import pytest
 import torch
-from family_models import build, patched
+from family_models import OPTIONS, all_experts, assert_same, build, patched, set_experts
 from llama_models import (  # noqa: F401
     TRANSFORMERS,
     assert_as_good,
@@ -19,33 +18,53 @@ from llama_models import (  # noqa: F401
     tokens,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import liger_ext
 import liger_ext.functional as LF
-from liger_ext.models import FAMILIES, causal_lm, decoder, families, known_code
+from liger_ext.models import causal_lm, decoder, experts, families, known_code, mlp, norms
+from liger_ext.models.model_types import FUNCTION_OF
 
 # What of a family stays as it is, in the newest transformers: it runs code that is not known,
 UNKNOWN = {
-    "seed_oss": {"SeedOssMLP"},
+    "falcon_h1": {"FalconH1DecoderLayer"},
+    "gemma4_text": {"Gemma4TextDecoderLayer"},
+    "gpt_oss": {"GptOssExperts", "GptOssMLP"},
+    "llama4_text": {"Llama4TextDecoderLayer", "Llama4TextExperts"},
 }
 # or known code of which nothing can be fused.
 LEFT = {
     "cohere2": {"Cohere2DecoderLayer"},
     "exaone4": {"Exaone4DecoderLayer"},
+    "nemotron": {"NemotronDecoderLayer"},
     "olmo2": {"Olmo2DecoderLayer"},
     "olmo3": {"Olmo3DecoderLayer"},
 }
-PRESENT = [f for f in FAMILIES if importlib.util.find_spec(f"transformers.models.{f}") is not None]
+RECURRENT = "falcon_h1", "qwen3_5_text", "qwen3_next"  # which compute in fp32 what should be their reference
+OF_NEWEST = "deepseek_v3", "llama4_text"  # older transformers' own do not take float64, or no mask
+PRESENT = [f for f in OPTIONS if f in CONFIG_MAPPING and (TRANSFORMERS >= (5, 17) or f not in OF_NEWEST)]
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 each = pytest.mark.parametrize("family", PRESENT)
+ENDS = (
+    "RMSNorm",
+    "LayerNorm",
+    "LayerNorm1P",
+    "RMSNormGated",
+    "MLP",
+    "Experts",
+    "DecoderLayer",
+    "Attention",
+    "ForCausalLM",
+)
 
 
 @each
 @newest
 def test_what_is_patched(family):
+    """All of it, but for what is named here."""
     families._unknown.clear()
     model = build(family)
+    classes = {type(m).__name__ for m in model.modules()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         liger_ext.apply_liger_kernel_to_instance(model)
@@ -53,34 +72,38 @@ def test_what_is_patched(family):
     assert len(said) == (family in UNKNOWN)
     assert set(said[0].partition(":")[0].split(", ") if said else []) == UNKNOWN.get(family, set())
     ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
-    prefix = FAMILIES[family]
-    ends = {"RMSNorm", "MLP", "DecoderLayer", "Attention", "ForCausalLM"}
-    ends -= {"cohere2": {"RMSNorm"}, "mixtral": {"MLP"}}.get(family, set())  # they have none
-    assert {prefix + end for end in ends} - LEFT.get(family, set()) - UNKNOWN.get(family, set()) == ours - {
-        "Linear",
-        "LlamaModel",
-    }
+    expected = {name for name in classes if name.endswith(ENDS)}
+    expected -= LEFT.get(family, set()) | UNKNOWN.get(family, set()) | {"FalconH1RMSNormGated"}
+    assert expected == ours - {"Linear", "LlamaModel"}
+
+
+MODES = [("train", torch.float32), ("checkpointed", torch.float32), ("padded", torch.float32), ("eval", torch.float32)]
+MODES += [("train", torch.bfloat16), ("eval", torch.bfloat16)]
 
 
 @each
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("mode", ["train", "checkpointed", "eval", "padded"])
-def test_equals_stock(device, family, dtype, mode):
-    model = build(family, device, dtype)
+@pytest.mark.parametrize("mode, dtype", MODES, ids=lambda value: str(value).rpartition(".")[2])
+def test_equals_stock(device, family, mode, dtype):
+    model = build(family, device, dtype, **(all_experts(family) if dtype is torch.bfloat16 else {}))
     batch = batch_of(device)
     if mode == "padded":
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 7:] = 0
         batch["labels"][1, 7:] = -100
     ours, reference = patched(model), copy.deepcopy(model).double()  # whose norms and loss stay in fp32
+    for m in (model, ours):
+        set_experts(m, "grouped_mm")
     for m in (model, ours, reference):
         if mode == "checkpointed":
             checkpoint_layers(m, use_reentrant=False)
         m.train(mode != "eval")
-    assert_as_good(step(ours, batch), step(model, batch), step(reference, batch))
+    if family in RECURRENT and dtype is torch.float32:
+        assert_same(step(ours, batch), step(model, batch))
+    else:
+        assert_as_good(step(ours, batch), step(model, batch), step(reference, batch))
 
 
-@pytest.mark.parametrize("family", [family for family in PRESENT if family != "cohere2"])  # has no RMSNorm
+@pytest.mark.parametrize("family", [f for f in PRESENT if f not in ("cohere2", "nemotron")])  # have no RMSNorm
 def test_norms_in_another_dtype(device, family):
     """fp32 weights of norms in a bf16 model: what dtype comes out differs between families."""
     model = build(family, device, torch.bfloat16)
@@ -95,7 +118,7 @@ def test_norms_in_another_dtype(device, family):
 
 
 @newest
-@pytest.mark.parametrize("family", ["cohere2", "gemma2", "granite", "qwen3"])
+@pytest.mark.parametrize("family", ["cohere2", "falcon_h1", "gemma2", "gemma4_text", "granite", "qwen3"])
 def test_logits_beside_the_loss(device, family):
     """What a family makes of its head's results, where the loss has options: with logits, and without."""
     model = build(family, device)
@@ -112,6 +135,13 @@ def test_logits_beside_the_loss(device, family):
     assert "logits" not in without
     logits = ours(input_ids=batch["input_ids"]).logits
     torch.testing.assert_close(logits, stock)
+
+
+@pytest.mark.skipif(TRANSFORMERS >= (5, 0), reason="experts are one module")
+def test_experts_that_are_modules():
+    model = patched(build("mixtral"))
+    ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
+    assert {"MixtralBlockSparseTop2MLP", "MixtralForCausalLM"} <= ours
 
 
 @newest
@@ -144,19 +174,52 @@ def test_a_class_of_the_users(device, family):
     assert type(loaded) is type(expected) and torch.equal(loaded.aux_loss, expected.aux_loss)
 
 
+def _without_mean(x, weight, bias, eps):
+    return LF.rms_norm(x, weight, eps)
+
+
+def _without_up(self, gate_up):
+    return nn.functional.silu(gate_up.chunk(2, -1)[0])
+
+
+def _half_of_linear_attention(self, hidden_states, arguments):
+    stream, attention, weights = _ATTEND(self, hidden_states, arguments)
+    return stream, 0.5 * attention if weights is None else attention, weights
+
+
+_ATTEND = decoder.HybridLayer._attend
 WRONG = {
-    "norm's offset": ("gemma", decoder.ZeroCenteredRMSNorm, "OFFSET", 0.0),
-    "norm's eps": ("olmo2", decoder.RMSNormInFloat, "liger_arguments", lambda self: (self.weight, 0.1, 0.0, "gemma")),
-    "activation": ("gemma", decoder, "_UNITS", dict.fromkeys(decoder._UNITS, (LF.swiglu, 1.0, 1.0))),
-    "halves": ("phi3", decoder, "_PACKED_UNITS", dict.fromkeys(decoder._PACKED_UNITS, (LF.geglu_packed, "tanh"))),
+    "norm's offset": ("gemma", norms.ZeroCenteredRMSNorm, "OFFSET", 0.0),
+    "norm's eps": ("olmo2", norms.RMSNormInFloat, "liger_arguments", lambda self: (self.weight, 0.1, 0.0, "gemma")),
+    "norm without an offset": ("gemma4_text", norms.Gemma4RMSNorm, "OFFSET", 1.0),
+    "norm's eps by its name": (
+        "llama4_text",
+        norms.Llama4RMSNorm,
+        "liger_arguments",
+        lambda m: (m.weight, 0.1, 0.0, 0),
+    ),
+    "gated norm": ("qwen3_next", norms.GatedRMSNorm, "liger_arguments", lambda m: (m.weight, 0.1, 0.0, "llama")),
+    "norm's mean": ("cohere2", norms.UnbiasedLayerNorm, "_normalise", staticmethod(_without_mean)),
+    "layer norm's offset": ("nemotron", norms.LayerNorm1P, "OFFSET", 0),
+    "activation": ("gemma", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (LF.swiglu, 1.0, 1.0))),
+    "halves": ("phi3", mlp.PackedMLP, "UNITS", dict.fromkeys(mlp.PackedMLP.UNITS, (LF.geglu_packed, "tanh"))),
+    "square": ("nemotron", mlp.UngatedMLP, "UNITS", dict.fromkeys(mlp.UngatedMLP.UNITS, (torch.relu,))),
+    "gate's factor": ("falcon_h1", mlp.ScaledMLP, "unit_of", mlp.MLP.unit_of),
+    "result's factor": ("falcon_h1", mlp.ScaledMLP, "_run", mlp.MLP._run),
+    "MLP's dropout": ("seed_oss", mlp.DropoutMLP, "_run", lambda self, x: 0.9 * mlp.MLP._run(self, x)),
+    "experts": ("qwen2_moe", experts.Experts, "_apply_gate", _without_up),
     "softcap": ("gemma2", causal_lm.SoftcappedCausalLM, "liger_logits", lambda self: (1.0, None)),
     "divisor": ("granite", causal_lm.DividedCausalLM, "liger_logits", lambda self: (3.0, None)),
     "aux loss": ("mixtral", causal_lm.MoeCausalLM, "_results", lambda self, results, _: results),
     "layer's factor": ("granite", decoder.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
     "layer's norms": ("gemma2", decoder.SandwichLayer, "NORM", "post_attention_layernorm"),
     "layer's dropout": ("phi3", decoder.DropoutLayer, "_of_attention", lambda self, x: 0.9 * x),
+    "linear attention": ("qwen3_5_text", decoder.HybridLayer, "_attend", _half_of_linear_attention),
+    "activation by its name": ("llama4_text", mlp.Llama4MLP, "_run_down", lambda self, gate, up: self.down_proj(up)),
+    "softcap of Gemma 4": ("gemma4_text", causal_lm.SoftcappedCausalLM, "liger_logits", lambda self: (1.0, None)),
     "result's norm": ("glm4", decoder.Glm4Layer, "_of_attention", decoder.DecoderLayer._of_attention),
     "factor": ("cohere2", causal_lm.MultipliedCausalLM, "liger_logits", lambda self: (1.0, None)),
+    "model's factor": ("falcon_h1", causal_lm.MultipliedByModelCausalLM, "liger_logits", lambda self: (1.0, None)),
 }
 
 
@@ -166,7 +229,7 @@ def test_a_wrong_entry_would_be_found(family, owner, name, value):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, value)
         with pytest.raises(AssertionError):
-            test_equals_stock(torch.device("cpu"), family, torch.float32, "train")
+            test_equals_stock(torch.device("cpu"), family, "train", torch.float32)
 
 
 @each
@@ -203,9 +266,9 @@ def test_saved_and_copied(family, tmp_path):
     torch.testing.assert_close(stock(**batch).loss, model(**batch).loss)
 
 
-@each
+@pytest.mark.parametrize("family", [family for family in PRESENT if family in FUNCTION_OF])
 def test_models_that_are_built_later(family):
-    apply = getattr(liger_ext, f"apply_liger_kernel_to_{family}")
+    apply = getattr(liger_ext, f"apply_liger_kernel_to_{FUNCTION_OF[family]}")
     stock = build(family)
     with apply():
         model = build(family)
@@ -226,6 +289,8 @@ def test_compiled(device, family, dynamic):
         pytest.skip("older transformers do not compile all of it")
     torch._dynamo.reset()
     windows = {} if family == "gemma2" else dict(use_sliding_window=False, sliding_window=None)
+    if family == "phi3":
+        windows["rope_scaling"] = None  # transformers' longrope does not compile
     model = build(family, device, num_hidden_layers=2, layer_types=None, **windows)
     ours, batch = patched(model), batch_of(device)
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True, dynamic=dynamic)

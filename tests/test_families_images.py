@@ -9,6 +9,10 @@ from family_models import patched
 from llama_models import SIZES, TRANSFORMERS, assert_as_good, one_thread, randomised, step, tokens  # noqa: F401
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from liger_ext import apply_liger_kernel_to_instance
+from liger_ext.models import causal_lm
+from liger_ext.models.mlp import VisionMLP
+
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
 VISION = dict(
     hidden_size=32,
@@ -26,9 +30,43 @@ VISION = dict(
     deepstack_visual_indexes=[0],
 )
 ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
-TEXT = SIZES | dict(head_dim=16, rope_parameters=ROPE)
-MODELS = ["glm4v", "hunyuan_vl", "idefics3", "internvl", "llava", "mistral3", "mllama", "paligemma"]
-MODELS += ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"]
+TEXT = SIZES | dict(
+    head_dim=16,
+    rope_parameters=ROPE,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    output_router_logits=True,
+    router_aux_loss_coef=0.5,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
+# Configurations of language models that cannot be changed any more, or say what others follow from.
+GIVEN = {}
+GIVEN["gemma4"] = SIZES | dict(
+    head_dim=16,
+    global_head_dim=16,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=1000,
+    final_logit_softcapping=5.0,
+    sliding_window=6,
+    layer_types=["sliding_attention", "full_attention"],
+)
+GIVEN["llama4"] = SIZES | dict(
+    head_dim=16, num_local_experts=4, intermediate_size_mlp=96, interleave_moe_layer_step=2, attention_chunk_size=32
+)
+_NAMES = """
+    gemma3 gemma4 glm4v glm4v_moe hunyuan_vl idefics3 internvl llama4 llava mistral3 mllama paligemma qwen2_5_vl
+    qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe smolvlm
+"""
+MODELS = _NAMES.split()
 
 
 def fill(config, values):
@@ -37,20 +75,25 @@ def fill(config, values):
             of_two = isinstance(getattr(config, name), list | tuple) and name in ("image_size", "patch_size")
             setattr(config, name, [value, value] if of_two else value)
     if hasattr(config, "layer_types"):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+        config.layer_types = config.layer_types[-config.num_hidden_layers :]
     return config
 
 
 def build(model_type, device="cpu"):
-    config = AutoConfig.for_model(model_type)
-    fill(config.text_config, TEXT)
+    config = AutoConfig.for_model(model_type, **({"text_config": GIVEN[model_type]} if model_type in GIVEN else {}))
+    of_each_type = "full_attention" in (config.text_config.rope_parameters or {})  # which are left
+    if model_type not in GIVEN:
+        fill(config.text_config, {k: v for k, v in TEXT.items() if k != "rope_parameters" or not of_each_type})
     if config.text_config.pad_token_id is None:
         config.text_config.pad_token_id = 0
     if hasattr(config.text_config, "cross_attention_layers"):
         config.text_config.cross_attention_layers = []
     fill(config.vision_config, VISION)
     torch.manual_seed(0)
-    return randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
+    model = randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
+    if model_type.endswith("_moe"):
+        model.set_experts_implementation("eager")  # others do not take float64
+    return model
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
@@ -101,6 +144,52 @@ def test_a_tower_as_stock(device, model_type, dtype):
     (ours, found), (_, stock), (_, reference) = map(run, towers)
     assert ours.count("rope") == ours.count("rope_backward") == len(model.model.visual.blocks)
     assert_as_good(found, stock, reference)
+
+
+def test_options_of_the_loss(device):
+    """Where the head is the language model's, and the loss the whole model's: with logits, and without."""
+    model = build("llama4", device)
+    ours, ids = patched(model), tokens(2, 9, device=device) % 900 + 3
+    batch = dict(input_ids=ids, labels=ids, num_items_in_batch=7)
+    torch.testing.assert_close(ours(**batch).loss, model(**batch).loss)
+    logits = model(input_ids=ids).logits
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1
+    )
+    batch = dict(input_ids=ids, label_smoothing=0.1)
+    for labels in (dict(labels=ids), dict(shift_labels=torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:])):
+        for skip in (True, False):
+            torch.testing.assert_close(ours(**batch, **labels, skip_logits=skip).loss, expected)
+    found = ours(**batch, labels=ids, return_token_accuracy=True)
+    torch.testing.assert_close(found.token_accuracy, (logits[:, :-1].argmax(-1) == ids[:, 1:]).float().mean())
+    torch.testing.assert_close(found.logits, logits)
+    ours.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()  # the user's own
+    torch.testing.assert_close(ours(input_ids=ids, labels=ids).loss, logits.mean())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v_moe"])
+def test_the_experts_balance(device, model_type):
+    """The loss that is added counts: with another factor the test above would fail."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal_lm.MoeOfTextCausalLM, "_balance", lambda self: (4, 2, 0.1))
+        with pytest.raises(AssertionError):
+            test_text_as_stock(device, model_type, True)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_mlps_of_towers(device, wrong):
+    mlp = build("qwen2_5_vl", device).model.visual.blocks[0].mlp
+    x = torch.randn(5, 32, device=device)
+    expected = mlp(hidden_state=x)
+    with (
+        apply_liger_kernel_to_instance(mlp_model := build("qwen2_5_vl", device)),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        ours = mlp_model.model.visual.blocks[0].mlp
+        assert isinstance(ours, VisionMLP)
+        if wrong:
+            patch.setattr(VisionMLP, "PROJECTIONS", ("up_proj", "gate_proj", "down_proj"))
+        assert torch.allclose(ours(hidden_state=x), expected, atol=1e-5) is not wrong
 
 
 def test_an_image(device):

@@ -58,6 +58,7 @@ MODELS = {
     "heads": dict(num_key_value_heads=4),
     "wide heads": dict(head_dim=32),
     "gelu": dict(hidden_act="gelu"),
+    "relu": dict(hidden_act="relu"),
     "eager attention": dict(attn_implementation="eager"),
 }
 
@@ -69,7 +70,7 @@ def test_every_model(device, dtype, overrides):
 
 
 def test_another_activation_leaves_the_mlp_alone():
-    model = patched(build(hidden_act="gelu"))
+    model = patched(build(hidden_act="relu"))
     assert type(model.model.layers[0].mlp) is modeling_llama.LlamaMLP
     assert type(model.model.norm) is not modeling_llama.LlamaRMSNorm
 

@@ -60,6 +60,95 @@ def test_norms():
         liger_ext.LigerRMSNorm(24, init_fn="normal")
 
 
+GEMMAS = dict(offset=1.0, casting_mode="gemma")
+
+
+@pytest.mark.parametrize(
+    "name, argument, first, options",
+    [
+        ("Gemma", "hidden_size", 0.0, GEMMAS),
+        ("Gemma2", "hidden_size", 0.0, GEMMAS),
+        ("Gemma3", "dim", 0.0, GEMMAS),
+        ("Gemma4", "dim", 1.0, dict(casting_mode="gemma")),
+        ("Glm4", "hidden_size", 1.0, {}),
+        ("Olmo2", "hidden_size", 1.0, {}),
+        ("Qwen3Next", "hidden_size", 0.0, GEMMAS),
+    ],
+)
+def test_norms_of_families(name, argument, first, options):
+    module = getattr(liger_ext, f"LigerRMSNormFor{name}")(**{argument: 24}, eps=0.1)
+    assert torch.equal(module.weight, torch.full((24,), first))
+    x = normal(5, 24).bfloat16()  # so that where it is rounded counts
+    module = perturbed(module).bfloat16()
+    same(module(x), F.rms_norm(x, module.weight, 0.1, **options))
+
+
+def test_a_norm_without_a_weight():
+    module = liger_ext.LigerRMSNormForGemma4(24, eps=0.1, with_scale=False)
+    assert not module.state_dict()
+    same(module(X), F.rms_norm(X, None, 0.1))
+
+
+def test_mlps_of_families():
+    def changed(**options):
+        return SimpleNamespace(**{**vars(CONFIG), **options})
+
+    m = perturbed(liger_ext.LigerPhi3SwiGLUMLP(CONFIG))
+    gate, up = m.gate_up_proj(X).chunk(2, -1)
+    same(m(X), m.down_proj(F.swiglu(gate, up)))
+    m = perturbed(liger_ext.LigerBlockSparseTop2MLP(CONFIG))
+    same(m(X), m.w2(F.swiglu(m.w1(X), m.w3(X))))
+    m = perturbed(liger_ext.LigerQwen3MoeSwiGLUMLP(CONFIG, intermediate_size=16))
+    assert m.gate_proj.out_features == 16 and liger_ext.LigerQwen3MoeSwiGLUMLP(CONFIG).gate_proj.out_features == 40
+    same(m(X), m.down_proj(F.swiglu(m.gate_proj(X), m.up_proj(X))))
+    m = perturbed(liger_ext.LigerHunyuanV1SwiGLUMLP(CONFIG, 3, True))
+    same(m(X), m.down_proj(F.swiglu(m.gate_proj(X), m.up_proj(X))))
+    m = perturbed(liger_ext.LigerFalconH1SwiGLUMLP(changed(mlp_multipliers=(0.7, 1.3))))
+    stock = m.down_proj(torch.nn.functional.silu(0.7 * m.gate_proj(X)) * m.up_proj(X)) * 1.3
+    torch.testing.assert_close(m(X), stock)
+    shared = dict(hidden_act="gelu_pytorch_tanh", use_double_wide_mlp=True, num_hidden_layers=4, num_kv_shared_layers=2)
+    widths = [liger_ext.LigerGEGLUMLPForGemma4(changed(**shared), i).gate_proj.out_features for i in range(4)]
+    assert widths == [40, 40, 80, 80]
+    modes = shared | dict(kv_sharing_modes=["own", "reuse"])
+    widths = [liger_ext.LigerGEGLUMLPForGemma4(changed(**modes), i).gate_proj.out_features for i in range(2)]
+    assert widths == [40, 80]
+    m = perturbed(liger_ext.LigerGEGLUMLPForGemma4(changed(**shared), 2))
+    same(m(X), m.down_proj(F.geglu(m.gate_proj(X), m.up_proj(X))))
+    for name in ("Phi3SwiGLUMLP", "BlockSparseTop2MLP", "Experts", "Qwen3MoeSwiGLUMLP", "GEGLUMLPForGemma4"):
+        with pytest.raises(ValueError, match=f"Liger{name}: .* 'relu', expected"):
+            getattr(liger_ext, f"Liger{name}")(changed(hidden_act="relu", num_experts=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_experts(device, dtype):
+    """Against a loop over tokens in float64: experts without tokens, slots of nobody, weights in fp32."""
+    config = SimpleNamespace(hidden_size=16, moe_intermediate_size=24, hidden_act="silu", num_experts=5)
+    module = perturbed(liger_ext.LigerExperts(config)).to(device, dtype)
+    x = normal(7, 16).to(device, dtype).requires_grad_()
+    index = torch.tensor([[0, 3], [3, 0], [0, 5], [1, 3], [3, 1], [5, 5], [1, 0]], device=device)
+    weights = normal(7, 2, seed=1).abs().to(device).requires_grad_()
+    found = module(x, index, weights)
+    gradients = torch.autograd.grad(found.float().square().sum(), [x, weights, *module.parameters()])
+
+    exact = [t.detach().double().requires_grad_() for t in (x, weights, *module.parameters())]
+    x64, weights64, gate_up, down = exact
+    rows = []
+    for token, experts in enumerate(index.tolist()):
+        row = 0 * x64[token]
+        for slot, expert in enumerate(experts):
+            if expert < 5:
+                gate, up = (gate_up[expert] @ x64[token]).chunk(2)
+                row = row + weights64[token, slot] * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+        rows.append(row)
+    expected = torch.stack(rows)
+    reference = torch.autograd.grad(expected.square().sum(), exact)
+    tolerance = 0.02 if dtype is torch.bfloat16 else 1e-5  # a few roundings of results of size 1
+    for result, value in zip((found, *gradients), (expected, *reference), strict=True):
+        assert result.dtype == (torch.float32 if result is gradients[1] else dtype)
+        assert (result.double() - value).norm() <= tolerance * value.norm()
+    assert not gradients[2][[2, 4]].any()
+
+
 def test_mlps():
     m = perturbed(liger_ext.LigerSwiGLUMLP(CONFIG))
     same(m(X), m.down_proj(F.swiglu(m.gate_proj(X), m.up_proj(X))))

@@ -314,16 +314,16 @@ def test_an_option_that_is_no_bool_is_an_error():
 
 
 def test_a_model_without_llama_is_an_error():
-    with pytest.raises(ValueError, match="Linear holds no Llama model"):
+    with pytest.raises(ValueError, match="Linear holds no llama model"):
         apply_liger_kernel_to_llama(model=nn.Linear(2, 2))
 
 
 def test_a_model_of_another_family_is_an_error():
     qwen2 = family_models.build("qwen2")
     before = classes(qwen2)
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM holds no Llama model"):
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM holds no llama model"):
         apply_liger_kernel_to_llama(model=qwen2)
-    with pytest.raises(ValueError, match="LlamaForCausalLM holds no Qwen2 model"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM holds no qwen2 model"):
         apply_liger_kernel_to_qwen2(model=build())
     assert classes(qwen2) == before
 

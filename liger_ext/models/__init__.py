@@ -5,30 +5,7 @@ import importlib
 import importlib.metadata
 import warnings
 
-# config.model_type -> what the names of its classes start with, in transformers.models.<type>.modeling_<type>
-FAMILIES = {
-    "llama": "Llama",
-    "cohere2": "Cohere2",
-    "ernie4_5": "Ernie4_5",
-    "exaone4": "Exaone4",
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "glm4": "Glm4",
-    "granite": "Granite",
-    "hunyuan_v1_dense": "HunYuanDenseV1",
-    "ministral": "Ministral",
-    "ministral3": "Ministral3",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "phi3": "Phi3",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "seed_oss": "SeedOss",
-    "smollm3": "SmolLM3",
-}
+from liger_ext.models.model_types import FAMILIES
 
 _MODULES = {
     "AutoLigerKernelForCausalLM": "auto",
@@ -36,7 +13,7 @@ _MODULES = {
     "PatchHandle": "patch",
     "apply_liger_kernel": "auto",
     "apply_liger_kernel_to_instance": "auto",
-    **{f"apply_liger_kernel_to_{model_type}": "families" for model_type in FAMILIES},
+    **{f"apply_liger_kernel_to_{family}": "families" for family in FAMILIES},
 }
 OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = "4.51.3", "5.23"
 

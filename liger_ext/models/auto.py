@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from liger_ext.models import FAMILIES
 from liger_ext.models.families import holds_known_code, patch_function
+from liger_ext.models.model_types import FAMILIES, FUNCTION_OF
 from liger_ext.models.patch import PatchHandle
 from liger_ext.models.warn import warn
 
 
 def supported_model_types() -> tuple[str, ...]:
     """The values of `config.model_type` that can be patched before a model is built."""
-    return tuple(FAMILIES)
+    return tuple(FUNCTION_OF)
 
 
 def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
@@ -23,8 +23,9 @@ def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
     An unknown model type is left alone, and options that the type's function does not take are dropped; each draws one
     warning.
     """
-    if model_type not in FAMILIES:
-        warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {', '.join(FAMILIES)})")
+    if model_type not in FUNCTION_OF:
+        known = ", ".join(FUNCTION_OF)
+        warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {known})")
         return PatchHandle()
     return _patch(model_type, **options)
 
@@ -32,14 +33,14 @@ def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
 def apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
     """Patches `model`, of transformers or a PEFT wrapper: what of it runs code that liger_ext knows, whatever its type.
 
-    The options are those of `apply_liger_kernel_to_llama`; of Gemma `geglu` is in place of `swiglu`. A model without a
-    `config.model_type`, or of which nothing is known, is left alone, with a warning.
+    The options are those of `apply_liger_kernel_to_<model_type>`, or of `apply_liger_kernel_to_llama` where there is
+    none. A model without a `config.model_type`, or of which nothing is known, is left alone, with a warning.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
-        warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(FAMILIES)})")
+        warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(FUNCTION_OF)})")
         return PatchHandle()
-    if model_type in FAMILIES or not holds_known_code(model):
+    if model_type in FUNCTION_OF or not holds_known_code(model):
         return apply_liger_kernel(model_type, model=model, **options)
     return _patch(model_type, model=model, **options)
 
@@ -61,10 +62,10 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
 
 def _build(build: Callable[..., PreTrainedModel], *args, **kwargs) -> PreTrainedModel:
-    names = set().union(*(_option_names(patch_function(model_type)) for model_type in FAMILIES)) - {"model"}
+    names = set().union(*(_option_names(patch_function(family)) for family in FAMILIES)) - {"model"}
     options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
     model = build(*args, **kwargs)
-    if model.config.model_type in FAMILIES or holds_known_code(model):
+    if model.config.model_type in FUNCTION_OF or holds_known_code(model):
         _patch(model.config.model_type, model=model, **options)
     else:
         _warn_dropped(model.config.model_type, options)

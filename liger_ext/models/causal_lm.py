@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -21,9 +22,23 @@ from liger_ext.models.loss import (
     fused_causal_lm_loss,
     liger_output,
     output_without_logits,
+    shift,
     softcapped,
 )
 from liger_ext.models.patch import Mixin
+
+
+def _forward_like(stock: type[nn.Module], doc: str) -> Callable[..., ModelOutput]:
+    """A `forward` with transformers' arguments, and `skip_logits`, that calls `self._forward`."""
+    signature = inspect.signature(stock.forward)
+    names = tuple(signature.parameters)[1:]
+
+    @can_return_tuple
+    def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> ModelOutput:
+        return self._forward({**dict(zip(names, args, strict=False)), **kwargs}, skip_logits)
+
+    forward.__doc__, forward.__signature__ = doc, _with_skip_logits(signature)
+    return forward
 
 
 def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
@@ -43,16 +58,14 @@ class CausalLM(Mixin):
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
-        signature = inspect.signature(stock.forward)
-        names = tuple(signature.parameters)[1:]
-
-        @can_return_tuple
-        def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> ModelOutput:
-            return self._forward({**dict(zip(names, args, strict=False)), **kwargs}, skip_logits)
-
-        forward.__doc__, forward.__signature__ = cls._forward.__doc__, _with_skip_logits(signature)
-        cls.forward = forward
+        cls.forward = _forward_like(stock, cls._forward.__doc__)
         output, cls.COPIED = _output_of(stock)
+        cls.PASSED = _passed_by(stock)
+        for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
+            if hasattr(stock, name):
+                getattr(
+                    stock, name
+                )()  # reads the source of a class's module, and remembers what it found for subclasses
         cls.OUTPUT, cls.OUTPUT_WITHOUT_LOGITS = liger_output(output), output_without_logits(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
@@ -76,7 +89,7 @@ class CausalLM(Mixin):
             arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
         if skip_logits is None:
             skip_logits = trains
-        if self.loss_function not in (ForCausalLMLoss, causal_lm_cross_entropy):
+        if self.loss_function not in _LOSSES:
             return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
@@ -87,8 +100,12 @@ class CausalLM(Mixin):
         logits_to_keep = arguments.pop("logits_to_keep", 0)
         if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
             loss_arguments |= counted_rows(self.lm_head, **loss_arguments)
-        outputs = self.model(**arguments, return_dict=True)
-        hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
+        passed = {"labels": labels, "logits_to_keep": logits_to_keep}
+        outputs = self.model(**arguments, **{name: passed[name] for name in self.PASSED}, return_dict=True)
+        hidden_states = outputs.last_hidden_state
+        given = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
+        if "logits_to_keep" not in self.PASSED or hidden_states.shape[1] == given.shape[1]:
+            hidden_states = _keep(hidden_states, logits_to_keep)
         scale, softcap = self.liger_logits()
         if softcap is not None:
             options["softcap"] = softcap
@@ -119,6 +136,7 @@ class CausalLM(Mixin):
         return results
 
 
+_LOSSES = ForCausalLMLoss, causal_lm_cross_entropy
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
 
@@ -147,19 +165,87 @@ class MultipliedCausalLM(CausalLM):
 class MoeCausalLM(CausalLM):
     """Mixtral's: the loss that balances the experts' load is added."""
 
+    def _balance(self) -> tuple[int, int, float]:
+        """How many experts there are, how many a token goes to, and the factor of their loss."""
+        return self.num_experts, self.num_experts_per_tok, self.router_aux_loss_coef
+
+    def _routes(self) -> bool:
+        return self.config.output_router_logits
+
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         if arguments.get("output_router_logits") is None:
-            arguments["output_router_logits"] = self.config.output_router_logits
+            arguments["output_router_logits"] = self._routes()
         return super()._forward(arguments, skip_logits)
 
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         aux_loss = None
         if arguments["output_router_logits"]:
             balance = sys.modules[self.STOCK_MODULE].load_balancing_loss_func
-            mask = arguments.get("attention_mask")
-            aux_loss = balance(results["router_logits"], self.num_experts, self.num_experts_per_tok, mask)
-            results["loss"] = results["loss"] + self.router_aux_loss_coef * aux_loss.to(results["loss"].device)
+            experts, of_token, factor = self._balance()
+            aux_loss = balance(results["router_logits"], experts, of_token, arguments.get("attention_mask"))
+            results["loss"] = results["loss"] + factor * aux_loss.to(results["loss"].device)
         return {**results, "aux_loss": aux_loss}
+
+
+class MultipliedByModelCausalLM(CausalLM):
+    """Falcon-H1's."""
+
+    def liger_logits(self) -> tuple[float, float | None]:
+        return self.model.lm_head_multiplier, None
+
+
+class MoeOfTextCausalLM(MoeCausalLM):
+    """Qwen3-VL's and GLM-4V's, whose experts are those of the language model in it."""
+
+    def _balance(self) -> tuple[int, int, float]:
+        config = self.config.text_config
+        counts = self if hasattr(self, "num_experts") else config
+        return counts.num_experts, counts.num_experts_per_tok, config.router_aux_loss_coef
+
+    def _routes(self) -> bool:
+        return self.config.text_config.output_router_logits
+
+
+class CausalLMInside(Mixin):
+    """Llama 4's with images: the head is the language model's own, and the loss is made of what that returns."""
+
+    @classmethod
+    def look_at(cls, stock: type[nn.Module]) -> None:
+        cls.forward = _forward_like(stock, cls._forward.__doc__)
+        output, _ = _output_of(stock)
+        cls.OUTPUT, cls.OUTPUT_WITHOUT_LOGITS = liger_output(output), output_without_logits(output)
+
+    def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
+        """transformers' forward, as that of `LlamaForCausalLM` here."""
+        labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
+        has_labels = labels is not None or shift_labels is not None
+        inner = self.language_model
+        known = isinstance(inner, CausalLM) and inner.loss_function in _LOSSES and self.loss_function in _LOSSES
+        if skip_logits is None:
+            skip_logits = self.training and has_labels
+        options = {name: arguments.get(name) for name in _LOSS_OPTIONS if name in arguments}
+        if not has_labels or not known or not (skip_logits or options):
+            return super().forward(**arguments)
+        given = {name: arguments.pop(name) for name in (*_LOSS_ARGUMENTS, *options) if name in arguments}
+        wants_more = any(options.get(name) for name in OUTPUT_OPTIONS)  # and the language model's are not handed on
+        if wants_more or not skip_logits:
+            outputs = super().forward(**arguments, return_dict=True)
+            given.pop("return_z_loss", None)
+            result = causal_lm_loss(outputs.logits, **given)
+            shown = dict(token_accuracy=result.token_accuracy, predicted_tokens=result.predicted_tokens)
+            return self.OUTPUT(**{**outputs, "loss": result.loss}, **shown)
+        if shift_labels is None:
+            given["shift_labels"] = shift(labels, given.get("ignore_index", -100))
+        given.pop("labels", None)
+        outputs = super().forward(**arguments, **given, skip_logits=True, return_dict=True)
+        results = dict(outputs)
+        return self.OUTPUT_WITHOUT_LOGITS(loss=results.pop("logits"), **results)  # the first that it was given
+
+
+def _passed_by(stock: type[nn.Module]) -> list[str]:
+    """Which of its arguments for the loss a head also gives to its model."""
+    call = re.search(r"= self\.model\((.*)\)$", text_of(stock.forward) or "", re.MULTILINE)
+    return [name for name in ("labels", "logits_to_keep") if call and f"{name}={name}" in call[1]]
 
 
 def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:

@@ -1,4 +1,4 @@
-"""The modules of a Llama but for its head: which does what differently, in training and under torch.compile.
+"""The attention and the decoder layer of a Llama: what they do differently, in training and under torch.compile.
 
 Each class of a Llama here replaces the class of the same name in transformers; see `liger_ext.models.llama`. What it
 does is in a mixin, which also serves other models' classes that run the same code (`liger_ext.models.families`).
@@ -12,128 +12,16 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import activations
 from transformers.models.llama import modeling_llama
 
 from liger_ext import functional
 from liger_ext.models.checkpoint import counting_runs, run_of
 from liger_ext.models.forwards import find_foreign, text_of
 from liger_ext.models.layer import adapted, norm_linears, norm_mlp, runs_as_one_node
-from liger_ext.models.patch import Mixin, is_plain_tensor, only_forward_runs
+from liger_ext.models.mlp import MLP, has_silu
+from liger_ext.models.norms import RMSNorm, is_plain_rms_norm
+from liger_ext.models.patch import Mixin, only_forward_runs
 from liger_ext.models.recompute import recomputed, remade
-
-_SILU = (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))  # the latter is new in transformers 5
-_GELU_TANH = tuple(filter(None, (getattr(activations, name, None) for name in ("GELUTanh", "PytorchGELUTanh"))))
-
-
-class Norm:
-    """A norm of one weight."""
-
-    liger_memory = "auto"
-    # Of functional.rms_norm. torch.compile(dynamic=True) makes a variable of a float that it finds in a class, and not
-    # of an int; those that it makes inside of a checkpoint it does not find in the next one.
-    OFFSET, CASTING = 0, "llama"
-    EPS = "variance_epsilon"
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not is_plain_tensor(self.weight):
-            return super().forward(hidden_states)
-        return recomputed(self, self._normalise, hidden_states, *self.liger_arguments())
-
-    def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
-        """Those of `functional.rms_norm` behind the first."""
-        return self.weight, getattr(self, self.EPS), float(self.OFFSET), self.CASTING
-
-    def raises_dtype(self, *summands: torch.Tensor) -> bool:
-        """Whether the result has a wider dtype than the input, the sum of `summands`."""
-        return False
-
-    _normalise = staticmethod(functional.rms_norm)
-
-
-class RMSNorm(Norm):
-    """Llama's: rounded to the input's dtype before the weight is multiplied with it."""
-
-    def raises_dtype(self, *summands: torch.Tensor) -> bool:
-        return _raises_dtype(self.weight, *summands)
-
-    @staticmethod
-    def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, casting: str) -> torch.Tensor:
-        if _raises_dtype(weight, x):
-            return weight * functional.rms_norm(x, None, eps, offset, casting)
-        return functional.rms_norm(x, weight, eps, offset, casting)
-
-
-class RMSNormInFloat(Norm):
-    """OLMo 2's: rounded once, after the weight."""
-
-    CASTING = "gemma"
-
-
-class ZeroCenteredRMSNorm(Norm):
-    """Gemma's: the factor is 1 + weight, and the result rounded once."""
-
-    OFFSET, CASTING = 1, "gemma"
-    EPS = "eps"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # the argument's name in transformers
-        return super().forward(x)
-
-
-_UNITS: dict[type, tuple] = {  # by an MLP's activation: the op of it, and what it takes behind gate and up
-    **dict.fromkeys(_SILU, (functional.swiglu, 1, 1)),
-    **dict.fromkeys(_GELU_TANH, (functional.geglu, "tanh")),
-}
-_PACKED_UNITS: dict[type, tuple] = {
-    **dict.fromkeys(_SILU, (functional.swiglu_packed, 1, 1)),
-    **dict.fromkeys(_GELU_TANH, (functional.geglu_packed, "tanh")),
-}
-
-
-def gated_unit(mlp: nn.Module) -> tuple | None:
-    """What makes h of gate and up. By the activation's module, as users put others in its place."""
-    if hasattr(mlp, "gate_up_proj"):
-        return _PACKED_UNITS.get(type(getattr(mlp, "activation_fn", None)))
-    return _UNITS.get(type(getattr(mlp, "act_fn", None)))
-
-
-def has_silu(mlp: nn.Module) -> bool:
-    return type(getattr(mlp, "act_fn", None)) in _SILU
-
-
-class MLP:
-    liger_memory = "auto"
-    ACTIVATION = "act_fn"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The activation may be one put in its place since, or have a hook.
-        if not (gated_unit(self) and only_forward_runs(getattr(self, self.ACTIVATION))):
-            return super().forward(x)
-        return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
-
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
-            return self.down_proj(self.act_fn(gate) * up)
-        return self._run_down(gate, up)
-
-    def _run_down(self, *gate_up: torch.Tensor) -> torch.Tensor:
-        unit, *options = gated_unit(self)
-        h = recomputed(self, unit, *gate_up, *options)
-        with remade(self, h, unit, *gate_up, *options):
-            return self.down_proj(h)
-
-
-class PackedMLP(MLP):
-    """Phi 3's: gate and up are the halves of one projection's result."""
-
-    ACTIVATION = "activation_fn"
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states)
-
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run_down(self.gate_up_proj(x))
 
 
 class Attention(Mixin):
@@ -143,17 +31,6 @@ class Attention(Mixin):
     def look_at(cls, stock: type[nn.Module]) -> None:
         cls.CALLS_PROJECTIONS = _calls_its_projections(stock.forward)
         cls.CALLS_OUTPUT = _only_calls(stock.forward, "o_proj")
-
-
-def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
-    """Whether transformers' norm returns a wider dtype than its input's: of 16-bit hidden states and an fp32 weight."""
-    dtype = functools.reduce(torch.promote_types, [t.dtype for t in summands])
-    return torch.promote_types(dtype, weight.dtype) != dtype
-
-
-def _is_plain_norm(norm: nn.Module) -> bool:
-    is_ours = isinstance(norm, Norm) and type(norm).forward in (Norm.forward, ZeroCenteredRMSNorm.forward)
-    return is_ours and only_forward_runs(norm) and is_plain_tensor(norm.weight)
 
 
 # 4.53 to 4.57: a checkpoint of a layer has its hooks inside.
@@ -178,7 +55,7 @@ class DecoderLayer(Mixin):
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
         norm = getattr(self, self.NORM)
-        if not _is_plain_norm(norm):
+        if not is_plain_rms_norm(norm):
             return super().forward(hidden_states, *args, **kwargs)
         # The arguments differ between versions of transformers, but in each all of them go to the attention, by name.
         arguments = {**self.DEFAULTS, **dict(zip(self.DEFAULTS, args, strict=False)), **kwargs}
@@ -211,7 +88,7 @@ class DecoderLayer(Mixin):
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
         """The residual stream, what the attention adds to it, and the attention's weights."""
         norm, attention = self.input_layernorm, self.self_attn
-        if not _is_plain_norm(norm) or norm.raises_dtype(hidden_states):
+        if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
             return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
         projections = [getattr(attention, name, None) for name in _Projected.NAMES]
         cls = type(attention)
@@ -318,6 +195,25 @@ class LayerOfPair(DecoderLayer):
 
     def _of_mlp(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return x[0]
+
+
+class HybridLayer(LayerOfPair):
+    """Qwen3-Next's: some layers have linear attention in place of the other, and the MLP may be experts."""
+
+    def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
+        if self.block_type != "linear_attention":
+            return super()._attend(hidden_states, arguments)
+        norm = self.input_layernorm
+        normed = norm(hidden_states)
+        options = {name: value for name, value in arguments.items() if name not in self.DEFAULTS}
+        options |= dict(cache_params=arguments["past_key_values"], attention_mask=arguments["attention_mask"])
+        if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
+            return hidden_states, self.linear_attn(hidden_states=normed, **options), None
+        with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
+            return hidden_states, self.linear_attn(hidden_states=normed, **options), None
+
+    def _of_mlp(self, x: torch.Tensor | tuple) -> torch.Tensor:
+        return super()._of_mlp(x) if isinstance(x, tuple) else x
 
 
 class DropoutLayer(DecoderLayer):

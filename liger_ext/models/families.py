@@ -4,7 +4,7 @@ Most families' norms, MLPs, decoder layers and heads run the code that Llama's r
 class, and so do their rotary embeddings. A class is recognised by the text of its `forward`, and of what that calls in
 its own class or module. A subclass of it with our `forward` then takes its place, made of the same mixin as Llama's.
 What is not recognised stays as it is, and is named in a warning. So a family that is made of known code needs no line
-here; `liger_ext.models.FAMILIES` says where the classes are that are to be patched as soon as they are built.
+here; `liger_ext.models.model_types` says which model types have functions of their own, with which arguments.
 """
 
 import importlib
@@ -16,20 +16,18 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
-from liger_ext.models import FAMILIES, llama
-from liger_ext.models.causal_lm import CausalLM
-from liger_ext.models.decoder import (
-    MLP,
-    Attention,
-    DecoderLayer,
-    Norm,
-    gated_unit,
-)
+from liger_ext.models import llama
+from liger_ext.models.causal_lm import CausalLM, CausalLMInside
+from liger_ext.models.decoder import Attention, DecoderLayer
+from liger_ext.models.experts import Experts
 from liger_ext.models.head import Linear, heads_of
 from liger_ext.models.known_code import is_left_alone, patch_of, patch_of_llamas, stock_classes
 from liger_ext.models.loss import MEMORY_LEVELS, causal_lm_cross_entropy
+from liger_ext.models.mlp import MLP
+from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, UNITS, folder_of
 from liger_ext.models.names import MODELS, class_of
-from liger_ext.models.patch import PatchHandle, on_construction, record_change, swap_classes
+from liger_ext.models.norms import LayerNorm, Norm
+from liger_ext.models.patch import PatchHandle, on_construction, record_change, stock_class, swap_classes
 from liger_ext.models.warn import warn
 
 
@@ -43,11 +41,13 @@ def apply(
     swiglu: bool,
     fused_add_rms_norm: bool,
     memory: str,
+    layer_norm: bool = False,
+    unit: str = "swiglu",
 ) -> PatchHandle:
-    """What `apply_liger_kernel_to_llama` says, of models of `model_type`."""
+    """What `apply_liger_kernel_to_llama` says, of models of `model_type`, whose function calls `swiglu` `unit`."""
     for name, value in {name: value for name, value in locals().items() if name not in _NOT_SWITCHES}.items():
         if value not in (True, False):
-            raise TypeError(f"{name} is {value!r}, expected True or False")
+            raise TypeError(f"{unit if name == 'swiglu' else name} is {value!r}, expected True or False")
     if cross_entropy and fused_linear_cross_entropy:
         raise ValueError("cross_entropy and fused_linear_cross_entropy exclude each other: set one of them to False")
     if memory not in MEMORY_LEVELS:
@@ -57,8 +57,10 @@ def apply(
     wanted = {
         Attention: rope,
         CausalLM: fused_linear_cross_entropy,
+        CausalLMInside: fused_linear_cross_entropy,
         Norm: rms_norm,
         MLP: swiglu,
+        Experts: swiglu,
         DecoderLayer: rms_norm and fused_add_rms_norm,
         modeling_llama.LlamaModel: llama.create_causal_mask is not None,
     }
@@ -74,7 +76,9 @@ def apply(
             warn(f"{names}: patched by an earlier call, and stays so: revert its handle first")
         _warn_of_unknown(classes, wanted)
         for patch in (patch for patch, ask in known.items() if ask):
-            swap_classes(filter(gated_unit, modules) if issubclass(patch, MLP) else modules, patch, handle)
+            swap_classes(filter(_takes(patch), modules), patch, handle)
+        if layer_norm:
+            swap_classes((m for m in modules if type(m) in (nn.LayerNorm, LayerNorm)), LayerNorm, handle)
         if fused_linear_cross_entropy:
             models = (module for module in modules if isinstance(module, CausalLM))
             swap_classes([head for model in models for head in heads_of(model)], Linear, handle)
@@ -93,41 +97,56 @@ def apply(
         elif holds_known_code(model, model_type):
             patch_modules(model, handle)
         else:
-            raise ValueError(f"{type(model).__name__} holds no {FAMILIES.get(model_type, model_type)} model to patch")
+            raise ValueError(f"{type(model).__name__} holds no {model_type} model to patch")
         return handle.pop_all()
 
 
-_NOT_SWITCHES = ("model_type", "model", "memory")
+_NOT_SWITCHES = ("model_type", "model", "memory", "unit")
+
+
+def _takes(patch: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    """Which modules of the class that `patch` replaces are to be patched: of MLPs those with an activation of ours."""
+    if not issubclass(patch, MLP | Experts):
+        return lambda module: True
+    return lambda module: isinstance(module, stock_class(patch)) and patch.unit_of(module) is not None
 
 
 def holds_known_code(model: nn.Module, model_type: str | None = None) -> bool:
     """Whether something of `model` can be patched; with one of `FAMILIES`, whether a part of it is of that family."""
     classes = stock_classes(model.modules())
     if model_type in FAMILIES:
-        family = f"{MODELS}{model_type}."
-        if not any(c.__module__.startswith(family) or (model_type == "llama" and patch_of_llamas(c)) for c in classes):
+        folder = f"{MODELS}{folder_of(model_type)}."
+        if not any(c.__module__.startswith(folder) or (model_type == "llama" and patch_of_llamas(c)) for c in classes):
             return False
     return any(map(patch_of, classes))
 
 
 def patch_function(model_type: str) -> Callable[..., PatchHandle]:
-    """`apply_liger_kernel_to_<model_type>`."""
-    if model_type == "llama":
+    """`apply_liger_kernel_to_<model_type>`; for a part of a model, that of the whole."""
+    family = FUNCTION_OF.get(model_type, model_type)
+    if family == "llama":
         return llama.apply_liger_kernel_to_llama
-    unit = "geglu" if model_type.startswith("gemma") else "swiglu"
+    taken = FAMILIES.get(family, ())
+    unit = next((name for name in UNITS if name in taken), "swiglu")
     signature = inspect.signature(llama.apply_liger_kernel_to_llama)
-    parameters = [p.replace(name=unit) if p.name == "swiglu" else p for p in signature.parameters.values()]
-    signature = signature.replace(parameters=parameters)
+    parameters = {unit if name == "swiglu" else name: p for name, p in signature.parameters.items()}
+    if "layer_norm" in taken:
+        parameters["layer_norm"] = parameters["rms_norm"]
+    ordered = [parameters[name].replace(name=name) for name in taken]
+    by_name = [name for name in parameters if name not in taken]
+    others = [parameters[name].replace(name=name, kind=inspect.Parameter.KEYWORD_ONLY) for name in by_name]
+    signature = signature.replace(parameters=ordered + others)
 
     def patch(*args, **kwargs) -> PatchHandle:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return apply(model_type, swiglu=bound.arguments.pop(unit), **bound.arguments)
+        return apply(family, swiglu=bound.arguments.pop(unit), unit=unit, **bound.arguments)
 
-    patch.__name__ = patch.__qualname__ = f"apply_liger_kernel_to_{model_type}"
-    patch.__doc__ = f"""Makes Hugging Face models of type {model_type!r} train with liger_ext; arguments, result and
-    errors are those of :func:`apply_liger_kernel_to_llama`. What runs code that liger_ext does not know stays as it is,
-    with a warning."""
+    patch.__name__ = patch.__qualname__ = f"apply_liger_kernel_to_{family}"
+    patch.__doc__ = f"""Makes Hugging Face models of type {family!r} train with liger_ext; arguments, result and
+    errors are those of :func:`apply_liger_kernel_to_llama`, in Liger-Kernel's order. `geglu` and `relu_squared` are
+    `swiglu` of MLPs with another activation; `layer_norm` is of all `nn.LayerNorm`, which are in the parts that look at
+    images. What runs code that liger_ext does not know stays as it is, with a warning."""
     patch.__signature__ = signature
     return patch
 
@@ -147,6 +166,7 @@ def __getattr__(name: str) -> object:
 _NAMES = {
     Norm: ("RMSNorm",),
     MLP: ("MLP",),
+    Experts: ("Experts",),
     DecoderLayer: ("DecoderLayer",),
     CausalLM: ("ForCausalLM", "ForConditionalGeneration"),
     Attention: ("Attention",),
@@ -166,12 +186,15 @@ def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool]) -
 
 
 def _models_of(model_type: str) -> list[type[nn.Module]]:
-    name = f"{MODELS}{model_type}.modeling_{model_type}"
+    """The classes of models of a family: with their own constructor, and something to run."""
+    folder = folder_of(model_type)
+    name = f"{MODELS}{folder}.modeling_{folder}"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ImportError(f"this version of transformers has no {name}; upgrade transformers") from error
-    return [getattr(module, FAMILIES[model_type] + end) for end in ("Model", "ForCausalLM")]
+    defined = [cls for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == name]
+    return [c for c in defined if issubclass(c, PreTrainedModel) and {"__init__", "forward"} <= vars(c).keys()]
 
 
 def _set_memory(module: nn.Module, level: str, handle: PatchHandle | None) -> None:

@@ -20,8 +20,11 @@ from transformers.models.llama import modeling_llama
 from liger_ext.models import llama
 from liger_ext.models.causal_lm import (
     CausalLM,
+    CausalLMInside,
     DividedCausalLM,
     MoeCausalLM,
+    MoeOfTextCausalLM,
+    MultipliedByModelCausalLM,
     MultipliedCausalLM,
     SoftcappedCausalLM,
 )
@@ -30,15 +33,32 @@ from liger_ext.models.decoder import (
     DecoderLayer,
     DropoutLayer,
     Glm4Layer,
+    HybridLayer,
     LayerOfPair,
-    PackedMLP,
-    RMSNormInFloat,
     SandwichLayer,
     ScaledLayer,
+)
+from liger_ext.models.experts import Experts
+from liger_ext.models.forwards import text_of
+from liger_ext.models.mlp import (
+    DropoutMLP,
+    Llama4MLP,
+    MixtralMLP,
+    PackedMLP,
+    ScaledMLP,
+    UngatedMLP,
+    VisionMLP,
+)
+from liger_ext.models.names import MODELS, name_of
+from liger_ext.models.norms import (
+    GatedRMSNorm,
+    Gemma4RMSNorm,
+    LayerNorm1P,
+    Llama4RMSNorm,
+    RMSNormInFloat,
+    UnbiasedLayerNorm,
     ZeroCenteredRMSNorm,
 )
-from liger_ext.models.forwards import text_of
-from liger_ext.models.names import MODELS, name_of
 from liger_ext.models.patch import stands_in, stock_class
 from liger_ext.models.rope import ROPES, rope_for
 
@@ -60,6 +80,8 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
         known = {name: (rope, _known_ropes().get(_code_of(rope))) for name, rope in ropes.items()}
         replacements = {name: rope_for(rope, **how) for name, (rope, how) in known.items() if how is not None}
         kind = Attention if replacements else None
+    if kind is None and _code_of(getattr(cls, "_apply_gate", None)) == _GATE_OF_EXPERTS:
+        kind = Experts
     if kind is None:
         return None
     # The module's __getattr__ finds it again.
@@ -71,7 +93,8 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
     """Whether the code is known, and nothing is to be gained."""
-    return _difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)) in _LEFT_ALONE
+    codes = _difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)), _code_of(cls.forward, cls)
+    return not _LEFT_ALONE.isdisjoint(codes)
 
 
 @functools.cache
@@ -86,30 +109,58 @@ _OTHERS = {
     "b748919e3a9033e5": ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
     "eef4e978a32aa4a4": RMSNormInFloat,  # Olmo2RMSNorm of 4.52 on, GptOssRMSNorm
     "e8d404cbecb96285": PackedMLP,  # Phi3MLP, of all supported versions
+    "cb22d52059d9aaf1": Gemma4RMSNorm,  # Gemma3nRMSNorm of 5.0 on, too
+    "6fb92cf4142d8989": Llama4RMSNorm,  # Llama4TextRMSNorm, of all supported versions
+    "96920b139d7fbbc2": GatedRMSNorm,  # Qwen3NextRMSNormGated of 5.23
+    "0befe0d7cbec41df": GatedRMSNorm,  # before
+    "ec976d1bff6235ff": UnbiasedLayerNorm,  # CohereLayerNorm, of all supported versions
+    "9256ffcc8828f07e": LayerNorm1P,  # NemotronLayerNorm1P of 5.23
+    "957547f394ae4ffa": LayerNorm1P,  # of 4.57
+    "d6d1d883e2820916": LayerNorm1P,  # of 4.51
+    "c4447c48b0f9ccf3": Llama4MLP,  # Llama4TextMLP, of all supported versions
+    "a937255ed446bfd6": MixtralMLP,  # MixtralBlockSparseTop2MLP, before 5.0
+    "0d7b11835db6b508": VisionMLP,  # Qwen2_5_VLMLP, of all supported versions
+    "24ed32eb8cb32194": DropoutMLP,  # SeedOssMLP
+    "2ccda7a06d8a5c89": ScaledMLP,  # FalconH1MLP
+    "81bc4bc569be56c2": UngatedMLP,  # NemotronMLP, of all supported versions
 }
+
+_GATE_OF_EXPERTS = "82821f94b28660b6"  # transformers.integrations.moe, 5.0 on
 
 # Heads and layers change from version to version, but what others do differently from Llama's in the same does not.
 _HEADS = {
     "e3b0c44298fc1c14": CausalLM,  # no difference
     "1dff45b7a0ab64b8": MoeCausalLM,  # MixtralForCausalLM
-    "c22b5fbbdfdc9573": SoftcappedCausalLM,  # Gemma2ForCausalLM of 5.0 on
+    "4a503be17ccd1ad2": MoeOfTextCausalLM,  # Qwen3VLMoeForConditionalGeneration
+    "ad4844e68163c0ab": MoeOfTextCausalLM,  # Glm4vMoeForConditionalGeneration
+    "c22b5fbbdfdc9573": SoftcappedCausalLM,  # Gemma2ForCausalLM
     "8573b2c9e65ae139": SoftcappedCausalLM,  # PaliGemmaForConditionalGeneration of 5.21 on
-    "fff64a902b89006c": DividedCausalLM,  # GraniteForCausalLM, but for 4.57 and 5.0
-    "3955b7c698a2918b": MultipliedCausalLM,  # CohereForCausalLM, but for 4.57 and 5.0
+    "3f440530c0fd0e92": SoftcappedCausalLM,  # Gemma4ForCausalLM
+    "8c9618da0f7c2055": SoftcappedCausalLM,  # Gemma4ForConditionalGeneration
+    "fff64a902b89006c": DividedCausalLM,  # GraniteForCausalLM
+    "3955b7c698a2918b": MultipliedCausalLM,  # CohereForCausalLM
+    "8991d921548cfd06": MultipliedByModelCausalLM,  # FalconH1ForCausalLM of 5.23
+    "474db812108fa665": MultipliedByModelCausalLM,  # of 4.57 and 5.0
+    "d42ef39b8cc8c3c0": CausalLMInside,  # Llama4ForConditionalGeneration of 5.23
 }
 
 _LAYERS = {
     "e3b0c44298fc1c14": DecoderLayer,  # no difference
     "8702bd01918e7ce4": SandwichLayer,  # Gemma2DecoderLayer of 4.53 to 4.56 and of 5.0 on
+    "502430feb4f77262": SandwichLayer,  # of 4.57
     "3d1bcef31599620f": Glm4Layer,  # of all supported versions
     "95741f3e291ba554": ScaledLayer,  # GraniteDecoderLayer, but for 4.57 and 5.0
+    "53ab13df176a3976": ScaledLayer,  # of these
     "7d9d354cfcae8f63": DropoutLayer,  # Phi3DecoderLayer of 4.57 on
     "337b64fde9c2ee06": LayerOfPair,  # GptOssDecoderLayer of 4.57 on
+    "480a5c088a0b85ed": HybridLayer,  # Qwen3NextDecoderLayer of 5.23
+    "2670243c1934e08c": HybridLayer,  # Qwen3_5DecoderLayer of 5.23
 }
 
 _LEFT_ALONE = {  # layers in which nothing can be fused
     "6913de200383abad",  # Olmo2DecoderLayer: what is added to the residual stream is normalised, and not the sum
     "6a52429b77334fc6",  # CohereDecoderLayer: attention and MLP read the same norm's output, and are added as they are
+    "0b41299b2e269fa2",  # NemotronDecoderLayer: the sum has no RMSNorm
 }
 
 
@@ -166,14 +217,14 @@ def _text_of_head(forward: Callable) -> str | None:
     """The text of a head that gives its arguments to `self.model`, by their names, without these arguments; without
     the number of classes, which our loss does not read, and without what it returns as `self.model` has returned it."""
     text = text_of(forward)
-    if text is None:
+    if text is None or "**" not in text.partition("\n")[0]:
         return None
-    function = ast.parse(text.replace("outputs[0]", "outputs.last_hidden_state")).body[0]
+    function = _Resolved().visit(ast.parse(text.replace("outputs[0]", "outputs.last_hidden_state"))).body[0]
     for_model = [n for n in _names_of_arguments(function) if n not in ("labels", "logits_to_keep")]
     for node in ast.walk(function):
         callee = ast.unparse(node.func) if isinstance(node, ast.Call) else None
         if callee == "self.model":
-            node.keywords = [k for k in node.keywords if ast.unparse(k) != "return_dict=True"]
+            node.keywords = [k for k in node.keywords if ast.unparse(k) not in _PASSED]
             if not _hands_on(node, function, for_model):
                 return None
             node.keywords = []
@@ -188,7 +239,26 @@ def _text_of_head(forward: Callable) -> str | None:
             node.func = ast.Name("Output")
             node.keywords = [k for k in node.keywords if ast.unparse(k.value) != f"outputs.{k.arg}"]
     function.args.args, function.args.defaults = [], []
+    function.args.kwarg.arg = "kwargs"
     return ast.unparse(function)
+
+
+# What our head does, too, where transformers' does.
+_PASSED = "return_dict=True", "labels=labels", "logits_to_keep=logits_to_keep"
+
+
+class _Resolved(ast.NodeTransformer):
+    """Without the lines in which a head decides what its model would decide as well, and without advice to the user."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
+        name = ast.unparse(node.targets[0])
+        default = f"{name} = {name} if {name} is not None else self.config.{name}"
+        decided = name in ("output_attentions", "output_hidden_states") and ast.unparse(node) == default
+        return None if decided else node
+
+    def visit_If(self, node: ast.If) -> ast.stmt | None:
+        advice = all(ast.unparse(line).startswith("logger.warning_once(") for line in node.body)
+        return None if advice and not node.orelse else self.generic_visit(node)
 
 
 def _names_of_arguments(method: ast.FunctionDef) -> list[str]:

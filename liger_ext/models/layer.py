@@ -63,12 +63,12 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Module], memory: s
 
     Args:
         x: (..., hidden_size).
-        norm: an RMSNorm with `weight` and `variance_epsilon`.
+        norm: an RMSNorm, of `liger_ext.models.norms`.
         linears: linear layers of hidden_size columns, of which `runs_as_one_node` is true.
         memory: one of the levels above.
     """
     scalings, parameters = parameters_of(x, linears)
-    return _NormLinears.apply(norm.variance_epsilon, scalings, memory, x, norm.weight, *parameters)
+    return _NormLinears.apply(norm.liger_arguments()[1], scalings, memory, x, norm.weight, *parameters)
 
 
 def norm_mlp(
@@ -84,7 +84,7 @@ def norm_mlp(
         is_read: False with "low" says that the result will only be differentiated: what it holds is not computed.
     """
     scalings, parameters = parameters_of(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    eps = norm.variance_epsilon
+    eps = norm.liger_arguments()[1]
     return _NormMLP.apply(eps, scalings, memory, is_read, attention, stream, norm.weight, *parameters)
 
 

@@ -11,13 +11,10 @@ from transformers import modeling_utils
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models.causal_lm import CausalLM
-from liger_ext.models.decoder import (
-    MLP,
-    Attention,
-    DecoderLayer,
-    RMSNorm,
-)
+from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.embedding import embedding, is_one_op
+from liger_ext.models.mlp import MLP
+from liger_ext.models.norms import RMSNorm
 from liger_ext.models.patch import PatchHandle, copy_forward, stands_in
 from liger_ext.models.rope import rope_for
 
@@ -119,7 +116,7 @@ def apply_liger_kernel_to_llama(
         cross_entropy: the loss from logits. Excludes `fused_linear_cross_entropy`.
         fused_linear_cross_entropy: language-model head and loss in one; see `LlamaForCausalLM.forward`.
         rms_norm: all RMSNorms.
-        swiglu: the MLPs' activation. Models with another `hidden_act` than SiLU keep theirs.
+        swiglu: the MLPs' activation. Models with another `hidden_act` than SiLU and GELU keep theirs.
         model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
             `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
         fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from liger_ext import _C
 from liger_ext.ops._checks import code_of
 from liger_ext.ops._register import register_row_op, register_without_derivative
 
 __all__ = [
+    "LigerBlockSparseTop2MLP",
+    "LigerExperts",
+    "LigerFalconH1SwiGLUMLP",
     "LigerGEGLUMLP",
+    "LigerGEGLUMLPForGemma4",
+    "LigerHunyuanV1SwiGLUMLP",
+    "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP",
     "LigerSwiGLUMLP",
     "geglu",
     "geglu_packed",
@@ -84,15 +93,21 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
 
 
 class _GatedMLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, intermediate_size: int | None = None):
         super().__init__()
         self.config = config
         self.hidden_size = config.hidden_size
-        self.intermediate_size = config.intermediate_size
+        self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
         bias = getattr(config, "mlp_bias", False)
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+
+
+def _check_silu(module: nn.Module, config) -> None:
+    if config.hidden_act not in ("silu", "swish"):
+        name = type(module).__name__
+        raise ValueError(f"{name}: config.hidden_act is {config.hidden_act!r}, expected 'silu' or 'swish'")
 
 
 class LigerSwiGLUMLP(_GatedMLP):
@@ -105,13 +120,145 @@ class LigerSwiGLUMLP(_GatedMLP):
         ValueError: ``hidden_act`` is neither silu nor swish.
     """
 
-    def __init__(self, config):
-        if config.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"LigerSwiGLUMLP: config.hidden_act is {config.hidden_act!r}, expected 'silu' or 'swish'")
-        super().__init__(config)
+    def __init__(self, config, intermediate_size: int | None = None):
+        _check_silu(self, config)
+        super().__init__(config, intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
+    """:class:`LigerSwiGLUMLP` of Qwen3-MoE: a dense layer, or with ``intermediate_size`` one expert.
+
+    Args:
+        config: as in :class:`LigerSwiGLUMLP`.
+        intermediate_size: in place of the configuration's.
+    """
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """:class:`LigerSwiGLUMLP` with the constructor of HunYuan's.
+
+    Args:
+        config: as in :class:`LigerSwiGLUMLP`.
+        layer_idx, is_shared_mlp: kept as attributes, without effect.
+    """
+
+    def __init__(self, config, layer_idx: int | None = None, is_shared_mlp: bool = False):
+        super().__init__(config)
+        self.layer_idx, self.is_shared_mlp = layer_idx, is_shared_mlp
+
+
+class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
+    """``down_multiplier * down_proj(silu(gate_multiplier * gate_proj(x)) * up_proj(x))``, Falcon-H1's.
+
+    Args:
+        config: as in :class:`LigerSwiGLUMLP`, and ``mlp_multipliers``, the two factors.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = swiglu(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
+        return self.down_proj(h) * self.down_multiplier
+
+
+class LigerPhi3SwiGLUMLP(nn.Module):
+    """``down_proj(silu(gate) * up)`` with ``gate, up = gate_up_proj(x).chunk(2, -1)``, Phi 3's; nothing is copied.
+
+    Args:
+        config: has ``hidden_size``, ``intermediate_size`` and ``hidden_act``.
+
+    Raises:
+        ValueError: ``hidden_act`` is neither silu nor swish.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        _check_silu(self, config)
+        self.config = config
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu_packed(self.gate_up_proj(x)))
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """``w2(silu(w1(x)) * w3(x))``, one expert of Mixtral before transformers 5.
+
+    Args:
+        config: as in :class:`LigerPhi3SwiGLUMLP`.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        _check_silu(self, config)
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(swiglu(self.w1(x), self.w3(x)))
+
+
+class LigerExperts(nn.Module):
+    """The experts of a layer, each ``down(silu(gate(x)) * up(x))``, by grouped matrix multiplications.
+
+    Args:
+        config: has ``hidden_size``, ``hidden_act``, ``num_local_experts`` or ``num_experts``, and
+            ``moe_intermediate_size`` or ``intermediate_size``.
+
+    Parameters are ``gate_up_proj``, ``[experts, 2 * intermediate_size, hidden_size]``, and ``down_proj``, ``[experts,
+    hidden_size, intermediate_size]``, as in transformers 5. Rows of 16 bytes or a multiple of it are what
+    ``torch.nn.functional.grouped_mm`` takes on a GPU.
+
+    Raises:
+        ValueError: ``hidden_act`` is neither silu nor swish.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        _check_silu(self, config)
+        named = [getattr(config, name, None) for name in ("num_local_experts", "num_experts")]
+        self.num_experts = next(count for count in named if count is not None)
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        for weight in (self.gate_up_proj, self.down_proj):
+            nn.init.normal_(weight, std=getattr(config, "initializer_range", 0.02))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum of what a token's experts make of it.
+
+        Args:
+            hidden_states: ``[tokens, hidden_size]``.
+            top_k_index: ``[tokens, k]`` int64, which experts; ``num_experts`` is none.
+            top_k_weights: ``[tokens, k]``, of any floating dtype.
+
+        Returns:
+            The shape and dtype of ``hidden_states``. The sum is made in the wider of the two dtypes.
+        """
+        tokens, k = top_k_index.shape
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True)
+        nobodys = (experts >= self.num_experts).unsqueeze(-1)  # rows that a grouped matmul neither reads nor writes
+        x = hidden_states[order // k].masked_fill(nobodys, 0)
+        gate_up = _grouped_linear(x, self.gate_up_proj, ends).masked_fill(nobodys, 0)
+        out = _grouped_linear(swiglu_packed(gate_up), self.down_proj, ends).masked_fill(nobodys, 0)
+        out = out[order.argsort()].view(tokens, k, -1) * top_k_weights.unsqueeze(-1)
+        return out.sum(dim=1).to(hidden_states.dtype)
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Of rows ``x`` that are sorted by expert, each expert's times its ``weight[expert]``."""
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends.to(torch.int32))
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -125,18 +272,36 @@ class LigerGEGLUMLP(_GatedMLP):
         ValueError: the activation is no GELU.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, intermediate_size: int | None = None):
         activation = (
             getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
         )
         if activation not in ("gelu_pytorch_tanh", "gelu_new", "gelu"):
-            raise ValueError(
-                f"LigerGEGLUMLP: the configuration's activation is {activation!r}, expected 'gelu_pytorch_tanh'"
-            )
-        super().__init__(config)
+            name = type(self).__name__
+            raise ValueError(f"{name}: the configuration's activation is {activation!r}, expected 'gelu_pytorch_tanh'")
+        super().__init__(config, intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """:class:`LigerGEGLUMLP` of Gemma 4, twice as wide in layers that share the keys and values of others.
+
+    Args:
+        config: as in :class:`LigerGEGLUMLP`; with ``use_double_wide_mlp`` it says by ``kv_sharing_modes``, or by
+            ``num_hidden_layers`` and ``num_kv_shared_layers``, which layers these are.
+        layer_idx: which layer this is.
+    """
+
+    def __init__(self, config, layer_idx: int = 0):
+        modes, shared = getattr(config, "kv_sharing_modes", None), getattr(config, "num_kv_shared_layers", 0)
+        if modes is not None:
+            reuses = modes[layer_idx] == "reuse"
+        else:
+            reuses = shared > 0 and layer_idx >= config.num_hidden_layers - shared > 0
+        wide = reuses and getattr(config, "use_double_wide_mlp", False)
+        super().__init__(config, config.intermediate_size * (2 if wide else 1))
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:

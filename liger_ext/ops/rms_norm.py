@@ -12,6 +12,13 @@ from liger_ext.ops._register import register
 __all__ = [
     "LigerFusedAddRMSNorm",
     "LigerRMSNorm",
+    "LigerRMSNormForGemma",
+    "LigerRMSNormForGemma2",
+    "LigerRMSNormForGemma3",
+    "LigerRMSNormForGemma4",
+    "LigerRMSNormForGlm4",
+    "LigerRMSNormForOlmo2",
+    "LigerRMSNormForQwen3Next",
     "add_rms_norm",
     "liger_fused_add_rms_norm",
     "liger_rms_norm",
@@ -114,6 +121,71 @@ class LigerRMSNorm(nn.Module):
     def extra_repr(self) -> str:
         size = "" if self.weight is None else f"{self.weight.shape[0]}, "
         return f"{size}eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+
+class LigerRMSNormForGemma(LigerRMSNorm):
+    """:class:`LigerRMSNorm` of Gemma: the factor is 1 + weight, and the result rounded once."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+    ):
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForGemma2(LigerRMSNormForGemma):
+    """:class:`LigerRMSNormForGemma`, under upstream's other name."""
+
+
+class LigerRMSNormForQwen3Next(LigerRMSNormForGemma):
+    """:class:`LigerRMSNormForGemma`, under upstream's other name."""
+
+
+class LigerRMSNormForGemma3(LigerRMSNormForGemma):
+    """:class:`LigerRMSNormForGemma`, whose first argument is called ``dim``."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+    ):
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """:class:`LigerRMSNorm` of Gemma 4: rounded once, with no offset; ``with_scale=False``: with no weight."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ):
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self.with_scale = with_scale
+
+
+class LigerRMSNormForOlmo2(LigerRMSNorm):
+    """:class:`LigerRMSNorm` under upstream's other name. As upstream's, it rounds as Llama's does by default; OLMo 2's
+    own rounds once, as with ``casting_mode="gemma"``."""
+
+
+class LigerRMSNormForGlm4(LigerRMSNorm):
+    """:class:`LigerRMSNorm` under upstream's other name."""
 
 
 class LigerFusedAddRMSNorm(nn.Module):

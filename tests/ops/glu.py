@@ -141,7 +141,15 @@ LARGE = {
 PLAN_MODELS = dict.fromkeys(("GluForwardKernel", "GluBackwardKernel"), lambda launch, call: row_tiles(launch, 2))
 
 _CONFIG = SimpleNamespace(hidden_size=24, intermediate_size=40)
+_SILU = SimpleNamespace(**vars(_CONFIG), hidden_act="silu", mlp_bias=True, num_experts=3, mlp_multipliers=(0.5, 2.0))
 MODULES = [
-    liger_ext.LigerSwiGLUMLP(SimpleNamespace(**vars(_CONFIG), hidden_act="silu", mlp_bias=True)),
+    liger_ext.LigerSwiGLUMLP(_SILU),
+    liger_ext.LigerBlockSparseTop2MLP(_SILU),
+    liger_ext.LigerExperts(_SILU),
+    liger_ext.LigerFalconH1SwiGLUMLP(_SILU),
+    liger_ext.LigerHunyuanV1SwiGLUMLP(_SILU, layer_idx=1),
+    liger_ext.LigerPhi3SwiGLUMLP(_SILU),
+    liger_ext.LigerQwen3MoeSwiGLUMLP(_SILU, intermediate_size=16),
+    liger_ext.LigerGEGLUMLPForGemma4(_CONFIG),
     liger_ext.LigerGEGLUMLP(SimpleNamespace(**vars(_CONFIG), hidden_act="gelu_new")),
 ]

@@ -207,4 +207,6 @@ PLAN_MODELS = {
     "NormBackwardTiles": norm_backward_tiles,
 }
 
+_VARIANTS = "Gemma", "Gemma2", "Gemma3", "Gemma4", "Glm4", "Olmo2", "Qwen3Next"
 MODULES = [liger_ext.LigerRMSNorm(24), liger_ext.LigerFusedAddRMSNorm(24), liger_ext.LigerLayerNorm(24)]
+MODULES += [getattr(liger_ext, f"LigerRMSNormFor{name}")(24) for name in _VARIANTS]

@@ -1,0 +1,134 @@
+"""Feed-forward layers: which op makes what the last projection reads, by the activation that a module has."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import activations
+
+from liger_ext import functional
+from liger_ext.models.patch import only_forward_runs
+from liger_ext.models.recompute import recomputed, remade
+
+
+def _classes(*names: str) -> tuple[type, ...]:
+    return tuple(getattr(activations, name) for name in names if hasattr(activations, name))
+
+
+_SILU = (nn.SiLU, *_classes("SiLUActivation"))  # the latter is new in transformers 5
+_GELU = _classes("GELUActivation")
+_GELU_TANH = _classes("GELUTanh", "PytorchGELUTanh", "NewGELUActivation")
+_RELU_SQUARED = _classes("ReLUSquaredActivation")
+
+
+class MLP:
+    """Llama's: gate and up are projections of their own."""
+
+    liger_memory = "auto"
+    ACTIVATION, PROJECTIONS = "act_fn", ("gate_proj", "up_proj", "down_proj")
+    # By the activation's class: the op, and what it takes behind gate and up.
+    UNITS: ClassVar[dict[type, tuple]] = {
+        **dict.fromkeys(_SILU, (functional.swiglu, 1, 1)),
+        **dict.fromkeys(_GELU, (functional.geglu, "none")),
+        **dict.fromkeys(_GELU_TANH, (functional.geglu, "tanh")),
+    }
+
+    @classmethod
+    def unit_of(cls, mlp: nn.Module) -> tuple | None:
+        """By the activation's module, as users put others in its place."""
+        return cls.UNITS.get(type(getattr(mlp, cls.ACTIVATION, None)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The activation may be one put in its place since, or have a hook.
+        if not (self.unit_of(self) and only_forward_runs(getattr(self, self.ACTIVATION))):
+            return super().forward(x)
+        return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (getattr(self, name)(x) for name in self.PROJECTIONS[:2])
+        if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
+            return self._run_stock_unit(gate, up)
+        return self._run_down(gate, up)
+
+    def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.PROJECTIONS[2])(getattr(self, self.ACTIVATION)(gate) * up)
+
+    def _run_down(self, *gate_up: torch.Tensor) -> torch.Tensor:
+        unit, *options = self.unit_of(self)
+        h = recomputed(self, unit, *gate_up, *options)
+        with remade(self, h, unit, *gate_up, *options):
+            return getattr(self, self.PROJECTIONS[2])(h)
+
+
+class PackedMLP(MLP):
+    """Phi 3's: gate and up are the halves of one projection's result."""
+
+    ACTIVATION, PROJECTIONS = "activation_fn", ("gate_up_proj", None, "down_proj")
+    UNITS: ClassVar[dict[type, tuple]] = {
+        **dict.fromkeys(_SILU, (functional.swiglu_packed, 1, 1)),
+        **dict.fromkeys(_GELU, (functional.geglu_packed, "none")),
+        **dict.fromkeys(_GELU_TANH, (functional.geglu_packed, "tanh")),
+    }
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run_down(self.gate_up_proj(x))
+
+
+class Llama4MLP(MLP):
+    ACTIVATION = "activation_fn"
+
+
+class MixtralMLP(MLP):
+    """One expert of Mixtral before transformers 5."""
+
+    PROJECTIONS = "w1", "w3", "w2"
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states)
+
+
+class VisionMLP(MLP):
+    """Qwen 2.5 VL's."""
+
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_state)
+
+
+class DropoutMLP(MLP):
+    """Seed-OSS's."""
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super()._run(x), p=self.residual_dropout, training=self.training)
+
+
+class ScaledMLP(MLP):
+    """Falcon-H1's: the gate and the result have factors."""
+
+    UNITS: ClassVar[dict[type, tuple]] = dict.fromkeys(_SILU, (functional.swiglu,))
+
+    @classmethod
+    def unit_of(cls, mlp: nn.Module) -> tuple | None:
+        unit = super().unit_of(mlp)
+        return unit and (*unit, mlp.gate_multiplier, 1)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._run(x) * self.down_multiplier
+
+    def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return super()._run_stock_unit(gate * self.gate_multiplier, up)
+
+
+class UngatedMLP(MLP):
+    """Nemotron's: the square of a ReLU, and no gate."""
+
+    UNITS: ClassVar[dict[type, tuple]] = dict.fromkeys(_RELU_SQUARED, (functional.relu_squared,))
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run_down(self.up_proj(x))
+
+
+def has_silu(mlp: nn.Module) -> bool:
+    return type(getattr(mlp, "act_fn", None)) in _SILU

@@ -1,0 +1,150 @@
+"""Norms of one weight: what each class of transformers' computes, and how it is rounded."""
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn.modules import normalization
+
+from liger_ext import functional
+from liger_ext.models.patch import is_plain_tensor, only_forward_runs, stands_in
+from liger_ext.models.recompute import recomputed
+
+
+class Norm:
+    """A norm of one weight."""
+
+    liger_memory = "auto"
+    # Of functional.rms_norm. torch.compile(dynamic=True) makes a variable of a float that it finds in a class, and not
+    # of an int; those that it makes inside of a checkpoint it does not find in the next one.
+    OFFSET, CASTING = 0, "llama"
+    EPS = "variance_epsilon"
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not is_plain_tensor(self.weight):
+            return super().forward(hidden_states)
+        return recomputed(self, self._normalise, hidden_states, *self.liger_arguments())
+
+    def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
+        """Those of `functional.rms_norm` behind the first."""
+        return self.weight, getattr(self, self.EPS), float(self.OFFSET), self.CASTING
+
+    def raises_dtype(self, *summands: torch.Tensor) -> bool:
+        """Whether the result has a wider dtype than the input, the sum of `summands`."""
+        return False
+
+    _normalise = staticmethod(functional.rms_norm)
+
+
+class RMSNorm(Norm):
+    """Llama's: rounded to the input's dtype before the weight is multiplied with it."""
+
+    def raises_dtype(self, *summands: torch.Tensor) -> bool:
+        return _raises_dtype(self.weight, *summands)
+
+    @staticmethod
+    def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, casting: str) -> torch.Tensor:
+        if _raises_dtype(weight, x):
+            return weight * functional.rms_norm(x, None, eps, offset, casting)
+        return functional.rms_norm(x, weight, eps, offset, casting)
+
+
+class Llama4RMSNorm(RMSNorm):
+    EPS = "eps"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # the argument's name in transformers
+        return Norm.forward(self, x)
+
+
+class RMSNormInFloat(Norm):
+    """OLMo 2's: rounded once, after the weight."""
+
+    CASTING = "gemma"
+
+
+class Gemma4RMSNorm(RMSNormInFloat):
+    """May have no weight."""
+
+    EPS = "eps"
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.with_scale:
+            return Norm.forward(self, hidden_states)
+        return recomputed(self, self._normalise, hidden_states, None, self.eps, float(self.OFFSET), self.CASTING)
+
+
+class ZeroCenteredRMSNorm(Norm):
+    """Gemma's: the factor is 1 + weight, and the result rounded once."""
+
+    OFFSET, CASTING = 1, "gemma"
+    EPS = "eps"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Norm.forward(self, x)
+
+
+class GatedRMSNorm(Norm):
+    """Qwen3-Next's: Llama's, times the SiLU of a gate."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        alike = gate.dtype == hidden_states.dtype and gate.shape == hidden_states.shape
+        if getattr(self, "activation", "silu") != "silu" or not alike or _raises_dtype(self.weight, hidden_states):
+            return super(Norm, self).forward(hidden_states, gate)
+        return functional.swiglu(gate, Norm.forward(self, hidden_states))
+
+
+class UnbiasedLayerNorm(Norm):
+    """Cohere's: the mean is taken off; there is no bias, and the result is rounded once."""
+
+    _normalise = staticmethod(functional.layer_norm)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.weight.dim() > 1:  # of each head another one
+            return super(Norm, self).forward(hidden_states)
+        return Norm.forward(self, hidden_states)
+
+    def liger_arguments(self) -> tuple[torch.Tensor, None, float]:
+        return self.weight, None, self.variance_epsilon
+
+
+class LayerNorm1P(Norm):
+    """Nemotron's: the factor is 1 + weight, in the weight's dtype."""
+
+    OFFSET = 1
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        # Under autocast all of it is cast.
+        plain = is_plain_tensor(self.weight) and is_plain_tensor(self.bias) and self.weight.dtype == input.dtype
+        if torch.is_autocast_enabled(input.device.type) or not plain:
+            return super(Norm, self).forward(input)
+        return recomputed(self, functional.layer_norm, input, self.weight + self.OFFSET, self.bias, self.eps)
+
+
+@stands_in(normalization)
+class LayerNorm(nn.LayerNorm):
+    """torch's own, of the towers that look at images."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        parameters = [p for p in (self.weight, self.bias) if p is not None]
+        if len(self.normalized_shape) > 1 or not all(map(is_plain_tensor, parameters)):
+            return super().forward(input)
+        if input.is_cuda and torch.is_autocast_enabled("cuda"):
+            input = input.float()  # as torch does
+        elif any(p.dtype != input.dtype for p in parameters):
+            return super().forward(input)
+        return functional.layer_norm(input, self.weight, self.bias, self.eps)
+
+
+def is_plain_rms_norm(norm: nn.Module) -> bool:
+    """Whether `functional.add_rms_norm` does what `norm` does to a sum."""
+    is_ours = isinstance(norm, Norm) and type(norm).forward in _FORWARDS
+    return is_ours and only_forward_runs(norm) and is_plain_tensor(getattr(norm, "weight", None))
+
+
+_FORWARDS = [cls.forward for cls in (Norm, ZeroCenteredRMSNorm, Llama4RMSNorm, Gemma4RMSNorm)]
+
+
+def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
+    """Whether transformers' norm returns a wider dtype than its input's: of 16-bit hidden states and an fp32 weight."""
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in summands])
+    return torch.promote_types(dtype, weight.dtype) != dtype

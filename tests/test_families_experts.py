@@ -1,0 +1,126 @@
+"""Experts: the gated unit between transformers' grouped matmuls, in every implementation that calls it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from family_models import build, patched, set_experts
+from llama_models import TRANSFORMERS, distance, one_thread, ops, rounding, tokens  # noqa: F401
+from torch import nn
+from transformers.activations import ACT2FN
+
+import liger_ext
+
+pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
+MODELS = ["mixtral", "deepseek_v3"]
+
+
+def experts_of(model):
+    return next(module for module in model.modules() if type(module).__name__.endswith("Experts"))
+
+
+def run(experts, x, index, weights):
+    """The results of a forward and a backward."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    experts.zero_grad(set_to_none=True)
+    out = experts(x, index, weights)
+    out.backward(torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view_as(out))
+    gradients = dict(x=x.grad, weights=weights.grad, gate_up=experts.gate_up_proj.grad, down=experts.down_proj.grad)
+    return {"out": out.detach()} | gradients
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("skipped", [False, True], ids=["", "skipped"])
+def test_as_the_loop_over_experts(device, implementation, dtype, activation, skipped):
+    """Experts without tokens, fp32 weights of the router, and slots that another process computes."""
+    model = build("mixtral", device, dtype)
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj"):
+            module.act_fn = ACT2FN[activation]
+    stock, ours = experts_of(model), experts_of(patched(model))
+    ours.config = copy.copy(stock.config)
+    ours.config._experts_implementation = implementation
+    ours._is_expert_parallel = skipped
+    assert type(ours) is not type(stock) and stock.num_experts == 6
+    index = tokens(7, 2, device=device) % 3  # half of the experts have nothing to do
+    weights = torch.rand(7, 2, device=device)
+    if skipped:
+        index[::3, 1], weights[::3, 1] = stock.num_experts, 0.0
+    x = torch.randn(7, 64, device=device, dtype=dtype)
+    exact = copy.deepcopy(stock).double()
+    reference = run(exact, x.double(), index, weights.double())
+    found, expected = run(ours, x, index, weights), run(stock, x, index, weights)
+    for name, result in found.items():
+        assert result.dtype == expected[name].dtype
+        bound = 3 * distance(expected[name], reference[name]) + rounding(dtype)
+        assert distance(result, reference[name]) <= bound, name
+    assert not found["gate_up"][3:].any()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_op_is_called(device, family):
+    model = build(family, device).eval()
+    ours = patched(model)
+    ids = tokens(2, 9, device=device)
+    set_experts(ours, "grouped_mm")
+    assert "glu_packed" in ops(ours, input_ids=ids)
+    set_experts(ours, "eager")
+    assert "glu_packed" not in ops(ours, input_ids=ids)
+    ours = patched(model, swiglu=False)
+    set_experts(ours, "grouped_mm")
+    assert "glu_packed" not in ops(ours, input_ids=ids)
+
+
+def test_an_activation_that_is_not_known(device):
+    model = build("mixtral", device, hidden_act="relu")
+    assert type(experts_of(patched(model))) is type(experts_of(model))
+    ours = patched(build("mixtral", device))
+    set_experts(ours, "grouped_mm")
+    experts_of(ours).act_fn = nn.Tanh()  # one that the user puts there afterwards
+    stock = copy.deepcopy(ours)
+    experts_of(stock).__class__ = type(experts_of(model))
+    ids = tokens(2, 9, device=device)
+    torch.testing.assert_close(ours(ids).logits, stock(ids).logits)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+def test_other_gates_stay(family):
+    """Clamped and interleaved ones, and experts that no implementation computes."""
+    model = build(family)
+    assert type(experts_of(patched(model))) is type(experts_of(model))
+
+
+def test_an_implementation_is_chosen_after_patching():
+    """transformers looks into the source of the class's module whether one can be chosen."""
+    model = pickle.loads(pickle.dumps(patched(build("mixtral"))))
+    model.set_experts_implementation("batched_mm")
+    assert model.config._experts_implementation == "batched_mm"
+    model.set_attn_implementation("eager")
+
+
+def test_compiled(device):
+    torch._dynamo.reset()
+    model = build("mixtral", device, num_hidden_layers=1, sliding_window=None, output_router_logits=False)
+    ours = patched(model)
+    for m in (model, ours):
+        set_experts(m, "grouped_mm")
+    ids = tokens(2, 9, device=device)
+    batch = dict(input_ids=ids, labels=ids)
+    compiled = torch.compile(lambda **b: ours(**b).loss, backend="aot_eager", fullgraph=True)
+    loss = compiled(**batch)
+    loss.backward()
+    expected = model(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(experts_of(ours).down_proj.grad, experts_of(model).down_proj.grad)
+
+
+def test_is_undone():
+    model = build("qwen2_moe")
+    before = [type(m) for m in model.modules()]
+    with liger_ext.apply_liger_kernel_to_instance(model):
+        assert type(experts_of(model)) not in before
+    assert [type(m) for m in model.modules()] == before
