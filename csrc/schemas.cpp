@@ -41,8 +41,8 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   m.def("relu_squared(Tensor x) -> Tensor");
   m.def("relu_squared_backward(Tensor dy, Tensor x) -> Tensor");
 
-  m.def("rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, int layout=0, bool half_tables=False) -> (Tensor q_out, Tensor k_out)");
-  m.def("rope_backward(Tensor dq, Tensor? dk, Tensor cos, Tensor sin, int layout=0, bool half_tables=False) -> (Tensor dq_in, Tensor dk_in)");
+  m.def("rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, int layout, bool half_tables) -> (Tensor q_out, Tensor k_out)");
+  m.def("rope_backward(Tensor dq, Tensor? dk, Tensor cos, Tensor sin, int layout, bool half_tables) -> (Tensor dq_in, Tensor dk_in)");
 
   m.def("softmax(Tensor x) -> Tensor");
   m.def("softmax_backward(Tensor dy, Tensor y) -> Tensor");

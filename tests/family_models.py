@@ -117,7 +117,7 @@ OPTIONS = {
 
 def build(family, device="cpu", dtype=torch.float32, seed=0, **overrides):
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**SMALL, **OPTIONS[family], **overrides})
+    config = AutoConfig.for_model(family, **{**SMALL, **OPTIONS.get(family, {}), **overrides})
     model = AutoModelForCausalLM.from_config(config)
     set_experts(model, "eager")  # others do not take float64
     return randomised(model).to(device, dtype).train()

@@ -105,7 +105,7 @@ ATTENTION = {
 @pytest.mark.parametrize("model_type", ATTENTION)
 def test_attention_equals_stock(device, model_type, dtype):
     prefix, options = ATTENTION[model_type]
-    model = build(model_type, device, dtype, **options)
+    model = build(model_type, device, dtype, num_hidden_layers=4, **options)
     ours, batch = patched(model), batch_of(device)
     attention = [type(m) for m in ours.modules() if type(m).__name__ == f"{prefix}Attention"]
     assert len(attention) == 4 and all(issubclass(cls, decoder.Attention) for cls in attention)
