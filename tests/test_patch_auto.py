@@ -119,9 +119,9 @@ def test_a_model_without_a_type_is_left_alone(config):
 def test_warnings_name_the_line_that_led_to_them():
     with pytest.warns(UserWarning, match="has no config.model_type") as direct:
         apply_liger_kernel_to_instance(nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match="Cohere2Attention") as deeper, apply_liger_kernel("cohere2"):
+    with pytest.warns(UserWarning, match="Llama4TextExperts") as deeper, apply_liger_kernel("llama4_text"):
         families._unknown.clear()
-        family_models.build("cohere2")
+        family_models.build("llama4_text")
     assert direct[0].filename == __file__
-    files = [warning.filename for warning in deeper if "Cohere2Attention" in str(warning.message)]
+    files = [warning.filename for warning in deeper if "Llama4TextExperts" in str(warning.message)]
     assert files == [family_models.__file__]
