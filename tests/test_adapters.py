@@ -1,5 +1,6 @@
 """Adapters of PEFT on patched models: the loss and every gradient are those of a stock model with the same adapters."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -148,6 +149,84 @@ def test_lora_under_autocast(device, memory, order):
     models = both(order, lambda m: adapt(m, "Lora", options), torch.bfloat16, device, memory=memory)
     with torch.autocast(device.type, torch.bfloat16):
         assert_trains_as_stock(*models, batch_of(device))
+
+
+class Halved(nn.Identity):
+    def forward(self, x):
+        return x * 0.5
+
+
+class HalvedDropout(nn.Dropout):
+    def forward(self, x):
+        return x * 0.5
+
+
+CHANGES = {
+    "identity": lambda layer: layer.lora_dropout.update({"default": Halved()}),
+    "dropout": lambda layer: layer.lora_dropout.update({"default": HalvedDropout(0.0)}),
+    "learned scale": lambda layer: layer.scaling.update({"default": nn.Parameter(torch.tensor(3.0))}),
+    "scales of columns": lambda layer: layer.scaling.update({"default": torch.linspace(0.5, 2, layer.out_features)}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_layer_that_users_have_changed(change):
+    """What else they have PEFT's layers do is done."""
+
+    def changed(model):
+        model = adapt(model, "Lora", dict(r=4, target_modules=ALL))
+        for module in list(model.modules()):
+            if isinstance(module, peft.tuners.lora.Linear):
+                change(module)
+                scale = module.scaling["default"]
+                if isinstance(scale, nn.Parameter):
+                    module.register_parameter("learned_scale", scale)
+        return model
+
+    for order in ("patch, adapt", "adapt, patch"):
+        stock, model = both(order, changed)
+        for each in (stock, model):
+            for module in each.modules():
+                if "learned_scale" in dict(module.named_parameters(recurse=False)):
+                    module.scaling["default"] = module.learned_scale
+        found, expected = step(model, batch_of("cpu")), step(stock, batch_of("cpu"))
+        assert len(found) == len(expected) - 1  # the logits
+        assert_close(found, expected)
+
+
+def test_a_forward_that_users_have_wrapped(monkeypatch):
+    cls = peft.tuners.lora.Linear
+    old = cls.forward
+
+    @functools.wraps(old)
+    def forward(self, x, *args, **kwargs):
+        return old(self, x, *args, **kwargs) * 1.3
+
+    for order in ("patch, adapt", "adapt, patch"):
+        models = both(order, lambda m: adapt(m, "Lora", dict(r=4, target_modules=ALL)))
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, "forward", forward)
+            found, expected = (step(m, batch_of("cpu")) for m in reversed(models))
+        assert_close(found, expected)
+
+
+def test_how_large_a_loss_may_be_scaled_in_fp16(device):
+    """A small scaling of the adapter is multiplied before the sum over the rows, as in PEFT's layer."""
+    options = dict(r=64, lora_alpha=1, target_modules=["down_proj"])
+    models = both("adapt, patch", lambda m: adapt(m, "Lora", options), torch.float16, device)
+    batch, largest = batch_of(device, 8, 64), []
+    batch["labels"] = torch.full_like(batch["labels"], 7)
+    for model in models:
+        model.half()
+        largest.append(0)
+        for exponent in range(10, 40):
+            model.zero_grad()
+            (model(**batch).loss.float() * 2.0**exponent).backward()
+            if not all(p.grad.isfinite().all() for n, p in model.named_parameters() if "lora_B" in n):
+                break
+            largest[-1] = exponent
+    stock, ours = largest
+    assert ours >= stock - 1 > 0
 
 
 @orders

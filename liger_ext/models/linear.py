@@ -62,7 +62,8 @@ def _parts(linear: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None, Ten
         return linear.weight, linear.bias, None, None, 1.0
     if (type(linear).__module__, type(linear).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return None
-    if type(linear).forward.__module__ != "peft.tuners.lora.layer" or not only_forward_runs(linear):
+    # Of a function that stands in for it, functools.wraps copies every name, but not the globals.
+    if type(linear).forward.__globals__["__name__"] != "peft.tuners.lora.layer" or not only_forward_runs(linear):
         return None
     active = [name for name in linear.active_adapters if name in linear.lora_A]
     if linear.disable_adapters or linear.merged or len(active) != 1 or not is_plain_linear(linear.base_layer):
@@ -71,13 +72,25 @@ def _parts(linear: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None, Ten
     # DoRA and other variants; they are flags of the layer before PEFT 0.15.
     if name in getattr(linear, "lora_variant", ()) or getattr(linear, "use_dora", {}).get(name, False):
         return None
-    a, b, dropout = linear.lora_A[name], linear.lora_B[name], linear.lora_dropout[name]
-    drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
-    if drops or not isinstance(dropout, (nn.Identity, nn.Dropout)) or not only_forward_runs(dropout):
-        return None
+    a, b, scaling = linear.lora_A[name], linear.lora_B[name], linear.scaling[name]
     if not (is_plain_linear(a) and is_plain_linear(b) and a.bias is None and b.bias is None):
         return None
-    return linear.base_layer.weight, linear.base_layer.bias, a.weight, b.weight, float(linear.scaling[name])
+    if not (isinstance(scaling, (int, float)) and _does_nothing(linear.lora_dropout[name])):
+        return None
+    return linear.base_layer.weight, linear.base_layer.bias, a.weight, b.weight, float(scaling)
+
+
+_IDENTITY, _DROPOUT = nn.Identity.forward, nn.Dropout.forward
+
+
+def _does_nothing(dropout: nn.Module) -> bool:
+    """Whether a call of `dropout` returns its argument."""
+    if not only_forward_runs(dropout):
+        return False
+    if type(dropout) is nn.Identity:
+        return nn.Identity.forward is _IDENTITY
+    idle = type(dropout) is nn.Dropout and nn.Dropout.forward is _DROPOUT
+    return idle and (dropout.p == 0 or not dropout.training)
 
 
 def by_layer(of_parameters: Sequence) -> list[Sequence]:
@@ -120,11 +133,12 @@ def linears_backward(
             gradients += [None] * PARAMETERS
             continue
         d = _rows(dout)
-        dlow = (d @ b) * scaling if a is not None and (need_a or like is not None) else None
+        # In fp16 a product of all rows may overflow that is to be scaled down: its factor is scaled before.
+        dlow = d @ (b * scaling) if a is not None and (need_a or like is not None) else None
         gradients.append(d.t() @ y if need_weight else None)
         gradients.append(d.sum(0) if need_bias else None)
         gradients.append(dlow.t() @ y if need_a else None)
-        gradients.append(d.t() @ (y @ a.t()) * scaling if need_b else None)
+        gradients.append(d.t() @ ((y @ a.t()) * scaling) if need_b else None)
         if like is not None:
             for t, factor in ((d, weight), (dlow, a)):
                 if t is None:
