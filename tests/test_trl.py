@@ -167,6 +167,9 @@ def test_norms_glu_rope_are_ours_and_the_loss_is_trls(run, device, mode):
     model = copy.deepcopy(stock)
     apply_liger_kernel_to_llama(model=model)
     found, expected = run(model, **MODES[mode]), run(stock, **MODES[mode])
+    if mode == "bf16":  # which of a random model's logits is the largest changes with their rounding
+        for of in (found, expected):
+            del of.logged["mean_token_accuracy"], of.evaluated["mean_token_accuracy"]
     assert_same(found, expected, 3e-2 if mode == "bf16" else 1e-4)  # bf16: other roundings, of 2^-8, at each step
     if "lora" not in mode:
         # Called as any model, it has our loss.
