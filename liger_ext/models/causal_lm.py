@@ -61,11 +61,10 @@ class CausalLM(Mixin):
         cls.forward = _forward_like(stock, cls._forward.__doc__)
         output, cls.COPIED = _output_of(stock)
         cls.PASSED = _passed_by(stock)
+        # They read the source of a class's module, and remember for subclasses what they found.
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
             if hasattr(stock, name):
-                getattr(
-                    stock, name
-                )()  # reads the source of a class's module, and remembers what it found for subclasses
+                getattr(stock, name)()
         cls.OUTPUT, cls.OUTPUT_WITHOUT_LOGITS = liger_output(output), output_without_logits(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:

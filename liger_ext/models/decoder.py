@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 from liger_ext import functional
 from liger_ext.models.checkpoint import counting_runs, run_of
 from liger_ext.models.forwards import find_foreign, text_of
-from liger_ext.models.layer import adapted, norm_linears, norm_mlp, runs_as_one_node
+from liger_ext.models.layer import adapted, fused_linears, norm_linears, norm_mlp
 from liger_ext.models.mlp import MLP, has_silu
 from liger_ext.models.norms import RMSNorm, is_plain_rms_norm
 from liger_ext.models.patch import Mixin, only_forward_runs
@@ -62,9 +62,10 @@ class DecoderLayer(Mixin):
         stream, attention, weights = self._attend(hidden_states, arguments)
         attention = self._of_attention(attention)
         raises_dtype = norm.raises_dtype(attention, stream)
-        if not raises_dtype and isinstance(norm, RMSNorm) and self._mlp_is_one_node(stream):
+        linears = self._linears_of_mlp(stream) if not raises_dtype and isinstance(norm, RMSNorm) else None
+        if linears is not None:
             is_read = run_of(self) < 2
-            hidden_states = norm_mlp(attention, stream, norm, self.mlp, self._level(), is_read)
+            hidden_states = norm_mlp(attention, stream, norm, linears, self._level(), is_read)
         elif raises_dtype:
             residual = stream + attention
             hidden_states = residual + self._of_mlp(self.mlp(norm(residual)))
@@ -94,9 +95,10 @@ class DecoderLayer(Mixin):
         cls = type(attention)
         plain = cls.__bases__[0] is Attention and cls.CALLS_PROJECTIONS and only_forward_runs(attention)
         plain = plain and isinstance(norm, RMSNorm)
-        one_node = plain and self._is_differentiated() and runs_as_one_node(hidden_states, projections, self.training)
-        if one_node and _sees_no_module(attention):
-            stream, *projected = norm_linears(hidden_states, norm, projections, self._level())
+        one_node = plain and self._is_differentiated() and _sees_no_module(attention)
+        linears = fused_linears(hidden_states, projections, self.training) if one_node else None
+        if linears is not None:
+            stream, *projected = norm_linears(hidden_states, norm, linears, self._level())
             attention = functools.partial(cls.forward, _Projected(attention, projected))
             return stream, *attention(hidden_states=hidden_states, **arguments)
         normed = norm(hidden_states)
@@ -150,17 +152,18 @@ class DecoderLayer(Mixin):
             return self.liger_memory
         return "auto" if getattr(self, "gradient_checkpointing", False) and self.training else "low"
 
-    def _mlp_is_one_node(self, stream: torch.Tensor) -> bool:
+    def _linears_of_mlp(self, stream: torch.Tensor) -> list | None:
+        """Of an MLP that runs in one node with its norm."""
         mlp = self.mlp
-        return (
+        one_node = (
             self._is_differentiated()
             and type(self)._of_mlp is DecoderLayer._of_mlp
             and type(mlp).__bases__[0] is MLP
             and only_forward_runs(mlp)
             and has_silu(mlp)
             and only_forward_runs(mlp.act_fn)
-            and runs_as_one_node(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.training)
         )
+        return fused_linears(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.training) if one_node else None
 
 
 class SandwichLayer(DecoderLayer):
@@ -236,7 +239,7 @@ class _Projected:
         self._attention = attention
         for name, result in zip(self.NAMES, projected, strict=True):
             setattr(self, name, lambda _, result=result: result)
-        if attention.CALLS_OUTPUT:
+        if attention.CALLS_OUTPUT and type(attention.o_proj) is not nn.Linear:
             self.o_proj = lambda x: adapted(attention.o_proj, x, attention.training)
 
     def __getattr__(self, name: str) -> object:

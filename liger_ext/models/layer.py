@@ -34,13 +34,13 @@ from liger_ext import _C
 from liger_ext.models.graph_ops import op_of_graphs, without_autocast
 from liger_ext.models.linear import (
     PARAMETERS,
+    Parts,
     by_layer,
-    has_adapter,
+    fused_parts,
     linear,
     linears_backward,
     parameters_of,
     reads_input,
-    runs_fused,
 )
 from liger_ext.models.patch import is_plain_tensor
 from liger_ext.models.recompute import is_exported
@@ -56,7 +56,7 @@ _SWIGLU = (int(_C.Activation.silu), 1.0, 1.0)
 _NORM = (0.0, CASTING_MODES["llama"])  # offset, casting mode
 
 
-def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Module], memory: str) -> tuple[Tensor, ...]:
+def norm_linears(x: Tensor, norm: nn.Module, linears: list[Parts], memory: str) -> tuple[Tensor, ...]:
     """The residual stream, and what `linears` make of its norm: ``x, *(linear(norm(x)) for linear in linears)``.
 
     The first result is `x` itself; who adds to the stream takes it from here, so that its gradient is summed here.
@@ -64,7 +64,7 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Module], memory: s
     Args:
         x: (..., hidden_size).
         norm: an RMSNorm, of `liger_ext.models.norms`.
-        linears: linear layers of hidden_size columns, of which `runs_as_one_node` is true.
+        linears: what `fused_linears` makes of layers of hidden_size columns.
         memory: one of the levels above.
     """
     scalings, parameters = parameters_of(x, linears)
@@ -72,27 +72,28 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[nn.Module], memory: s
 
 
 def norm_mlp(
-    attention: Tensor, stream: Tensor, norm: nn.Module, mlp: nn.Module, memory: str, is_read: bool = True
+    attention: Tensor, stream: Tensor, norm: nn.Module, mlp: list[Parts], memory: str, is_read: bool = True
 ) -> Tensor:
     """``s + down(silu(gate(y)) * up(y))`` with ``s = attention + stream`` and ``y = norm(s)``.
 
     Args:
         attention, stream: (..., hidden_size), what the attention adds to the residual stream, and the stream.
         norm: as in `norm_linears`.
-        mlp: has the linear layers `gate_proj`, `up_proj` and `down_proj`, of which `runs_as_one_node` is true.
+        mlp: what `fused_linears` makes of the layers gate, up and down.
         memory: one of the levels above.
         is_read: False with "low" says that the result will only be differentiated: what it holds is not computed.
     """
-    scalings, parameters = parameters_of(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    scalings, parameters = parameters_of(stream, mlp)
     eps = norm.liger_arguments()[1]
     return _NormMLP.apply(eps, scalings, memory, is_read, attention, stream, norm.weight, *parameters)
 
 
 def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
-    """``layer(x)``, as one node if it is a linear layer with LoRA, of which `runs_as_one_node` is true."""
-    if not (has_adapter(layer) and runs_as_one_node(x, (layer,), training)):
+    """``layer(x)``, as one node if `fused_linears` knows the layer."""
+    linears = fused_linears(x, (layer,), training)
+    if linears is None:
         return layer(x)
-    scalings, parameters = parameters_of(x, (layer,))
+    scalings, parameters = parameters_of(x, linears)
     return _Adapted.apply(scalings, x, *parameters)
 
 
@@ -291,19 +292,25 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
     return y.to(dtype), rstd
 
 
-def runs_as_one_node(x: Tensor, linears: Iterable[nn.Module], training: bool) -> bool:
-    """Whether `linears` are linear layers, plain or with LoRA, that take the dtype of `x`, and no more than a backward
-    may follow."""
+def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> list[Parts] | None:
+    """What the nodes run of `layers`; None unless these are linear layers, plain or with LoRA, that take the dtype of
+    `x`, and no more than a backward may follow."""
     if x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
-        return False
+        return None
     if torch.compiler.is_compiling():
         if not training or is_exported():  # what is exported has public ops alone
-            return False
+            return None
     elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
+        return None
     if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
-        return False  # it may give F.linear another meaning, and hence another derivative
-    return all(runs_fused(layer, x) for layer in linears)
+        return None  # it may give F.linear another meaning, and hence another derivative
+    linears = []
+    for layer in layers:
+        parts = fused_parts(layer, x)
+        if parts is None:
+            return None
+        linears.append(parts)
+    return linears
 
 
 def _rows(t: Tensor | None) -> Tensor | None:

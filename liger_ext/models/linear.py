@@ -18,66 +18,61 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from liger_ext.models.patch import is_plain_linear, is_plain_tensor, only_forward_runs
 
 PARAMETERS = 4
+_PEFTS = "peft.tuners.lora.layer"  # the module of LoRA's layers
 
 
-def parameters_of(x: Tensor, linears: Iterable[nn.Module]) -> tuple[list[float], list[Tensor | None]]:
-    """Of each layer the scaling of its adapter (1 without one), and its parameters, in the dtype in which autocast has
-    the matmuls run."""
-    scalings, parameters = [], []
-    for linear in linears:
-        *of_layer, scaling = _parts(linear)
-        parameters += of_layer
-        scalings.append(scaling)
+Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float]  # a layer's parameters, and its scaling
+
+
+def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
+    """Of a plain linear layer, or such a one with LoRA, that takes the dtype and device of `x`; None of others. The
+    scaling is that of the adapter, 1 without one."""
+    parts = _parts(layer)
+    if parts is None:
+        return None
+    casts = torch.is_autocast_enabled(x.device.type)
+    for t in parts[:-1]:
+        if t is None:
+            continue
+        if not is_plain_tensor(t) or t.device != x.device:
+            return None
+        if torch.float64 in (x.dtype, t.dtype) if casts else t.dtype != x.dtype:
+            return None
+    return parts
+
+
+def parameters_of(x: Tensor, linears: Iterable[Parts]) -> tuple[list[float], list[Tensor | None]]:
+    """The scalings of all layers, and their parameters, in the dtype in which autocast has the matmuls run."""
+    scalings = [scaling for *_, scaling in linears]
+    parameters = [parameter for *of_layer, _ in linears for parameter in of_layer]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         parameters = [None if parameter is None else parameter.to(dtype) for parameter in parameters]
     return scalings, parameters
 
 
-def has_adapter(linear: nn.Module) -> bool:
-    """Whether `linear` is a linear layer with a LoRA adapter that acts, and does nothing else."""
-    parts = _parts(linear)
-    return parts is not None and parts[2] is not None
-
-
-def runs_fused(linear: nn.Module, x: Tensor) -> bool:
-    """Whether `linear` is a plain linear layer, or such a one with LoRA, that takes the dtype and device of `x`."""
-    parts = _parts(linear)
-    if parts is None:
-        return False
-    casts = torch.is_autocast_enabled(x.device.type)
-    for t in parts[:-1]:
-        if t is None:
-            continue
-        if not is_plain_tensor(t) or t.device != x.device:
-            return False
-        if torch.float64 in (x.dtype, t.dtype) if casts else t.dtype != x.dtype:
-            return False
-    return True
-
-
-def _parts(linear: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float] | None:
-    """Weight, bias, A, B, scaling; None of a layer that does more."""
-    if is_plain_linear(linear):
-        return linear.weight, linear.bias, None, None, 1.0
-    if (type(linear).__module__, type(linear).__name__) != ("peft.tuners.lora.layer", "Linear"):
+def _parts(layer: nn.Module) -> Parts | None:
+    """None of a layer that does more."""
+    if is_plain_linear(layer):
+        return layer.weight, layer.bias, None, None, 1.0
+    if (type(layer).__module__, type(layer).__name__) != (_PEFTS, "Linear"):
         return None
     # Of a function that stands in for it, functools.wraps copies every name, but not the globals.
-    if type(linear).forward.__globals__["__name__"] != "peft.tuners.lora.layer" or not only_forward_runs(linear):
+    if type(layer).forward.__globals__["__name__"] != _PEFTS or not only_forward_runs(layer):
         return None
-    active = [name for name in linear.active_adapters if name in linear.lora_A]
-    if linear.disable_adapters or linear.merged or len(active) != 1 or not is_plain_linear(linear.base_layer):
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if layer.disable_adapters or layer.merged or len(active) != 1 or not is_plain_linear(layer.base_layer):
         return None
     (name,) = active
     # DoRA and other variants; they are flags of the layer before PEFT 0.15.
-    if name in getattr(linear, "lora_variant", ()) or getattr(linear, "use_dora", {}).get(name, False):
+    if name in getattr(layer, "lora_variant", ()) or getattr(layer, "use_dora", {}).get(name, False):
         return None
-    a, b, scaling = linear.lora_A[name], linear.lora_B[name], linear.scaling[name]
+    a, b, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
     if not (is_plain_linear(a) and is_plain_linear(b) and a.bias is None and b.bias is None):
         return None
-    if not (isinstance(scaling, (int, float)) and _does_nothing(linear.lora_dropout[name])):
+    if not (isinstance(scaling, (int, float)) and _does_nothing(layer.lora_dropout[name])):
         return None
-    return linear.base_layer.weight, linear.base_layer.bias, a.weight, b.weight, float(scaling)
+    return layer.base_layer.weight, layer.base_layer.bias, a.weight, b.weight, float(scaling)
 
 
 _IDENTITY, _DROPOUT = nn.Identity.forward, nn.Dropout.forward
