@@ -95,7 +95,7 @@ def compare(
     wrap,
     order,
     checkpoint=None,
-    micro_steps=1,
+    accumulates="",
     without_sync=None,
     results_of=gradients,
     expected_ops=OURS,
@@ -105,9 +105,12 @@ def compare(
     memory=None,
     **options,
 ):
-    """`memory` is of the patched model's forward; `options` are of the model's configuration."""
+    """`accumulates`: gradients of two batches, as they are ("with sync") or inside of `without_sync(model)`. `memory`
+    is of the patched model's forward; `options` are of the model's configuration."""
     stock = change(build(**options).train())
-    batches = batches_of(world, micro_steps, **(batch or {}))
+    batches = batches_of(world, 2 if accumulates else 1, **(batch or {}))
+    if accumulates != "without sync":
+        without_sync = None
     reference = train(exact(stock), batches, results_of, before_step=mean_of_processes)
     results = []
     for is_patched in (False, True):
@@ -202,8 +205,8 @@ def fsdp2(world, policy, reshard, offload, units, head, tied, accumulates, check
         wrap,
         order,
         checkpoint,
-        micro_steps=2 if accumulates else 1,
-        without_sync=without_sync if accumulates == "without sync" else None,
+        accumulates=accumulates,
+        without_sync=without_sync,
         expected_ops=expected_ops,
         patch=dict(memory=memory),
         tie_word_embeddings=tied,
@@ -259,8 +262,8 @@ def ddp(world, graph, views, autocast, tied, accumulates, checkpoint, order):
         wrap,
         order,
         checkpoint,
-        micro_steps=2 if accumulates else 1,
-        without_sync=DistributedDataParallel.no_sync if accumulates == "without sync" else None,
+        accumulates=accumulates,
+        without_sync=DistributedDataParallel.no_sync,
         change=change,
         tie_word_embeddings=tied,
     )
@@ -309,8 +312,8 @@ def fsdp1(world, use_orig_params, strategy, bf16, units, head, tied, accumulates
         wrap,
         order,
         checkpoint,
-        micro_steps=2 if accumulates else 1,
-        without_sync=FullyShardedDataParallel.no_sync if accumulates else None,
+        accumulates=accumulates,
+        without_sync=FullyShardedDataParallel.no_sync,
         results_of=weights,
         expected_ops=OURS if units == "layers" else OURS - {"add_rms_norm"},
         tie_word_embeddings=tied,

@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Iterable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,13 +20,11 @@ from llama_models import (
     step,
 )
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.models.recompute import remade
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -297,13 +294,6 @@ def test_the_level_of_a_patch(device):
         apply_liger_kernel_to_llama(model=model, memory="most")
 
 
-LORA = {
-    "": dict(target_modules="all-linear"),
-    "dropout": dict(target_modules="all-linear", lora_dropout=0.5),
-    "DoRA": dict(target_modules="all-linear", use_dora=True),
-}
-
-
 @pytest.mark.parametrize("bias", [False, True], ids=["", "with biases"])
 def test_what_adapters_need_not_keep(device, bias):
     """LoRA's layers save their inputs: the norms' outputs and h, once each, however many layers share them."""
@@ -332,82 +322,3 @@ def test_what_lora_keeps_under_autocast(device):
 
     casts_of_adapters = 2 * 2 * 4 * (6 * 64 + 4 * 128 + 64 + 2 * 32)  # two layers of rank 4
     assert kept(True) <= kept(False) + casts_of_adapters
-
-
-@pytest.mark.parametrize("options", LORA.values(), ids=LORA)
-def test_adapters_get_the_bits_they_would_have_kept(device, options):
-    stock = lora(build(device=device, dtype=torch.bfloat16), **options).to(device).train()
-    results = []
-    for memory in LEVELS[:2]:
-        model = patched(stock, memory=memory)
-        torch.manual_seed(3)  # for the dropout
-        loss = model(**batch_of(device)).loss
-        for _ in range(2):  # the second time the graph is used again
-            model.zero_grad()
-            loss.backward(retain_graph=True)
-            results.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    for found in results[1:]:
-        assert found.keys() == results[0].keys()
-        assert all(torch.equal(found[name], results[0][name]) for name in found)
-
-
-def test_a_remade_tensor_that_was_changed_is_an_error(device):
-    x = torch.randn(3, 4, device=device, requires_grad=True)
-    weight = torch.randn(4, 4, device=device, requires_grad=True)
-    for change in ("input", "other"):
-        gate = x * 2
-        h = gate.sin()
-        with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, gate):
-            y = h @ weight
-            z = y * y
-        (gate if change == "input" else y).detach().add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            z.sum().backward()
-
-
-def test_where_hooks_are_forbidden(device):
-    def forward(model, **batch):
-        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
-            return model(**batch)
-
-    stock = lora(build(device=device), target_modules="all-linear").train()
-    expected = step(stock, batch_of(device))
-    found = step(patched(stock), batch_of(device), forward)
-    for name, value in expected.items():
-        if name != "logits":
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
-
-
-def test_sparse_tensors_are_kept_as_they_are(device):
-    """Adapters of few weights (PEFT's SHiRA) save them."""
-    x = torch.randn(3, 4, device=device, requires_grad=True)
-    few = torch.eye(4, device=device).to_sparse()
-    h = x.sin()
-    with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
-        y = torch.sparse.mm(few, h.t())
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, x.detach().cos())
-
-
-@pytest.mark.filterwarnings("error")
-def test_tensors_without_memory_are_told_apart():
-    """Of the meta device, and fake ones, with which tools work out what a step needs."""
-    for mode in (torch.device("meta"), FakeTensorMode()):
-        with mode:
-            x = torch.empty(3, 4, requires_grad=True)
-            weight = torch.empty(4, 50, requires_grad=True)
-            h = x.sin()
-            with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
-                y = h @ weight
-            y.sum().backward()
-        assert x.grad.shape == x.shape
-        assert weight.grad.shape == weight.shape
-
-
-def test_hooks_of_others_see_every_tensor(device):
-    seen = []
-    model = patched(lora(build(device=device), target_modules="all-linear", lora_dropout=0.5).train())
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t):
-        model(**batch_of(device)).loss.backward()
-    h = 33 * 128
-    assert seen.count(h) >= 2 * 3  # gate, up and h of two layers
