@@ -135,9 +135,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def rows_are_aligned(t: Tensor) -> bool:
     """May kernels read the rows of t in vectors of 16 bytes? Rows over the last dimension with one stride are read
-    where they are, all others from a contiguous copy, which is aligned (``as_rows`` in csrc/ops/tensor.cpp)."""
+    where they are, all others from a contiguous copy, which is aligned (``as_rows`` in csrc/ops/tensor.cpp). A row of a
+    contiguous tensor may be several dimensions (GroupNorm), but its copy has the same rows: where it begins decides."""
     if t.dim() == 0 or not t.numel() or (t.shape[-1] > 1 and t.stride(-1) != 1):
         return True
+    if t.is_contiguous():
+        return t.data_ptr() % 16 == 0
     leading = [(t.stride(i), t.shape[i]) for i in reversed(range(t.dim() - 1)) if t.shape[i] > 1]
     inside = leading[0][0] * leading[0][1] if leading else 0
     for stride, size in leading[1:]:

@@ -18,6 +18,7 @@ from llama_models import (  # noqa: F401
     tokens,
 )
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import liger_ext
@@ -294,7 +295,8 @@ def test_compiled(device, family, dynamic):
     model = build(family, device, num_hidden_layers=2, layer_types=None, **windows)
     ours, batch = patched(model), batch_of(device)
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    assert_as_good(step(ours, batch, compiled), step(model, batch), step(copy.deepcopy(model).double(), batch))
+    with sdpa_kernel(SDPBackend.MATH):  # a graph chooses another attention than eager code, with errors of its own
+        assert_as_good(step(ours, batch, compiled), step(model, batch), step(copy.deepcopy(model).double(), batch))
 
 
 class Callable:

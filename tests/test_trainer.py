@@ -147,7 +147,8 @@ def test_compiled(compare, device):
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
-    compare(build(device=device).train(), torch_compile=True, torch_compile_backend="aot_eager", record=False)
+    options = dict(torch_compile=True, torch_compile_backend="aot_eager", tf32=False)  # it would switch TF32 on
+    compare(build(device=device).train(), record=False, **options)
     assert graphs["unique_graphs"] >= before + 2
 
 
