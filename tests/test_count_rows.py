@@ -1,5 +1,6 @@
 """Rows whose target is ignored are left out of the fused loss's matmuls: the results are the same."""
 
+import copy
 import functools
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from cases import RecordCalls, random_targets
 from hypothesis import given
 from hypothesis import strategies as st
-from llama_models import batch_of, build, compare, patched, step
+from llama_models import assert_as_good, batch_of, build, compare, patched, step
 from test_cross_entropy import loss_options
 from test_fused_linear_cross_entropy import head
 
@@ -146,6 +147,80 @@ def test_rows_that_do_not_fit(device):
                 loss()
     with pytest.raises(ValueError, match="count_rows: target has dtype"):
         F.count_rows(torch.zeros(3, device=device))
+
+
+# At most so many rows ----------------------------------------------------------------------------------------------
+
+
+def with_max_rows(max_rows, **arguments):
+    counted = F.count_rows(arguments["target"], arguments.get("ignore_index", -100), max_rows)
+    return F.fused_linear_cross_entropy(**arguments, rows=counted)
+
+
+@pytest.mark.parametrize("max_rows", [110, 150, 299, 300, 1000])
+def test_max_rows(device, max_rows):
+    """The loss takes this many rows, and waits for nothing."""
+    made = head(300, device=device, bias=True, ignored=0.7)
+    assert (made["target"] != -100).sum() <= 110
+    judge("fused_linear_cross_entropy", made, run=functools.partial(with_max_rows, max_rows))
+    assert rows_of_the_op(lambda: with_max_rows(max_rows, **made)) == [min(max_rows, 300)]
+
+
+def test_more_rows_than_max_rows(device):
+    made = head(8, device=device, ignored=0)
+    for bad, error in ((0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="max_rows"):
+            with_max_rows(bad, **made)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="max_rows is 5, but 8 rows of target are not ignored"):
+            with_max_rows(5, **made)
+        return
+    assert with_max_rows(5, **made).isnan()
+    torch.cuda.synchronize()
+    with pytest.raises(IndexError):
+        F.softmax(torch.zeros(1, device=device))
+
+
+def rows_in_a_graph(run):
+    """Of the fused loss's ops, as the profiler sees them."""
+    with torch.profiler.profile(record_shapes=True) as seen:
+        run()
+    name = "liger_ext::fused_linear_cross_entropy"
+    return [event.input_shapes[0][0] for event in seen.events() if event.name == name]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_max_rows_in_a_graph(device, dynamic):
+    torch._dynamo.reset()
+    loss = torch.compile(functools.partial(with_max_rows, 110), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    made = head(300, device=device, bias=True, ignored=0.7)
+    judge("fused_linear_cross_entropy", made, run=loss)
+    assert rows_in_a_graph(lambda: loss(**made)) == [110]
+    made["target"] = random_targets(300, made["weight"].shape[0], device=device, ignored=0)
+    if device.type == "cpu":
+        with pytest.raises(IndexError):
+            loss(**made)
+        return
+    assert loss(**made).isnan()
+    with pytest.raises(IndexError):
+        F.check_errors()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_max_rows_of_a_model(device, compiled):
+    torch._dynamo.reset()
+    stock = build(device=device).train()
+    model, batch = patched(stock), instruction(device)
+    forward = None
+    if compiled:
+        forward = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
+    found = step(model, batch | {"max_rows": 120}, forward)
+    assert_as_good(found, step(stock, batch), step(copy.deepcopy(stock).double(), batch))
+    ran = rows_in_a_graph(lambda: step(model, batch | {"max_rows": 120}, forward))
+    assert ran == [120]
+    with torch.no_grad():  # where there are logits, it changes nothing
+        options = {"max_rows": 120, "skip_logits": False}
+        assert torch.equal(model(**batch, **options).loss, model(**batch, skip_logits=False).loss)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ class CausalLM(Mixin):
                 Without labels there are always logits: a Trainer that takes the labels away still passes True.
             shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
+            max_rows: at most how many positions of the batch have a target that is not ignored (`count_rows`). In a
+                graph of torch.compile the loss then takes as many rows, not all.
 
         A training step with labels returns no cache of keys and values (`past_key_values`) unless `use_cache=True` asks
         for it, and `return_dict=False` leaves out of the tuple what is None: the logits, and the cache. The loss of
@@ -92,13 +94,14 @@ class CausalLM(Mixin):
             return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
+        max_rows = options.pop("max_rows", None)
         if not has_labels or not (skip_logits or options or labels is None):
             return super().forward(**arguments)
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
         logits_to_keep = arguments.pop("logits_to_keep", 0)
         if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
-            loss_arguments |= counted_rows(self.lm_head, **loss_arguments)
+            loss_arguments |= counted_rows(self.lm_head, **loss_arguments, max_rows=max_rows)
         passed = {"labels": labels, "logits_to_keep": logits_to_keep}
         outputs = self.model(**arguments, **{name: passed[name] for name in self.PASSED}, return_dict=True)
         hidden_states = outputs.last_hidden_state

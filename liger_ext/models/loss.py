@@ -19,7 +19,7 @@ from liger_ext.models.patch import is_plain_tensor
 # Arguments of a model's forward for the loss: what changes its value, what is returned with it, how it is made.
 VALUE_OPTIONS = ("label_smoothing", "lse_square_scale", "ce_weight", "use_token_scaling")
 OUTPUT_OPTIONS = ("return_token_accuracy", "return_predicted_tokens", "return_z_loss")
-FUSED_OPTIONS = ("accum_dtype", "memory")
+FUSED_OPTIONS = ("accum_dtype", "memory", "max_rows")
 MEMORY_LEVELS = ("fast", "auto", "low", "min")
 
 
@@ -154,19 +154,23 @@ def counted_rows(
     labels: torch.Tensor | None = None,
     shift_labels: torch.Tensor | None = None,
     ignore_index: int = -100,
+    *,
+    max_rows: int | None = None,
     **_,
 ) -> dict[str, object]:
     """`fused_causal_lm_loss`'s `shift_labels`, and `rows`, which are counted from now on; nothing, where it has no use
-    for them, or labels are on another device, or are not what they are to be."""
+    for them, or labels are on another device, or are not what they are to be. A graph takes `max_rows` alone."""
     given = labels if shift_labels is None else shift_labels
-    if torch.compiler.is_compiling() or not is_plain_tensor(given) or given.dtype != torch.int64:
+    if max_rows is None and torch.compiler.is_compiling():
+        return {}
+    if not is_plain_tensor(given) or given.dtype != torch.int64:
         return {}
     if loss_caller(lm_head) is None or type(ignore_index) is not int:
         return {}
     if given.device != device_of(lm_head):
         return {}
     shifted = shift(labels, ignore_index) if shift_labels is None else shift_labels
-    return {"shift_labels": shifted, "rows": functional.count_rows(shifted, ignore_index)}
+    return {"shift_labels": shifted, "rows": functional.count_rows(shifted, ignore_index, max_rows)}
 
 
 def causal_lm_loss(
@@ -180,11 +184,12 @@ def causal_lm_loss(
     use_token_scaling: bool = False,
     accum_dtype: torch.dtype | None = None,
     memory: object = None,
+    max_rows: object = None,
     **options,
 ) -> CrossEntropyOutput:
     """The loss of logits [..., vocab_size], without an fp32 copy of them; arguments as in `fused_causal_lm_loss`.
 
-    `accum_dtype` and `memory` have no meaning here. `use_token_scaling` needs the fused loss: ValueError.
+    `accum_dtype`, `memory` and `max_rows` have no meaning here. `use_token_scaling` needs the fused loss: ValueError.
     """
     if use_token_scaling:
         raise ValueError("use_token_scaling needs the loss fused with lm_head: a plain nn.Linear, and no logits wanted")

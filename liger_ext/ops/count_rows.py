@@ -20,17 +20,23 @@ _SIXTEENTHS = 16
 class CountedRows:
     """Which rows of a target are not ignored; :func:`count_rows` makes it."""
 
-    def __init__(self, order: Tensor, kept: Tensor, counted: torch.cuda.Event | None) -> None:
+    def __init__(
+        self, order: Tensor, kept: Tensor, counted: torch.cuda.Event | None = None, max_rows: int | None = None
+    ) -> None:
         self._order = order  # all rows, those that are kept first
-        self._kept = kept  # how many, in memory that the host can read after the event
+        self._kept = kept  # how many; without max_rows, in memory that the host can read after the event
         self._counted = counted
+        self._max_rows = max_rows
 
     def __repr__(self) -> str:
         return f"CountedRows(of {self._order.numel()} rows)"
 
     def index(self) -> Tensor | None:
         """``(n,)``, int64: the rows that are not ignored, in order, filled up by ignored ones until n is a multiple of
-        a sixteenth of all rows; None if n would be all of them. Waits until the rows are counted."""
+        a sixteenth of all rows; None if n would be all of them. Waits until the rows are counted. With ``max_rows``, n
+        is that number, and nothing is waited for."""
+        if self._max_rows is not None:
+            return self._order[: self._max_rows]
         if self._counted is not None:
             self._counted.synchronize()  # other Python threads may run meanwhile
             torch.cuda.current_stream(self._order.device).wait_event(self._counted)
@@ -40,7 +46,7 @@ class CountedRows:
         return None if n == rows else self._order[:n]
 
 
-def count_rows(target: Tensor, ignore_index: int = -100) -> CountedRows | None:
+def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = None) -> CountedRows | None:
     """Begins to count the rows of ``target`` that are not ``ignore_index``, for the fused loss's ``rows``.
 
     On a GPU it runs on a stream of its own, behind what the current one has to do by now, and the loss waits for the
@@ -50,22 +56,29 @@ def count_rows(target: Tensor, ignore_index: int = -100) -> CountedRows | None:
     Args:
         target: int64, of any shape.
         ignore_index: as in :func:`cross_entropy`.
+        max_rows: at most how many rows are not ignored, if the caller knows: the loss then takes this many, waits for
+            nothing, and can do so in a graph. If there are more, no loss can be right: on a CPU that is an error, and
+            elsewhere all targets count as out of range (see :func:`check_errors`), which makes the loss NaN.
 
     Returns:
-        The rows to be, or None where there is no number that the host could wait for, that is in graphs of
-        torch.compile, while a CUDA graph is captured, and of tensors without data.
+        The rows to be, or None for all rows. That is where ``max_rows`` are all of them, and without ``max_rows`` where
+        there is no number that the host could wait for: in graphs of torch.compile, while a CUDA graph is captured, and
+        of tensors without data.
 
     Raises:
-        ValueError: target is not an int64 tensor.
+        ValueError: target is not an int64 tensor, max_rows is less than 1, or, on a CPU, less than the number of rows
+            that are not ignored.
     """
     check_tensors("count_rows", target=target)
     check_integer("count_rows", ignore_index=ignore_index)
     if target.dtype != torch.int64:
         raise ValueError(f"count_rows: target has dtype {target.dtype}, expected torch.int64")
+    if max_rows is not None:
+        return _at_most(target, ignore_index, max_rows)
     if torch.compiler.is_compiling() or type(target) is not Tensor or target.device.type not in ("cpu", "cuda"):
         return None
     if target.device.type == "cpu":
-        return CountedRows(*_ordered(target, ignore_index), None)
+        return CountedRows(*_ordered(target, ignore_index))
     if torch.cuda.is_current_stream_capturing():
         return None
     with torch.cuda.device(target.device):
@@ -80,6 +93,18 @@ def count_rows(target: Tensor, ignore_index: int = -100) -> CountedRows | None:
         for t in (target, order):  # their memory is the current stream's
             t.record_stream(stream)
         return CountedRows(order, on_host, counted)
+
+
+def _at_most(target: Tensor, ignore_index: int, max_rows: int) -> CountedRows | None:
+    check_integer("count_rows", max_rows=max_rows)
+    if max_rows < 1:
+        raise ValueError(f"count_rows: max_rows is {max_rows}, expected at least 1")
+    if max_rows >= target.numel():
+        return None
+    order, kept = _ordered(target, ignore_index)
+    if target.device.type == "cpu" and not torch.compiler.is_compiling() and kept > max_rows:
+        raise ValueError(f"count_rows: max_rows is {max_rows}, but {int(kept)} rows of target are not ignored")
+    return CountedRows(order, kept, max_rows=max_rows)
 
 
 def _ordered(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -113,6 +138,8 @@ def listed_rows(
         if index is None:
             return None
         targets = target.index_select(0, index)
+        if rows._max_rows is not None:
+            targets = targets.masked_fill(rows._kept > rows._max_rows, vocab_size)
     else:
         check_tensors(op, rows=rows)
         if rows.dtype != torch.int64 or rows.dim() != 1:
