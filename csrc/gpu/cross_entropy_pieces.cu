@@ -1,7 +1,8 @@
-// Cross entropy of a vocabulary in pieces: the statistics of a piece of each row, and their merge into the row's losses and lse.
+// Cross entropy of a vocabulary that is cut into pieces, chunks of one process or shards of several: the statistics of one piece of each
+// row, and their merge into each row's loss and log-sum-exp.
 //
-// Statistics are bound by memory: one read of the piece, by the threads of a row as in cross_entropy.cu. The merge has a few numbers of
-// each row to read, and a thread for each row: bound by latency. The gradient of a piece is cross_entropy.cu's Backward.
+// Statistics are bound by memory: the piece is read once, by the threads of a row as in cross_entropy.cu. The merge is bound by latency:
+// one thread per row reads a few numbers per piece. The gradient of a piece is made by cross_entropy.cu's Backward.
 #include "gpu/cross_entropy_launch.h"
 
 namespace liger::gpu {

@@ -1,8 +1,10 @@
-// The sums over all rows that cross entropy needs before (counts) and after (reduce) its pass over the logits.
+// The sums over all rows that cross entropy needs: before its pass over the logits how many rows count (cross_entropy_counts), and after it
+// the loss (cross_entropy_reduce).
 //
-// Bound by latency: a few bytes a row. One block takes all rows, each thread its rows in turn with several loads in flight, and
-// the block adds up in a fixed tree: no atomics, no second kernel, the same bits every time. Partial sums of a batch are fp32,
-// the running sums fp64, so that millions of rows stay exact to fp32.
+// Bound by latency, since there are only a few bytes per row. One block processes all rows: each thread sums some of them, with several
+// loads in flight, and the block adds up the threads' sums in a fixed order. So there are no atomics and no second kernel, and results have
+// the same bits in every run. A thread sums a batch of rows in fp32 and the batches in fp64, so that the sum of millions of rows is as
+// exact as fp32 can tell.
 #include "gpu/device.h"
 #include "gpu/rows.h"
 #include "kernels/cross_entropy.h"
@@ -35,7 +37,7 @@ template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
   over_warp();
 }
 
-// This thread's share of the sum of value(0) … value(n - 1).
+// The part that this thread adds to the sum of value(0) ... value(n - 1).
 template <class Value> LIGER_DEVICE double thread_sum(int64_t n, Value value) {
   double sum = 0;
   for (int64_t first = thread_id(); first < n; first += int64_t{block_threads()} * in_flight) {
@@ -49,7 +51,8 @@ template <class Value> LIGER_DEVICE double thread_sum(int64_t n, Value value) {
   }
   return sum;
 }
-// Of values in memory, 16 bytes at a time and in few instructions: none of them is in a cache when a step's only call of it begins.
+// The same of values in memory, 16 bytes at a time. In few instructions: a training step calls this kernel once, and has to fetch its code
+// from memory first.
 LIGER_DEVICE double thread_sum(const float* values, int64_t n) {
   constexpr int K = 4, N = 4;
   const int threads = block_threads();
@@ -91,7 +94,7 @@ struct CountTargets {
     let_next_kernel_start();
     count(a);
   }
-  // All threads call it. The counts go to memory, and what thread 0 returns is of them.
+  // All threads of the block call it together. Thread 0 stores the counts, and returns what the loss needs of them.
   static LIGER_DEVICE Scales count(const Args& a) {
     enum { valid, target_weight, weight, sums };
     double sum[sums] = {};
@@ -135,11 +138,11 @@ struct CountTargets {
   }
 };
 
-// Where it may start while the rows' kernel still runs, it makes the counts meanwhile.
+// With programmatic dependent launch it starts while the kernel over the rows still runs, and counts targets in that time.
 struct SumLosses {
   struct Args {
     CountTargets::Args counting;
-    bool counts_here;  // they are made here
+    bool counts_here;  // the targets have not been counted yet
     const float *ce, *z, *accuracy;
     float *loss, *z_loss, *token_accuracy;
   };
@@ -163,7 +166,7 @@ struct SumLosses {
   }
 };
 
-// reduction "none": a row's loss is its own.
+// For reduction "none": adds each row's cross entropy and z loss.
 struct AddLosses {
   struct Args {
     int64_t rows;

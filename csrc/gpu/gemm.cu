@@ -1,12 +1,14 @@
-// Matrix products by the library that torch has loaded, on torch's own handle, which is bound to the current stream and carries
-// torch's workspace and math mode (so that fp32 products follow torch's TF32 setting).
+// Matrix products by cuBLAS or hipBLAS: by the library that torch has loaded, through torch's own handle. The handle is bound to the
+// current stream, and has torch's workspace and math mode, so that fp32 products follow torch's TF32 setting.
 //
-// The library is column-major: C = op(A) op(B) in rows is C' = op(B)' op(A)' in columns, the same memory with A and B swapped.
-// Accumulation is fp32, whatever the operands are, also where the library cuts k into parts. An alpha in device memory (a loss scale that
-// no host knows) needs beta there too: a constant of this file. Nothing synchronises or allocates, so that it can be captured in a graph.
+// The library's matrices are column-major, ours are row-major. A row-major C = A B is, in the same memory, the column-major C' = B' A': so
+// A and B are swapped. Sums are fp32 for all operands, also where the library splits k. If alpha is in device memory (a loss scale that the
+// host does not know), the library reads beta there, too: device_beta. Nothing waits and nothing is allocated, so calls can be captured in
+// a CUDA graph.
 //
-// A bias: an fp32 C is filled with it and added to. To a C in 16 bits cuBLAS adds a product that it has rounded: such a sum is cublasLt's,
-// whose epilogue adds the bias in fp32. It gets no workspace, since that of torch's handle is cuBLAS's own, so it never cuts k into parts.
+// A bias: a C in fp32 is first filled with the bias, and the product is added. For a C in 16 bits that would round twice, because cuBLAS
+// rounds the product before it adds; there cublasLt adds the bias in its epilogue, in fp32. It is given no workspace, since the one of
+// torch's handle belongs to cuBLAS, and therefore never splits k.
 #include <algorithm>
 #include <limits>
 
@@ -19,7 +21,7 @@ extern "C" int32_t torch_get_current_cuda_blas_handle(void** handle);
 namespace liger::gpu {
 namespace {
 
-// Not const: of a constant that no kernel uses, clang leaves nothing in HIP's device code, and the runtime does not find it.
+// Not const: clang removes a constant that no kernel uses from HIP's device code, and the runtime would not find it.
 __device__ float device_beta[2] = {0, 1};
 
 template <class F, class Names> F find(const void* neighbour, const Names& names) {
@@ -29,7 +31,8 @@ template <class F, class Names> F find(const void* neighbour, const Names& names
 }
 template <class F> const void* address(F* function) { return reinterpret_cast<const void*>(function); }
 
-// cublasLt: beside cuBLAS, which is linked to it. Where a function is missing, as with hipBLAS, none is used.
+// cublasLt, which cuBLAS is linked to; found next to `neighbour`, a function of cuBLAS. If any function is missing, as with hipBLAS, none
+// is used.
 struct LtLibrary {
   const void* neighbour;
   blas::LtCreateMatmul create_matmul = find<blas::LtCreateMatmul>(neighbour, blas::lt_create_matmul_names);
@@ -49,7 +52,7 @@ struct LtLibrary {
   }
 };
 
-// All of one library: the one that torch is linked to; where torch does not show it, the process's first.
+// The functions of one library: of the one that torch is linked to, or if it cannot be found that way, of the first one in the process.
 struct Library {
   blas::GemmEx<int> gemm = find<blas::GemmEx<int>>(address(&torch_get_current_cuda_blas_handle), blas::gemm_names);
   blas::GemmEx<int64_t> gemm_64 = nullptr;  // may be missing
@@ -116,19 +119,20 @@ int type_of(Dtype dtype) {
   throw_unsupported_dtype();
 }
 
-// A matrix of one row may have any stride, but the library wants at least the row's length. It has no word for rows that overlap.
+// The stride as the library takes it: at least the length of a row. A matrix of one row may have any stride; rows that overlap cannot be
+// told to the library.
 int64_t leading_dimension(int64_t stride, int64_t rows, int64_t cols) {
   require(rows <= 1 || stride >= cols, "gemm: rows of ", cols, " elements with a stride of ", stride, " overlap");
   return std::max({stride, cols, int64_t{1}});
 }
 
-// A matrix of so many rows as it is stored: transposed, the library's word for it.
+// Of a matrix with this number of rows and columns before it is transposed.
 int64_t leading_dimension(const Matrix& x, int64_t rows, int64_t cols) {
   return x.transposed ? leading_dimension(x.stride, cols, rows) : leading_dimension(x.stride, rows, cols);
 }
 int transposition(const Matrix& x) { return x.transposed ? blas::transpose : blas::normal; }
 
-// One of cublasLt's descriptors, while a product is queued; false if it could not be made.
+// One of cublasLt's descriptors, which exists until the product is queued; null if it could not be made.
 class Descriptor {
  public:
   template <class Create, class... Args> Descriptor(blas::LtDestroy destroy, Create create, Args... args) : destroy_(destroy) {
@@ -150,7 +154,7 @@ uint32_t alignment(const void* data) {
   return uint32_t(bits & -bits);
 }
 
-// Queues a product of 16-bit matrices with a bias, or returns false: where there is no cublasLt, or it has no way to do it.
+// Queues a product of 16-bit matrices with a bias. False if there is no cublasLt, or if it has no algorithm for this product.
 bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, Stream stream) {
   if (!lt || size_of(op.c_dtype) != 2 || op.k == 0) return false;
   const int type = type_of(op.c_dtype);

@@ -1,12 +1,13 @@
 // The generalised Jensen-Shannon divergence of rows of log-probabilities: the rows' sums (forward) and the student's gradient (backward).
 //
-// The bound is memory, with instructions close behind: three exponentials or logarithms an element, which is why each direction computes
-// what it needs from the two inputs instead of storing anything of the size of the vocabulary. The forward reads both once; a row
-// belongs to one group of threads, at most one block, and each thread walks over 16-byte vectors of both tensors one group width apart.
-// The backward reads both once more and writes the gradient, in tiles of rows in the order of memory.
+// Bound by memory, with instructions close behind: each element takes three exponentials or logarithms. Nothing of the vocabulary's size is
+// stored between forward and backward, since to compute it again costs less than to write and to read it.
 //
-// Rows may begin at any address, as in cross_entropy.cu; where the tensors' rows begin at different ones, they are read one element at a
-// time. The rows' mean is cross_entropy_reduce.cu's.
+// Forward: both inputs are read once. The threads of a row, at most a block, walk over it in vectors of 16 bytes. Backward: both inputs are
+// read once more and the gradient is written, in tiles that follow each other in memory.
+//
+// Rows may begin at any address, as in cross_entropy.cu: single elements at both ends, vectors between them. Where the rows of the tensors
+// begin at different offsets within 16 bytes, all elements are read one by one. The mean over rows is made by cross_entropy_reduce.cu.
 #include "kernels/jsd.h"
 
 #include <initializer_list>
@@ -39,7 +40,7 @@ struct JsdArgs {
   Divergence divergence;
   int threads_per_row;
 
-  // One branch for all elements of a vector; f with the divergence as a template argument.
+  // Calls f with the divergence as a template argument, so that there is one branch per vector and none per element.
   template <class F> LIGER_DEVICE void with_divergence(F f) const {
     if (divergence == Divergence::mixture) f.template operator()<Divergence::mixture>();
     else if (divergence == Divergence::forward_kl) f.template operator()<Divergence::forward_kl>();
@@ -97,7 +98,7 @@ template <class T, int N> struct JsdForwardKernel {
     if (group.index == 0 && live) args.losses[row] = sum;
     if (a.in.labels == nullptr && block_id() == 0 && thread_id() == 0) count_all(args.counts, a.in.rows);
   }
-  // Every row counts.
+  // What CountTargets (cross_entropy_reduce.cu) would find if there are no labels: every row counts.
   static LIGER_DEVICE void count_all(float* counts, int64_t rows) {
     using Counts = CrossEntropyCounts;
     counts[Counts::valid] = counts[Counts::target_weight] = float(rows);
@@ -112,7 +113,7 @@ template <class T, int N> struct JsdBackwardKernel {
     const float* counts;
     Vector grad;
     void* dlog_q;
-    int64_t dlog_q_stride, tiles;  // tiles: of a row
+    int64_t dlog_q_stride, tiles;  // tiles: the number of tiles per row
   };
   static constexpr int max_threads = launch::jsd_backward_kernel.instance(N).max_threads, K = launch::jsd_tile_k;
 
@@ -163,7 +164,7 @@ JsdArgs args_of(const JsdRows& in, const launch::LaunchPlan& plan) {
   return {in, math::JsdWeights<float>(in.beta), math::divergence_of(in.beta), plan.threads_per_row};
 }
 
-// Elements of an access: 16 bytes where the others' rows begin within 16 bytes where the student's do.
+// Elements per access: those of 16 bytes if rows of all tensors begin at the same offset within 16 bytes, else 1.
 int vec_of(const JsdRows& in, std::initializer_list<Rows> others) {
   require(in.vocab <= int64_t{1} << 30, "jsd: log_q has ", in.vocab, " columns, vocab_size, more than the GPU kernels address (2^30)");
   for (const Rows& other : others)
