@@ -22,10 +22,20 @@ template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) {
 }
 LIGER_DEVICE float half_to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 LIGER_DEVICE uint16_t float_to_half(float v) { return __half_as_ushort(__float2half_rn(v)); }
-LIGER_DEVICE uint16_t float_to_bf16(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
 
-// Two at once, `low` in the lower half.
+// bf16, and two at once, `low` in the lower half. GPUs before Ampere have no instruction for it; the toolkit's function branches there.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+LIGER_DEVICE uint16_t float_to_bf16(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
 LIGER_DEVICE uint32_t floats_to_bf16s(float low, float high) { return bit_cast<uint32_t>(__floats2bfloat162_rn(low, high)); }
+#else
+// Rounded to the nearest bf16, to the even one of two, in the upper half; NaN as the instruction makes it.
+LIGER_DEVICE uint32_t rounded_to_bf16(float v) {
+  const uint32_t bits = bit_cast<uint32_t>(v);
+  return v != v ? 0x7fff0000u : bits + 0x7fffu + (bits >> 16 & 1);
+}
+LIGER_DEVICE uint16_t float_to_bf16(float v) { return uint16_t(rounded_to_bf16(v) >> 16); }
+LIGER_DEVICE uint32_t floats_to_bf16s(float low, float high) { return __byte_perm(rounded_to_bf16(low), rounded_to_bf16(high), 0x7632); }
+#endif
 LIGER_DEVICE uint32_t floats_to_halves(float low, float high) { return bit_cast<uint32_t>(__floats2half2_rn(low, high)); }
 
 // The maxima of two pairs of values. Of a NaN and a number, it is the number.
