@@ -46,6 +46,7 @@ OPTIONS = {
         mamba_n_heads=8,
         mamba_d_head=8,
         mamba_d_state=8,
+        mamba_rms_norm=True,
         num_hidden_layers=2,
         head_dim=16,
     ),

@@ -164,7 +164,7 @@ def __getattr__(name: str) -> object:
 
 
 _NAMES = {
-    Norm: ("RMSNorm",),
+    Norm: ("RMSNorm", "RMSNormGated"),
     MLP: ("MLP",),
     Experts: ("Experts",),
     DecoderLayer: ("DecoderLayer",),

@@ -51,8 +51,11 @@ from liger_ext.models.mlp import (
 )
 from liger_ext.models.names import MODELS, name_of
 from liger_ext.models.norms import (
+    FalconGatedRMSNorm,
     GatedRMSNorm,
+    GatedRMSNormInFloat,
     Gemma4RMSNorm,
+    GroupedGatedRMSNorm,
     LayerNorm1P,
     Llama4RMSNorm,
     RMSNormInFloat,
@@ -113,6 +116,10 @@ _OTHERS = {
     "6fb92cf4142d8989": Llama4RMSNorm,  # Llama4TextRMSNorm, of all supported versions
     "96920b139d7fbbc2": GatedRMSNorm,  # Qwen3NextRMSNormGated of 5.23
     "0befe0d7cbec41df": GatedRMSNorm,  # before
+    "e930594abdf99541": GroupedGatedRMSNorm,  # Zamba2RMSNormGated of all supported versions, MambaRMSNormGated of 5.23
+    "0784e1271fca788e": GroupedGatedRMSNorm,  # before, of one group
+    "873a05ece6ae6c87": FalconGatedRMSNorm,  # FalconH1RMSNormGated
+    "66adebd7ca546584": GatedRMSNormInFloat,  # KimiLinearRMSNormGated
     "ec976d1bff6235ff": UnbiasedLayerNorm,  # CohereLayerNorm, of all supported versions
     "9256ffcc8828f07e": LayerNorm1P,  # NemotronLayerNorm1P of 5.23
     "957547f394ae4ffa": LayerNorm1P,  # of 4.57

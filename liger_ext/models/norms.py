@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import nn
 from torch.nn.modules import normalization
+from transformers.activations import ACT2FN
 
 from liger_ext import functional
 from liger_ext.models.patch import is_plain_tensor, only_forward_runs, stands_in
@@ -91,6 +92,59 @@ class GatedRMSNorm(Norm):
         if getattr(self, "activation", "silu") != "silu" or not alike or _raises_dtype(self.weight, hidden_states):
             return super(Norm, self).forward(hidden_states, gate)
         return functional.swiglu(gate, Norm.forward(self, hidden_states))
+
+
+class GroupedGatedRMSNorm(Norm):
+    """Mamba 2's: groups of columns are normalised, each by itself, of the input times the SiLU of a gate. What is
+    between is in fp32, and rounded before the weight."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        if not self._takes(hidden_states, gate):
+            return super(Norm, self).forward(hidden_states, gate)
+        return self._weighted(self._gated(hidden_states.float(), gate), hidden_states.dtype)
+
+    def _takes(self, x: torch.Tensor, gate: torch.Tensor | None) -> bool:
+        plain = is_plain_tensor(self.weight) and self.weight.dtype != torch.float64
+        return plain and (gate is None or gate.shape == x.shape)
+
+    def _count_groups(self) -> int:
+        columns = self.weight.shape[0]
+        return columns // getattr(self, "group_size", columns)
+
+    def _weighted(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Of `x` in fp32: normalised, rounded to `dtype`, and multiplied with the weight."""
+        eps, groups = self.variance_epsilon, self._count_groups()
+        if groups == 1 and dtype == x.dtype:
+            return functional.rms_norm(x, self.weight, eps)
+        return self.weight * functional.rms_norm(x.unflatten(-1, (groups, -1)), None, eps).flatten(-2).to(dtype)
+
+    @staticmethod
+    def _gated(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        return x if gate is None else functional.swiglu(gate.float(), x)
+
+
+class FalconGatedRMSNorm(GroupedGatedRMSNorm):
+    """Falcon-H1's: the gate may be behind the norm, and there is one rounding, at the end."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        if not self._takes(hidden_states, gate):
+            return super(Norm, self).forward(hidden_states, gate)
+        before, behind = (None, gate) if self.norm_before_gate else (gate, None)
+        normed = self._weighted(self._gated(hidden_states.float(), before), torch.float32)
+        return self._gated(normed, behind).to(hidden_states.dtype)
+
+    def _count_groups(self) -> int:
+        return self.n_groups
+
+
+class GatedRMSNormInFloat(Norm):
+    """Kimi Linear's: rounded once, after a gate with any activation."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        if not is_plain_tensor(self.weight):
+            return super(Norm, self).forward(hidden_states, gate)
+        normed = functional.rms_norm(hidden_states.float(), self.weight, self.variance_epsilon)
+        return (normed * ACT2FN[self.activation](gate.float())).to(hidden_states.dtype)
 
 
 class UnbiasedLayerNorm(Norm):
