@@ -5,15 +5,19 @@ import pickle
 
 import pytest
 import torch
+from cases import RecordCalls
 from family_models import build, patched, set_experts
 from llama_models import TRANSFORMERS, distance, one_thread, ops, rounding, tokens  # noqa: F401
 from torch import nn
 from transformers.activations import ACT2FN
 
 import liger_ext
+from liger_ext.functional import geglu_packed, swiglu
+from liger_ext.models import experts
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 MODELS = ["mixtral", "deepseek_v3"]
+IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
 
 
 def experts_of(model):
@@ -86,11 +90,59 @@ def test_an_activation_that_is_not_known(device):
     torch.testing.assert_close(ours(ids).logits, stock(ids).logits)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
-def test_other_gates_stay(family):
-    """Clamped and interleaved ones, and experts that no implementation computes."""
-    model = build(family)
-    assert type(experts_of(patched(model))) is type(experts_of(model))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family, implementation", [("gpt_oss", i) for i in IMPLEMENTATIONS] + [("llama4_text", None)])
+def test_other_gates(device, family, implementation, dtype):
+    """Clamped columns that alternate; and experts that no implementation computes."""
+    model = build(family, device, dtype)
+    stock = experts_of(model)
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if implementation:
+        stock.limit = 0.7  # which some values are beyond
+        stock.config = copy.copy(stock.config)
+        stock.config._experts_implementation = implementation
+    ours, exact = experts_of(patched(model)), copy.deepcopy(stock).double()
+    if implementation:
+        exact.config._experts_implementation = "eager"
+    x = torch.randn(12, 64, device=device, dtype=dtype)
+    index = tokens(12, 2, device=device) % 3  # half of the experts have nothing to do
+    given = (index, torch.rand(12, 2, device=device)) if implementation else ()
+
+    def run(experts, x):
+        x = x.clone().requires_grad_()
+        experts.zero_grad(set_to_none=True)
+        out = experts(x, *given)
+        out.backward(torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view_as(out))
+        return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in experts.named_parameters()}
+
+    with RecordCalls() as record:
+        found = run(ours, x)
+    assert {"glu", "glu_packed"} & set(record.names)
+    expected, reference = run(stock, x), run(exact, x.double())
+    for name, result in found.items():
+        assert result.dtype == expected[name].dtype
+        bound = 3 * distance(expected[name], reference[name]) + rounding(dtype)
+        assert distance(result, reference[name]) <= bound, name
+
+
+@pytest.mark.parametrize(
+    "family, cls, attribute, value",
+    [
+        ("gpt_oss", experts.ClampedExperts, "unit_of", classmethod(lambda *_: (swiglu, 1.0, 1.0))),
+        (
+            "gpt_oss",
+            experts.ClampedExperts,
+            "_apply_gate",
+            lambda self, x: swiglu(x[..., ::2], x[..., 1::2] + 1, 1.702),
+        ),
+        ("llama4_text", experts.BatchedExperts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
+    ],
+)
+def test_a_wrong_entry_would_be_found(monkeypatch, family, cls, attribute, value):
+    monkeypatch.setattr(cls, attribute, value)
+    with pytest.raises(AssertionError):
+        test_other_gates(torch.device("cpu"), family, None if family == "llama4_text" else "eager", torch.float32)
 
 
 def test_an_implementation_is_chosen_after_patching():

@@ -4,6 +4,7 @@ Each class of a Llama here replaces the class of the same name in transformers; 
 does is in a mixin, which also serves other models' classes that run the same code (`liger_ext.models.families`).
 """
 
+import ast
 import functools
 import inspect
 import re
@@ -18,7 +19,7 @@ from liger_ext import functional
 from liger_ext.models.checkpoint import counting_runs, run_of
 from liger_ext.models.forwards import find_foreign, text_of
 from liger_ext.models.layer import adapted, fused_linears, norm_linears, norm_mlp
-from liger_ext.models.mlp import MLP, has_silu
+from liger_ext.models.mlp import MLP, Llama4MLP, has_silu
 from liger_ext.models.norms import RMSNorm, is_plain_rms_norm
 from liger_ext.models.patch import Mixin, only_forward_runs
 from liger_ext.models.recompute import recomputed, remade
@@ -46,18 +47,20 @@ class DecoderLayer(Mixin):
     """
 
     liger_memory = "auto"
-    NORM = "post_attention_layernorm"  # the one of the MLP's input
+    NORM, FEED_FORWARD = "post_attention_layernorm", "mlp"  # the MLP, and the norm of its input
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
         parameters = [*inspect.signature(stock.forward).parameters.values()][2:]
         cls.DEFAULTS = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}  # all but hidden_states
+        given = _names_given(stock.forward, "self.self_attn")
+        cls.WITHHELD = tuple(name for name in cls.DEFAULTS if name not in given) if given else ()
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
         norm = getattr(self, self.NORM)
         if not is_plain_rms_norm(norm):
             return super().forward(hidden_states, *args, **kwargs)
-        # The arguments differ between versions of transformers, but in each all of them go to the attention, by name.
+        # The arguments differ between versions of transformers, but in each most of them go to the attention, by name.
         arguments = {**self.DEFAULTS, **dict(zip(self.DEFAULTS, args, strict=False)), **kwargs}
         stream, attention, weights = self._attend(hidden_states, arguments)
         attention = self._of_attention(attention)
@@ -68,13 +71,14 @@ class DecoderLayer(Mixin):
             hidden_states = norm_mlp(attention, stream, norm, linears, self._level(), is_read)
         elif raises_dtype:
             residual = stream + attention
-            hidden_states = residual + self._of_mlp(self.mlp(norm(residual)))
+            hidden_states = residual + self._of_mlp(getattr(self, self.FEED_FORWARD)(norm(residual)), residual)
         else:
             arguments_of_norm = norm.liger_arguments()
             normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *arguments_of_norm)
             with remade(self, normed, functional.rms_norm, residual, *arguments_of_norm):
-                hidden_states = self.mlp(normed)
-            hidden_states = residual + self._of_mlp(hidden_states)
+                hidden_states = getattr(self, self.FEED_FORWARD)(normed)
+            hidden_states = residual + self._of_mlp(hidden_states, residual)
+        hidden_states = self._results(hidden_states, arguments)
         if "output_attentions" in self.DEFAULTS:  # up to 4.53: hidden states[, attention weights]; then no tuple
             return (hidden_states, weights) if arguments["output_attentions"] else (hidden_states,)
         return hidden_states
@@ -83,12 +87,24 @@ class DecoderLayer(Mixin):
         """What of the attention's result is added to the residual stream."""
         return x
 
-    def _of_mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+    def _of_mlp(self, x: torch.Tensor | tuple, residual: torch.Tensor) -> torch.Tensor:
+        """What of the MLP's result is added to `residual`. Experts return what their router says as well, or rows."""
+        x = x[0] if isinstance(x, tuple) else x
+        return x if x.shape == residual.shape else x.view(residual.shape)
+
+    def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> object:
+        """What the layer makes of the residual stream, and returns."""
+        return hidden_states
+
+    def _arguments_of_attention(self, arguments: dict[str, object]) -> dict[str, object]:
+        if not self.WITHHELD:
+            return arguments
+        return {name: value for name, value in arguments.items() if name not in self.WITHHELD}
 
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
         """The residual stream, what the attention adds to it, and the attention's weights."""
         norm, attention = self.input_layernorm, self.self_attn
+        arguments = self._arguments_of_attention(arguments)
         if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
             return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
         projections = [getattr(attention, name, None) for name in _Projected.NAMES]
@@ -154,14 +170,14 @@ class DecoderLayer(Mixin):
 
     def _linears_of_mlp(self, stream: torch.Tensor) -> list | None:
         """Of an MLP that runs in one node with its norm."""
-        mlp = self.mlp
+        mlp = getattr(self, self.FEED_FORWARD)
         one_node = (
             self._is_differentiated()
             and type(self)._of_mlp is DecoderLayer._of_mlp
-            and type(mlp).__bases__[0] is MLP
+            and type(mlp).__bases__[0] in (MLP, Llama4MLP)
             and only_forward_runs(mlp)
             and has_silu(mlp)
-            and only_forward_runs(mlp.act_fn)
+            and only_forward_runs(getattr(mlp, mlp.ACTIVATION))
         )
         return fused_linears(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.training) if one_node else None
 
@@ -175,7 +191,7 @@ class SandwichLayer(DecoderLayer):
     def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
         return getattr(self, self.NORMS_OF_RESULTS[0])(x)
 
-    def _of_mlp(self, x: torch.Tensor) -> torch.Tensor:
+    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return getattr(self, self.NORMS_OF_RESULTS[1])(x)
 
 
@@ -190,17 +206,54 @@ class ScaledLayer(DecoderLayer):
     def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.residual_multiplier
 
-    _of_mlp = _of_attention
+    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return x * self.residual_multiplier
 
 
-class LayerOfPair(DecoderLayer):
-    """GPT-OSS's, whose MLP returns what its router says as well."""
-
-    def _of_mlp(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return x[0]
+class Llama4Layer(DecoderLayer):
+    FEED_FORWARD = "feed_forward"
 
 
-class HybridLayer(LayerOfPair):
+class Gemma4Layer(SandwichLayer):
+    """Of some models the MLP has experts beside it, or each layer has inputs of its own; the result has a factor."""
+
+    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if getattr(self, "enable_moe_block", False):
+            rows = residual.reshape(-1, residual.shape[-1])
+            _, weights, index = self.router(rows)
+            of_experts = self.experts(self.pre_feedforward_layernorm_2(rows), index, weights).reshape(residual.shape)
+            x = self.post_feedforward_layernorm_1(x) + self.post_feedforward_layernorm_2(of_experts)
+        return super()._of_mlp(x, residual)
+
+    def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> torch.Tensor:
+        if getattr(self, "hidden_size_per_layer_input", 0):
+            gate, given = self.per_layer_input_gate(hidden_states), arguments["per_layer_input"]
+            unit = MLP.UNITS.get(type(self.act_fn)) if only_forward_runs(self.act_fn) else None
+            fits = unit and gate.dtype == given.dtype and gate.shape == given.shape
+            gated = recomputed(self, unit[0], gate, given, *unit[1:]) if fits else self.act_fn(gate) * given
+            hidden_states = hidden_states + self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        return hidden_states * self.layer_scalar
+
+
+class FalconH1Layer(DecoderLayer):
+    """A recurrent layer beside the attention: both read the same norm's output, and have factors."""
+
+    NORM, FEED_FORWARD = "pre_ff_layernorm", "feed_forward"
+
+    def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
+        normed = self.input_layernorm(hidden_states)
+        options = {name: value for name, value in arguments.items() if name not in self.DEFAULTS}
+        options |= dict(cache_params=arguments["past_key_values"], attention_mask=arguments["mamba_attention_mask"])
+        recurrent = self.mamba(hidden_states=normed, **options) * self.ssm_out_multiplier
+        given = self._arguments_of_attention(arguments)
+        attention, weights = self.self_attn(hidden_states=normed * self.attention_in_multiplier, **given)
+        return hidden_states, recurrent + attention * self.attn_out_multiplier, weights
+
+    def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple[torch.Tensor]:
+        return (hidden_states,)
+
+
+class HybridLayer(DecoderLayer):
     """Qwen3-Next's: some layers have linear attention in place of the other, and the MLP may be experts."""
 
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
@@ -215,9 +268,6 @@ class HybridLayer(LayerOfPair):
         with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
             return hidden_states, self.linear_attn(hidden_states=normed, **options), None
 
-    def _of_mlp(self, x: torch.Tensor | tuple) -> torch.Tensor:
-        return super()._of_mlp(x) if isinstance(x, tuple) else x
-
 
 class DropoutLayer(DecoderLayer):
     """Phi 3's."""
@@ -225,7 +275,7 @@ class DropoutLayer(DecoderLayer):
     def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
         return self.resid_attn_dropout(x)
 
-    def _of_mlp(self, x: torch.Tensor) -> torch.Tensor:
+    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self.resid_mlp_dropout(x)
 
 
@@ -244,6 +294,13 @@ class _Projected:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._attention, name)
+
+
+def _names_given(forward: Callable, callee: str) -> set[str | None]:
+    """The names of arguments in calls of `callee`; none if the source is not there to be read."""
+    nodes = ast.walk(ast.parse(text_of(forward) or ""))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == callee]
+    return {keyword.arg for call in calls for keyword in call.keywords}
 
 
 def _sees_no_module(attention: nn.Module) -> bool:
@@ -269,7 +326,7 @@ def _calls_its_projections(forward: Callable) -> bool:
     code = text_of(forward)
     if code is None:
         return False
-    body = code.partition("\n")[2].replace("hidden_states.shape", "")
+    body = re.sub(r"\bhidden_states\.(shape|device|dtype)\b", "", code.partition("\n")[2])
     calls = [f"self.{name}(hidden_states)" for name in _Projected.NAMES]
     once = all(body.count(call) == 1 for call in calls)
     for call in calls:

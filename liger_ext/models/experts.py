@@ -1,18 +1,19 @@
-"""Experts whose weights are one tensor each (transformers 5 on): the gated unit between their two grouped matmuls."""
+"""Experts whose weights are one tensor each: the gated unit between their two matmuls."""
 
 import torch
 from torch import nn
 
+from liger_ext import functional
 from liger_ext.models.mlp import PackedMLP
-from liger_ext.models.patch import only_forward_runs
-from liger_ext.models.recompute import recomputed
+from liger_ext.models.patch import is_plain_tensor, only_forward_runs
+from liger_ext.models.recompute import recomputed, remade
 
 
 class Experts:
     """Mixtral's.
 
-    transformers' implementations sort the tokens by expert and run the matmuls; the "eager" one, a loop over the
-    experts, has no use for this.
+    transformers' implementations (5.0 on) sort the tokens by expert and run the matmuls; the "eager" one, a loop over
+    the experts, has no use for this.
     """
 
     liger_memory = "auto"
@@ -26,3 +27,37 @@ class Experts:
         if unit is None or not only_forward_runs(self.act_fn):
             return super()._apply_gate(gate_up_out)
         return recomputed(self, unit[0], gate_up_out, *unit[1:])
+
+
+class ClampedExperts(Experts):
+    """GPT-OSS's: gate and up, alternate columns of one tensor, are clamped; up is shifted, and the SiLU steeper."""
+
+    @classmethod
+    def unit_of(cls, experts: nn.Module) -> tuple | None:
+        return (functional.swiglu, float(experts.alpha), 1 / experts.alpha) if experts.alpha else None
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        unit = self.unit_of(self)
+        if unit is None or not is_plain_tensor(gate_up):
+            return super(Experts, self)._apply_gate(gate_up)
+        gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
+        return recomputed(self, unit[0], gate, up + 1, *unit[1:])
+
+
+class BatchedExperts(Experts):
+    """Llama 4's: each expert gets all tokens, scaled by what the router says."""
+
+    @classmethod
+    def unit_of(cls, experts: nn.Module) -> tuple | None:
+        return PackedMLP.UNITS.get(type(experts.act_fn))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        unit = self.unit_of(self)
+        plain = is_plain_tensor(self.gate_up_proj) and is_plain_tensor(self.down_proj)
+        if unit is None or not plain or not only_forward_runs(self.act_fn):
+            return super(Experts, self).forward(hidden_states)
+        x = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
+        gate_up = torch.bmm(x, self.gate_up_proj)
+        h = recomputed(self, unit[0], gate_up, *unit[1:])
+        with remade(self, h, unit[0], gate_up, *unit[1:]):
+            return torch.bmm(h, self.down_proj).view(-1, self.hidden_size)

@@ -32,13 +32,15 @@ from liger_ext.models.decoder import (
     Attention,
     DecoderLayer,
     DropoutLayer,
+    FalconH1Layer,
+    Gemma4Layer,
     Glm4Layer,
     HybridLayer,
-    LayerOfPair,
+    Llama4Layer,
     SandwichLayer,
     ScaledLayer,
 )
-from liger_ext.models.experts import Experts
+from liger_ext.models.experts import BatchedExperts, ClampedExperts, Experts
 from liger_ext.models.forwards import text_of
 from liger_ext.models.mlp import (
     DropoutMLP,
@@ -83,8 +85,8 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
         known = {name: (rope, _known_ropes().get(_code_of(rope))) for name, rope in ropes.items()}
         replacements = {name: rope_for(rope, **how) for name, (rope, how) in known.items() if how is not None}
         kind = Attention if replacements else None
-    if kind is None and _code_of(getattr(cls, "_apply_gate", None)) == _GATE_OF_EXPERTS:
-        kind = Experts
+    if kind is None:
+        kind = _GATES_OF_EXPERTS.get(_code_of(getattr(cls, "_apply_gate", None)))
     if kind is None:
         return None
     # The module's __getattr__ finds it again.
@@ -130,9 +132,14 @@ _OTHERS = {
     "24ed32eb8cb32194": DropoutMLP,  # SeedOssMLP
     "2ccda7a06d8a5c89": ScaledMLP,  # FalconH1MLP
     "81bc4bc569be56c2": UngatedMLP,  # NemotronMLP, of all supported versions
+    "5f66bc719c393081": BatchedExperts,  # Llama4TextExperts
+    "027e9ce52954e82b": FalconH1Layer,  # FalconH1DecoderLayer of 5.23
 }
 
-_GATE_OF_EXPERTS = "82821f94b28660b6"  # transformers.integrations.moe, 5.0 on
+_GATES_OF_EXPERTS = {
+    "82821f94b28660b6": Experts,  # transformers.integrations.moe, 5.0 on
+    "63686633f3cb5d4a": ClampedExperts,  # GptOssExperts
+}
 
 # Heads and layers change from version to version, but what others do differently from Llama's in the same does not.
 _HEADS = {
@@ -159,15 +166,21 @@ _LAYERS = {
     "95741f3e291ba554": ScaledLayer,  # GraniteDecoderLayer, but for 4.57 and 5.0
     "53ab13df176a3976": ScaledLayer,  # of these
     "7d9d354cfcae8f63": DropoutLayer,  # Phi3DecoderLayer of 4.57 on
-    "337b64fde9c2ee06": LayerOfPair,  # GptOssDecoderLayer of 4.57 on
+    "337b64fde9c2ee06": DecoderLayer,  # GptOssDecoderLayer of 4.57 on, whose MLP returns what its router says as well
+    "b23b8652668c11f5": DecoderLayer,  # MllamaSelfAttentionDecoderLayer of 4.57 on
+    "8ab29f0069a3c2c6": Llama4Layer,  # Llama4TextDecoderLayer of 4.57 on
+    "b444d18588c2c619": Gemma4Layer,  # Gemma4TextDecoderLayer of 5.23
+    "30097b5c3b51517c": Gemma4Layer,  # Gemma4UnifiedTextDecoderLayer of 5.23
     "480a5c088a0b85ed": HybridLayer,  # Qwen3NextDecoderLayer of 5.23
     "2670243c1934e08c": HybridLayer,  # Qwen3_5DecoderLayer of 5.23
 }
 
-_LEFT_ALONE = {  # layers in which nothing can be fused
+_LEFT_ALONE = {  # in which nothing can be fused
     "6913de200383abad",  # Olmo2DecoderLayer: what is added to the residual stream is normalised, and not the sum
     "6a52429b77334fc6",  # CohereDecoderLayer: attention and MLP read the same norm's output, and are added as they are
     "0b41299b2e269fa2",  # NemotronDecoderLayer: the sum has no RMSNorm
+    "78305e689641703c",  # GptOssMLP of 5.0 on: a router, and experts, which are looked at by themselves
+    "4cfe1fd04fd3dd1f",  # before
 }
 
 
@@ -207,13 +220,16 @@ def _difference(text: Callable[[Callable], str | None], cls: type, other: type) 
 
 @functools.cache
 def _text_of_layer(forward: Callable) -> str | None:
-    """The text of a layer that gives all its arguments to the attention, by their names, without these arguments."""
+    """The text of a layer that gives its arguments to the attention, by their names, without these arguments. It may
+    withhold some: `DecoderLayer` looks which."""
     text = text_of(forward)
     if text is None:
         return None
     function = ast.parse(text).body[0]
     calls = [n for n in ast.walk(function) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self.self_attn"]
-    if len(calls) != 1 or not _hands_on(calls[0], function, _names_of_arguments(function)):
+    names = _names_of_arguments(function)
+    given = [name for name in names if any(keyword.arg == name for call in calls for keyword in call.keywords)]
+    if len(calls) != 1 or given[:1] != names[:1] or not _hands_on(calls[0], function, given):
         return None
     calls[0].keywords, function.args.args, function.args.defaults = [], [], []
     return ast.unparse(function)

@@ -131,4 +131,4 @@ class UngatedMLP(MLP):
 
 
 def has_silu(mlp: nn.Module) -> bool:
-    return type(getattr(mlp, "act_fn", None)) in _SILU
+    return type(getattr(mlp, mlp.ACTIVATION, None)) in _SILU
