@@ -8,17 +8,18 @@ import inspect
 import pytest
 import torch
 from cases import RecordCalls, normal
-from family_models import build, patched
+from family_models import assert_same, build, patched
 from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, step  # noqa: F401
 
 from liger_ext.models import decoder, known_code
 from liger_ext.models.rope import rope_for
 
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code, and fewer models")
-HALF_WIDTH = ("gpt_oss", "llama4", "openai_privacy_filter")
+HALF_WIDTH = ("codegen", "deepseek_v2", "gpt_oss", "gptj", "llama4", "openai_privacy_filter")
 _NAMES = """
-    blt cohere2 deepseek_v3 ernie4_5 ernie4_5_vl_moe gemma4 glm4 glm4v glmasr gpt_oss helium hunyuan_vl llama llama4
-    modernbert nemotron olmo2 openai_privacy_filter phi3 qwen2_vl qwen3_next
+    blt codegen cohere2 deepseek_v2 deepseek_v3 deepseek_v4 ernie4_5 ernie4_5_vl_moe gemma4 glm4 glm4v glmasr gpt_oss
+    gptj helium hunyuan_vl llama llama4 modernbert nanochat nemotron olmo2 openai_privacy_filter phi3 qwen2_vl
+    qwen3_next
 """
 MODELS = [name for name in _NAMES.split() if importlib.util.find_spec(f"transformers.models.{name}")]
 
@@ -33,16 +34,19 @@ def known_ropes(model_type):
 
 def differences(model_type, dtype=torch.float32):
     """The largest of each function. The tables are no sines and cosines, and no two columns are the same."""
-    width = 8 if model_type in HALF_WIDTH else 16
+    width = 8 if model_type in HALF_WIDTH else 3 if model_type == "deepseek_v4" else 16  # the last 6 columns
     q, k = (normal(2, heads, 5, 16, dtype=dtype, seed=heads) for heads in (3, 1))
     cos, sin = (normal(2, 5, width, dtype=dtype, seed=seed) for seed in (5, 6))
     for theirs, ours in known_ropes(model_type).values():
         arguments = inspect.signature(theirs).parameters
-        heads = (q,) if "x" in arguments else (q, k)
+        heads = (q,) if {"x", "tensor"} & set(arguments) else (q, k)
         calls = [([t.transpose(1, dim) for t in heads], (cos, sin), {"unsqueeze_dim": dim}) for dim in (1, 2)]
         within = [t.transpose(1, 2) for t in heads]
         if "freqs_cis" in arguments:
+            within = heads if model_type == "deepseek_v2" else within
             calls = [(within, (torch.complex(cos.float(), sin.float()),), {})]
+        elif "tensor" in arguments:
+            calls = [(within, (sin, cos), {})]
         elif "unsqueeze_dim" not in arguments:  # of images
             calls = [(within, (cos, sin), {}), ([t[1] for t in within], (cos[1], sin[1]), {})]
         for given, tables, options in calls:
@@ -70,6 +74,10 @@ def test_does_what_transformers_does(model_type):
         ("gpt_oss", {"layout": "interleaved", "tables": "half"}),
         ("deepseek_v3", {"layout": "interleaved", "tables": "first half"}),
         ("helium", {"layout": "interleaved_to_halves", "tables": "first half"}),
+        ("deepseek_v2", {"layout": "halves", "tables": "half", "heads": 1}),
+        ("deepseek_v4", {"layout": "interleaved", "tables": "half"}),
+        ("gptj", {"layout": "halves", "tables": "half"}),
+        ("nanochat", {}),
     ],
 )
 def test_a_wrong_entry_would_be_found(monkeypatch, model_type, wrong):
@@ -86,6 +94,17 @@ ATTENTION = {
         dict(head_dim=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, q_lora_rank=16, kv_lora_rank=16)
         | dict(num_key_value_heads=4, first_k_dense_replace=4, n_routed_experts=4, n_group=1, topk_group=1),
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        dict(head_dim=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, q_lora_rank=16, kv_lora_rank=16)
+        | dict(num_key_value_heads=4, first_k_dense_replace=4, n_routed_experts=4, n_group=1, topk_group=1),
+    ),
+    "deepseek_v4": (
+        "DeepseekV4",
+        dict(head_dim=16, qk_rope_head_dim=6, q_lora_rank=16, o_lora_rank=16, o_groups=2, n_routed_experts=2)
+        | dict(num_experts_per_tok=2, moe_intermediate_size=32, layer_types=["sliding_attention"] * 4)
+        | dict(mlp_layer_types=["moe"] * 4),
+    ),
     "gemma4_text": (
         "Gemma4Text",
         dict(head_dim=16, global_head_dim=32, hidden_size_per_layer_input=8, vocab_size_per_layer_input=1000)
@@ -95,8 +114,10 @@ ATTENTION = {
         "GptOss",
         dict(head_dim=16, attention_bias=False, num_local_experts=1, num_experts_per_tok=1, sliding_window=6),
     ),
+    "gptj": ("GPTJ", dict(rotary_dim=8)),
     "helium": ("Helium", dict(head_dim=16)),
     "llama4_text": ("Llama4Text", dict(head_dim=16, moe_layers=[], intermediate_size_mlp=96, attention_chunk_size=8)),
+    "nanochat": ("NanoChat", dict(head_dim=16)),
 }
 
 
@@ -111,6 +132,11 @@ def test_attention_equals_stock(device, model_type, dtype):
     assert len(attention) == 4 and all(issubclass(cls, decoder.Attention) for cls in attention)
     with RecordCalls() as record:
         found = step(ours, batch)
-    calls = {"gemma4_text": 2 * 4, "llama4_text": 3}.get(model_type, 4)  # the fourth of Llama 4's layers has none
+    of_one = dict.fromkeys(("deepseek_v4", "gemma4_text", "gptj"), 2 * 4)
+    of_one["deepseek_v4"] = 3 * 4  # its results are turned back
+    calls = {"llama4_text": 3, **of_one}.get(model_type, 4)  # the fourth of Llama 4's layers has none
     assert record.names.count("rope") == record.names.count("rope_backward") == calls
-    assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))
+    if model_type == "deepseek_v4" and dtype is torch.float32:  # computes in fp32 what should be its reference
+        assert_same(found, step(model, batch))
+    else:
+        assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))

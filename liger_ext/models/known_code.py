@@ -185,7 +185,7 @@ _LEFT_ALONE = {  # in which nothing can be fused
 
 
 @functools.cache
-def _known_ropes() -> dict[str, dict[str, str]]:
+def _known_ropes() -> dict[str, dict[str, object]]:
     llamas = _code_of(modeling_llama.apply_rotary_pos_emb)
     return ROPES if llamas is None else {llamas: {}, **ROPES}
 

@@ -12,7 +12,7 @@ import torch
 
 from liger_ext import functional
 
-ROPES: dict[str, dict[str, str]] = {  # what `rope_for` makes of them
+ROPES: dict[str, dict[str, object]] = {  # what `rope_for` makes of them
     "8d9f48cd1cdefb65": {},  # of Qwen3-Next and GPT-NeoX of 5.0 on, which rotate some columns
     "d055c181c7e77517": {},  # before
     "6fd74a28189c5427": {},  # Phi 3's, some columns as well
@@ -44,13 +44,30 @@ ROPES: dict[str, dict[str, str]] = {  # what `rope_for` makes of them
     "1e4085d03e1b59c6": {"layout": "interleaved", "tables": "first half"},
     "b212a04cb3fffbad": {"layout": "interleaved_to_halves", "tables": "first half"},  # DeepSeek V3's
     "0295a4dd5e3e77a7": {"layout": "interleaved_to_halves"},
+    "21c7d9d3911da5df": {"layout": "interleaved", "tables": "half", "heads": 1},  # DeepSeek V2's, as Llama 4's
+    "f433ac4f9780f22e": {"layout": "interleaved", "tables": "half", "columns": "last"},  # DeepSeek V4's, in fp32
+    "568b149ffabc38a0": {"layout": "interleaved", "tables": "half"},  # GPT-J's and CodeGen's, of one tensor
+    "83ff1be383fe9ad5": {"turns": -1},  # NanoChat's, which turns the other way
 }
 
 
 @functools.cache
-def rope_for(stock_rope: Callable, layout: str = "halves", tables: str = "whole") -> Callable:
-    """`functional.rope` in this layout, with the arguments of `stock_rope`. `tables`: "whole", "half" of that width, or
-    whole ones of which the "first half" is read."""
+def rope_for(
+    stock_rope: Callable,
+    layout: str = "halves",
+    tables: str = "whole",
+    heads: int = 2,
+    columns: str = "first",
+    turns: int = 1,
+) -> Callable:
+    """`functional.rope` in this layout, with the arguments of `stock_rope`.
+
+    Args:
+        tables: "whole", "half" of that width, or whole ones of which the "first half" is read.
+        heads: their dimension, where tables are of complex numbers.
+        columns: which are rotated if the tables are narrower than the heads, the "first" or the "last".
+        turns: -1 turns the other way.
+    """
 
     def is_learned(*tables):
         return torch.is_grad_enabled() and any(t.requires_grad for t in tables)
@@ -60,6 +77,7 @@ def rope_for(stock_rope: Callable, layout: str = "halves", tables: str = "whole"
             return stock_rope(*([q] if k is None else [q, k]), cos, sin, unsqueeze_dim=unsqueeze_dim)
         if tables == "first half":
             cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+        sin = sin if turns == 1 else -sin
         rotated = functional.rope(q, k, cos, sin, unsqueeze_dim, layout, tables != "whole")
         return rotated[0] if k is None else rotated
 
@@ -68,6 +86,17 @@ def rope_for(stock_rope: Callable, layout: str = "halves", tables: str = "whole"
 
     def rope_of_one(x, cos, sin, unsqueeze_dim=1):
         return rope(x, None, cos, sin, unsqueeze_dim)
+
+    def rope_of_last(x, cos, sin, unsqueeze_dim=1):
+        if cos.dim() != 3 or is_learned(cos, sin):
+            return stock_rope(x, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        first = x.shape[-1] - cos.shape[-1] * (2 if tables == "half" else 1)
+        return torch.cat([x[..., :first], rope(x[..., first:], None, cos, sin, unsqueeze_dim)], dim=-1)
+
+    def rope_by_sin(tensor, sin, cos):
+        if is_learned(cos, sin):
+            return stock_rope(tensor, sin, cos)
+        return functional.rope(tensor, None, cos, sin, 2, layout, tables != "whole")[0]
 
     def rope_of_patches(q, k, cos, sin):
         """Of (patches, heads, head_dim), or a batch of that."""
@@ -81,13 +110,17 @@ def rope_for(stock_rope: Callable, layout: str = "halves", tables: str = "whole"
         if freqs_cis.dim() != 3 or is_learned(freqs_cis):
             return stock_rope(xq, xk, freqs_cis)
         cos, sin = torch.view_as_real(freqs_cis).unbind(-1)
-        return functional.rope(xq, xk, cos, sin, 2, layout, tables != "whole")
+        return functional.rope(xq, xk, cos, sin, heads, layout, tables != "whole")
 
     arguments = inspect.signature(stock_rope).parameters
     if "freqs_cis" in arguments:
         return rope_of_angles
+    if list(arguments) == ["tensor", "sin", "cos"]:
+        return rope_by_sin
     if "unsqueeze_dim" not in arguments:
         return rope_of_patches
+    if columns == "last":
+        return rope_of_last
     if "k" not in arguments:
         return rope_of_one
     return rope_at_positions if "position_ids" in arguments else rope
