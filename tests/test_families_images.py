@@ -8,9 +8,10 @@ from cases import RecordCalls
 from family_models import patched
 from llama_models import SIZES, TRANSFORMERS, assert_as_good, one_thread, randomised, step, tokens  # noqa: F401
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.mllama import modeling_mllama
 
 from liger_ext import apply_liger_kernel_to_instance
-from liger_ext.models import causal_lm
+from liger_ext.models import causal_lm, decoder
 from liger_ext.models.mlp import VisionMLP
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
@@ -205,3 +206,38 @@ def test_an_image(device):
     assert any("vision" in name for name in found)
     assert_as_good(found, step(model, batch), reference)
     torch.testing.assert_close(ours(**batch).image_hidden_states, model(**batch).image_hidden_states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_mllama_without_images(device, dtype):
+    """Its language model alone returns logits in fp32."""
+    config = fill(AutoConfig.for_model("mllama").text_config, TEXT | dict(cross_attention_layers=[1]))
+    torch.manual_seed(0)
+    model = randomised(modeling_mllama.MllamaForCausalLM(config)).to(device, dtype).train()
+    ours = patched(model)
+    assert isinstance(ours, causal_lm.CausalLMOfFloat)
+    ids = tokens(2, 9, device=device) % 900 + 3
+    batch = dict(input_ids=ids, labels=ids.clone())
+    reference = step(copy.deepcopy(model).double(), batch)
+    with RecordCalls() as record:
+        found = step(ours, batch)
+    assert "fused_linear_cross_entropy" in " ".join(record.names) and record.names.count("add_rms_norm") == 1
+    assert_as_good(found, step(model, batch), reference)
+    for options in (dict(skip_logits=False), dict(skip_logits=False, label_smoothing=0.1), {}):
+        logits = ours(**(batch if options else dict(input_ids=ids)), **options).logits
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, model(input_ids=ids).logits, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "cls, name, value",
+    [
+        (causal_lm.CausalLMOfFloat, "LOGITS", None),
+        (causal_lm.CausalLMOfFloat, "liger_logits", lambda self: (0.5, None)),
+        (decoder.DecoderLayer, "_of_attention", lambda self, x: 0.5 * x),
+    ],
+)
+def test_a_wrong_entry_of_mllama_would_be_found(monkeypatch, cls, name, value):
+    monkeypatch.setattr(cls, name, value)
+    with pytest.raises(AssertionError):
+        test_mllama_without_images(torch.device("cpu"), torch.bfloat16)

@@ -51,6 +51,7 @@ def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
 
 class CausalLM(Mixin):
     liger_memory = "auto"
+    LOGITS: torch.dtype | None = None  # of logits that are returned; None: that of the head
 
     def liger_logits(self) -> tuple[float, float | None]:
         """What the head's results are multiplied with, and then bounded by (None: by nothing)."""
@@ -120,6 +121,7 @@ class CausalLM(Mixin):
         else:
             logits = self.lm_head(hidden_states)
             logits = logits if scale == 1 else logits * scale
+            logits = logits if self.LOGITS is None else logits.to(self.LOGITS)
             result = causal_lm_loss(logits, **loss_arguments, **options)
             if softcap is not None:
                 logits = softcapped(logits, softcap)
@@ -148,6 +150,12 @@ class SoftcappedCausalLM(CausalLM):
 
     def liger_logits(self) -> tuple[float, float | None]:
         return 1.0, getattr(self.config.get_text_config(), "final_logit_softcapping", None)
+
+
+class CausalLMOfFloat(CausalLM):
+    """Mllama's, and Nemotron-H's."""
+
+    LOGITS = torch.float32
 
 
 class DividedCausalLM(CausalLM):

@@ -21,6 +21,7 @@ from liger_ext.models import llama
 from liger_ext.models.causal_lm import (
     CausalLM,
     CausalLMInside,
+    CausalLMOfFloat,
     DividedCausalLM,
     MoeCausalLM,
     MoeOfTextCausalLM,
@@ -144,6 +145,8 @@ _GATES_OF_EXPERTS = {
 # Heads and layers change from version to version, but what others do differently from Llama's in the same does not.
 _HEADS = {
     "e3b0c44298fc1c14": CausalLM,  # no difference
+    "9a35629b99bb02e3": CausalLMOfFloat,  # MllamaForCausalLM of 5.23
+    "189c4b340361c46a": CausalLMOfFloat,  # of 4.57 and 5.0
     "1dff45b7a0ab64b8": MoeCausalLM,  # MixtralForCausalLM
     "4a503be17ccd1ad2": MoeOfTextCausalLM,  # Qwen3VLMoeForConditionalGeneration
     "ad4844e68163c0ab": MoeOfTextCausalLM,  # Glm4vMoeForConditionalGeneration
