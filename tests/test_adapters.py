@@ -165,6 +165,7 @@ CHANGES = {
     "identity": lambda layer: layer.lora_dropout.update({"default": Halved()}),
     "dropout": lambda layer: layer.lora_dropout.update({"default": HalvedDropout(0.0)}),
     "learned scale": lambda layer: layer.scaling.update({"default": nn.Parameter(torch.tensor(3.0))}),
+    "cast of the input": lambda layer: setattr(layer, "_cast_input_dtype", lambda x, dtype: 0.5 * x.to(dtype)),
     "scales of columns": lambda layer: layer.scaling.update({"default": torch.linspace(0.5, 2, layer.out_features)}),
 }
 

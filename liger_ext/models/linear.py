@@ -19,6 +19,7 @@ from liger_ext.models.patch import is_plain_linear, is_plain_tensor, only_forwar
 
 PARAMETERS = 4
 _PEFTS = "peft.tuners.lora.layer"  # the module of LoRA's layers
+_CALLED = {"_cast_input_dtype", "_check_forward_args"}  # of their methods, by their forward
 
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float]  # a layer's parameters, and its scaling
@@ -59,6 +60,8 @@ def _parts(layer: nn.Module) -> Parts | None:
         return None
     # Of a function that stands in for it, functools.wraps copies every name, but not the globals.
     if type(layer).forward.__globals__["__name__"] != _PEFTS or not only_forward_runs(layer):
+        return None
+    if not _CALLED.isdisjoint(vars(layer)):  # the user's own
         return None
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or len(active) != 1 or not is_plain_linear(layer.base_layer):
