@@ -239,6 +239,24 @@ def test_part_of_the_gradients(device, memory):
 
 
 @levels
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "LoRA"])
+def test_weights_that_are_replaced_before_the_backward(device, memory, adapted):
+    """The backward is that of the weights that the forward has read, as with torch's linear layers."""
+    stock = build(device=device)
+    model = patched(lora(stock) if adapted else stock, memory=memory).train()
+    expected = step(model, batch_of(device))
+    model.zero_grad()
+    loss = model(**batch_of(device)).loss
+    for name, parameter in model.named_parameters():
+        if "proj" in name or "lm_head" in name:
+            parameter.data = torch.zeros_like(parameter)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=0)
+
+
+@levels
 def test_a_second_derivative_is_an_error(device, memory):
     model = patched(build(device=device).train(), memory=memory)
     weight = model.model.layers[0].mlp.up_proj.weight

@@ -104,7 +104,7 @@ _CONSTANTS = "float eps, " + _PARAMETERS  # the last arguments of each op below
 class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scalings, x, *parameters):
-        ctx.save_for_backward(x, *parameters)
+        ctx.save_for_backward(x, *_as_they_are(parameters))
         ctx.scalings = scalings
         return _adapted(x, scalings, parameters)[0]
 
@@ -135,7 +135,7 @@ class _NormLinears(torch.autograd.Function):
     def forward(ctx, eps, scalings, memory, x, norm_weight, *parameters):
         y, rstd, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, scalings, parameters)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, norm_weight, rstd, y if memory == "fast" else None, *parameters)
+        ctx.save_for_backward(x, norm_weight, rstd, y if memory == "fast" else None, *_as_they_are(parameters))
         ctx.eps, ctx.scalings = eps, scalings
         return x, *outs
 
@@ -173,7 +173,7 @@ class _NormMLP(torch.autograd.Function):
         constants = eps, scalings, parameters
         out, total, rstd, *kept = _norm_mlp(attention, stream, norm_weight, memory, is_read, *constants)
         kept = [t if keep else None for t, keep in zip(kept, _KEPT[memory], strict=True)]
-        ctx.save_for_backward(total, norm_weight, rstd, *kept, *parameters)
+        ctx.save_for_backward(total, norm_weight, rstd, *kept, *_as_they_are(parameters))
         ctx.eps, ctx.scalings, ctx.dtypes = eps, scalings, (attention.dtype, stream.dtype)
         return out
 
@@ -311,6 +311,12 @@ def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> lis
             return None
         linears.append(parts)
     return linears
+
+
+def _as_they_are(parameters: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """What is to be saved of parameters: what is theirs now, also if the user gives them another `.data`. That moves no
+    version counter, and torch's own linear layers, which save a view, are not changed by it either."""
+    return [None if p is None else p.detach() for p in parameters]
 
 
 def _rows(t: Tensor | None) -> Tensor | None:

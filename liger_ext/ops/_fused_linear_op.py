@@ -128,7 +128,8 @@ def _setup_context(ctx, inputs, output):
     _, *others = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
-    ctx.save_for_backward(x, weight, target, bias, ce_weight, *others[3:])
+    # Its own `.data` may be replaced before the backward, which torch's linear layers, saving a view, do not notice.
+    ctx.save_for_backward(x, weight.detach(), target, bias, ce_weight, *others[3:])
     dweight = others[6]
     # May the backward overwrite dweight's memory? Only if nobody else sees it: no caller of the op itself, no hooks,
     # and no graph that is being compiled.

@@ -155,7 +155,7 @@ class _ShardedLoss(torch.autograd.Function):
         loss.masked_fill_(different, torch.nan)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*others)
-        ctx.save_for_backward(x, weight, target, bias, ce_weight, counts, kept_values, logits)
+        ctx.save_for_backward(x, weight.detach(), target, bias, ce_weight, counts, kept_values, logits)
         ctx.shard, ctx.needs, ctx.options = shard, needs, (*options[:6], accum, compute, *place, chunk)
         ctx.kept = kept
         return loss, *others
