@@ -4,7 +4,9 @@ import copy
 import functools
 import pickle
 import warnings
+from pathlib import Path
 
+import family_table
 import pytest
 import torch
 from family_models import OPTIONS, all_experts, assert_same, build, patched, set_experts
@@ -45,6 +47,7 @@ ENDS = (
     "LayerNorm",
     "LayerNorm1P",
     "RMSNormGated",
+    "L2Norm",
     "MLP",
     "Experts",
     "DecoderLayer",
@@ -68,6 +71,12 @@ def test_what_is_patched(family):
     expected = {name for name in classes if name.endswith(ENDS)}
     expected -= LEFT.get(family, set())
     assert expected == ours - {"Linear", "LlamaModel"}
+
+
+@each
+@pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="the table is of the newest")
+def test_what_the_documentation_says(family):
+    assert family_table.row(family) in (Path(__file__).parent.parent / "docs/families.md").read_text().splitlines()
 
 
 MODES = [("train", torch.float32), ("checkpointed", torch.float32), ("padded", torch.float32), ("eval", torch.float32)]
@@ -190,6 +199,12 @@ WRONG = {
         norms.Llama4RMSNorm,
         "liger_arguments",
         lambda m: (m.weight, 0.1, 0.0, 0),
+    ),
+    "norm without a weight": (
+        "llama4_text",
+        norms.WeightlessRMSNorm,
+        "liger_arguments",
+        lambda m: (None, 0.1, 0.0, "gemma"),
     ),
     "gated norm": ("qwen3_next", norms.GatedRMSNorm, "liger_arguments", lambda m: (m.weight, 0.1, 0.0, "llama")),
     "norm's mean": ("cohere2", norms.UnbiasedLayerNorm, "_normalise", staticmethod(_without_mean)),

@@ -164,7 +164,7 @@ def __getattr__(name: str) -> object:
 
 
 _NAMES = {
-    Norm: ("RMSNorm", "RMSNormGated"),
+    Norm: ("RMSNorm", "RMSNormGated", "L2Norm"),
     MLP: ("MLP",),
     Experts: ("Experts",),
     DecoderLayer: ("DecoderLayer",),

@@ -63,6 +63,7 @@ from liger_ext.models.norms import (
     Llama4RMSNorm,
     RMSNormInFloat,
     UnbiasedLayerNorm,
+    WeightlessRMSNorm,
     ZeroCenteredRMSNorm,
 )
 from liger_ext.models.patch import stands_in, stock_class
@@ -117,6 +118,7 @@ _OTHERS = {
     "e8d404cbecb96285": PackedMLP,  # Phi3MLP, of all supported versions
     "cb22d52059d9aaf1": Gemma4RMSNorm,  # Gemma3nRMSNorm of 5.0 on, too
     "6fb92cf4142d8989": Llama4RMSNorm,  # Llama4TextRMSNorm, of all supported versions
+    "07d835dcad37e65e": WeightlessRMSNorm,  # Llama4TextL2Norm, of all supported versions, and NanoChatRMSNorm
     "96920b139d7fbbc2": GatedRMSNorm,  # Qwen3NextRMSNormGated of 5.23
     "0befe0d7cbec41df": GatedRMSNorm,  # before
     "e930594abdf99541": GroupedGatedRMSNorm,  # Zamba2RMSNormGated of all supported versions, MambaRMSNormGated of 5.23

@@ -74,6 +74,16 @@ class Gemma4RMSNorm(RMSNormInFloat):
         return recomputed(self, self._normalise, hidden_states, None, self.eps, float(self.OFFSET), self.CASTING)
 
 
+class WeightlessRMSNorm(RMSNormInFloat):
+    """Llama 4's, of queries and keys, and NanoChat's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return recomputed(self, self._normalise, x, *self.liger_arguments())
+
+    def liger_arguments(self) -> tuple[None, float, float, str]:
+        return None, self.eps, float(self.OFFSET), self.CASTING
+
+
 class ZeroCenteredRMSNorm(Norm):
     """Gemma's: the factor is 1 + weight, and the result rounded once."""
 

@@ -1,0 +1,78 @@
+"""The table of `docs/families.md`, made by running a training step of a small model of each family:
+`PYTHONPATH=tests python -m family_table` prints it. `test_families.py` compares. What is said of Liger-Kernel was read
+in its version 0.8.2."""
+
+import torch
+from cases import RecordCalls
+from family_models import OPTIONS, build, patched, set_experts
+from llama_models import batch_of
+from transformers import CONFIG_MAPPING
+
+HEAD = """\
+| `model_type` | norms | sum and norm | rope | unit | halves as nodes | loss | left as it is | Liger-Kernel |
+|---|---|---|---|---|---|---|---|---|"""
+
+# Of the classes that stay transformers' own: why.
+LEFT = {
+    "cohere2": "layer: attention and MLP read one norm",
+    "exaone4": "layer: what is added is normalised, not the sum",
+    "gpt_oss": "experts: the clamps",
+    "nemotron": "layer: its norms are no RMSNorms",
+    "olmo2": "layer: what is added is normalised, not the sum",
+    "olmo3": "layer: what is added is normalised, not the sum",
+}
+# What Liger-Kernel's functions patch by default, of (norms, rope, unit, loss).
+_WHOLE = """
+    gemma gemma2 gemma3_text hunyuan_v1_dense hunyuan_v1_moe llama llama4_text ministral mistral mixtral olmo2 olmo3
+    phi3 qwen2 qwen3 qwen3_moe smollm3 exaone4
+"""
+UPSTREAM = dict.fromkeys(_WHOLE.split(), "norms, rope, unit, loss") | {
+    "falcon_h1": "norms, rope, unit, loss without its factor",
+    "gemma4_text": "norms, unit, loss",
+    "glm4": "norms, unit, loss",
+    "gpt_oss": "norms, rope, loss",
+    "granite": "norms, rope, unit, loss from logits",
+    "nemotron": "unit, loss",
+    "qwen3_5_text": "norms, unit, loss",
+    "qwen3_next": "norms, unit, loss",
+}
+COLUMNS = [
+    ("rms_norm", "layer_norm"),
+    ("add_rms_norm",),
+    ("rope",),
+    ("glu", "glu_packed", "relu_squared"),
+    ("_NormLinearsBackward", "_NormMLPBackward"),
+    ("fused_linear_cross_entropy",),
+]
+SHOWN = {"_NormLinearsBackward": "attention", "_NormMLPBackward": "MLP"}
+
+
+def row(family: str) -> str:
+    model = patched(build(family, output_router_logits=False))
+    set_experts(model, "grouped_mm")
+    with RecordCalls() as record:
+        loss = model(**batch_of("cpu")).loss
+        nodes = _names_of_nodes(loss)
+        loss.backward()
+    found = {name.removesuffix("_backward") for name in record.names} | nodes
+    cells = [[SHOWN.get(name, "yes") for name in column if name in found] for column in COLUMNS]
+    shown = [", ".join(dict.fromkeys(cell)) for cell in cells]
+    return " | ".join([f"| `{family}`", *shown, LEFT.get(family, ""), UPSTREAM.get(family, "no function")]) + " |"
+
+
+def _names_of_nodes(result: torch.Tensor) -> set[str]:
+    """Of the graph of autograd."""
+    seen, waiting = set(), [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {type(node).__name__ for node in seen}
+
+
+if __name__ == "__main__":
+    print(HEAD)
+    for each in OPTIONS:
+        if each in CONFIG_MAPPING:
+            print(row(each))
