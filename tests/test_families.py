@@ -294,7 +294,9 @@ def test_models_that_are_built_later(family):
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("family", ["gemma", "mistral", "qwen3", "gemma2", "glm4", "granite", "olmo2", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["gemma", "mistral", "qwen3", "gemma2", "glm4", "granite", "llama4_text", "olmo2", "phi3"]
+)
 def test_compiled(device, family, dynamic):
     if TRANSFORMERS < (5, 17) and (dynamic or family not in ("gemma", "mistral", "qwen3")):
         pytest.skip("older transformers do not compile all of it")

@@ -78,7 +78,9 @@ class WeightlessRMSNorm(RMSNormInFloat):
     """Llama 4's, of queries and keys, and NanoChat's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return recomputed(self, self._normalise, x, *self.liger_arguments())
+        # Not in a checkpoint: attention keeps the result, and torch.compile(dynamic=True) does not find the float again
+        # when one module is called twice, of queries and of keys.
+        return self._normalise(x, *self.liger_arguments())
 
     def liger_arguments(self) -> tuple[None, float, float, str]:
         return None, self.eps, float(self.OFFSET), self.CASTING
