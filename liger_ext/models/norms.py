@@ -116,8 +116,7 @@ class GroupedGatedRMSNorm(Norm):
         return self._weighted(self._gated(hidden_states.float(), gate), hidden_states.dtype)
 
     def _takes(self, x: torch.Tensor, gate: torch.Tensor | None) -> bool:
-        plain = is_plain_tensor(self.weight) and self.weight.dtype != torch.float64
-        return plain and (gate is None or gate.shape == x.shape)
+        return _fits_fp32(self.weight) and (gate is None or gate.shape == x.shape)
 
     def _count_groups(self) -> int:
         columns = self.weight.shape[0]
@@ -153,7 +152,7 @@ class GatedRMSNormInFloat(Norm):
     """Kimi Linear's: rounded once, after a gate with any activation."""
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        if not is_plain_tensor(self.weight):
+        if not _fits_fp32(self.weight):
             return super(Norm, self).forward(hidden_states, gate)
         normed = functional.rms_norm(hidden_states.float(), self.weight, self.variance_epsilon)
         return (normed * ACT2FN[self.activation](gate.float())).to(hidden_states.dtype)
@@ -208,6 +207,11 @@ def is_plain_rms_norm(norm: nn.Module) -> bool:
 
 
 _FORWARDS = [cls.forward for cls in (Norm, ZeroCenteredRMSNorm, Llama4RMSNorm, Gemma4RMSNorm)]
+
+
+def _fits_fp32(weight: torch.Tensor) -> bool:
+    """Whether a norm that computes in fp32 loses nothing of the weight. (No GPU kernel takes float64.)"""
+    return is_plain_tensor(weight) and weight.dtype != torch.float64
 
 
 def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
