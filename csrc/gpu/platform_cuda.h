@@ -112,7 +112,7 @@ LIGER_DEVICE void finish_reads_before_copies() { asm volatile("fence.proxy.async
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }
 #endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(LIGER_HAS_CLUSTERS)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define LIGER_HAS_ASYNC_COPIES
 // Copies 16 bytes from global to shared memory, without a register. The copy belongs to this thread's current group of copies; the thread
 // closes groups (close_copies) and waits for them (wait_for_copies).
