@@ -86,43 +86,50 @@ template <class T, int VEC, int K, int N> class LongRow {
     close_copies();
 #pragma unroll
     for (int n = 0; n < N; ++n) columns_.template load<Hint::stream>(held_[n], a.in[n].data, int64_t{row_} * a.in[n].stride + parts_.head);
-    if (parts_.single >= 0)
-#pragma unroll
-      for (int n = 0; n < N; ++n) load(single_[n][0], at(n, parts_.single));
+    if constexpr (single_early) load_single(single_);
   }
   template <class Statistic> LIGER_DEVICE Statistic statistic() {
     Statistic found(held_, [&](int k) { return columns_.has(k); });
     const auto add = [&](const auto& vectors, auto has) { found.add(vectors, has); };
-    wait_for_copies(0);
-    for_each_kept([&](const auto& kept, int) { add(kept, always); });
-    for_each_left([&](const auto& left, int64_t, const auto& columns) { add(left, [&](int k) { return columns.has(k); }); });
+    if constexpr (!single_early) load_single(single_);
     if (parts_.single >= 0) add(single_, always);
+    for_each_kept([&](const auto& kept, int) { add(kept, always); });
+    for_each_left([&](const auto& left, Column, const auto& columns) { add(left, [&](int k) { return columns.has(k); }); });
     return found;
   }
   template <class F> LIGER_DEVICE void map(const MutableRows& out, F f) {
     forget_widened(held_);
+    Packed<T, 1> single[N][1];
+    if constexpr (single_early) load_single(single);  // again, because registers are scarce between the passes
     T* const row = static_cast<T*>(out.data) + (int64_t{row_} * out.stride + parts_.head);
     T* const to = opaque(row + columns_.first);
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (columns_.has(k)) store_mapped<Hint::stream>(to + k * columns_.step, held_, k, f);
     for_each_kept([&](const auto& kept, int slot) { store_mapped<Hint::stream>(to + (K + slot) * columns_.step, kept, 0, f); });
-    for_each_left([&](const auto& left, int64_t begin, const auto& columns) {
+    for_each_left([&](const auto& left, Column begin, const auto& columns) {
 #pragma unroll
       for (int k = 0; k < batch; ++k)
         if (columns.has(k)) store_mapped<Hint::stream>(to + begin + k * columns.step, left, k, f);
     });
-    if (parts_.single >= 0) store_mapped<Hint::keep>(row + (parts_.single - parts_.head), single_, 0, f);
+    if constexpr (!single_early) load_single(single);
+    if (parts_.single >= 0) store_mapped<Hint::keep>(row + (parts_.single - parts_.head), single, 0, f);
   }
 
  private:
   static constexpr bool has_edges = VEC > 1;
   static constexpr int batch = VEC == 1 ? 4 : 1;  // vectors of a row's rest that a thread loads before it uses them
+  // Are single elements loaded with the vectors? Two fp32 matrices leave no registers for them, since their statistic keeps rounding
+  // errors.
+  static constexpr bool single_early = N * sizeof(T) < 8;
   static constexpr auto always = [](int) { return true; };
+
+  // A column. The planner gives vectors to rows of less than 2^30 columns alone.
+  using Column = std::conditional_t<has_edges, int, int64_t>;
 
   LIGER_DEVICE static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
   // The end of the row's whole vectors, counted from the first.
-  LIGER_DEVICE int64_t end() const { return has_edges ? parts_.vectors * VEC : row_ < a_.rows ? a_.cols : 0; }
+  LIGER_DEVICE Column end() const { return row_ < a_.rows ? (Column(a_.cols) - parts_.head) / VEC * VEC : 0; }
   // An element of this row of matrix n.
   LIGER_DEVICE const T* at(int n, int64_t column) const {
     return static_cast<const T*>(a_.in[n].data) + (int64_t{row_} * a_.in[n].stride + column);
@@ -130,9 +137,15 @@ template <class T, int VEC, int K, int N> class LongRow {
   LIGER_DEVICE Packed<T, VEC>* place(int slot, int n) const {
     return shared<Packed<T, VEC>>(a_.shared_offset) + ((slot * N + n) * block_threads() + thread_id());
   }
+  LIGER_DEVICE void load_single(Packed<T, 1> (&single)[N][1]) const {
+    if (parts_.single >= 0)
+#pragma unroll
+      for (int n = 0; n < N; ++n) load(single[n][0], at(n, parts_.single));
+  }
   template <class F> LIGER_DEVICE void for_each_kept(F f) const {
 #pragma unroll 1
     for (int slot = 0; slot < a_.slots && columns_.has(K + slot); ++slot) {
+      wait_for_copies(0);  // inside of the loop, lest the compiler have all loads into registers wait, too
       Packed<T, VEC> kept[N][1];
 #pragma unroll
       for (int n = 0; n < N; ++n) kept[n][0] = *place(slot, n);
@@ -141,7 +154,7 @@ template <class T, int VEC, int K, int N> class LongRow {
   }
   template <class F> LIGER_DEVICE void for_each_left(F f) const {
 #pragma unroll 1
-    for (int64_t begin = int64_t{K + a_.slots} * columns_.step; begin < end(); begin += batch * columns_.step) {
+    for (Column begin = Column(K + a_.slots) * columns_.step; begin < end(); begin += batch * columns_.step) {
       Columns<VEC, batch> columns = columns_.template from<batch>(0);
       columns.left = int(least(end() - begin, batch * columns.step)) - int(columns.first);
       Packed<T, VEC> left[N][batch];

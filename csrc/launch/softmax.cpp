@@ -86,7 +86,7 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, 
 }
 
 Launch softmax(const DeviceProfile& device, SoftmaxShape of, const Direction& direction, const Knobs* given) {
-  if (!of.whole && of.cols < least_with_edges * of.vec) of.vec = 1;
+  if ((!of.whole && of.cols < least_with_edges * of.vec) || of.cols >= int64_t{1} << 30) of.vec = 1;
   const bool edges = of.vec > 1 && !of.whole;
   const int k = of.vec == 1 ? 4 : direction.k;
   const Knobs knobs = chosen_knobs(given, device, {direction.tunable.id, of.vec, of.rows, of.cols});
