@@ -110,13 +110,13 @@ void start(TwoPassArgs a, int inputs, Stream stream, Plan plan) {
     whole &= aligned(rows, a.cols) && aligned(a.in[0], a.cols);
     alike &= equally_aligned(rows, a.in[0]);
   }
-  const launch::SoftmaxShape shape{a.rows, a.cols, alike ? 16 / int(size_of(a.out.dtype)) : 1, whole};
-  const launch::Launch made = plan(device_profile(stream.device), shape, nullptr);
-  a.threads_per_row = made.plan.threads_per_row;
-  a.slots = std::max(0, made.plan.k - made.instance.k);
-  a.shared_offset = made.plan.ring_offset;
   dispatch(a.out.dtype, [&](auto tag) {
     using T = decltype(tag);
+    const launch::SoftmaxShape shape{a.rows, a.cols, alike ? 16 / int(sizeof(T)) : 1, whole};
+    const launch::Launch made = plan(device_profile(stream.device), shape, nullptr);
+    a.threads_per_row = made.plan.threads_per_row;
+    a.slots = std::max(0, made.plan.k - made.instance.k);
+    a.shared_offset = made.plan.ring_offset;
     if (made.of(Long)) with_instance<Long, fits<T>>(made, [&]<Instance I>() { launch<Any<T, I.vec, I.k>>(made, a, stream); });
     else with_instance<Short, fits<T>>(made, [&]<Instance I>() { launch<Registers<T, I.vec, I.k>>(made, a, stream); });
   });
