@@ -114,7 +114,7 @@ WATCHED = [
         for cols in (64, 576, 2048, 3072, 4096, 8192, 16_384, 65_536)
     ),
     *(Path(op, cols, dtype, "many") for op in CLUSTERED for dtype in DTYPES for cols in (32_768, 131_072)),
-    *(Path("softmax", cols, dtype, "many") for dtype in DTYPES for cols in (16_384, 65_536)),
+    *(Path("softmax", cols, dtype, "many") for dtype in DTYPES for cols in (16_384, 65_536, 151_937)),
     *(
         Path("fused_linear_cross_entropy", cols, dtype, "many", options)
         for dtype in DTYPES
@@ -137,6 +137,7 @@ WATCHED = [
 LONG = [
     *(Path(op, 300_000, dtype, "few") for op in ROW_OPS for dtype in DTYPES),
     *(Path("fused_linear_cross_entropy", 600_000, dtype, "few") for dtype in DTYPES),
+    *(Path("softmax", 1_000_000, dtype, "few") for dtype in DTYPES),
 ]
 
 # What is left: few rows and many of usual lengths, in whole vectors and not.

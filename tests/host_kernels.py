@@ -125,6 +125,16 @@ def test_long_unaligned_rows(op, dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("cols", [100, 1001, 5001])
+def test_softmax_of_a_gradient_at_another_address(cols, dtype):
+    """dy and y are not equally far from a multiple of 16 bytes: element by element, whatever their length."""
+    y = normal(3, cols, dtype=dtype, scale=3).softmax(-1)
+    dy = laid_out(normal(3, cols, dtype=dtype, seed=1), "offset")
+    found, same = (torch.ops.liger_ext.softmax_backward(t, y) for t in (dy, dy.clone()))
+    torch.testing.assert_close(found, same)
+
+
+@dtypes
 def test_mixed_dtypes(dtype):
     row_op("add_rms_norm", 3, 40, dtype, other_dtype=torch.bfloat16, casting_mode="gemma", offset=1.0)
     row_op("geglu", 3, 33, dtype, approximate="none")

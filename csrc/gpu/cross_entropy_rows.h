@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "gpu/device.h"
+#include "gpu/online_softmax.h"
 #include "gpu/rows.h"
 #include "kernels/cross_entropy.h"
 
@@ -51,7 +52,6 @@ template <class T> struct Exp {
   LIGER_DEVICE float correction(float base) const { return in_one_step ? fast_exp2(-exponent(base)) * exp_as<T>(-low) : 1.f; }
 };
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
-LIGER_DEVICE float minus_infinity() { return bit_cast<float>(0xff800000u); }
 
 // math/softcap.h's formulas with the division made on the host.
 LIGER_DEVICE float capped(const LogitRows& a, float x) { return a.softcap * tanhf(x * a.inverse_softcap); }
@@ -63,15 +63,6 @@ LIGER_DEVICE float capped_slope(const LogitRows& a, float x) {
 template <class T, int N> LIGER_DEVICE void widen(float (&out)[N], const Packed<T, N>& in) {
 #pragma unroll
   for (int j = 0; j < N; ++j) out[j] = in[j];
-}
-
-// A vector of the type of `in`, all of whose elements are `value`.
-template <class T, int N> LIGER_DEVICE Packed<T, N> same_value(Packed<T, N> in, float value) {
-  float values[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) values[j] = value;
-  in.set(values);
-  return in;
 }
 
 // The first bad target is recorded, later ones are not. The host finds the record complete (state 2) at its next call.
@@ -150,25 +141,16 @@ template <class T, bool Full> struct LogitRow {
   T raw_logit = {};
 };
 
-// Elements before the first one of a row whose address is a multiple of 16.
-template <class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
-  const int head = int(-reinterpret_cast<intptr_t>(row) & 15) / int(sizeof(T));
-  return head < cols ? head : int(cols);
-}
-
-// The columns that one thread owns. A row is a `head` of single elements up to the first aligned address, then whole vectors, then single
-// elements again. The thread's slot i has vector `index + i * threads`, and the thread has at most one of the single elements. A thread
+// The columns that one thread owns. The thread's slot i has vector `index + i * threads` of the row's whole vectors (RowParts). A thread
 // reads and writes only its own columns, so no barrier is needed between two passes over a row. Threads may have different numbers of
 // slots, so there is no collective operation inside of walk().
-template <class T, int N> struct RowWalk {
-  int vectors, index, threads, head, single;  // single: the single element's column, or -1
+template <class T, int N> struct RowWalk : RowParts<N> {
+  int index, threads;
+  using RowParts<N>::head, RowParts<N>::vectors, RowParts<N>::single;
 
   template <class Group>
   LIGER_DEVICE RowWalk(int64_t vocab, const Group& group, int head = 0)
-      : vectors(int((vocab - head) / N)), index(group.index), threads(group.threads_per_row), head(head) {
-    const int column = index < head ? index : vectors * N + index;
-    single = column < vocab ? column : -1;
-  }
+      : RowParts<N>(vocab, head, group.index), index(group.index), threads(group.threads_per_row) {}
   LIGER_DEVICE int slots() const { return (vectors + threads - 1) / threads; }
 
   // Slots begin to end; K vectors are fetched before the first of the K before them is used, so that a thread always has loads under

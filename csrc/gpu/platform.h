@@ -102,6 +102,16 @@ template <class T, int N> struct Packed {
   }
 };
 
+LIGER_DEVICE float minus_infinity() { return bit_cast<float>(0xff800000u); }
+// A vector of the type of `in`, all of whose elements are `value`.
+template <class T, int N> LIGER_DEVICE Packed<T, N> same_value(Packed<T, N> in, float value) {
+  float values[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) values[j] = value;
+  in.set(values);
+  return in;
+}
+
 // Does one instruction compare two 16-bit values at once? Where it does not, a maximum widens all values to fp32, and a compiler that keeps
 // the widened values runs out of registers.
 #if defined(LIGER_HAS_PAIRS)
@@ -170,6 +180,13 @@ template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void store(T* to, 
   } else {
     *reinterpret_cast<V*>(to) = in;
   }
+}
+
+// Copies a vector to shared memory, without a register where the device can. This thread may read it there once it has closed its copies
+// and waited for them (close_copies, wait_for_copies).
+template <class V, class T> LIGER_DEVICE void copy_to_shared(V* to, const T* from) {
+  if constexpr (has_async_copies && sizeof(V) == 16) async_copy(to, from);
+  else load<Hint::stream>(*to, from);
 }
 
 // Calls f with a value of the element type that `dtype` names (in device code; fp64 has no GPU path). f takes the type from it by

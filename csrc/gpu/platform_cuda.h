@@ -122,7 +122,7 @@ LIGER_DEVICE void finish_reads_before_copies() { asm volatile("fence.proxy.async
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }
 #endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(LIGER_HAS_CLUSTERS)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define LIGER_HAS_ASYNC_COPIES
 // Copies 16 bytes from global to shared memory, without a register. The copy belongs to this thread's current group of copies; the thread
 // closes groups (close_copies) and waits for them (wait_for_copies).
@@ -206,11 +206,17 @@ template <int N> LIGER_DEVICE void forget(uint32_t (&words)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(words[i]));
 }
 template <int N> LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
-// The same for ptxas, which sees through an empty asm. It costs an instruction, an exclusive or with threadIdx.y: that is 0, but ptxas does
-// not know it.
+// The same for ptxas, which sees through an empty asm. It costs an instruction with threadIdx.y: that is 0, but ptxas does not know it. On
+// Blackwell a permutation of the bytes, because ptxas widened both operands of an exclusive or, and so kept the widened word after all.
 template <int N> LIGER_DEVICE void forget_at_all_costs(uint32_t (&words)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) words[i] ^= threadIdx.y;
+  for (int i = 0; i < N; ++i) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    words[i] = __byte_perm(words[i], 0, 0x3210 + threadIdx.y);
+#else
+    words[i] ^= threadIdx.y;
+#endif
+  }
 }
 template <int N> LIGER_DEVICE void forget_at_all_costs(uint16_t (&words)[N]) {}
 

@@ -149,13 +149,23 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
 };
 using RowGroup = RowGroupOf<0, false>;
 
-// Online softmax: a[0] is a maximum, a[1] the sum of exp(x - a[0]) over some elements, and b the same over others. Afterwards a holds
-// both for all of these elements. Commutative, as `combine` has to be. T: exponentials are as exact as this type can tell (exp_as).
-template <class T, int N> LIGER_DEVICE void join_exponentials(float (&a)[N], const float (&b)[N]) {
-  const float smaller = exp_as<T>(a[0] == b[0] ? 0 : -fabsf(a[0] - b[0]));
-  a[1] = a[0] >= b[0] ? a[1] + b[1] * smaller : a[1] * smaller + b[1];
-  a[0] = fmaxf(a[0], b[0]);
+// Elements before the first one of a row whose address is a multiple of 16.
+template <class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
+  const int head = int(-reinterpret_cast<intptr_t>(row) & 15) / int(sizeof(T));
+  return head < cols ? head : int(cols);
 }
+// A row that may start at any address and have any length: a `head` of single elements up to the first aligned address, then whole vectors
+// of N, then less than a vector of single elements; less than 2^31 in all. Each of the single ones belongs to a thread of its own, which
+// takes 2 * (N - 1) threads at most.
+template <int N> struct RowParts {
+  int head, vectors, single;  // single: the column of this thread's single element, or -1
+
+  LIGER_DEVICE RowParts(int64_t cols, int head, int index) : head(head), vectors(int((cols - head) / N)) {
+    const int column = index < head ? index : vectors * N + index;
+    single = column < cols ? column : -1;
+  }
+};
+static_assert(launch::min_logit_threads >= 2 * (8 - 1));
 
 // The columns of a row that this thread owns: K vectors of VEC elements. Vector k starts at column first + k * step, so that neighbouring
 // threads access neighbouring vectors. Vectors past the end of the range are read as zeros and not stored. A thread whose row lies past

@@ -1,28 +1,115 @@
 #include "launch/softmax.h"
 
+#include <algorithm>
+
 #include "launch/op_plans.h"
 
 namespace liger::launch {
 namespace {
 
-Launch softmax(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, const Kernel& held, const Kernel& reread, int wide_k,
-               int cluster_from, Tunable tunable, const Knobs* given) {
-  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
-  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, vec == 1 ? 4 : wide_k, {.cluster_from = cluster_from}, knobs);
-  plan.smem = reduction_bytes(2, plan.cluster);
-  check_threads(device, plan);
-  if (plan.path == Path::reread) return {&reread, reread.instance(vec), rows, cols, plan, tunable};
-  return {&held, held.instance(vec, vec == 1 ? 4 : plan.k), rows, cols, plan, tunable};
+struct Direction {
+  const Kernel &registers, &any_length;
+  int k;       // the most vectors of each input in a thread's registers
+  int inputs;  // x; or dy and y
+  Tunable tunable;
+};
+
+// A row of more vectors is given to several blocks. Forward, bf16, share of the copy on an H100: 4096x16384 (2,048 vectors) 0.99 in one
+// block and 0.98 in two, 4096x20000 0.975 and 0.98, 4096x24576 0.98 and 0.99.
+constexpr int64_t most_in_block = 2048;
+// The same in calls of few rows, which several blocks make faster: 8x8192 (1,024 vectors) 6.4 us in one block and in four, 8x16384 6.9
+// and 6.3.
+constexpr int64_t most_in_block_of_few = 1024;
+// A row that is not whole vectors takes min_logit_threads threads, with four vectors each or more. Shorter ones are read element by
+// element.
+constexpr int64_t least_with_edges = 4 * min_logit_threads;
+
+// The blocks that share a row: a power of two that the device has clusters of.
+int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
+  const bool few = few_rows(device, of.rows);
+  const int64_t vectors = of.cols / of.vec;
+  const bool one_wanted = std::max(knobs.threads, knobs.block) > 0 && vectors <= 1024 * k;
+  const bool one = vectors <= (few ? most_in_block_of_few : most_in_block) || one_wanted;
+  if (of.vec == 1 || (one && knobs.cluster <= 1)) return 1;
+  // Of 256 threads, so many that their registers hold the row; of few rows, so many that each of their threads has a vector.
+  const int64_t holding = next_pow2(ceil_div(vectors, 256 * k)), most = next_pow2(ceil_div(vectors, 256));
+  const int64_t wanted = knobs.cluster > 1 ? std::clamp(next_pow2(knobs.cluster), holding, most) : few ? most : holding;
+  int64_t blocks = 1;
+  for (int i = 1; i < 4; ++i)
+    if (device.resident_clusters[0][i] > 0 && 1 << i <= wanted) blocks = 1 << i;
+  return blocks;
+}
+
+// Rows of which each has a block, or a part of one: four vectors per thread, and more where that would take more than 2,048 / k threads; in
+// calls of few rows one vector, if that is possible.
+LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
+  const int usual_block = static_cast<int>(most_in_block) / k;
+  const bool few = few_rows(device, of.rows), large = few || of.vec == 1 || std::max(knobs.threads, knobs.block) > usual_block;
+  LaunchPlan plan = plan_row(device, of.rows, of.cols,
+                             {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : usual_block, .prefer_k = few ? 1 : 4}, knobs);
+  plan.smem = reduction_bytes(2);
+  return plan;
+}
+
+// Any row: in registers, k vectors per thread, and in shared memory as far as there is some. The plan's k counts the vectors of both.
+LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, int k, int inputs, const Knobs& knobs) {
+  const int64_t vectors = std::max<int64_t>(1, of.cols / of.vec), blocks = blocks_of_row(device, of, k, knobs);
+  const bool few = few_rows(device, of.rows);
+  int64_t threads;  // of a block for the row
+  if (blocks > 1) {
+    // Four blocks of 256 threads on a multiprocessor overlap better than two of 512 (forward 4096x50257: 0.97 and 0.73), but not where
+    // shared memory would hold more than two vectors per thread (backward 4096x262144: 0.81 and 1.00). Few rows have nothing to overlap
+    // with.
+    const bool small = vectors <= blocks * (few ? 512 : 256 * (k + 2));
+    threads = (knobs.block > 0 ? knobs.block <= 256 : small) ? 256 : 512;
+  } else {
+    // As many vectors per thread as registers hold (forward 16384x4001: eight 0.96, four 0.93).
+    const int64_t holding = std::clamp<int64_t>(next_pow2(ceil_div(vectors, k)), min_logit_threads, 1024);
+    threads = std::clamp<int64_t>(next_pow2(knobs.threads > 0 ? knobs.threads : few ? vectors : holding), holding, 1024);
+  }
+  // The same threads and blocks as for rows of one vector per thread.
+  const Knobs rows_of_block{.block = blocks > 1 ? 0 : knobs.block};
+  LaunchPlan plan = plan_row(device, of.rows * blocks, threads * of.vec, {.vec = of.vec, .max_k = 1, .prefer_k = 1}, rows_of_block);
+  plan.cluster = static_cast<int>(blocks);
+  plan.threads_per_row = static_cast<int>(threads * blocks);
+  plan.ring_offset = plan.smem = reduction_bytes(2, plan.cluster);
+  // A multiprocessor's shared memory is divided among as many blocks as its registers have room for: 1,024 threads of 64.
+  constexpr int reserved = 1024;  // what a driver takes of a multiprocessor's shared memory for each block
+  const int64_t slot = int64_t{plan.block} * inputs * 16, resident = std::max(1, 1024 / plan.block);
+  const int64_t room = std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved) - plan.smem;
+  const int64_t missing = std::max<int64_t>(0, ceil_div(vectors, plan.threads_per_row) - k);
+  const int64_t slots = of.vec == 1 ? 0 : std::min(missing, std::max<int64_t>(0, room / slot));
+  plan.k = static_cast<int>(k + slots);
+  plan.smem += static_cast<int>(slots * slot);
+  plan.path = missing == slots ? Path::regs : Path::reread;
+  return plan;
+}
+
+Launch softmax(const DeviceProfile& device, SoftmaxShape of, const Direction& direction, const Knobs* given) {
+  if ((!of.whole && of.cols < least_with_edges * of.vec) || of.cols >= int64_t{1} << 30) of.vec = 1;
+  const bool edges = of.vec > 1 && !of.whole;
+  const int k = of.vec == 1 ? 4 : direction.k;
+  const Knobs knobs = chosen_knobs(given, device, {direction.tunable.id, of.vec, of.rows, of.cols});
+  const auto launch = [&](const Kernel& kernel, int registers, const LaunchPlan& plan) {
+    check_threads(device, plan);
+    return Launch{&kernel, kernel.instance(of.vec, registers), of.rows, of.cols, plan, direction.tunable};
+  };
+  if (!edges && blocks_of_row(device, of, k, knobs) == 1) {
+    const LaunchPlan plan = plan_in_block(device, of, k, knobs);
+    if (plan.path == Path::regs) return launch(direction.registers, of.vec == 1 ? k : plan.k, plan);
+  }
+  const LaunchPlan plan = plan_any_length(device, of, k, direction.inputs, knobs);
+  const bool held = !edges && plan.path == Path::regs && plan.k == k;
+  return launch(held ? direction.registers : direction.any_length, k, plan);
 }
 
 }  // namespace
 
-Launch softmax_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, const Knobs* knobs) {
-  return softmax(device, rows, cols, vec, softmax_registers, softmax_reread, softmax_forward_k, two_blocks_from, "softmax", knobs);
+Launch softmax_forward(const DeviceProfile& device, const SoftmaxShape& of, const Knobs* knobs) {
+  return softmax(device, of, {softmax_registers, softmax_long, softmax_forward_k, 1, "softmax"}, knobs);
 }
-Launch softmax_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, const Knobs* knobs) {
-  return softmax(device, rows, cols, vec, softmax_backward_registers, softmax_backward_reread, softmax_backward_k, 0, "softmax_backward",
-                 knobs);
+Launch softmax_backward(const DeviceProfile& device, const SoftmaxShape& of, const Knobs* knobs) {
+  return softmax(device, of, {softmax_backward_registers, softmax_backward_long, softmax_backward_k, 2, "softmax_backward"}, knobs);
 }
 
 // For op_plans.h.
@@ -30,11 +117,12 @@ namespace {
 
 template <auto Of> Launches over_rows(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
-  return {Of(device, call.rows, call.cols, row_vec(call), &call.knobs)};
+  const bool whole = row_vec(call) > 1;
+  return {Of(device, {call.rows, call.cols, call.aligned ? wide_vec(call) : 1, whole}, &call.knobs)};
 }
 
-const Planned forward{"softmax", over_rows<softmax_forward>, {&softmax_registers, &softmax_reread}};
-const Planned backward{"softmax_backward", over_rows<softmax_backward>, {&softmax_backward_registers, &softmax_backward_reread}};
+const Planned forward{"softmax", over_rows<softmax_forward>, {&softmax_registers, &softmax_long}};
+const Planned backward{"softmax_backward", over_rows<softmax_backward>, {&softmax_backward_registers, &softmax_backward_long}};
 
 }  // namespace
 }  // namespace liger::launch

@@ -4,18 +4,24 @@
 
 namespace liger::launch {
 
-// The most vectors that a thread has in registers; if vectors are single elements, always 4.
+// The most vectors of each input that a thread has in registers: eight of x, or four of dy and four of y. Clusters always have so many.
 constexpr int softmax_forward_k = 8, softmax_backward_k = 4;
 
+// Rows of whole vectors that registers hold; and rows of any length at any address, which have shared memory, too.
 inline constexpr Kernel softmax_registers("SoftmaxRegisters", Instance{row_threads, 1, 4}, Instance{row_threads, wide, 1},
                                           Instance{row_threads, wide, 2}, Instance{row_threads, wide, 4}, Instance{row_threads, wide, 8});
-inline constexpr Kernel softmax_reread("SoftmaxReread", Instance{row_threads, 1}, Instance{row_threads, wide});
+inline constexpr Kernel softmax_long("SoftmaxLong", Instance{row_threads, 1, 4}, Instance{row_threads, wide, softmax_forward_k});
 inline constexpr Kernel softmax_backward_registers("SoftmaxBackwardRegisters", Instance{row_threads, 1, 4}, Instance{row_threads, wide, 1},
                                                    Instance{row_threads, wide, 2}, Instance{row_threads, wide, 4});
-inline constexpr Kernel softmax_backward_reread("SoftmaxBackwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
+inline constexpr Kernel softmax_backward_long("SoftmaxBackwardLong", Instance{row_threads, 1, 4},
+                                              Instance{row_threads, wide, softmax_backward_k});
 
-// `vec`: elements per access; 1 where rows are not aligned to 16 bytes.
-Launch softmax_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, const Knobs* = nullptr);
-Launch softmax_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, const Knobs* = nullptr);
+struct SoftmaxShape {
+  int64_t rows, cols;
+  int vec;     // elements of 16 bytes, if all tensors' rows are equally far from a multiple of 16 bytes; else 1
+  bool whole;  // all rows are aligned to 16 bytes, and consist of whole vectors
+};
+Launch softmax_forward(const DeviceProfile&, const SoftmaxShape&, const Knobs* = nullptr);
+Launch softmax_backward(const DeviceProfile&, const SoftmaxShape&, const Knobs* = nullptr);
 
 }  // namespace liger::launch

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 from calls import Call, Draw
 from cases import example, laid_out, normal
-from plan_model import row_registers, row_reread
+from plan_model import check_columns, check_rows, check_singles, reduction_bytes, row_registers
 
 import liger_ext
+from liger_ext import _C
 from liger_ext import functional as F
 
 EXAMPLES = [example("softmax", x=(3, 5, 33))]
@@ -35,11 +36,13 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         (9, 32),
         (9, 4096),
     ]
-    for rows, cols in [*sizes, (13, 3), (2, 70016), (9, 2048), (3, 16384)]:
+    # Rows at every distance from a multiple of 16 bytes; longer ones in shared memory too, and what it does not hold.
+    for rows, cols in [*sizes, (13, 3), (2, 70016), (9, 2048), (3, 16384), (9, 519), (9, 1001), (2, 140001)]:
         yield "softmax", f"{rows}x{cols}", (rows, cols) in (sizes[0], sizes[1]), lambda r=rows, c=cols: softmax(r, c)
     for cols in (100, 5001, 40000):
         yield "softmax", f"special {cols}", False, lambda c=cols: softmax(5, c, special=True)
-    yield "softmax", "offset", False, lambda: softmax(4, 1032, "offset")
+    for cols in (1032, 5000):  # x and y are not equally far from a multiple of 16 bytes
+        yield "softmax", f"offset {cols}", False, lambda c=cols: softmax(4, c, "offset")
 
 
 def softmax(draw: Draw) -> Call:
@@ -61,11 +64,31 @@ LARGE = {"softmax": lambda a, b, _: F.softmax(a)}
 # Which elements a launch takes --------------------------------------------------------------------------------------
 
 
+def row_of_any_length(launch, call) -> None:
+    """Whole vectors in registers and slots of shared memory, and single elements. What is left (Path.reread) is read
+    twice, in batches that follow the slots."""
+    plan, (vec, registers) = launch.plan, launch.instance
+    check_rows(plan, launch.rows)
+    threads, slots = plan.threads_per_row, plan.k - registers
+    inputs = 2 if "Backward" in launch.kernel else 1
+    assert plan.ring_offset == reduction_bytes(2, plan.cluster)
+    assert plan.smem >= plan.ring_offset + slots * inputs * plan.block * 16
+    if vec == 1:
+        assert slots == 0
+    else:
+        check_singles(threads, vec, launch.cols)
+        assert slots == 0 or threads == plan.cluster * plan.block
+    most = launch.cols // vec
+    assert (plan.path == _C.Path.regs) == (most <= threads * plan.k)
+    for vectors in {most, max(0, most - 1)} if launch.cols % vec else {most}:  # a head may take one away
+        check_columns(threads, plan.k, vec, 0, vectors * vec)
+
+
 PLAN_MODELS = {
     "SoftmaxRegisters": row_registers,
-    "SoftmaxReread": row_reread,
+    "SoftmaxLong": row_of_any_length,
     "SoftmaxBackwardRegisters": row_registers,
-    "SoftmaxBackwardReread": row_reread,
+    "SoftmaxBackwardLong": row_of_any_length,
 }
 
 MODULES = [liger_ext.LigerSoftmax()]
