@@ -86,7 +86,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
       const float rstd = next_rstd, mean = next_mean;
       fetch_statistics(row + step);
       Floats g;
-      float means[Centered ? 2 : 1] = {};  // of g * n and of g
+      float parts[Centered ? 2 : 1][2] = {};  // of the sums of g * n and of g: of even and of odd elements, since additions depend on each other
       if constexpr (!holds_weight) load_weights(weight, a, columns);
 #pragma unroll
       for (int k = 0; k < K; ++k)
@@ -95,12 +95,14 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
           const float n = normalized(in[z][k][i], mean, rstd);
           g[k][i] = in[dy][k][i] * weight[k][i];
           dweight[k][i] += in[dy][k][i] * n;
-          means[0] += g[k][i] * n;
+          parts[0][i % 2] += g[k][i] * n;
           if constexpr (Centered) {
             dbias[k][i] += in[dy][k][i];
-            means[1] += g[k][i];
+            parts[1][i % 2] += g[k][i];
           }
         }
+      float means[Centered ? 2 : 1] = {parts[0][0] + parts[0][1]};
+      if constexpr (Centered) means[1] = parts[1][0] + parts[1][1];
       if (a.dz.data == nullptr) continue;
       group.sum(means);
       // dz = rstd * (g - mean(g) - (z - mean) * rstd * mean(g * n))

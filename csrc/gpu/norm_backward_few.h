@@ -19,7 +19,7 @@ template <class T, int VEC, int K, bool Centered> struct NormBackwardFew {
   }
 
  private:
-  static constexpr int vectors = launch::few_tile_vectors, at_once = 4;  // vectors of a tile; rows whose loads are in flight
+  static constexpr int vectors = launch::few_tile_vectors, at_once = Centered ? 2 : 4;  // vectors of a tile; rows whose loads are in flight
   // Neighbouring threads have a row's vectors of the tile, and then the next row's. Each thread adds up its vector of every `lines`th row,
   // the threads of a warp add up theirs by shuffles, and the warps of the block theirs in shared memory.
   static LIGER_DEVICE void sum_tile(const Args& a, int64_t tile) {

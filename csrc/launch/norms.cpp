@@ -17,7 +17,7 @@ Tunable backward_tunable(NormBackwardKind kind) {
 int known_threads(const LaunchPlan& plan) {
   if (plan.vec == 1 || plan.threads_per_row < plan.warp) return 0;
   if (plan.cluster > 1) return 512;
-  return plan.threads_per_row > norm_warps_bound(plan.k) ? 1024 : whole_warps;
+  return plan.threads_per_row > 512 ? 1024 : whole_warps;
 }
 
 NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind, const Knobs& knobs) {

@@ -48,9 +48,6 @@ struct NormBackwardKind {
 // Persistent blocks, whose registers hold sums over rows for their columns: one set (dweight), or two if centered (LayerNorm: dbias). Each
 // block, or cluster, writes one partial row.
 LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& = {});
-// The most threads of its blocks of rows of whole warps, by vectors per thread: what registers allow.
-constexpr int norm_warps_bound(int k) { return k == 2 ? 640 : 512; }
-
 inline constexpr Kernel norm_backward_rows("NormBackwardRows", Instance{512, wide, 2}, Instance{512, wide, 4});
 inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide, 2}, Instance{512, wide, 4});
 constexpr int few_tile_vectors = 4;  // columns of a tile: 64 bytes of a row, two sectors
@@ -59,8 +56,8 @@ constexpr int64_t few_tiles(int64_t cols, int vec) { return ceil_div(cols, few_t
 // warps; 512: blocks of a cluster; 1024: devices without clusters.
 constexpr int whole_warps = 1;
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
-                                                Instance{norm_warps_bound(2), wide, 2, whole_warps},
-                                                Instance{norm_warps_bound(3), wide, 3, whole_warps}, Instance{512, wide, 2, 512},
+                                                Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps},
+                                                Instance{512, wide, 2, 512},
                                                 Instance{1024, wide, 2, 1024});
 // LayerNorm has a second set of sums (dbias), which leaves no registers for blocks of 1,024 threads.
 constexpr bool norm_backward_has(bool centered, const Instance& of) { return !centered || of.max_threads < 1024; }
