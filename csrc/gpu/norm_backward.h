@@ -86,7 +86,8 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
       const float rstd = next_rstd, mean = next_mean;
       fetch_statistics(row + step);
       Floats g;
-      float parts[Centered ? 2 : 1][2] = {};  // of the sums of g * n and of g: of even and of odd elements, since additions depend on each other
+      float parts[Centered ? 2 : 1][2] =
+          {};  // of the sums of g * n and of g: of even and of odd elements, since additions depend on each other
       if constexpr (!holds_weight) load_weights(weight, a, columns);
 #pragma unroll
       for (int k = 0; k < K; ++k)
@@ -103,8 +104,9 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
         }
       float means[Centered ? 2 : 1] = {parts[0][0] + parts[0][1]};
       if constexpr (Centered) means[1] = parts[1][0] + parts[1][1];
+      if (a.dz.data) group.sum(means);
+      stream.release();  // here the fence waits for nothing: a request at once, before the sum, costs calls of 8,192 rows up to 5 %
       if (a.dz.data == nullptr) continue;
-      group.sum(means);
       // dz = rstd * (g - mean(g) - (z - mean) * rstd * mean(g * n))
       const float from_n = rstd * rstd * (means[0] * a.inverse_cols), from_g = Centered ? rstd * (means[Centered] * a.inverse_cols) : 0;
       const float constant = mean * from_n - from_g;

@@ -75,11 +75,10 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
         with_instance<launch::norm_backward_rows, fits<T>>(
             main, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(main, a, stream); });
       else
-        with_instance<launch::norm_backward_registers, norm_backward_fits<T, Centered>>(
-            main, [&]<Instance I>() {
-              if (a.dsum.data == nullptr) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered, false>>(main, a, stream);
-              else if constexpr (!Centered) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, false, true>>(main, a, stream);
-            });
+        with_instance<launch::norm_backward_registers, norm_backward_fits<T, Centered>>(main, [&]<Instance I>() {
+          if (a.dsum.data == nullptr) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered, false>>(main, a, stream);
+          else if constexpr (!Centered) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, false, true>>(main, a, stream);
+        });
     });
   }
   if (plan.partial_rows == 0) return;

@@ -41,15 +41,15 @@ template <int N> struct RowSteps {
 };
 
 // In all three implementations, take(out) gives this thread's vectors of the next row, and zeros past the last column. Vectors of a row
-// past the last one are not set. All lanes of a warp call it together.
+// past the last one are not set. release() makes room for another row in its place. All lanes of a warp call them together.
 
 // A warp's ring buffer: its vectors of `stages` rows in shared memory, [stages][N][K * lanes of a warp].
 template <class Group, class T, int VEC, int K, int N> class RingStream {
   static constexpr int vector_bytes = VEC * int(sizeof(T)), tensor_bytes = K * warp_width() * vector_bytes, stage_bytes = N * tensor_bytes;
   unsigned char *ring, *mine;  // the warp's buffer, and this thread's first vector in it
-  Inbox* inboxes;              // one per stage: a counter of the bytes that have arrived (platform_cuda.h)
+  Inbox* inboxes;  // one per stage: a counter of the bytes that have arrived (platform_cuda.h)
   const unsigned char* at[N];  // the warp's columns of the row that is requested next
-  int64_t pitch[N];            // bytes between neighbouring rows
+  int64_t pitch[N];  // bytes between neighbouring rows
   int64_t asking, step, rows;  // asking: the number of the row that is requested next
   int stages, stage = 0, parity = 0, lanes, bytes;
 
@@ -86,6 +86,8 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int k = 0; k < K; ++k) load(out[n][k], reinterpret_cast<const T*>(from + n * tensor_bytes + k * lanes * vector_bytes));
+  }
+  LIGER_DEVICE void release() {
     finish_reads_before_copies();
     warp_barrier();  // of all lanes
     request(stage);
@@ -144,6 +146,7 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
     request(stage);
     if (++stage == stages) stage = 0;
   }
+  LIGER_DEVICE void release() {}
 
  private:
   LIGER_DEVICE unsigned char* place(int s, int n, int k) const { return ring + ((s * N + n) * K + k) * block_threads() * vector_bytes; }
@@ -188,6 +191,7 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
     taking += step;
     fetch<0, Ahead>(next, taking);
   }
+  LIGER_DEVICE void release() {}
 
  private:
   template <int From, int To> LIGER_DEVICE void fetch(Packed<T, VEC> (&out)[N][K], int64_t row) {
@@ -207,9 +211,8 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
 // The implementation for this device. Rows that are read by single elements (VEC == 1) may be unaligned, which copies to shared memory
 // cannot be. Async: whether asynchronous copies are faster for this kernel, where there are any.
 template <class Group, class T, int VEC, int K, int N, int Ahead, bool Async>
-using RowStream =
-    std::conditional_t<has_bulk_copies && (VEC > 1), RingStream<Group, T, VEC, K, N>,
-                       std::conditional_t<has_async_copies && Async && (VEC > 1), AsyncStream<Group, T, VEC, K, N>,
-                                          RegisterStream<Group, T, VEC, K, N, Ahead>>>;
+using RowStream = std::conditional_t<has_bulk_copies && (VEC > 1), RingStream<Group, T, VEC, K, N>,
+                                     std::conditional_t<has_async_copies && Async && (VEC > 1), AsyncStream<Group, T, VEC, K, N>,
+                                                        RegisterStream<Group, T, VEC, K, N, Ahead>>>;
 
 }  // namespace liger::gpu

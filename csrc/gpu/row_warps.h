@@ -56,8 +56,9 @@ struct RowWarps {
       Vec<float, 8> of;
       load(of, &sums[at]);
 #pragma unroll
-      for (int n = 0; n < N; ++n) v[n] += N == 1 ? ((of[0] + of[1]) + (of[2] + of[3])) + ((of[4] + of[5]) + (of[6] + of[7]))
-                                                 : (of[n] + of[n + 2]) + (of[n + 4] + of[n + 6]);
+      for (int n = 0; n < N; ++n)
+        v[n] += N == 1 ? ((of[0] + of[1]) + (of[2] + of[3])) + ((of[4] + of[5]) + (of[6] + of[7]))
+                       : (of[n] + of[n + 2]) + (of[n + 4] + of[n + 6]);
     }
   }
 };

@@ -40,7 +40,8 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
     LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_block = 512, .min_block = 256});
     if (plan.path == Path::regs) {
       plan.k = std::max(2, plan.k);
-      plan.smem = std::max(reduction_bytes(2), plan.block / device.warp * few_tile_vectors * vec * (kind.centered ? 2 : 1) * int(sizeof(float)));
+      plan.smem =
+          std::max(reduction_bytes(2), plan.block / device.warp * few_tile_vectors * vec * (kind.centered ? 2 : 1) * int(sizeof(float)));
       plan.grid += few_tiles(cols, vec);
       check_threads(device, plan);
       return {.main = main(norm_backward_few, norm_backward_few.instance(vec, plan.k), plan, backward_tunable(kind))};
@@ -129,7 +130,8 @@ Launches norm_gradient(const DeviceProfile& device, const Call& call, bool cente
   Launches out;
   if (made.means.kernel) out.push_back(made.means);
   out.push_back(made.main);
-  if (!call[frozen] && made.main.plan.partial_rows > 0) out.push_back(sum_columns(device, made.main.plan.partial_rows, call.cols, centered && call[bias] ? call.cols : 0));
+  if (!call[frozen] && made.main.plan.partial_rows > 0)
+    out.push_back(sum_columns(device, made.main.plan.partial_rows, call.cols, centered && call[bias] ? call.cols : 0));
   return out;
 }
 

@@ -144,7 +144,8 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
-  plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(wanted, warps, std::min<int64_t>(2 * warps, 512 / device.warp)) * device.warp);
+  plan.threads_per_row =
+      static_cast<int>(std::clamp<int64_t>(wanted, warps, std::min<int64_t>(2 * warps, 512 / device.warp)) * device.warp);
   plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
   // A call of few rows is spread over all multiprocessors. A block has at most 15 barriers for its rows, and shared memory for their sums.
   const int64_t each = int64_t{cols} * (centered ? 2 : 1) * int64_t{sizeof(float)};
@@ -171,13 +172,10 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
     Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
     several.block = std::min(knobs.block, 512);
     const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
-    plan = plan_row(device, rows, cols,
-                    {.vec = vec,
-                     .max_k = k,
-                     .max_block = max_block,
-                     .min_block = device.bulk_copies && vec > 1 ? 512 : 256,
-                     .prefer_k = few ? 1 : k},
-                    several);
+    plan = plan_row(
+        device, rows, cols,
+        {.vec = vec, .max_k = k, .max_block = max_block, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .prefer_k = few ? 1 : k},
+        several);
     plan = clustered(device, plan, rows, cols, k, 512, knobs);
     plan.k = k;
   }

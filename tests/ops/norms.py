@@ -176,7 +176,8 @@ def norm_backward_registers(launch, call) -> None:
     groups, teams = groups_of(plan), plan.grid // plan.cluster
     # What the kernel knows of its rows' threads: nothing, that they are whole warps, or how many a block has.
     assert threads in (0, WHOLE_WARPS, min(plan.threads_per_row, plan.block))
-    assert threads != WHOLE_WARPS or (plan.cluster == 1 and plan.threads_per_row % plan.warp == 0 and groups <= 15)
+    assert threads != WHOLE_WARPS or (plan.cluster == 1 and plan.threads_per_row % plan.warp == 0)
+    assert threads != WHOLE_WARPS or groups <= 15 or plan.threads_per_row == plan.warp  # barriers
     reduction = ROW_WARPS_BYTES if threads == WHOLE_WARPS else reduction_bytes(2, plan.cluster)
     if threads == WHOLE_WARPS and (warps := plan.threads_per_row // plan.warp) > 1:
         assert 2 * 4 * groups * ceil_div(warps * len(call["record"].parameters), 8) * 8 <= ROW_WARPS_BYTES
