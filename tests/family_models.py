@@ -4,11 +4,13 @@ import copy
 import functools
 import warnings
 
+import pytest
 import torch
 from llama_models import SIZES, randomised
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_ext import apply_liger_kernel_to_instance
+from liger_ext.models import families, known_code
 
 SMALL = SIZES | dict(intermediate_size=96, num_hidden_layers=4, head_dim=18)
 LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
@@ -159,3 +161,18 @@ def patched(model, **options):
         warnings.simplefilter("ignore", UserWarning)
         apply_liger_kernel_to_instance(model, **options)
     return model
+
+
+@pytest.fixture
+def new_look():
+    """Recognition remembers what it has seen."""
+    caches = [found for found in vars(known_code).values() if hasattr(found, "cache_clear")]
+
+    def forget():
+        for cache in caches:
+            cache.cache_clear()
+        families._unknown.clear()
+
+    forget()
+    yield
+    forget()

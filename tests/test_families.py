@@ -9,7 +9,15 @@ from pathlib import Path
 import family_table
 import pytest
 import torch
-from family_models import OPTIONS, all_experts, assert_same, build, patched, set_experts
+from family_models import (  # noqa: F401
+    OPTIONS,
+    all_experts,
+    assert_same,
+    build,
+    new_look,
+    patched,
+    set_experts,
+)
 from llama_models import (  # noqa: F401
     TRANSFORMERS,
     assert_as_good,
@@ -324,23 +332,9 @@ class Callable:
         return self.forward(module, *args)
 
 
-@pytest.fixture
-def new_look():
-    """Recognition remembers what it has seen."""
-    caches = [found for found in vars(known_code).values() if hasattr(found, "cache_clear")]
-
-    def forget():
-        for cache in caches:
-            cache.cache_clear()
-        families._unknown.clear()
-
-    forget()
-    yield
-    forget()
-
-
+@pytest.mark.usefixtures("new_look")
 @pytest.mark.parametrize("kind", ["function", "object"])
-def test_code_that_is_not_known(device, kind, monkeypatch, new_look):
+def test_code_that_is_not_known(device, kind, monkeypatch):
     """A norm that somebody has changed stays, and does what it did."""
     model = build("qwen2", device)
     cls = type(model.model.norm)
@@ -370,7 +364,8 @@ def test_heads_that_differ_a_little(old, new):
         assert text(calls) is not None and text(calls.replace(old, new)) != text(calls)
 
 
-def test_code_that_cannot_be_read(monkeypatch, new_look):
+@pytest.mark.usefixtures("new_look")
+def test_code_that_cannot_be_read(monkeypatch):
     """Where only compiled code is installed, nothing but Llama's own classes is known."""
     monkeypatch.setattr(known_code, "text_of", lambda function: None)
     model = build("qwen2")

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import family_models
 import pytest
 import torch
+from family_models import new_look  # noqa: F401
 from llama_models import batch_of, build, config, one_thread  # noqa: F401
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from liger_ext import AutoLigerKernelForCausalLM, apply_liger_kernel, apply_liger_kernel_to_instance
-from liger_ext.models import families, llama
+from liger_ext.models import experts, known_code, llama
 
 
 def gpt2():
@@ -116,11 +117,13 @@ def test_a_model_without_a_type_is_left_alone(config):
     assert type(model) is nn.Linear and model.__dict__ == before
 
 
-def test_warnings_name_the_line_that_led_to_them():
+@pytest.mark.usefixtures("new_look")
+def test_warnings_name_the_line_that_led_to_them(monkeypatch):
+    known = {code: cls for code, cls in known_code._OTHERS.items() if cls is not experts.BatchedExperts}
+    monkeypatch.setattr(known_code, "_OTHERS", known)
     with pytest.warns(UserWarning, match="has no config.model_type") as direct:
         apply_liger_kernel_to_instance(nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="Llama4TextExperts") as deeper, apply_liger_kernel("llama4_text"):
-        families._unknown.clear()
         family_models.build("llama4_text")
     assert direct[0].filename == __file__
     files = [warning.filename for warning in deeper if "Llama4TextExperts" in str(warning.message)]
