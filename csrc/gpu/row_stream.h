@@ -97,13 +97,14 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
  private:
   // Requests the next row, or those of all groups of lanes, into stage s.
   LIGER_DEVICE void request(int s) {
+    // A warp may wait for a row past the last one, if other rows of its block are not past it: then nothing is copied, but announced.
     const int64_t left = rows - asking;
-    if (left > 0 && elected()) {
-      const int warp_rows = warp_width() / lanes, live = Group::whole_warps || left >= warp_rows ? warp_rows : int(left);
+    const int warp_rows = warp_width() / lanes, live = left <= 0 || bytes == 0 ? 0 : left < warp_rows ? int(left) : warp_rows;
+    if (elected()) {
       unsigned char* const to = ring + s * stage_bytes;
-      expect_bytes(inboxes + s, bytes == 0 ? 0 : live * bytes * N);
+      expect_bytes(inboxes + s, live * bytes * N);
 #pragma unroll 1
-      for (int row = 0; row < live && bytes > 0; ++row)
+      for (int row = 0; row < live; ++row)
 #pragma unroll
         for (int n = 0; n < N; ++n)
           bulk_copy(to + n * tensor_bytes + row * lanes * K * vector_bytes, at[n] + row * pitch[n], bytes, inboxes + s);
