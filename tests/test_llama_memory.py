@@ -241,14 +241,15 @@ def test_part_of_the_gradients(device, memory):
 @levels
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "LoRA"])
 def test_weights_that_are_replaced_before_the_backward(device, memory, adapted):
-    """The backward is that of the weights that the forward has read, as with torch's linear layers."""
+    """The backward is that of the weights that the forward has read, as with torch's linear layers. (A norm that stands
+    alone, as the last one does, reads the new one, as transformers' does.)"""
     stock = build(device=device)
     model = patched(lora(stock) if adapted else stock, memory=memory).train()
     expected = step(model, batch_of(device))
     model.zero_grad()
     loss = model(**batch_of(device)).loss
     for name, parameter in model.named_parameters():
-        if "proj" in name or "lm_head" in name:
+        if any(part in name for part in ("proj", "lm_head", "layernorm")):
             parameter.data = torch.zeros_like(parameter)
     loss.backward()
     for name, parameter in model.named_parameters():

@@ -110,11 +110,6 @@ template <const launch::Kernel& Of, class F> void with_logits(const launch::Laun
 
 // Vectors need every row start aligned; how many columns there are does not matter.
 template <class Op> bool vectors_fit(const Op& op) { return aligned(op.logits, 0) && aligned(op.class_weight, 0); }
-// Where the rows of one begin within 16 bytes, do those of the other?
-inline bool equally_aligned(const Rows& a, const Rows& b) {
-  return (reinterpret_cast<intptr_t>(a.data) - reinterpret_cast<intptr_t>(b.data)) % 16 == 0 &&
-         (a.stride - b.stride) * size_of(a.dtype) % 16 == 0;
-}
 inline bool costly_options(const CrossEntropyOptions& o) { return o.softcap != 0 || o.label_smoothing != 0; }
 
 }  // namespace liger::gpu

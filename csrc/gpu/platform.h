@@ -294,6 +294,12 @@ inline bool aligned(const Rows& r, int64_t cols) {
 }
 inline bool aligned(const MutableRows& r, int64_t cols) { return aligned(Rows{r.data, r.stride, r.dtype}, cols); }
 inline bool aligned(const Vector& v, int64_t cols) { return aligned(Rows{v.data, 0, v.dtype}, cols); }
+// Are the rows of both matrices equally far from a multiple of 16 bytes?
+inline bool equally_aligned(const Rows& a, const Rows& b) {
+  const int64_t bytes = size_of(a.dtype);
+  return a.dtype == b.dtype && (reinterpret_cast<uintptr_t>(a.data) - reinterpret_cast<uintptr_t>(b.data)) % 16 == 0 &&
+         (a.stride - b.stride) * bytes % 16 == 0;
+}
 
 // How an elementwise op may access rows of one dtype: the elements per access, and whether there are no gaps between rows.
 struct Elementwise {

@@ -172,11 +172,4 @@ template <class T, int VEC, int K, int N> class LongRow {
   Packed<T, 1> single_[N][1];
 };
 
-// Are the rows of both matrices equally far from a multiple of 16 bytes?
-inline bool equally_aligned(const Rows& a, const Rows& b) {
-  const int64_t bytes = size_of(a.dtype);
-  return a.dtype == b.dtype && (reinterpret_cast<uintptr_t>(a.data) - reinterpret_cast<uintptr_t>(b.data)) % 16 == 0 &&
-         (a.stride - b.stride) * bytes % 16 == 0;
-}
-
 }  // namespace liger::gpu

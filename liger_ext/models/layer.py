@@ -135,13 +135,14 @@ class _NormLinears(torch.autograd.Function):
     def forward(ctx, eps, scalings, memory, x, norm_weight, *parameters):
         y, rstd, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, scalings, parameters)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, norm_weight, rstd, y if memory == "fast" else None, *_as_they_are(parameters))
+        weights = _as_they_are((norm_weight, *parameters))
+        ctx.save_for_backward(x, rstd, y if memory == "fast" else None, *weights)
         ctx.eps, ctx.scalings = eps, scalings
         return x, *outs
 
     @staticmethod
     def backward(ctx, *douts):
-        x, norm_weight, rstd, y, *parameters = ctx.saved_tensors
+        x, rstd, y, norm_weight, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
         constants = ctx.eps, ctx.scalings, parameters
         gradients = _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, *constants)
@@ -173,13 +174,13 @@ class _NormMLP(torch.autograd.Function):
         constants = eps, scalings, parameters
         out, total, rstd, *kept = _norm_mlp(attention, stream, norm_weight, memory, is_read, *constants)
         kept = [t if keep else None for t, keep in zip(kept, _KEPT[memory], strict=True)]
-        ctx.save_for_backward(total, norm_weight, rstd, *kept, *_as_they_are(parameters))
+        ctx.save_for_backward(total, rstd, *kept, *_as_they_are((norm_weight, *parameters)))
         ctx.eps, ctx.scalings, ctx.dtypes = eps, scalings, (attention.dtype, stream.dtype)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        total, norm_weight, rstd, y, gate, up, h, *parameters = ctx.saved_tensors
+        total, rstd, y, gate, up, h, norm_weight, *parameters = ctx.saved_tensors
         need_attention, need_stream, *needs = ctx.needs_input_grad[4:]
         needs = [need_attention or need_stream, *needs]
         constants = ctx.eps, ctx.scalings, parameters

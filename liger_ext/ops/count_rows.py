@@ -45,6 +45,13 @@ class CountedRows:
         n = min(rows, max(1, -(-int(self._kept) // step)) * step)
         return None if n == rows else self._order[:n]
 
+    def or_none_right(self, targets: Tensor, vocab_size: int) -> Tensor:
+        """``targets``, or if there are more rows than ``max_rows``, an error, or classes that do not exist."""
+        too_many = self._kept > self._max_rows
+        if targets.device.type == "cpu":
+            torch._assert_async(~too_many, "count_rows: more rows of target are not ignored than max_rows says")
+        return targets.masked_fill(too_many, vocab_size)
+
 
 def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = None) -> CountedRows | None:
     """Begins to count the rows of ``target`` that are not ``ignore_index``, for the fused loss's ``rows``.
@@ -58,7 +65,7 @@ def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = 
         ignore_index: as in :func:`cross_entropy`.
         max_rows: at most how many rows are not ignored, if the caller knows: the loss then takes this many, waits for
             nothing, and can do so in a graph. If there are more, no loss can be right: on a CPU that is an error, and
-            elsewhere all targets count as out of range (see :func:`check_errors`), which makes the loss NaN.
+            on a GPU all targets count as out of range (see :func:`check_errors`), which makes the loss NaN.
 
     Returns:
         The rows to be, or None for all rows. That is where ``max_rows`` are all of them, and without ``max_rows`` where
@@ -68,6 +75,7 @@ def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = 
     Raises:
         ValueError: target is not an int64 tensor, max_rows is less than 1, or, on a CPU, less than the number of rows
             that are not ignored.
+        RuntimeError: the same in a graph on a CPU.
     """
     check_tensors("count_rows", target=target)
     check_integer("count_rows", ignore_index=ignore_index)
@@ -139,7 +147,7 @@ def listed_rows(
             return None
         targets = target.index_select(0, index)
         if rows._max_rows is not None:
-            targets = targets.masked_fill(rows._kept > rows._max_rows, vocab_size)
+            targets = rows.or_none_right(targets, vocab_size)
     else:
         check_tensors(op, rows=rows)
         if rows.dtype != torch.int64 or rows.dim() != 1:
