@@ -20,6 +20,31 @@ int known_threads(const LaunchPlan& plan) {
   return plan.threads_per_row > 512 ? 1024 : whole_warps;
 }
 
+// Of how many rows a warp's ring should hold room. `rounds`: rows that it gets, one after another. Shares of the copy on an H200.
+int ring_stages(const DeviceProfile& device, NormBackwardKind kind, int64_t rounds, int most_bytes, int stage_bytes) {
+  if (!device.bulk_copies) return std::clamp<int>(ceil_div(rounds, 8), 1, std::clamp(most_bytes / stage_bytes, 1, async_stages));
+  // A ring of one row requests the next one before the reduction (norm_backward.h), one of several rows behind it. With one row, the first
+  // is there sooner, and the last: RMSNorm 2048x4096 0.72 by one, 0.705 by two. With three tensors there is enough in flight: add+RMSNorm
+  // 8192x4096 0.93 by one, 0.92 by two; 32768x4096 1.00 and 0.98.
+  if (kind.inputs > 2 || (!kind.centered && rounds <= 8)) return 1;
+  // RMSNorm 8192x3584 0.88 by two, 0.87 by three; 32768x4096 0.955 and 0.975. LayerNorm 16384x8192 0.952 and 0.944.
+  return kind.centered || rounds <= 32 ? 2 : 3;
+}
+
+// Shared memory: `fixed` bytes, and behind them, if the device has bulk or asynchronous copies, a ring per warp. `resident`: blocks per
+// multiprocessor at a time. `stages`: how many rows a ring should hold, if there is room; 0: ring_stages chooses.
+void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, int64_t rows, int fixed, int resident, int stages) {
+  plan.smem = fixed;
+  if (plan.vec == 1 || !(device.bulk_copies || (device.async_copies && !kind.centered))) return;
+  plan.ring_offset = static_cast<int>(round_up(fixed, 128));
+  const int stage = plan.block * kind.inputs * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
+  const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
+  const int wanted = stages > 0 ? stages : ring_stages(device, kind, rounds, 96 * 1024 / resident, stage);
+  const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
+  plan.stages = std::clamp(wanted, 1, std::clamp(room / stage, 1, device.bulk_copies ? wanted : async_stages));
+  plan.smem = plan.ring_offset + plan.stages * stage;
+}
+
 NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind, const Knobs& knobs) {
   const auto main = [&](const Kernel& kernel, const Instance& instance, const LaunchPlan& plan, Tunable tunable = {}) {
     return Launch{&kernel, instance, rows, cols, plan, tunable};
@@ -51,9 +76,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
   if (plan.path == Path::regs && !kind.mixed) {
     const int groups = std::max(1, plan.block / plan.threads_per_row), threads = known_threads(plan);
     const int reduction = threads == whole_warps ? row_warps_floats * int(sizeof(float)) : reduction_bytes(2, plan.cluster);
-    plan.smem = reduction;
-    if (device.bulk_copies || !kind.centered)
-      add_ring(device, plan, rows, kind.inputs, reduction, norm_backward_resident(plan, knobs), knobs.stages);
+    add_ring(device, plan, kind, rows, reduction, norm_backward_resident(plan, knobs), knobs.stages);
     // Rows that share a block add up their sums in shared memory, in place of the ring.
     if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
     if (knobs != Knobs{}) {
