@@ -34,7 +34,7 @@ struct NormBackwardArgs {
   int threads_per_row = 0, stages = 0, ring_offset = 0;
   int64_t row_step = 0;         // rows that all blocks together have at a time
   int64_t rows_per_block = 0;   // only for the re-read path's second kernel
-  int64_t row_blocks = 0;       // only for few rows: blocks that take rows; the others take columns
+  int64_t tile_blocks = 0;      // only for few rows: the first blocks, which take columns; the others take rows
 };
 
 // The factors of VEC columns: weight + offset, or 1 if there is no weight.

@@ -1,8 +1,8 @@
 // The backward of the norms for few rows, whose tensors lie in the L2: dz and the sums of dweight and dbias by one kernel.
 //
-// The sums need no reduction of a row, only rstd and mean, which the forward has left. So some blocks take rows (norm_backward_rows.h), and
-// others take narrow tiles of columns, of all rows, and read dy and z a second time: nothing waits for anything, and there are no partial
-// rows that a second kernel would add up. That kernel's start took as long as the work itself.
+// The sums need no reduction of a row, only rstd and mean, which the forward has left. So the first blocks take narrow tiles of columns, of
+// all rows, and the others take rows (norm_backward_rows.h): dy and z are read twice, but nothing waits for anything, and there are no
+// partial rows that a second kernel would add up. That kernel's start took as long as the work itself.
 #pragma once
 #include "gpu/norm_backward_rows.h"
 
@@ -14,8 +14,9 @@ template <class T, int VEC, int K, bool Centered> struct NormBackwardFew {
   static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
 
   static LIGER_DEVICE void run(const Args& a) {
-    if (block_id() >= a.row_blocks) return sum_tile(a, block_id() - a.row_blocks);
-    if (a.dz.data) norm_backward_row<T, VEC, K, Centered, float[VEC]>(a);
+    // Blocks of tiles start first, since each has the most to do.
+    if (block_id() < a.tile_blocks) return sum_tile(a, block_id());
+    if (a.dz.data) norm_backward_row<T, VEC, K, Centered, float[VEC]>(a, a.tile_blocks);
   }
 
  private:

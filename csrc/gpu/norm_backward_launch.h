@@ -62,7 +62,7 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
     with_instance<launch::norm_backward_tiles>(main, [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(main, a, stream); });
   } else {
     a.threads_per_row = plan.threads_per_row;
-    a.row_blocks = plan.grid - launch::few_tiles(a.cols, main.instance.vec);
+    a.tile_blocks = launch::few_tiles(a.cols, main.instance.vec);
     a.stages = plan.stages;
     a.ring_offset = plan.ring_offset;
     a.row_step = int64_t{plan.grid / plan.cluster} * std::max(1, plan.block / plan.threads_per_row);

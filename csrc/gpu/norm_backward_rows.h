@@ -7,12 +7,14 @@
 
 namespace liger::gpu {
 
-// dz of the rows of this block. Weight: of a thread's vectors, Packed<T, VEC> if the weight is of z's type, or else float[VEC].
-template <class T, int VEC, int K, bool Centered, class Weight> LIGER_DEVICE void norm_backward_row(const NormBackwardArgs& a) {
+// dz of the rows of this block, before which so many blocks have none. Weight: of a thread's vectors, Packed<T, VEC> if the weight is of
+// z's type, or else float[VEC].
+template <class T, int VEC, int K, bool Centered, class Weight>
+LIGER_DEVICE void norm_backward_row(const NormBackwardArgs& a, int64_t blocks_before = 0) {
   using Values = Packed<T, VEC>[K];
   constexpr bool packed_weight = !std::is_same_v<Weight, float[VEC]>;
   RowGroup group(a.threads_per_row);
-  const int64_t row = group.first_row();
+  const int64_t row = group.first_row() - blocks_before * group.rows_per_block();
   const bool live = row < a.rows;
   const Columns<VEC, K> columns(group.index, group.threads_per_row, live ? int(a.cols) : 0);
   Values dy, z, dsum = {};

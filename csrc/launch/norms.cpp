@@ -16,18 +16,19 @@ Tunable backward_tunable(NormBackwardKind kind) {
 // The argument `threads` of the instance that a plan needs.
 int known_threads(const LaunchPlan& plan) {
   if (plan.vec == 1 || plan.threads_per_row < plan.warp) return 0;
-  if (plan.cluster > 1) return 512;
+  if (plan.cluster > 1 || plan.threads_per_row == 512) return 512;
   return plan.threads_per_row > 512 ? 1024 : whole_warps;
 }
 
-// Of how many rows a warp's ring should hold room. `rounds`: rows that it gets, one after another. Shares of the copy on an H200.
+// How many rows a warp's ring should hold. `rounds`: how many rows it gets, one after another. The numbers are shares of the copy's speed
+// on an H200.
 int ring_stages(const DeviceProfile& device, NormBackwardKind kind, int64_t rounds, int most_bytes, int stage_bytes) {
   if (!device.bulk_copies) return std::clamp<int>(ceil_div(rounds, 8), 1, std::clamp(most_bytes / stage_bytes, 1, async_stages));
   // A ring of one row requests the next one before the reduction (norm_backward.h), one of several rows behind it. With one row, the first
-  // is there sooner, and the last: RMSNorm 2048x4096 0.72 by one, 0.705 by two. With three tensors there is enough in flight: add+RMSNorm
-  // 8192x4096 0.93 by one, 0.92 by two; 32768x4096 1.00 and 0.98.
-  if (kind.inputs > 2 || (!kind.centered && rounds <= 8)) return 1;
-  // RMSNorm 8192x3584 0.88 by two, 0.87 by three; 32768x4096 0.955 and 0.975. LayerNorm 16384x8192 0.952 and 0.944.
+  // is there sooner, and so is the last: RMSNorm 2048x4096 has 0.72 with one and 0.705 with two, 4096x6144 0.84 and 0.83. Three tensors
+  // bring enough bytes at a time: add+RMSNorm 8192x4096 has 0.93 with one and 0.92 with two, 32768x4096 1.00 and 0.98.
+  if (kind.inputs > 2 || (!kind.centered && rounds <= 16)) return 1;
+  // RMSNorm 8192x3584 has 0.88 with two and 0.87 with three, 32768x4096 0.955 and 0.975; LayerNorm 16384x8192 0.952 and 0.944.
   return kind.centered || rounds <= 32 ? 2 : 3;
 }
 

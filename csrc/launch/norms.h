@@ -5,8 +5,8 @@
 namespace liger::launch {
 
 // Floats of shared memory for sums of up to two values over rows of whole warps (RowWarps in gpu/row_warps.h): two buffers. In each a row
-// of a block has two for each of its warps, rounded up to eight: 80 for ten rows of two warps are the most of any block of 20 warps.
-constexpr int row_warps_floats = 2 * 80;
+// of a block has two for each of its warps, rounded up to eight: 64 for the eight rows of two warps of a block of 512 threads.
+constexpr int row_warps_floats = 2 * 64;
 
 constexpr int cluster_threads = 512;  // the most threads of a block in a cluster
 

@@ -168,7 +168,7 @@ LARGE = {
 # Which elements a launch takes --------------------------------------------------------------------------------------
 
 
-WHOLE_WARPS, ROW_WARPS_BYTES = 1, 640  # csrc/launch/norms.h
+WHOLE_WARPS, ROW_WARPS_BYTES = 1, 512  # csrc/launch/norms.h
 
 
 def norm_backward_registers(launch, call) -> None:
