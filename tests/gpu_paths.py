@@ -19,7 +19,7 @@ from liger_ext.records import RECORDS, Make, Size
 NORMS = [
     name.removesuffix("_backward")
     for name in _C.planned_ops()
-    if any(launch.kernel == "NormBackwardRegisters" for launch in _C.plans(name, _C.profile("H200"), 8, 64))
+    if any(launch.kernel == "NormBackwardRegisters" for launch in _C.plans(name, _C.profile("H200"), 8192, 64))
 ]
 # Ops of matrices, all of whose rows are read; and those that have clusters of blocks.
 ROW_OPS = [

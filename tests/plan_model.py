@@ -49,8 +49,8 @@ def check_shares(threads: int, warp: int, k: int, vectors: int) -> None:
     """WarpShare of all warps of a row of so many vectors: a lane has at most k of them."""
     lanes = min(threads, warp)
     warps = threads // lanes
-    share = ceil_div(vectors, warps)
-    assert share <= k * lanes, "registers do not hold the row"
+    share = ceil_div(ceil_div(vectors, warps), 8) * 8
+    assert min(share, vectors) <= k * lanes, "registers do not hold the row"
     begin = np.minimum(np.arange(warps) * share, vectors)
     end = np.minimum(begin + share, vectors)
     assert begin[0] == 0 and end[-1] == vectors and np.array_equal(begin[1:], end[:-1])
@@ -73,8 +73,10 @@ def groups_of(plan) -> int:
     if plan.cluster > 1:
         assert plan.threads_per_row == plan.cluster * plan.block
         return 1
-    assert power_of_two(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
-    assert plan.threads_per_row <= plan.warp or plan.threads_per_row % plan.warp == 0
+    assert plan.block % plan.threads_per_row == 0
+    assert plan.threads_per_row % plan.warp == 0 or (
+        power_of_two(plan.threads_per_row) and plan.threads_per_row < plan.warp
+    )
     return plan.block // plan.threads_per_row
 
 

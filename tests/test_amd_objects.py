@@ -21,6 +21,7 @@ STREAMS = {
     "NormForwardReread": {"load", "store"},
     "NormBackwardRegisters": {"load", "store"},
     "NormBackwardRows": {"load", "store"},
+    "NormBackwardFew": {"load", "store"},
     "NormBackwardMeans": set(),
     "NormBackwardTiles": {"load", "store"},
     "SumColumns": set(),

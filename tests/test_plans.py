@@ -106,13 +106,13 @@ def test_forward_plans(name, rows, cols, vec, max_k, half_from, block_k):
 
 @pytest.mark.parametrize("name", DEVICES)
 @settings(max_examples=200)
-@given(vec=st.sampled_from([1, 4, 8]), max_block=st.sampled_from([512, 1024]), max_k=st.integers(2, 3), **rows_and_cols)
-def test_persistent_plans(name, rows, cols, vec, max_block, max_k):
+@given(vec=st.sampled_from([1, 4, 8]), centered=st.booleans(), **rows_and_cols)
+def test_persistent_plans(name, rows, cols, vec, centered):
     """The backward of the norms: a block, or cluster, for each partial row, and all of them on the device at once."""
     device = profile(name)
-    plan = _C.plan_norm_backward(device, rows // 8, cols, vec, max_block, max_k)
-    assert 0 < plan.block <= min(max_block, device.max_block_threads) and plan.block % plan.warp == 0
-    assert plan.k == 4 if vec == 1 else plan.k in (2, max_k)
+    plan = _C.plan_norm_backward(device, rows // 8, cols, vec, centered)
+    assert 0 < plan.block <= (512 if centered else 1024) and plan.block % plan.warp == 0
+    assert plan.k == 4 if vec == 1 else plan.k in (2, 3)
     assert plan.path == _C.Path.reread or plan.threads_per_row * plan.k * vec >= cols
     check_cluster(plan, device, cols)
     assert plan.grid == plan.partial_rows * plan.cluster

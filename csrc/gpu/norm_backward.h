@@ -13,6 +13,7 @@
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_stream.h"
+#include "gpu/row_warps.h"
 #include "kernels/norms.h"
 #include "launch/norms.h"
 
@@ -31,7 +32,9 @@ struct NormBackwardArgs {
   float* partial = nullptr;     // [partial rows, cols]: sums for dweight; LayerNorm: [partial rows, 2 * cols], dbias behind them
   float* row_means = nullptr;   // [rows, 2]: mean(g), mean(g * n); only for the re-read path
   int threads_per_row = 0, stages = 0, ring_offset = 0;
+  int64_t row_step = 0;         // rows that all blocks together have at a time
   int64_t rows_per_block = 0;   // only for the re-read path's second kernel
+  int64_t tile_blocks = 0;      // only for few rows: the first blocks, which take columns; the others take rows
 };
 
 // The factors of VEC columns: weight + offset, or 1 if there is no weight.
@@ -41,135 +44,143 @@ template <int VEC> LIGER_DEVICE void load_weight(float (&weight)[VEC], const Nor
   for (int i = 0; i < VEC; ++i) weight[i] = a.weight.data ? weight[i] + a.offset : 1;
 }
 
-// K: vectors per thread. Threads: threads per row, if the compiler is to know them; 0: the plan says it at run time.
-template <class T, int VEC, int K, int Threads, bool Centered> struct NormBackwardRegisters {
+// K: vectors per thread. Threads: threads of a row in a block, or launch::whole_warps; 0: the plan says it. Residual: dsum is there.
+template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
+  static constexpr bool in_warps = Threads == launch::whole_warps;
   static constexpr int max_threads = launch::norm_backward_registers.instance(VEC, K, Threads).max_threads;
   static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
-  // spacious: there are registers for the weights. With 1024 threads each has 64: enough for one row and its sums, while weights are loaded
-  // where they are used.
-  static constexpr bool spacious = Threads < 1024;
-  using Tile = Columns<VEC, K>;
-  using Sums = float[K][VEC];
-  enum { dy, z, dsum, inputs = Centered ? 2 : 3 };  // LayerNorm has no dsum
-  using Group = RowGroupOf<Threads, true, (Threads < 512)>;
+  // With 1024 threads each has 64 registers: enough for one row and its sums, while weights are loaded where they are used.
+  static constexpr bool holds_weight = max_threads < 1024;
+  enum { dy, z, dsum, inputs = Residual ? 3 : 2 };
+  using Group = std::conditional_t<in_warps, RowWarps, RowGroupOf<Threads == launch::whole_warps ? 0 : Threads, true, Threads == 0>>;
   // The last argument: asynchronous copies by each thread (Ampere, Ada). LayerNorm has more to compute per element, and is slower with
   // them.
-  using Stream = RowStream<Group, T, VEC, K, inputs, 2, spacious ? 2 : 0, !Centered>;
-  // n = (z - mean) * rstd as one multiply-add, z * rstd - mean * rstd, for 16-bit types. It rounds mean * rstd, but mean is rounded, too.
-  static constexpr bool one_step = Centered && sizeof(T) == 2;
+  using Stream = RowStream<Group, T, VEC, K, inputs, holds_weight ? 2 : 0, !Centered>;
+  using Tile = Columns<VEC, K>;
+  using Floats = float[K][VEC];
 
   static LIGER_DEVICE void run(const Args& a) {
     Group group(a.threads_per_row);
     const Tile columns = warp_columns<VEC, K>(group, a.cols);
-    const int64_t step = group.teams() * group.rows_per_block();
+    const int64_t step = a.row_step;
     int64_t row = group.first_row();
-    const Rows tensors[3] = {a.dy, a.z, a.dsum};
-    Stream stream(group, {row, step, a.rows, a.cols, tensors}, a.stages, a.ring_offset);
-    Sums weight, dweight = {}, dbias = {};
-    if constexpr (spacious) for_each_vector(columns, [&](int k, int64_t column) { load_weight(weight[k], a, column); });
+    Stream stream(group, steps(a, row), a.stages, a.ring_offset);
+    // Past the last column dy, z and the weight are 0, and so is what is added to a sum.
+    Floats weight = {}, dweight = {}, dbias = {};
+    if constexpr (holds_weight) load_weights(weight, a, columns);
+    T* dz = opaque(static_cast<T*>(a.dz.data) + (row * a.dz.stride + columns.first));
     float next_rstd, next_mean;
     const auto fetch_statistics = [&](int64_t of) {
       next_rstd = of < a.rows ? a.rstd[of] : 0;
       next_mean = Centered && of < a.rows ? a.mean[of] : 0;
     };
     fetch_statistics(row);
-    // All threads must make the same number of iterations, as they meet in group.sum: the block's first row decides it for all.
-    for (int64_t first = row - group.group; first < a.rows; first += step, row += step) {
+    // Threads that meet at a barrier make the same number of iterations: those of a row, or all of a block, whose first row then decides.
+    constexpr bool alone = Threads >= 512 || (in_warps && has_group_barriers);
+    for (const int64_t end = alone ? a.rows : a.rows + group.group; row < end; row += step, dz += step * a.dz.stride) {
       Packed<T, VEC> in[inputs][K];
       stream.take(in);
-      const bool live = Threads >= 512 || row < a.rows;
+      if (a.stages == 1) stream.release();  // else nothing would be in flight until the reduction has ended
+      const bool live = alone || row < a.rows;
       if (!live) clear(in);
-      const float rstd = next_rstd, mean = next_mean, shift = -mean * rstd;
+      const float rstd = next_rstd, mean = next_mean;
       fetch_statistics(row + step);
-      float means[Centered ? 2 : 1] = {};
-      for_each_vector(columns, [&](int k, int64_t column) {
-        if constexpr (!spacious) load_weight(weight[k], a, column);
+      Floats g;
+      float parts[Centered ? 2 : 1][2] =
+          {};  // of the sums of g * n and of g: of even and of odd elements, since additions depend on each other
+      if constexpr (!holds_weight) load_weights(weight, a, columns);
+#pragma unroll
+      for (int k = 0; k < K; ++k)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float n = one_step ? in[z][k][i] * rstd + shift : (Centered ? in[z][k][i] - mean : in[z][k][i]) * rstd;
-          const float dyn = in[dy][k][i] * n;
-          dweight[k][i] += dyn;
-          means[0] += dyn * weight[k][i];
+          const float n = normalized(in[z][k][i], mean, rstd);
+          g[k][i] = in[dy][k][i] * weight[k][i];
+          dweight[k][i] += in[dy][k][i] * n;
+          parts[0][i % 2] += g[k][i] * n;
           if constexpr (Centered) {
-            means[1] += in[dy][k][i] * weight[k][i];
             dbias[k][i] += in[dy][k][i];
+            parts[1][i % 2] += g[k][i];
           }
         }
-      });
+      float means[Centered ? 2 : 1] = {parts[0][0] + parts[0][1]};
+      if constexpr (Centered) means[1] = parts[1][0] + parts[1][1];
+      if (a.dz.data) group.sum(means);
+      if (a.stages > 1) stream.release();  // here the fence waits for nothing: before the sum it costs calls of 8,192 rows up to 5 %
       if (a.dz.data == nullptr) continue;
-      group.sum(means);
-      // The compiler would keep the widened values in registers during the reduction. This makes it widen the packed ones again.
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        forget(in[dy][k].data);
-        forget(in[z][k].data);
-      }
-      // dz = rstd * g - from_g - (z - mean) * from_n
+      // dz = rstd * (g - mean(g) - (z - mean) * rstd * mean(g * n))
       const float from_n = rstd * rstd * (means[0] * a.inverse_cols), from_g = Centered ? rstd * (means[Centered] * a.inverse_cols) : 0;
       const float constant = mean * from_n - from_g;
-      T* const dz = opaque(static_cast<T*>(a.dz.data) + (row * a.dz.stride + columns.first));
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        if (!live || !columns.has(k)) continue;
-        if constexpr (!spacious) load_weight(weight[k], a, columns.first + k * columns.step);
+        forget(in[z][k].data);  // else the compiler keeps its widened values in registers during the reduction
+        if (!holds_weight) forget(in[dy][k].data);
         float out[VEC];
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float g = in[dy][k][i] * weight[k][i],
-                      other = one_step ? constant - in[z][k][i] * from_n : -(in[z][k][i] - mean) * from_n - from_g;
-          out[i] = rstd * g + other;
-          if (!Centered && a.dsum.data) out[i] += in[dsum][k][i];
+          const float of_g = holds_weight ? g[k][i] : in[dy][k][i] * weight[k][i];
+          out[i] = rstd * of_g + (one_step ? constant - in[z][k][i] * from_n : -(in[z][k][i] - mean) * from_n - from_g);
+          if constexpr (Residual) out[i] += in[dsum][k][i];
         }
         Packed<T, VEC> packed;
         packed.set(out);
-        store<Hint::stream>(dz + k * columns.step, packed);
+        if (live && columns.has(k)) store<Hint::stream>(dz + k * columns.step, packed);
       }
     }
     let_next_kernel_start();
-    if (a.partial == nullptr) return;
-    const int64_t width = Centered ? 2 * a.cols : a.cols;
-    float* const partial = a.partial + group.team() * width;
-    const int groups = group.rows_per_block();
-    if (groups == 1) {
-      for_each_vector(columns, [&](int k, int64_t column) {
-        store(partial + column, reinterpret_cast<const Vec<float, VEC>&>(dweight[k]));
-        if constexpr (Centered) store(partial + a.cols + column, reinterpret_cast<const Vec<float, VEC>&>(dbias[k]));
-      });
-      return;
-    }
-    // A block that has several rows at a time has as many sums for each column: they are added up in shared memory, in a fixed order. The
-    // rings that were there are no longer needed.
-    const Shared<float> all = shared<float>(RowGroup::shared_bytes<2>());
-    block_barrier();
-    for_each_vector(columns, [&](int k, int64_t column) {
-      const int at = group.group * int(width) + int(column);
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        all[at + i] = dweight[k][i];
-        if constexpr (Centered) all[at + int(a.cols) + i] = dbias[k][i];
-      }
-    });
-    block_barrier();
-    for (int col = thread_id(); col < width; col += block_threads()) {
-      float sum = 0;
-#pragma unroll 8
-      for (int g = 0; g < groups; ++g) sum += all[g * int(width) + col];
-      partial[col] = sum;
-    }
+    if (a.partial) store_sums(a, group, columns, dweight, dbias);
   }
 
  private:
+  // (z - mean) * rstd, for 16-bit types as one multiply-add: it rounds mean * rstd, but mean is rounded, too.
+  static constexpr bool one_step = !Centered || sizeof(T) == 2;
+  LIGER_DEVICE static float normalized(float z, float mean, float rstd) {
+    return !Centered ? z * rstd : one_step ? z * rstd - mean * rstd : (z - mean) * rstd;
+  }
+  LIGER_DEVICE static RowSteps<inputs> steps(const Args& a, int64_t row) {
+    if constexpr (Residual) return {row, a.row_step, a.rows, a.cols, {a.dy, a.z, a.dsum}};
+    else return {row, a.row_step, a.rows, a.cols, {a.dy, a.z}};
+  }
+  LIGER_DEVICE static void load_weights(Floats& weight, const Args& a, const Tile& columns) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns.has(k)) load_weight(weight[k], a, columns.first + k * columns.step);
+  }
   LIGER_DEVICE static void clear(Packed<T, VEC> (&in)[inputs][K]) {
 #pragma unroll
     for (int n = 0; n < inputs; ++n)
 #pragma unroll
       for (int k = 0; k < K; ++k) in[n][k] = {};
   }
-  template <class F> LIGER_DEVICE static void for_each_vector(const Tile& columns, F f) {
+  // Writes the block's partial row. If it has several rows at a time, their sums are added up in shared memory, in a fixed order; the rings
+  // that were there are no longer needed.
+  LIGER_DEVICE static void store_sums(const Args& a, const Group& group, const Tile& columns, const Floats& dweight, const Floats& dbias) {
+    const int width = int(Centered ? 2 * a.cols : a.cols), groups = group.rows_per_block();
+    float* const partial = a.partial + group.team() * width;
+    const Shared<float> sums = shared<float>(Group::template shared_bytes<2>());
+    float* const to = groups == 1 ? partial : &sums[group.group * width];
+    if (groups > 1) block_barrier();
 #pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns.has(k)) f(k, columns.first + k * columns.step);
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      float* const at = to + columns.first + k * columns.step;
+      store(at, reinterpret_cast<const Vec<float, VEC>&>(dweight[k]));
+      if constexpr (Centered) store(at + a.cols, reinterpret_cast<const Vec<float, VEC>&>(dbias[k]));
+    }
+    if (groups == 1) return;
+    block_barrier();
+    constexpr int N = VEC > 1 ? 4 : 1;
+    for (int col = thread_id() * N; col < width; col += block_threads() * N) {
+      Vec<float, N> total = {};
+#pragma unroll 4
+      for (int of = 0; of < groups; ++of) {
+        Vec<float, N> one;
+        load(one, &sums[of * width + col]);
+#pragma unroll
+        for (int i = 0; i < N; ++i) total[i] += one[i];
+      }
+      store(partial + col, total);
+    }
   }
 };
 

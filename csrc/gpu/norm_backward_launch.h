@@ -2,6 +2,7 @@
 #pragma once
 #include "gpu/column_sum.h"
 #include "gpu/norm_backward.h"
+#include "gpu/norm_backward_few.h"
 #include "gpu/norm_backward_rows.h"
 
 namespace liger::gpu {
@@ -61,18 +62,26 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
     with_instance<launch::norm_backward_tiles>(main, [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(main, a, stream); });
   } else {
     a.threads_per_row = plan.threads_per_row;
+    a.tile_blocks = launch::few_tiles(a.cols, main.instance.vec);
     a.stages = plan.stages;
     a.ring_offset = plan.ring_offset;
+    a.row_step = int64_t{plan.grid / plan.cluster} * std::max(1, plan.block / plan.threads_per_row);
     dispatch(a.z.dtype, [&](auto tag) {
       using T = decltype(tag);
-      if (main.of(launch::norm_backward_rows))
+      if (main.of(launch::norm_backward_few))
+        with_instance<launch::norm_backward_few, fits<T>>(
+            main, [&]<Instance I>() { launch<NormBackwardFew<T, I.vec, I.k, Centered>>(main, a, stream); });
+      else if (main.of(launch::norm_backward_rows))
         with_instance<launch::norm_backward_rows, fits<T>>(
             main, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(main, a, stream); });
       else
-        with_instance<launch::norm_backward_registers, norm_backward_fits<T, Centered>>(
-            main, [&]<Instance I>() { launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered>>(main, a, stream); });
+        with_instance<launch::norm_backward_registers, norm_backward_fits<T, Centered>>(main, [&]<Instance I>() {
+          if (a.dsum.data == nullptr) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered, false>>(main, a, stream);
+          else if constexpr (!Centered) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, false, true>>(main, a, stream);
+        });
     });
   }
+  if (plan.partial_rows == 0) return;
   const PartialSums sums{a.partial, plan.partial_rows, Centered ? 2 * a.cols : a.cols};
   sum_columns(sums, {{0, a.cols, a.dweight}, {a.cols, Centered ? a.cols : 0, a.dbias}}, stream);
 }

@@ -57,6 +57,8 @@ LIGER_DEVICE constexpr int warp_width() { return 32; }
 LIGER_DEVICE int lane_id() { return int(threadIdx.x % 32); }
 LIGER_DEVICE int warp_id() { return int(threadIdx.x / 32); }
 LIGER_DEVICE void block_barrier() { __syncthreads(); }
+// Does group_barrier() wait for less than the block?
+constexpr bool has_group_barriers = true;
 // A barrier of one of the block's groups of `threads` threads, which are whole warps; at most 15 groups.
 LIGER_DEVICE void group_barrier(int group, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory"); }
 

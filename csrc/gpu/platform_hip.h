@@ -37,6 +37,8 @@ LIGER_DEVICE constexpr int warp_width() { return 32; }
 LIGER_DEVICE int lane_id() { return int(threadIdx.x % unsigned(warp_width())); }
 LIGER_DEVICE int warp_id() { return int(threadIdx.x / unsigned(warp_width())); }
 LIGER_DEVICE void block_barrier() { __syncthreads(); }
+// Does group_barrier() wait for less than the block?
+constexpr bool has_group_barriers = false;
 // There are no barriers of less than a block.
 LIGER_DEVICE void group_barrier(int, int) { block_barrier(); }
 // No clusters: every block is one of its own.

@@ -47,6 +47,8 @@ LIGER_DEVICE int warp_width() { return simt::warp_width(); }
 LIGER_DEVICE int lane_id() { return thread_id() % warp_width(); }
 LIGER_DEVICE int warp_id() { return thread_id() / warp_width(); }
 LIGER_DEVICE void block_barrier(source_location where = source_location::current()) { simt::block_barrier(where); }
+// Does group_barrier() wait for less than the block?
+constexpr bool has_group_barriers = true;
 LIGER_DEVICE void group_barrier(int group, int threads, source_location where = source_location::current()) {
   simt::group_barrier(group, threads, where);
 }

@@ -8,18 +8,42 @@
 namespace liger::launch {
 namespace {
 
-// The most threads of a block. With a second set of sums (LayerNorm), or with the addresses of single elements, threads of a block of 1,024
-// would not have enough registers; where there are clusters, blocks of 512 are faster.
-int backward_threads(const DeviceProfile& device, bool centered, int vec) {
-  return centered || vec == 1 || device.bulk_copies ? 512 : 1024;
-}
-// The most vectors per thread. A third one needs registers that LayerNorm takes for its second set of sums, and devices without copies to
-// shared memory for the next row, which they fetch ahead.
-int backward_max_k(const DeviceProfile& device, bool centered) { return (device.bulk_copies || device.async_copies) && !centered ? 3 : 2; }
-
 Tunable backward_tunable(NormBackwardKind kind) {
   if (kind.centered) return "layer_norm_backward";
   return kind.inputs > 2 ? Tunable("add_rms_norm_backward") : Tunable("rms_norm_backward");
+}
+
+// The argument `threads` of the instance that a plan needs.
+int known_threads(const LaunchPlan& plan) {
+  if (plan.vec == 1 || plan.threads_per_row < plan.warp) return 0;
+  if (plan.cluster > 1 || plan.threads_per_row == 512) return 512;
+  return plan.threads_per_row > 512 ? 1024 : whole_warps;
+}
+
+// How many rows a warp's ring should hold. `rounds`: how many rows it gets, one after another. The numbers are shares of the copy's speed
+// on an H200.
+int ring_stages(const DeviceProfile& device, NormBackwardKind kind, int64_t rounds, int most_bytes, int stage_bytes) {
+  if (!device.bulk_copies) return std::clamp<int>(ceil_div(rounds, 8), 1, std::clamp(most_bytes / stage_bytes, 1, async_stages));
+  // A ring of one row requests the next one before the reduction (norm_backward.h), one of several rows behind it. With one row, the first
+  // is there sooner, and so is the last: RMSNorm 2048x4096 has 0.72 with one and 0.705 with two, 4096x6144 0.84 and 0.83. Three tensors
+  // bring enough bytes at a time: add+RMSNorm 8192x4096 has 0.93 with one and 0.92 with two, 32768x4096 1.00 and 0.98.
+  if (kind.inputs > 2 || (!kind.centered && rounds <= 16)) return 1;
+  // RMSNorm 8192x3584 has 0.88 with two and 0.87 with three, 32768x4096 0.955 and 0.975; LayerNorm 16384x8192 0.952 and 0.944.
+  return kind.centered || rounds <= 32 ? 2 : 3;
+}
+
+// Shared memory: `fixed` bytes, and behind them, if the device has bulk or asynchronous copies, a ring per warp. `resident`: blocks per
+// multiprocessor at a time. `stages`: how many rows a ring should hold, if there is room; 0: ring_stages chooses.
+void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, int64_t rows, int fixed, int resident, int stages) {
+  plan.smem = fixed;
+  if (plan.vec == 1 || !(device.bulk_copies || (device.async_copies && !kind.centered))) return;
+  plan.ring_offset = static_cast<int>(round_up(fixed, 128));
+  const int stage = plan.block * kind.inputs * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
+  const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
+  const int wanted = stages > 0 ? stages : ring_stages(device, kind, rounds, 96 * 1024 / resident, stage);
+  const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
+  plan.stages = std::clamp(wanted, 1, std::clamp(room / stage, 1, device.bulk_copies ? wanted : async_stages));
+  plan.smem = plan.ring_offset + plan.stages * stage;
 }
 
 NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind, const Knobs& knobs) {
@@ -38,13 +62,22 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
       return {.main = main(norm_backward_rows, norm_backward_rows.instance(vec, plan.k), plan)};
     }
   }
-  LaunchPlan plan = plan_norm_backward(device, rows, cols, vec, backward_threads(device, kind.centered, vec),
-                                       backward_max_k(device, kind.centered), knobs);
+  if (rows <= 4 * device.multiprocessors && !kind.mixed && vec > 1 && knobs == Knobs{}) {
+    LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_block = 512, .min_block = 256});
+    if (plan.path == Path::regs) {
+      plan.k = std::max(2, plan.k);
+      plan.smem =
+          std::max(reduction_bytes(2), plan.block / device.warp * few_tile_vectors * vec * (kind.centered ? 2 : 1) * int(sizeof(float)));
+      plan.grid += few_tiles(cols, vec);
+      check_threads(device, plan);
+      return {.main = main(norm_backward_few, norm_backward_few.instance(vec, plan.k), plan, backward_tunable(kind))};
+    }
+  }
+  LaunchPlan plan = plan_norm_backward(device, rows, cols, vec, kind.centered, knobs);
   if (plan.path == Path::regs && !kind.mixed) {
-    const int groups = std::max(1, plan.block / plan.threads_per_row), reduction = reduction_bytes(2, plan.cluster);
-    plan.smem = reduction;
-    if (device.bulk_copies || !kind.centered)
-      add_ring(device, plan, rows, kind.inputs, reduction, norm_backward_resident(plan, knobs), knobs.stages);
+    const int groups = std::max(1, plan.block / plan.threads_per_row), threads = known_threads(plan);
+    const int reduction = threads == whole_warps ? row_warps_floats * int(sizeof(float)) : reduction_bytes(2, plan.cluster);
+    add_ring(device, plan, kind, rows, reduction, norm_backward_resident(plan, knobs), knobs.stages);
     // Rows that share a block add up their sums in shared memory, in place of the ring.
     if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
     if (knobs != Knobs{}) {
@@ -56,7 +89,6 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
       plan.partial_rows = static_cast<int>(std::min<int64_t>(plan.partial_rows, norm_partial_rows(device, rows, cols, kind.centered)));
       plan.grid = plan.partial_rows * plan.cluster;
     }
-    const int threads = vec == 1 || plan.threads_per_row < 256 ? 0 : std::min(plan.threads_per_row, plan.block);
     return {.main = main(norm_backward_registers, norm_backward_registers.instance(vec, plan.k, threads), plan, backward_tunable(kind))};
   }
   const LaunchPlan tiles = plan_norm_tiles(device, rows, cols, vec);
@@ -95,8 +127,7 @@ NormBackwardLaunches norm_backward(const DeviceProfile& device, int64_t rows, in
 int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
   int64_t most = 1;
   for (const int vec : {1, 4, 8}) {
-    const LaunchPlan held =
-        plan_norm_backward(device, rows, cols, vec, backward_threads(device, centered, vec), backward_max_k(device, centered));
+    const LaunchPlan held = plan_norm_backward(device, rows, cols, vec, centered);
     if (held.path == Path::regs) most = std::max<int64_t>(most, held.partial_rows);
     most = std::max<int64_t>(most, plan_norm_tiles(device, rows, cols, vec).partial_rows);
   }
@@ -123,7 +154,8 @@ Launches norm_gradient(const DeviceProfile& device, const Call& call, bool cente
   Launches out;
   if (made.means.kernel) out.push_back(made.means);
   out.push_back(made.main);
-  if (!call[frozen]) out.push_back(sum_columns(device, made.main.plan.partial_rows, call.cols, centered && call[bias] ? call.cols : 0));
+  if (!call[frozen] && made.main.plan.partial_rows > 0)
+    out.push_back(sum_columns(device, made.main.plan.partial_rows, call.cols, centered && call[bias] ? call.cols : 0));
   return out;
 }
 
@@ -133,21 +165,21 @@ const Planned rms_norm{"rms_norm",
 const Planned rms_norm_backward{
     "rms_norm_backward",
     [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, false, 2); },
-    {&norm_backward_rows, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
+    {&norm_backward_rows, &norm_backward_few, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
 const Planned add_rms_norm{"add_rms_norm",
                            [](const DeviceProfile& device, const Call& call) { return norm(device, call, false, 2); },
                            {&norm_forward_registers, &norm_forward_reread}};
 const Planned add_rms_norm_backward{
     "add_rms_norm_backward",
     [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, false, 3); },
-    {&norm_backward_rows, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
+    {&norm_backward_rows, &norm_backward_few, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
 const Planned layer_norm{"layer_norm",
                          [](const DeviceProfile& device, const Call& call) { return norm(device, call, true, 1); },
                          {&norm_forward_registers, &norm_forward_reread}};
 const Planned layer_norm_backward{
     "layer_norm_backward",
     [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, true, 2); },
-    {&norm_backward_rows, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
+    {&norm_backward_rows, &norm_backward_few, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
 
 }  // namespace
 }  // namespace liger::launch

@@ -4,6 +4,10 @@
 
 namespace liger::launch {
 
+// Floats of shared memory for sums of up to two values over rows of whole warps (RowWarps in gpu/row_warps.h): two buffers. In each a row
+// of a block has two for each of its warps, rounded up to eight: 64 for the eight rows of two warps of a block of 512 threads.
+constexpr int row_warps_floats = 2 * 64;
+
 constexpr int cluster_threads = 512;  // the most threads of a block in a cluster
 
 // The forward.
@@ -41,19 +45,27 @@ struct NormBackwardKind {
   int inputs;  // how many tensors are read: dy, z and perhaps dsum
 };
 
+// Persistent blocks, whose registers hold sums over rows for their columns: one set (dweight), or two if centered (LayerNorm: dbias). Each
+// block, or cluster, writes one partial row.
+LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& = {});
 inline constexpr Kernel norm_backward_rows("NormBackwardRows", Instance{512, wide, 2}, Instance{512, wide, 4});
-// threads: how many threads of a row the compiler knows of; 0: the plan says it at run time.
+inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide, 2}, Instance{512, wide, 4});
+constexpr int few_tile_vectors = 4;  // columns of a tile: 64 bytes of a row, two sectors
+constexpr int64_t few_tiles(int64_t cols, int vec) { return ceil_div(cols, few_tile_vectors * vec); }
+// threads: of a row in a block, as far as the compiler knows them. 0: a part of a warp, or single elements; whole_warps: any number of
+// warps; 512: blocks of a cluster; 1024: devices without clusters.
+constexpr int whole_warps = 1;
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
-                                                Instance{512, wide, 2, 256}, Instance{512, wide, 2, 512}, Instance{1024, wide, 2, 1024},
-                                                Instance{512, wide, 3, 0, true}, Instance{512, wide, 3, 256, true});
-// LayerNorm has a second set of sums (dbias), which leaves no registers for blocks of 1,024 threads, nor for a third vector per thread.
-constexpr bool norm_backward_has(bool centered, const Instance& of) { return !centered || (of.max_threads <= 512 && !of.ahead); }
+                                                Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps},
+                                                Instance{512, wide, 2, 512}, Instance{1024, wide, 2, 1024});
+// LayerNorm has a second set of sums (dbias), which leaves no registers for blocks of 1,024 threads.
+constexpr bool norm_backward_has(bool centered, const Instance& of) { return !centered || of.max_threads < 1024; }
 inline constexpr Kernel norm_backward_means("NormBackwardMeans", Instance{row_threads, 1}, Instance{row_threads, wide});
 inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 
 struct NormBackwardLaunches {
   Launch means;  // NormBackwardMeans, which runs before NormBackwardTiles if dz is wanted
-  Launch main;   // NormBackwardRows or NormBackwardRegisters; NormBackwardTiles if plan.path is reread
+  Launch main;   // NormBackwardRows, NormBackwardFew or NormBackwardRegisters; NormBackwardTiles if plan.path is reread
 };
 NormBackwardLaunches norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind, const Knobs* = nullptr);
 // An upper bound of the partial rows that either path writes, at any alignment and with any knobs.

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "launch/norms.h"
+
 namespace liger::launch {
 namespace {
 
@@ -79,23 +81,6 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   return plan;
 }
 
-void add_ring(const DeviceProfile& device, LaunchPlan& plan, int64_t rows, int inputs, int fixed, int resident, int stages) {
-  // Rings of more bytes per multiprocessor make short calls slower, since all of that has to arrive before the last rows do.
-  constexpr int ring_bytes = 96 * 1024;
-  plan.smem = fixed;
-  if (plan.vec == 1 || !(device.bulk_copies || device.async_copies)) return;
-  plan.ring_offset = static_cast<int>(round_up(fixed, 128));
-  const int stage = plan.block * inputs * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
-  const int most = device.async_copies ? async_stages : ring_bytes;
-  stages = std::min(stages, most);
-  // If there are few rows per ring, a short ring lets the first row be processed sooner.
-  const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
-  const int useful = static_cast<int>(std::min<int64_t>(ceil_div(rounds, 8), most));
-  const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
-  plan.stages = std::clamp(stages > 0 ? stages : std::min(ring_bytes / resident / stage, useful), 1, std::max(1, room / stage));
-  plan.smem = plan.ring_offset + plan.stages * stage;
-}
-
 LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& kind,
                             const Knobs& knobs) {
   const bool few = few_rows(device, rows);
@@ -130,31 +115,59 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
   return plan;
 }
 
-LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_block, int max_k,
-                              const Knobs& knobs) {
-  // The threads of a row are a power of two. Each has 3 vectors if that takes half as many threads as 2 vectors do.
-  const int64_t vectors = ceil_div(cols, vec), by_three = next_pow2(ceil_div(vectors, 3));
-  const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
-  const bool more_threads = few || knobs.cluster > 1 || knobs.threads > by_three;
-  const bool three = max_k > 2 && 32 <= by_three && by_three <= 256 && by_three < next_pow2(ceil_div(vectors, 2)) && !more_threads;
-  const int k = vec == 1 ? 4 : three ? 3 : 2;
-  // A block of 512 threads has several rows at a time, and writes one partial row for all of them. But a row of 256 threads in a kernel
-  // with one sum per column (RMSNorm: max_k > 2) is faster alone in a block, up to a number of rows at which the time for partial rows does
-  // not matter.
-  const bool alone = max_k > 2 && k == 2 && next_pow2(ceil_div(vectors, k)) == 256 && rows <= 128 * device.multiprocessors;
-  Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
-  several.block = std::min(knobs.block, 512);
-  LaunchPlan plan = plan_row(device, rows, cols,
-                             {.vec = vec,
-                              .max_k = static_cast<int>(next_pow2(k)),
-                              .max_block = max_block,
-                              .min_block = device.bulk_copies && vec > 1 && !alone ? 512 : 256,
-                              .prefer_k = few ? 1 : k},
-                             several);
-  plan = clustered(device, plan, rows, cols, k, 512, knobs);
-  plan.k = k;
-  // About 100 registers a thread: what a multiprocessor holds of blocks of each size. Grids that give all blocks the same
-  // number of rows take no longer and leave fewer partial rows.
+namespace {
+
+// Rows of whole warps, several to a block of up to 512 threads, or of 256 where there are no bulk copies.
+LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
+  const int64_t vectors = ceil_div(cols, vec);
+  // Two vectors per thread; three where a block then holds two rows in place of one. On an H100 that is a hundredth faster for LayerNorm of
+  // 5,120 and 6,144 columns, and for RMSNorm of 6,144; RMSNorm of 5,120 is three hundredths faster with one row.
+  const bool three = device.bulk_copies && 2 * device.warp * (centered ? 8 : 10) < vectors && vectors <= 3 * 256;
+  const int64_t warps = ceil_div(vectors, (three ? 3 : 2) * device.warp), wanted = knobs.threads / device.warp;
+  LaunchPlan plan;
+  plan.warp = device.warp;
+  plan.vec = vec;
+  plan.threads_per_row =
+      static_cast<int>(std::clamp<int64_t>(wanted, warps, std::min<int64_t>(2 * warps, 512 / device.warp)) * device.warp);
+  plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
+  // A call of few rows is spread over all multiprocessors. A block has at most 15 barriers for its rows, and shared memory for their sums.
+  const int64_t each = int64_t{cols} * (centered ? 2 : 1) * int64_t{sizeof(float)};
+  const int64_t room = (device.shared_per_block_optin - row_warps_floats * int64_t{sizeof(float)}) / each;
+  // Two blocks of up to 256 threads in place of one of 512, if they have as many rows and these have fewer than 256 threads. Share of the
+  // copy on an H200, one and two: LayerNorm 32768x5120 0.865 0.915, 8192x3584 0.81 0.84, 32768x1024 0.86 0.88; RMSNorm 0.87 0.88 of
+  // 8192x3584; equal for 256 threads per row, and worse (RMSNorm 4096x6144 0.83 0.82) with three vectors per thread.
+  const bool pairs = plan.threads_per_row < 256 && 512 / plan.threads_per_row == 2 * (256 / plan.threads_per_row);
+  const int64_t threads = knobs.block > 0 ? std::min(knobs.block, 512) : device.bulk_copies && !pairs ? 512 : 256;
+  const int64_t most = std::min({threads / plan.threads_per_row, knobs.block > 0 ? rows : ceil_div(rows, device.multiprocessors), room});
+  const int64_t groups = std::clamp<int64_t>(most, 1, 15);
+  plan.block = static_cast<int>(groups * plan.threads_per_row);
+  plan.grid = grid_of(ceil_div(rows, groups));
+  return plan;
+}
+
+}  // namespace
+
+LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
+  const int64_t vectors = ceil_div(cols, vec);
+  LaunchPlan plan;
+  if (vec > 1 && device.warp < vectors && vectors <= 2 * 512 && knobs.cluster <= 1) {
+    plan = norm_warps(device, rows, cols, vec, centered, knobs);
+  } else {
+    // Parts of warps, single elements, and rows of a cluster. With a second set of sums, or with the addresses of single elements, threads
+    // of a block of 1,024 would not have enough registers; where there are clusters, blocks of 512 are faster.
+    const int max_block = centered || vec == 1 || device.bulk_copies ? 512 : 1024, k = vec == 1 ? 4 : 2;
+    Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
+    several.block = std::min(knobs.block, 512);
+    const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
+    plan = plan_row(
+        device, rows, cols,
+        {.vec = vec, .max_k = k, .max_block = max_block, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .prefer_k = few ? 1 : k},
+        several);
+    plan = clustered(device, plan, rows, cols, k, 512, knobs);
+    plan.k = k;
+  }
+  // What a multiprocessor holds of blocks of each size. Grids that give all blocks the same number of rows take no longer and leave fewer
+  // partial rows.
   const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
                                             : int64_t{device.multiprocessors} * norm_backward_resident(plan, knobs);
   const int64_t teams = plan.grid / plan.cluster;

@@ -67,19 +67,12 @@ struct RowForwardKind {
 inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 2 * device.multiprocessors; }
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& = {},
                             const Knobs& = {});
-// Sets the shared memory of a plan of persistent blocks: `fixed` bytes, and behind them, if the device has bulk or asynchronous copies,
-// ring buffers for rows of `inputs` tensors. `resident`: blocks per multiprocessor at a time. `stages`: how many rows a ring should hold,
-// if there is room; 0: the planner chooses.
-void add_ring(const DeviceProfile&, LaunchPlan&, int64_t rows, int inputs, int fixed, int resident, int stages);
 constexpr int async_stages =
     4;  // the most rows of a ring of asynchronous copies: wait_for_copies (platform_cuda.h) waits for up to 4 groups
 // One block per row, of any length, which loops over the row.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
-// The backward of the norms: persistent blocks of at most max_block threads, whose registers hold sums over rows for their columns. A
-// thread has 2 vectors, or 3 if max_k allows it (4 of single elements). Each block, or cluster, writes one partial row.
-LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_block, int max_k, const Knobs& = {});
-// How many of its blocks are on a multiprocessor at a time.
+// The backward of the norms in registers (plan_norm_backward in launch/norms.h): how many of its blocks are on a multiprocessor at a time.
 constexpr int norm_backward_resident(const LaunchPlan& plan, const Knobs& knobs = {}) {
   return knobs.resident > 0 ? std::min(knobs.resident, 4) : plan.block <= 256 ? 2 : 1;
 }

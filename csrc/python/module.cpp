@@ -191,8 +191,8 @@ void bind_plans(py::module_& m) {
       .def_readwrite("half_from", &RowForwardKind::half_from);
   m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"),
         py::arg("kind") = RowForwardKind{}, py::arg("knobs") = Knobs{});
-  m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"),
-        py::arg("max_block"), py::arg("max_k"), py::arg("knobs") = Knobs{});
+  m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("centered"),
+        py::arg("knobs") = Knobs{});
   m.def("plan_rope_heads", &plan_rope_heads, py::arg("device"), py::arg("positions"), py::arg("q_heads"), py::arg("k_heads"),
         py::arg("head_dim"), py::arg("rotary_dim"), py::arg("vec"), py::arg("knobs") = Knobs{});
   m.def("norm_partial_rows", &norm_partial_rows, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("centered"));

@@ -13,6 +13,7 @@ from cases import example, laid_out, normal
 from plan_model import (
     ceil_div,
     check_batches,
+    check_held,
     check_ranges,
     check_ring,
     check_shares,
@@ -167,23 +168,42 @@ LARGE = {
 # Which elements a launch takes --------------------------------------------------------------------------------------
 
 
+WHOLE_WARPS, ROW_WARPS_BYTES = 1, 512  # csrc/launch/norms.h
+
+
 def norm_backward_registers(launch, call) -> None:
     plan, (vec, k, threads) = launch.plan, launch.instance
     groups, teams = groups_of(plan), plan.grid // plan.cluster
-    assert threads in (0, min(plan.threads_per_row, plan.block))  # what the kernel knows of its rows' threads
+    # What the kernel knows of its rows' threads: nothing, that they are whole warps, or how many a block has.
+    assert threads in (0, WHOLE_WARPS, min(plan.threads_per_row, plan.block))
+    assert threads != WHOLE_WARPS or (plan.cluster == 1 and plan.threads_per_row % plan.warp == 0)
+    assert threads != WHOLE_WARPS or groups <= 15 or plan.threads_per_row == plan.warp  # barriers
+    reduction = ROW_WARPS_BYTES if threads == WHOLE_WARPS else reduction_bytes(2, plan.cluster)
+    if threads == WHOLE_WARPS and (warps := plan.threads_per_row // plan.warp) > 1:
+        assert 2 * 4 * groups * ceil_div(warps * len(call["record"].parameters), 8) * 8 <= ROW_WARPS_BYTES
     assert k == plan.k
     check_shares(plan.threads_per_row, plan.warp, k, launch.cols // vec)
     device, sums, inputs = call["device"], len(call["record"].parameters), 1 + len(call["record"].outputs)
     assert (plan.stages > 0) == (vec > 1 and (device.bulk_copies or (device.async_copies and sums == 1)))
     if plan.stages:
         inboxes = plan.block // plan.warp * 8 if device.bulk_copies else 0
-        check_ring(plan, inputs, k, reduction_bytes(2, plan.cluster), inboxes)  # the saved row, and a gradient of each
+        check_ring(plan, inputs, k, reduction, inboxes)  # the saved row, and a gradient of each
         assert plan.stages <= 4 or not device.async_copies
     assert teams == plan.partial_rows and (teams - 1) * groups < launch.rows
     first = np.add.outer(np.arange(teams) * groups, np.arange(groups)).ravel()  # then every teams * groups rows
     assert np.array_equal(first, np.arange(teams * groups))
     if groups > 1:
-        assert plan.smem >= reduction_bytes(2) + groups * sums * launch.cols * 4
+        assert plan.smem >= reduction + groups * sums * launch.cols * 4
+
+
+def norm_backward_few(launch, call) -> None:
+    """Blocks that take rows, and behind them blocks that take tiles of four vectors of columns, of all rows."""
+    plan, (vec, k) = launch.plan, launch.instance
+    tiles, groups, sums = ceil_div(launch.cols, 4 * vec), groups_of(plan), len(call["record"].parameters)
+    assert plan.partial_rows == 0 and k == plan.k
+    assert (plan.grid - tiles - 1) * groups < launch.rows <= (plan.grid - tiles) * groups
+    check_held(plan.threads_per_row, k, vec, launch.cols)
+    assert plan.smem >= max(reduction_bytes(sums), plan.block // plan.warp * sums * 4 * vec * 4)
 
 
 def norm_backward_means(launch, call) -> None:
@@ -202,6 +222,7 @@ PLAN_MODELS = {
     "NormForwardRegisters": row_registers,
     "NormForwardReread": row_reread,
     "NormBackwardRegisters": norm_backward_registers,
+    "NormBackwardFew": norm_backward_few,
     "NormBackwardRows": row_registers,
     "NormBackwardMeans": norm_backward_means,
     "NormBackwardTiles": norm_backward_tiles,

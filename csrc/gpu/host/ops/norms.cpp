@@ -23,9 +23,9 @@ template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Cent
 }
 
 template <bool Centered> void norm_backward(const NormBackward<Centered>& a, Stream stream) {
-  const Buffer dsum = in("dsum", a.dsum, a.rows, a.cols);
-  const Buffers buffers{in("dy", a.dy, a.rows, a.cols),  a.dz.data ? dsum : optional(dsum),
-                        in("z", a.z, a.rows, a.cols),    in("weight", a.weight, a.cols),
+  const auto for_dz = [&](const Buffer& buffer) { return a.dz.data ? buffer : optional(buffer); };
+  const Buffers buffers{in("dy", a.dy, a.rows, a.cols),  for_dz(in("dsum", a.dsum, a.rows, a.cols)),
+                        in("z", a.z, a.rows, a.cols),    for_dz(in("weight", a.weight, a.cols)),
                         in("mean", a.mean, a.rows, f32), in("rstd", a.rstd, a.rows, f32),
                         out("dz", a.dz, a.rows, a.cols), out("dweight", a.dweight, a.cols),
                         out("dbias", a.dbias, a.cols),   workspace(a.workspace, gpu::norm_backward_workspace(a, stream))};

@@ -1,0 +1,74 @@
+// The backward of the norms for few rows, whose tensors lie in the L2: dz and the sums of dweight and dbias by one kernel.
+//
+// The sums need no reduction of a row, only rstd and mean, which the forward has left. So the first blocks take narrow tiles of columns, of
+// all rows, and the others take rows (norm_backward_rows.h): dy and z are read twice, but nothing waits for anything, and there are no
+// partial rows that a second kernel would add up. That kernel's start took as long as the work itself.
+#pragma once
+#include "gpu/norm_backward_rows.h"
+
+namespace liger::gpu {
+
+template <class T, int VEC, int K, bool Centered> struct NormBackwardFew {
+  using Args = NormBackwardArgs;
+  static constexpr int max_threads = launch::norm_backward_few.instance(VEC, K).max_threads;
+  static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
+
+  static LIGER_DEVICE void run(const Args& a) {
+    // Blocks of tiles start first, since each has the most to do.
+    if (block_id() < a.tile_blocks) return sum_tile(a, block_id());
+    if (a.dz.data) norm_backward_row<T, VEC, K, Centered, float[VEC]>(a, a.tile_blocks);
+  }
+
+ private:
+  static constexpr int vectors = launch::few_tile_vectors, at_once = Centered ? 2 : 4;  // vectors of a tile; rows whose loads are in flight
+  // Neighbouring threads have a row's vectors of the tile, and then the next row's. Each thread adds up its vector of every `lines`th row,
+  // the threads of a warp add up theirs by shuffles, and the warps of the block theirs in shared memory.
+  static LIGER_DEVICE void sum_tile(const Args& a, int64_t tile) {
+    const int vector = thread_id() & (vectors - 1), line = thread_id() / vectors, lines = block_threads() / vectors;
+    const int64_t column = (tile * vectors + vector) * VEC;
+    const int64_t rows = column < a.cols ? a.rows : 0;
+    float sums[Centered ? 2 : 1][VEC] = {};
+    for (int64_t first = line; first < rows; first += at_once * lines) {
+      Packed<T, VEC> dy[at_once] = {}, z[at_once] = {};
+      float mean[at_once] = {}, rstd[at_once] = {};
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) {
+        const int64_t row = first + k * lines;
+        if (row >= rows) continue;
+        load<Hint::constant>(dy[k], static_cast<const T*>(a.dy.data) + (row * a.dy.stride + column));
+        load<Hint::constant>(z[k], static_cast<const T*>(a.z.data) + (row * a.z.stride + column));
+        rstd[k] = a.rstd[row];
+        if constexpr (Centered) mean[k] = a.mean[row];
+      }
+#pragma unroll
+      for (int k = 0; k < at_once; ++k)
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          sums[0][i] += dy[k][i] * ((Centered ? z[k][i] - mean[k] : z[k][i]) * rstd[k]);
+          if constexpr (Centered) sums[1][i] += dy[k][i];
+        }
+    }
+    for (int mask = warp_width() / 2; mask >= vectors; mask /= 2)
+#pragma unroll
+      for (auto& of : sums)
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) of[i] += shfl_xor(of[i], mask);
+    constexpr int width = vectors * VEC, sets = Centered ? 2 : 1;
+    const Shared<float> all = shared<float>(0);  // [warps][sets][width]
+    if (lane_id() < vectors)
+#pragma unroll
+      for (int n = 0; n < sets; ++n)
+        store(&all[(warp_id() * sets + n) * width + vector * VEC], reinterpret_cast<const Vec<float, VEC>&>(sums[n]));
+    block_barrier();
+    for (int at = thread_id(); at < sets * width; at += block_threads()) {
+      const MutableVector& to = at < width ? a.dweight : a.dbias;
+      const int64_t col = tile * width + at % width;
+      if (to.data == nullptr || col >= a.cols) continue;
+      ExactSum total;
+      for (int warp = 0; warp < block_threads() / warp_width(); ++warp) total.add(all[warp * sets * width + at]);
+      store_one(to.data, to.dtype, col, total.total());
+    }
+  }
+};
+
+}  // namespace liger::gpu

@@ -1,0 +1,66 @@
+// Rows of whole warps: RowWarps, the threads that share one row if they are whole warps of a block, of any number, and sums over them.
+//
+// Each warp sums by shuffles, and writes its sums to shared memory. Behind a barrier of the row's threads, each of them adds up the sums
+// of all warps, in the same order, so that all get the same bits. Successive sums use two buffers in turn, as in RowGroupOf (rows.h).
+#pragma once
+#include "gpu/rows.h"
+#include "launch/norms.h"
+
+namespace liger::gpu {
+
+struct RowWarps {
+  static constexpr bool whole_warps = true;
+  // index: this thread's number in its row. group: which of the block's rows, of which there are `groups`, is this thread's.
+  int threads_per_row, warps, group, groups, index, turn = 0;
+
+  LIGER_DEVICE explicit RowWarps(int threads) : threads_per_row(threads), warps(threads / warp_width()) {
+    const int warp = uniform(warp_id());
+    group = warp / warps;
+    groups = block_threads() / threads;
+    index = (warp - group * warps) * warp_width() + lane_id();
+  }
+  template <int N> static constexpr int shared_bytes() { return launch::row_warps_floats * int(sizeof(float)); }
+  LIGER_DEVICE int rows_per_block() const { return groups; }
+  LIGER_DEVICE int lanes() const { return warp_width(); }
+  LIGER_DEVICE int64_t team() const { return block_id(); }
+  LIGER_DEVICE int64_t teams() const { return grid_blocks(); }
+  LIGER_DEVICE int64_t first_row() const { return block_id() * groups + group; }
+
+  // Replaces each value by its sum over the threads of the row, all of which call it together; without group barriers, all of the block.
+  template <int N> LIGER_DEVICE void sum(float (&v)[N]) {
+    static_assert(N <= 2);
+    const bool upper = N == 2 && lane_id() >= warp_width() / 2;
+    float mine = v[0];
+    if constexpr (N == 2) {  // the lower half of the lanes goes on with v[0], the upper one with v[1]
+      const float others = shfl_xor(upper ? v[0] : v[1], warp_width() / 2);
+      mine = (upper ? v[1] : v[0]) + others;
+    }
+#pragma unroll
+    for (int mask = warp_width() / N / 2; mask > 0; mask /= 2) mine += shfl_xor(mine, mask);
+    if (warps == 1) {
+      const float others = N == 2 ? shfl_xor(mine, warp_width() / 2) : 0;
+      v[0] = upper ? others : mine;
+      if constexpr (N == 2) v[1] = upper ? mine : others;
+      return;
+    }
+    const int used = warps * N, pitch = (used + 7) & ~7;
+    const Shared<float> sums = shared<float>(((turn & 1) * (launch::row_warps_floats / 2) + group * pitch) * int(sizeof(float)));
+    ++turn;
+    if ((lane_id() & (warp_width() / N - 1)) == 0) sums[index / warp_width() * N + upper] = mine;
+    if (index < pitch - used) sums[used + index] = 0;  // in place of warps that the row does not have
+    group_barrier(group, threads_per_row);
+#pragma unroll
+    for (int n = 0; n < N; ++n) v[n] = 0;
+#pragma unroll 1
+    for (int at = 0; at < pitch; at += 8) {
+      Vec<float, 8> of;
+      load(of, &sums[at]);
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        v[n] += N == 1 ? ((of[0] + of[1]) + (of[2] + of[3])) + ((of[4] + of[5]) + (of[6] + of[7]))
+                       : (of[n] + of[n + 2]) + (of[n + 4] + of[n + 6]);
+    }
+  }
+};
+
+}  // namespace liger::gpu
