@@ -87,13 +87,15 @@ class Path:
         if self.kind == "wraps":
             at_most = max(launch.plan.stages for launch in self.launches(profile, 2**18))
             most = min(2, at_most)  # one row may fill a ring
-            while not all(
-                launch.plan.stages >= most and wraps(launch.plan, rows)
-                for launch in self.launches(profile, rows)
-                if launch.plan.stages
-            ):
+            while at_most and not self._fills_rings(profile, rows, most):
                 rows += 1 + rows // 8
         return rows
+
+    def _fills_rings(self, profile: _C.DeviceProfile, rows: int, stages: int) -> bool:
+        """Whether so many rows get kernels with rings, all of at least ``stages`` rows, and wrap around them. Fewer rows
+        may get a kernel without one."""
+        plans = [launch.plan for launch in self.launches(profile, rows) if launch.plan.stages]
+        return bool(plans) and all(plan.stages >= stages and wraps(plan, rows) for plan in plans)
 
     def arguments(self, rows: int, device: torch.device | str) -> dict[str, Any]:
         made = arguments(self.op, rows, self.cols, self.dtype, device) | self.options

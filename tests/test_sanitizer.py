@@ -104,4 +104,4 @@ def test_the_selection_has_every_persistent_kernel_and_every_cluster(name):
 def test_the_selection_is_compact():
     """Rows are few where neither rings nor clusters need them."""
     profile = _C.profile("H200")
-    assert sum(path.rows(profile) * path.cols for path in WATCHED) < 1.2e9
+    assert sum(path.rows(profile) * path.cols for path in WATCHED) < 1.3e9
