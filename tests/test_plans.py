@@ -34,7 +34,9 @@ def tilings(draw):
         "max_k": max_k,
         "max_block": draw(st.sampled_from([256, 512, 1024])),
         "min_block": draw(st.sampled_from([64, 128, 256])),
-        "prefer_k": draw(st.sampled_from([k for k in (1, 2, 4) if k <= max_k])),
+        "k": draw(st.sampled_from([k for k in (1, 2, 4) if k <= max_k])),
+        "long_k": draw(st.sampled_from([0, max_k])),
+        "long_from": draw(st.sampled_from([32, 64])),
     }
 
 
@@ -90,14 +92,14 @@ def check_cluster(plan, device, cols):
 @given(
     vec=st.sampled_from([1, 4, 8]),
     max_k=st.sampled_from([4, 8]),
-    half_from=st.sampled_from([0, 64, 256]),
-    block_k=st.sampled_from([0, 4]),
+    long_k=st.sampled_from([0, 5, 6]),
+    max_block=st.sampled_from([256, 512, 1024]),
     **rows_and_cols,
 )
-def test_forward_plans(name, rows, cols, vec, max_k, half_from, block_k):
-    device, kind = profile(name), _C.RowForwardKind()
-    kind.half_from, kind.block_k = half_from, block_k
-    plan = _C.plan_row_forward(device, rows // 8, cols, vec, max_k, kind)
+def test_forward_plans(name, rows, cols, vec, max_k, long_k, max_block):
+    device, tiling = profile(name), _C.RowTiling()
+    tiling.vec, tiling.max_k, tiling.max_block, tiling.k, tiling.long_k = vec, max_k, max_block, 4, long_k
+    plan = _C.plan_row_forward(device, rows // 8, cols, tiling)
     assert 0 < plan.block <= device.max_block_threads and plan.block % plan.warp == 0 and plan.k <= max_k
     assert plan.path == _C.Path.reread or plan.threads_per_row * plan.k * vec >= cols
     check_cluster(plan, device, cols)

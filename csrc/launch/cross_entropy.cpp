@@ -14,7 +14,8 @@ LaunchPlan plan_held(const DeviceProfile& device, const LogitsShape& of, const K
   if (vectors < int64_t{8} * min_logit_threads) return plan;
   // Of the three kernels, the one with the fewest vectors per thread that can hold the row in a cluster of blocks of 256 threads.
   const int held = vectors <= 8 * 256 * 8 ? 8 : vectors <= 8 * 256 * 10 ? 10 : 16;
-  plan = plan_row_forward(device, of.rows, vectors * of.vec, of.vec, held, {.cluster_from = two_blocks_from}, knobs);
+  const RowTiling tiling{.vec = of.vec, .max_k = held, .max_block = 512, .k = 4};
+  plan = plan_row_forward(device, of.rows, vectors * of.vec, tiling, knobs, two_blocks_from);
   if (plan.path == Path::regs) plan.k = held;
   plan.smem = reduction_bytes(2, plan.cluster);
   check_threads(device, plan);

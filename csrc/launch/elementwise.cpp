@@ -26,7 +26,7 @@ Launch pieces(const DeviceProfile& device, const Kernel& kernel, int64_t rows, i
 
 Launch partial_columns(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
   // Threads own whole vectors, and one element each behind them.
-  const LaunchPlan plan = plan_norm_tiles(device, rows, (cols / vec + cols % vec) * vec, vec);
+  const LaunchPlan plan = plan_row_ranges(device, rows, (cols / vec + cols % vec) * vec, vec);
   check_threads(device, plan);
   return {&partial_columns_kernel, partial_columns_kernel.instance(vec), rows, cols, plan};
 }

@@ -50,7 +50,8 @@ Launch over_parts(const DeviceProfile& device, const Kernel& kernel, const Group
 // leave multiprocessors idle. Knobs do not change how many blocks share a row, because the workspace for sums of channels depends on it.
 LaunchPlan held(const DeviceProfile& device, const GroupNormRows& of, int vec, int max_k, const Knobs& knobs) {
   constexpr int64_t long_row = 2048;  // vectors
-  const auto plan = [&](const Knobs& with) { return plan_row_forward(device, of.rows, of.cols, vec, vec == 1 ? 4 : max_k, {}, with); };
+  const RowTiling tiling{.vec = vec, .max_k = vec == 1 ? 4 : max_k, .max_block = 512, .k = 4};
+  const auto plan = [&](const Knobs& with) { return plan_row_forward(device, of.rows, of.cols, tiling, with); };
   const auto too_large = [](const LaunchPlan& made) { return made.cluster == 1 && made.k > 4 && made.block > group_norm_k_threads; };
   LaunchPlan own = plan({});
   const int64_t for_each = device.multiprocessors / std::max<int64_t>(1, of.rows);

@@ -8,6 +8,105 @@
 namespace liger::launch {
 namespace {
 
+// How many threads a row of the forward gets, in a block. The numbers were measured on an H200.
+RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
+  const int max_k = norm_forward_k(vec);
+  const int64_t vectors = ceil_div(cols, vec);
+  // LayerNorm's moments take longer to merge than a sum: fewer threads, with up to six vectors each, in blocks of 256 as long as these hold
+  // a row.
+  if (kind.centered)
+    return {.vec = vec, .max_k = max_k, .max_block = vectors <= 256 * max_k ? 256 : 512, .k = 4, .long_k = 6, .long_from = 64};
+  // Two tensors: two vectors of each per thread are fastest, and eight are too many, so that rows which 512 threads would hold with more
+  // than four get 1,024.
+  if (kind.two) {
+    const bool large = 512 * 4 < vectors && vectors <= 1024 * 4;
+    return {.vec = vec, .max_k = max_k, .max_block = large ? 1024 : 512, .k = 2};
+  }
+  // Five vectors are faster than two or three in twice as many threads.
+  return {.vec = vec, .max_k = max_k, .max_block = 512, .k = 4, .long_k = 5, .long_from = 32};
+}
+
+}  // namespace
+
+Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
+  const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.two ? Tunable("add_rms_norm") : Tunable("rms_norm");
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
+  LaunchPlan plan = plan_row_forward(device, rows, cols, forward_tiling(kind, cols, vec), knobs);
+  plan.smem = reduction_bytes(kind.centered ? 2 : 1, plan.cluster);
+  check_threads(device, plan);
+  if (plan.path == Path::reread) return {&norm_forward_reread, norm_forward_reread.instance(vec), rows, cols, plan, tunable};
+  const int k = vec == 1 ? 4 : plan.k, bound = plan.cluster > 1 ? norm_cluster_bound(kind) : row_threads;
+  return {&norm_forward_registers, norm_forward_registers.instance(vec, k, bound), rows, cols, plan, tunable};
+}
+
+namespace {
+
+// How many blocks of the persistent backward are on a multiprocessor at a time.
+int resident_blocks(const LaunchPlan& plan, const Knobs& knobs) {
+  return knobs.resident > 0 ? std::min(knobs.resident, 4) : plan.block <= 256 ? 2 : 1;
+}
+
+// Rows of whole warps, several to a block of up to 512 threads, or of 256 where there are no bulk copies.
+LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
+  const int64_t vectors = ceil_div(cols, vec);
+  // Two vectors per thread; three where a block then holds two rows in place of one. On an H100 that is a hundredth faster for LayerNorm of
+  // 5,120 and 6,144 columns, and for RMSNorm of 6,144; RMSNorm of 5,120 is three hundredths faster with one row.
+  const bool three = device.bulk_copies && 2 * device.warp * (centered ? 8 : 10) < vectors && vectors <= 3 * 256;
+  const int64_t warps = ceil_div(vectors, (three ? 3 : 2) * device.warp), wanted = knobs.threads / device.warp;
+  LaunchPlan plan;
+  plan.warp = device.warp;
+  plan.vec = vec;
+  plan.threads_per_row =
+      static_cast<int>(std::clamp<int64_t>(wanted, warps, std::min<int64_t>(2 * warps, 512 / device.warp)) * device.warp);
+  plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
+  // A call of few rows is spread over all multiprocessors. A block has at most 15 barriers for its rows, and shared memory for their sums.
+  const int64_t each = int64_t{cols} * (centered ? 2 : 1) * int64_t{sizeof(float)};
+  const int64_t room = (device.shared_per_block_optin - row_warps_floats * int64_t{sizeof(float)}) / each;
+  // Two blocks of up to 256 threads in place of one of 512, if they have as many rows and these have fewer than 256 threads. Share of the
+  // copy on an H200, one and two: LayerNorm 32768x5120 0.865 0.915, 8192x3584 0.81 0.84, 32768x1024 0.86 0.88; RMSNorm 0.87 0.88 of
+  // 8192x3584; equal for 256 threads per row, and worse (RMSNorm 4096x6144 0.83 0.82) with three vectors per thread.
+  const bool pairs = plan.threads_per_row < 256 && 512 / plan.threads_per_row == 2 * (256 / plan.threads_per_row);
+  const int64_t threads = knobs.block > 0 ? std::min(knobs.block, 512) : device.bulk_copies && !pairs ? 512 : 256;
+  const int64_t most = std::min({threads / plan.threads_per_row, knobs.block > 0 ? rows : ceil_div(rows, device.multiprocessors), room});
+  const int64_t groups = std::clamp<int64_t>(most, 1, 15);
+  plan.block = static_cast<int>(groups * plan.threads_per_row);
+  plan.grid = grid_of(ceil_div(rows, groups));
+  return plan;
+}
+
+}  // namespace
+
+LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
+  const int64_t vectors = ceil_div(cols, vec);
+  LaunchPlan plan;
+  if (vec > 1 && device.warp < vectors && vectors <= 2 * 512 && knobs.cluster <= 1) {
+    plan = norm_warps(device, rows, cols, vec, centered, knobs);
+  } else {
+    // Parts of warps, single elements, and rows of a cluster. With a second set of sums, or with the addresses of single elements, threads
+    // of a block of 1,024 would not have enough registers; where there are clusters, blocks of 512 are faster.
+    const int max_block = centered || vec == 1 || device.bulk_copies ? 512 : 1024, k = vec == 1 ? 4 : 2;
+    Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
+    several.block = std::min(knobs.block, 512);
+    const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
+    plan = plan_row(
+        device, rows, cols,
+        {.vec = vec, .max_k = k, .max_block = max_block, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k},
+        several);
+    plan = clustered(device, plan, rows, cols, k, 512, knobs);
+    plan.k = k;
+  }
+  // What a multiprocessor holds of blocks of each size. Grids that give all blocks the same number of rows take no longer and leave fewer
+  // partial rows.
+  const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
+                                            : int64_t{device.multiprocessors} * resident_blocks(plan, knobs);
+  const int64_t teams = plan.grid / plan.cluster;
+  plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
+  plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
+  return plan;
+}
+
+namespace {
+
 Tunable backward_tunable(NormBackwardKind kind) {
   if (kind.centered) return "layer_norm_backward";
   return kind.inputs > 2 ? Tunable("add_rms_norm_backward") : Tunable("rms_norm_backward");
@@ -41,7 +140,7 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind ki
   const int stage = plan.block * kind.inputs * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
   const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
   const int wanted = stages > 0 ? stages : ring_stages(device, kind, rounds, 96 * 1024 / resident, stage);
-  const int room = std::min(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024) - plan.ring_offset;
+  const int room = shared_room(device, resident) - plan.ring_offset;
   plan.stages = std::clamp(wanted, 1, std::clamp(room / stage, 1, device.bulk_copies ? wanted : async_stages));
   plan.smem = plan.ring_offset + plan.stages * stage;
 }
@@ -54,7 +153,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
     const bool few = few_rows(device, rows);
     const int bound = norm_backward_rows.instance(vec, 2).max_threads, most = !few && ceil_div(cols, vec) <= 256 * 4 ? 256 : bound;
     LaunchPlan plan =
-        plan_row(device, rows, cols, {.vec = vec, .max_block = most, .prefer_k = few ? 1 : 2, .half_from = few ? 0 : 64, .half_k = 3});
+        plan_row(device, rows, cols, {.vec = vec, .max_block = most, .k = few ? 1 : 2, .long_k = few ? 0 : 3, .long_from = 32});
     if (plan.path == Path::regs) {
       plan.k = std::max(2, plan.k);
       plan.smem = reduction_bytes(kind.centered ? 2 : 1);
@@ -77,7 +176,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
   if (plan.path == Path::regs && !kind.mixed) {
     const int groups = std::max(1, plan.block / plan.threads_per_row), threads = known_threads(plan);
     const int reduction = threads == whole_warps ? row_warps_floats * int(sizeof(float)) : reduction_bytes(2, plan.cluster);
-    add_ring(device, plan, kind, rows, reduction, norm_backward_resident(plan, knobs), knobs.stages);
+    add_ring(device, plan, kind, rows, reduction, resident_blocks(plan, knobs), knobs.stages);
     // Rows that share a block add up their sums in shared memory, in place of the ring.
     if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
     if (knobs != Knobs{}) {
@@ -91,7 +190,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
     }
     return {.main = main(norm_backward_registers, norm_backward_registers.instance(vec, plan.k, threads), plan, backward_tunable(kind))};
   }
-  const LaunchPlan tiles = plan_norm_tiles(device, rows, cols, vec);
+  const LaunchPlan tiles = plan_row_ranges(device, rows, cols, vec);
   LaunchPlan means = plan_block_per_row(device, rows, cols, vec);
   means.smem = reduction_bytes(2);
   check_threads(device, tiles);
@@ -101,23 +200,6 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
 }
 
 }  // namespace
-
-Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
-  const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.two ? Tunable("add_rms_norm") : Tunable("rms_norm");
-  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
-  // Measured on an H200. With two tensors, 2 vectors of each per thread are fastest, and 8 are too many; with one, 5 vectors are faster
-  // than 2 or 3 in twice as many threads. LayerNorm's moments take longer to merge: there 6 vectors in half as many threads, and blocks of
-  // 256.
-  RowForwardKind row{.half_from = 64};
-  if (kind.two) row = {.prefer_k = 2, .block_k = 4};
-  if (kind.centered) row = {.block = cols <= 256 * norm_forward_k(vec) * vec ? 256 : 512, .half_from = 128, .half_k = 6};
-  LaunchPlan plan = plan_row_forward(device, rows, cols, vec, norm_forward_k(vec), row, knobs);
-  plan.smem = reduction_bytes(kind.centered ? 2 : 1, plan.cluster);
-  check_threads(device, plan);
-  if (plan.path == Path::reread) return {&norm_forward_reread, norm_forward_reread.instance(vec), rows, cols, plan, tunable};
-  const int k = vec == 1 ? 4 : plan.k, bound = plan.cluster > 1 ? norm_cluster_bound(kind) : row_threads;
-  return {&norm_forward_registers, norm_forward_registers.instance(vec, k, bound), rows, cols, plan, tunable};
-}
 
 NormBackwardLaunches norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind,
                                    const Knobs* given) {
@@ -129,7 +211,7 @@ int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t col
   for (const int vec : {1, 4, 8}) {
     const LaunchPlan held = plan_norm_backward(device, rows, cols, vec, centered);
     if (held.path == Path::regs) most = std::max<int64_t>(most, held.partial_rows);
-    most = std::max<int64_t>(most, plan_norm_tiles(device, rows, cols, vec).partial_rows);
+    most = std::max<int64_t>(most, plan_row_ranges(device, rows, cols, vec).partial_rows);
   }
   return most;
 }

@@ -4,16 +4,14 @@
 #include <stdexcept>
 #include <string>
 
-#include "launch/norms.h"
-
 namespace liger::launch {
-namespace {
 
-// The grid of a launch, which must cover all of its work: more blocks than a grid can have are an error.
 int grid_of(int64_t blocks) {
   if (blocks > std::numeric_limits<int32_t>::max()) throw std::length_error("a tensor needs more blocks than one launch can have");
   return static_cast<int>(std::max<int64_t>(1, blocks));
 }
+
+namespace {
 
 // How many clusters are on the device at a time, if each multiprocessor holds `blocks` of their blocks.
 int resident_clusters(const DeviceProfile& device, int64_t cluster, int blocks = 1) {
@@ -21,16 +19,15 @@ int resident_clusters(const DeviceProfile& device, int64_t cluster, int blocks =
     if (cluster == 1 << i) return device.resident_clusters[blocks - 1][i];
   return 0;
 }
-// The grid of persistent clusters, in clusters: a multiprocessor holds at most three of their blocks.
+// A knob, rounded up to a power of two and clamped to bounds that are powers of two.
+int64_t knob_within(int knob, int64_t least, int64_t most) { return std::clamp(next_pow2(knob), least, std::max(least, most)); }
+
+}  // namespace
+
 int64_t persistent_clusters(const DeviceProfile& device, int64_t cluster, int resident) {
   return resident_clusters(device, cluster, std::clamp(resident, 1, 3));
 }
 
-// A knob, rounded up to a power of two and clamped to bounds that are powers of two.
-int64_t knob_within(int knob, int64_t least, int64_t most) { return std::clamp(next_pow2(knob), least, std::max(least, most)); }
-
-// Gives each row a cluster of blocks of `block` threads with at most k vectors each, if a single block cannot hold the row, or if the knobs
-// ask for it; provided that the device has clusters of the size. Otherwise returns `plan` unchanged.
 LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, const Knobs& knobs) {
   const int64_t vectors = ceil_div(cols, plan.vec), least = next_pow2(ceil_div(vectors, int64_t{block} * k));
   int64_t cluster = knob_within(knobs.cluster, least, next_pow2(ceil_div(vectors, block)));  // no thread without a vector
@@ -45,8 +42,6 @@ LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows,
   return plan;
 }
 
-}  // namespace
-
 void check_threads(const DeviceProfile& device, const LaunchPlan& plan) {
   if (device.vendor == Vendor::amd && int64_t{plan.grid} * plan.block >= int64_t{1} << 32)
     throw std::length_error("a tensor needs more threads than one launch can have on " + std::string(device.name));
@@ -58,12 +53,13 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   plan.vec = tiling.vec;
   const int max_block = std::min(tiling.max_block, device.max_block_threads);
   const int64_t vectors = std::max<int64_t>(1, ceil_div(cols, tiling.vec));
-  // So many threads that each has about prefer_k vectors, and at least so many that together they read 128 bytes at a time. If the block
-  // has not that many, each has more vectors.
+  // At least so many threads that together they read 128 bytes at a time.
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
-  int64_t threads = std::clamp<int64_t>(next_pow2(ceil_div(vectors, tiling.prefer_k)), coalesced, max_block);
-  if (tiling.half_from > 0 && threads >= tiling.half_from && vectors * 2 <= threads * tiling.half_k && tiling.half_k < tiling.max_k)
-    threads /= 2;
+  const auto most_k = [&](int64_t threads) {
+    return tiling.long_k > 0 && threads >= tiling.long_from ? std::min(tiling.long_k, tiling.max_k) : tiling.k;
+  };
+  int64_t threads = std::min<int64_t>(coalesced, max_block);
+  while (threads < max_block && threads * most_k(threads) < vectors) threads *= 2;
   if (knobs.threads > 0) {  // at least as many as hold the row, if a block can; at most one per vector
     const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
     const int64_t least = holding > max_block ? tiling.min_block : std::max(coalesced, holding);
@@ -81,27 +77,20 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   return plan;
 }
 
-LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& kind,
-                            const Knobs& knobs) {
+LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t cols, RowTiling tiling, const Knobs& knobs,
+                            int64_t cluster_from) {
+  const int64_t vectors = ceil_div(cols, tiling.vec);
   const bool few = few_rows(device, rows);
-  const int64_t vectors = ceil_div(cols, vec), held = int64_t{kind.block} * kind.block_k;
-  const bool large = few || (held < vectors && vectors <= 2 * held) || std::max(knobs.threads, knobs.block) > kind.block;
-  const int half_from = few ? 0 : kind.half_from;
-  LaunchPlan plan = plan_row(device, rows, cols,
-                             {.vec = vec,
-                              .max_k = max_k,
-                              .max_block = large ? 1024 : kind.block,
-                              .prefer_k = few ? 1 : kind.prefer_k,
-                              .half_from = half_from,
-                              .half_k = kind.half_k},
-                             knobs);
+  if (few) tiling.k = 1, tiling.long_k = 0;
+  if (few || std::max(knobs.threads, knobs.block) > tiling.max_block) tiling.max_block = 1024;
+  LaunchPlan plan = plan_row(device, rows, cols, tiling, knobs);
   const bool own_choice = std::max({knobs.threads, knobs.block, knobs.cluster}) == 0;
-  const bool clusters = knobs.cluster > 1 || (own_choice && !few && kind.cluster_from > 0 && vectors >= kind.cluster_from);
+  const bool clusters = knobs.cluster > 1 || (own_choice && !few && vectors >= cluster_from);
   if (plan.path == Path::regs && !clusters) return plan;
-  if (plan.path != Path::regs) plan = plan_row(device, rows, cols, {.vec = vec, .max_k = max_k, .prefer_k = max_k}, knobs);
+  if (plan.path != Path::regs) plan = plan_row(device, rows, cols, {.vec = tiling.vec, .max_k = tiling.max_k, .k = tiling.max_k}, knobs);
   // Blocks of 256 threads, if that does not need a cluster of more than 8 blocks; else 512.
-  const bool small = vectors <= 8 * 256 * max_k;
-  return clustered(device, plan, rows, cols, max_k, small ? 256 : 512, knobs);
+  const bool small = vectors <= 8 * 256 * tiling.max_k;
+  return clustered(device, plan, rows, cols, tiling.max_k, small ? 256 : 512, knobs);
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
@@ -115,68 +104,7 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
   return plan;
 }
 
-namespace {
-
-// Rows of whole warps, several to a block of up to 512 threads, or of 256 where there are no bulk copies.
-LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
-  const int64_t vectors = ceil_div(cols, vec);
-  // Two vectors per thread; three where a block then holds two rows in place of one. On an H100 that is a hundredth faster for LayerNorm of
-  // 5,120 and 6,144 columns, and for RMSNorm of 6,144; RMSNorm of 5,120 is three hundredths faster with one row.
-  const bool three = device.bulk_copies && 2 * device.warp * (centered ? 8 : 10) < vectors && vectors <= 3 * 256;
-  const int64_t warps = ceil_div(vectors, (three ? 3 : 2) * device.warp), wanted = knobs.threads / device.warp;
-  LaunchPlan plan;
-  plan.warp = device.warp;
-  plan.vec = vec;
-  plan.threads_per_row =
-      static_cast<int>(std::clamp<int64_t>(wanted, warps, std::min<int64_t>(2 * warps, 512 / device.warp)) * device.warp);
-  plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
-  // A call of few rows is spread over all multiprocessors. A block has at most 15 barriers for its rows, and shared memory for their sums.
-  const int64_t each = int64_t{cols} * (centered ? 2 : 1) * int64_t{sizeof(float)};
-  const int64_t room = (device.shared_per_block_optin - row_warps_floats * int64_t{sizeof(float)}) / each;
-  // Two blocks of up to 256 threads in place of one of 512, if they have as many rows and these have fewer than 256 threads. Share of the
-  // copy on an H200, one and two: LayerNorm 32768x5120 0.865 0.915, 8192x3584 0.81 0.84, 32768x1024 0.86 0.88; RMSNorm 0.87 0.88 of
-  // 8192x3584; equal for 256 threads per row, and worse (RMSNorm 4096x6144 0.83 0.82) with three vectors per thread.
-  const bool pairs = plan.threads_per_row < 256 && 512 / plan.threads_per_row == 2 * (256 / plan.threads_per_row);
-  const int64_t threads = knobs.block > 0 ? std::min(knobs.block, 512) : device.bulk_copies && !pairs ? 512 : 256;
-  const int64_t most = std::min({threads / plan.threads_per_row, knobs.block > 0 ? rows : ceil_div(rows, device.multiprocessors), room});
-  const int64_t groups = std::clamp<int64_t>(most, 1, 15);
-  plan.block = static_cast<int>(groups * plan.threads_per_row);
-  plan.grid = grid_of(ceil_div(rows, groups));
-  return plan;
-}
-
-}  // namespace
-
-LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
-  const int64_t vectors = ceil_div(cols, vec);
-  LaunchPlan plan;
-  if (vec > 1 && device.warp < vectors && vectors <= 2 * 512 && knobs.cluster <= 1) {
-    plan = norm_warps(device, rows, cols, vec, centered, knobs);
-  } else {
-    // Parts of warps, single elements, and rows of a cluster. With a second set of sums, or with the addresses of single elements, threads
-    // of a block of 1,024 would not have enough registers; where there are clusters, blocks of 512 are faster.
-    const int max_block = centered || vec == 1 || device.bulk_copies ? 512 : 1024, k = vec == 1 ? 4 : 2;
-    Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
-    several.block = std::min(knobs.block, 512);
-    const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
-    plan = plan_row(
-        device, rows, cols,
-        {.vec = vec, .max_k = k, .max_block = max_block, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .prefer_k = few ? 1 : k},
-        several);
-    plan = clustered(device, plan, rows, cols, k, 512, knobs);
-    plan.k = k;
-  }
-  // What a multiprocessor holds of blocks of each size. Grids that give all blocks the same number of rows take no longer and leave fewer
-  // partial rows.
-  const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
-                                            : int64_t{device.multiprocessors} * norm_backward_resident(plan, knobs);
-  const int64_t teams = plan.grid / plan.cluster;
-  plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
-  plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
-  return plan;
-}
-
-LaunchPlan plan_norm_tiles(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+LaunchPlan plan_row_ranges(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
   LaunchPlan plan;
   plan.path = Path::reread;
   plan.warp = device.warp;
@@ -247,7 +175,6 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   // Small blocks overlap more rows on a multiprocessor; large ones where shared memory holds few rows, or there are few.
   const bool large = stash || few_rows(device, rows) || knobs.threads > 256 || knobs.block > 256;
   const int max_threads = large ? 512 : rows < 4 * device.multiprocessors || std::max(knobs.threads, knobs.block) > 128 ? 256 : 128;
-  constexpr int reserved_shared = 1024;  // what a driver takes of a multiprocessor's shared memory for each block
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
@@ -266,8 +193,7 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   // As many blocks on a multiprocessor as leave no more unstashed than the L2 holds; the last resort is one large block.
   for (int resident = knobs.resident > 0 ? std::min(knobs.resident, max_resident) : max_resident; stash && resident >= 1; --resident) {
     if (resident == 1 && plan.threads_per_row == max_threads) spread(2 * max_threads);
-    const int64_t room =
-        std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved_shared) - shared_bytes;
+    const int64_t room = shared_room(device, resident) - shared_bytes;
     const int64_t slot = int64_t{plan.block} * vec * element_bytes;
     const int64_t slots = std::clamp<int64_t>(room / slot, 0, ceil_div(vectors, plan.threads_per_row));
     const int64_t left = std::max<int64_t>(0, vectors - slots * plan.threads_per_row) * vec * element_bytes;

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "launch/knobs.h"
 #include "launch/profile.h"
@@ -25,7 +26,7 @@ struct LaunchPlan {
   Path path = Path::regs;
   int vec = 1;              // elements per access: as many as 16 bytes hold, or 1 where rows are not aligned to 16 bytes
   int k = 1;                // vectors that a thread holds (regs), or that it loads before it uses the first one (reread)
-  int threads_per_row = 32; // a power of two: part of a warp, whole warps of one block, or all threads of a cluster
+  int threads_per_row = 32; // part of a warp, which is a power of two, whole warps of one block, or all threads of a cluster
   int block = 32;           // threads per block, which processes block / threads_per_row rows at a time
   int grid = 1;             // blocks, a multiple of cluster
   int cluster = 1;          // blocks that share a row
@@ -41,44 +42,45 @@ struct LaunchPlan {
 // plans have.
 void check_threads(const DeviceProfile&, const LaunchPlan&);
 
-// How plan_row spreads a row over threads: at most `max_k` vectors per thread, in blocks of at most `max_block` threads.
+// How plan_row spreads a row over threads: the smallest power of two of them of which each has at most `k` vectors, as far as a block has
+// so many threads.
 struct RowTiling {
   int vec = 1;            // elements per access; 1 where alignment forbids more
-  int max_k = 4;
-  int max_block = 1024;
+  int max_k = 4;          // the most vectors of a thread if the block has too few threads for `k`: what its registers hold
+  int max_block = 1024;   // the most threads
   int min_block = 128;    // short rows share a block, so that it has at least this many threads
-  int prefer_k = 2;       // the number of threads is chosen such that each has about this many vectors
-  // A row for which that gives half_from threads or more gets half of them, if each then has at most half_k vectors. 0: never.
-  int half_from = 0;
-  int half_k = 5;
+  int k = 2;
+  // Rows of long_from threads or more may have long_k vectors per thread before they get twice as many threads. 0: k, as all others.
+  int long_k = 0, long_from = 0;
 };
 LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&, const Knobs& = {});
 
-// For kernels that hold a row in registers, if a block, or a cluster of blocks, can hold it with max_k vectors per thread (the forward of
-// the norms, softmax). Longer rows get one block each, which reads the row twice.
-struct RowForwardKind {
-  int prefer_k = 4;               // as in RowTiling
-  int block = 512;                // threads per row that are not exceeded, unless so many with block_k vectors each cannot hold the row
-  int block_k = 0;                // 0: block is never exceeded, except by short calls (few_rows)
-  int half_from = 0, half_k = 5;  // as in RowTiling
-  int cluster_from = 0;           // rows of this many vectors or more get a cluster, even if a block would hold them; 0: never
-};
 // True if a call has so few rows that the device is not full even with a block for each: each row then gets more threads.
 inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 2 * device.multiprocessors; }
-LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int max_k, const RowForwardKind& = {},
-                            const Knobs& = {});
+// For kernels that hold a row in registers (the forward of the norms, losses in place): as plan_row, but calls of few rows get one vector
+// per thread. Rows that a block cannot hold, and all of `cluster_from` vectors or more, get a cluster of blocks if the device has one that
+// holds them; else one block each, which reads the row twice.
+LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, RowTiling, const Knobs& = {},
+                            int64_t cluster_from = std::numeric_limits<int64_t>::max());
+// Gives each row a cluster of blocks of `block` threads with at most k vectors each, if a single block cannot hold the row, or if the knobs
+// ask for it; provided that the device has clusters of the size. Otherwise returns `plan` unchanged.
+LaunchPlan clustered(const DeviceProfile&, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, const Knobs&);
+// How many clusters of persistent blocks a device holds if each multiprocessor has `resident` of the blocks, which may be at most three.
+int64_t persistent_clusters(const DeviceProfile&, int64_t cluster, int resident);
+// The grid of a launch that covers `blocks` of work. Throws std::length_error if that is more than a launch can have.
+int grid_of(int64_t blocks);
+// Bytes of shared memory that each of `resident` blocks on a multiprocessor can have. A driver takes 1,024 for itself per block.
+inline int shared_room(const DeviceProfile& device, int64_t resident) {
+  return std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024);
+}
 constexpr int async_stages =
     4;  // the most rows of a ring of asynchronous copies: wait_for_copies (platform_cuda.h) waits for up to 4 groups
 // One block per row, of any length, which loops over the row.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
-// The backward of the norms in registers (plan_norm_backward in launch/norms.h): how many of its blocks are on a multiprocessor at a time.
-constexpr int norm_backward_resident(const LaunchPlan& plan, const Knobs& knobs = {}) {
-  return knobs.resident > 0 ? std::min(knobs.resident, 4) : plan.block <= 256 ? 2 : 1;
-}
-// The backward of the norms for rows that registers cannot hold. The matrix is cut into tiles of block * vec columns and ranges of rows,
-// and a block has one tile of one range. partial_rows is the number of ranges.
-LaunchPlan plan_norm_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
+// Sums over the rows of a matrix, for each column (the backward of norms whose rows registers cannot hold, dbias). It is cut into tiles of
+// block * vec columns and ranges of rows, and a block has one tile of one range. partial_rows is the number of ranges.
+LaunchPlan plan_row_ranges(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
 // `work` independent items (vectors), of which each thread processes `per_thread`.
 LaunchPlan plan_elementwise(const DeviceProfile&, int64_t work, int per_thread, int block = 256);

@@ -46,7 +46,7 @@ LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& of, in
   const int usual_block = static_cast<int>(most_in_block) / k;
   const bool few = few_rows(device, of.rows), large = few || of.vec == 1 || std::max(knobs.threads, knobs.block) > usual_block;
   LaunchPlan plan = plan_row(device, of.rows, of.cols,
-                             {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : usual_block, .prefer_k = few ? 1 : 4}, knobs);
+                             {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : usual_block, .k = few ? 1 : 4}, knobs);
   plan.smem = reduction_bytes(2);
   return plan;
 }
@@ -69,14 +69,13 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, 
   }
   // The same threads and blocks as for rows of one vector per thread.
   const Knobs rows_of_block{.block = blocks > 1 ? 0 : knobs.block};
-  LaunchPlan plan = plan_row(device, of.rows * blocks, threads * of.vec, {.vec = of.vec, .max_k = 1, .prefer_k = 1}, rows_of_block);
+  LaunchPlan plan = plan_row(device, of.rows * blocks, threads * of.vec, {.vec = of.vec, .max_k = 1, .k = 1}, rows_of_block);
   plan.cluster = static_cast<int>(blocks);
   plan.threads_per_row = static_cast<int>(threads * blocks);
   plan.ring_offset = plan.smem = reduction_bytes(2, plan.cluster);
   // A multiprocessor's shared memory is divided among as many blocks as its registers have room for: 1,024 threads of 64.
-  constexpr int reserved = 1024;  // what a driver takes of a multiprocessor's shared memory for each block
   const int64_t slot = int64_t{plan.block} * inputs * 16, resident = std::max(1, 1024 / plan.block);
-  const int64_t room = std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - reserved) - plan.smem;
+  const int64_t room = shared_room(device, resident) - plan.smem;
   const int64_t missing = std::max<int64_t>(0, ceil_div(vectors, plan.threads_per_row) - k);
   const int64_t slots = of.vec == 1 ? 0 : std::min(missing, std::max<int64_t>(0, room / slot));
   plan.k = static_cast<int>(k + slots);

@@ -163,8 +163,9 @@ void bind_plans(py::module_& m) {
       .def_readwrite("max_k", &RowTiling::max_k)
       .def_readwrite("max_block", &RowTiling::max_block)
       .def_readwrite("min_block", &RowTiling::min_block)
-      .def_readwrite("prefer_k", &RowTiling::prefer_k)
-      .def_readwrite("half_from", &RowTiling::half_from);
+      .def_readwrite("k", &RowTiling::k)
+      .def_readwrite("long_k", &RowTiling::long_k)
+      .def_readwrite("long_from", &RowTiling::long_from);
   py::class_<LaunchPlan>(m, "LaunchPlan")
       .def_readonly("path", &LaunchPlan::path)
       .def_readonly("vec", &LaunchPlan::vec)
@@ -185,12 +186,8 @@ void bind_plans(py::module_& m) {
       .def_readonly("q_slots", &RopePlan::q_slots)
       .def_readonly("k_slots", &RopePlan::k_slots);
   m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"), py::arg("knobs") = Knobs{});
-  py::class_<RowForwardKind>(m, "RowForwardKind")
-      .def(py::init<>())
-      .def_readwrite("block_k", &RowForwardKind::block_k)
-      .def_readwrite("half_from", &RowForwardKind::half_from);
-  m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("max_k"),
-        py::arg("kind") = RowForwardKind{}, py::arg("knobs") = Knobs{});
+  m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"),
+        py::arg("knobs") = Knobs{}, py::arg("cluster_from") = std::numeric_limits<int64_t>::max());
   m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("centered"),
         py::arg("knobs") = Knobs{});
   m.def("plan_rope_heads", &plan_rope_heads, py::arg("device"), py::arg("positions"), py::arg("q_heads"), py::arg("k_heads"),

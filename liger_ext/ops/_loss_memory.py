@@ -17,7 +17,7 @@ _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
     int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
 )
 _STATISTICS = len(_C.VocabularyStatistics.__members__)  # numbers per row and piece of the vocabulary
-# Column sums for dbias (csrc/launch/plan.cpp, plan_norm_tiles) are made over ranges of rows: at most this many ranges,
+# Column sums for dbias (csrc/launch/plan.cpp, plan_row_ranges) are made over ranges of rows: at most this many ranges,
 # and this many bytes unless there is a single range.
 _COLUMN_SUM_RANGES, _COLUMN_SUM_BYTES = 1216, 10 * _MIB
 _NARROWED_ELSEWHERE = 64  # rows of the sum of dweight that are rounded to dweight's dtype in other memory, not in place
