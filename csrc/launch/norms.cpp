@@ -88,10 +88,10 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
     Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
     several.block = std::min(knobs.block, 512);
     const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
-    plan = plan_row(
-        device, rows, cols,
-        {.vec = vec, .max_k = k, .max_block = max_block, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k},
-        several);
+    plan =
+        plan_row(device, rows, cols,
+                 {.vec = vec, .max_k = k, .max_block = max_block, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k},
+                 several);
     plan = clustered(device, plan, rows, cols, k, 512, knobs);
     plan.k = k;
   }

@@ -45,8 +45,8 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
 LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
   const int usual_block = static_cast<int>(most_in_block) / k;
   const bool few = few_rows(device, of.rows), large = few || of.vec == 1 || std::max(knobs.threads, knobs.block) > usual_block;
-  LaunchPlan plan = plan_row(device, of.rows, of.cols,
-                             {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : usual_block, .k = few ? 1 : 4}, knobs);
+  LaunchPlan plan =
+      plan_row(device, of.rows, of.cols, {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : usual_block, .k = few ? 1 : 4}, knobs);
   plan.smem = reduction_bytes(2);
   return plan;
 }
