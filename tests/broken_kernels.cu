@@ -1,39 +1,7 @@
-// Small kernels, each broken in one way that a GPU would mostly let pass; test_host_target.py asks the host target to find it.
-//   broken_kernels            the names
-//   broken_kernels NAME       runs the broken kernel:  prints what was found
-//   broken_kernels NAME ok    runs the kernel as it should be: prints nothing
-// What is broken is broken in block 1 alone, if a block can be blamed.
-#include <cxxabi.h>
-
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <exception>
-#include <memory>
-#include <typeinfo>
-
-#include "gpu/host/memory.h"
-#include "gpu/platform.h"
-
-using namespace liger::gpu;
+// Broken kernels as any GPU has them: see broken_kernels.h.
+#include "broken_kernels.h"
 
 namespace {
-
-constexpr int blocks = 3, threads = 128, row_floats = threads + 8;  // rows of `out` have a gap of 8 floats behind them
-
-struct KernelArgs {
-  const float* in;  // [threads]
-  float* out;       // [blocks, threads]
-  float* both;      // [blocks + 1], read and written
-  bool ok;
-  LIGER_DEVICE bool broken() const { return !ok && block_id() == 1; }
-  LIGER_DEVICE float* row() const { return out + block_id() * row_floats; }
-};
-struct Base {
-  using Args = KernelArgs;
-  static constexpr int max_threads = threads;
-  static constexpr bool covers = false;  // does it read all of `in` and write all of `out`?
-};
 
 LIGER_DEVICE Shared<float> zeros() {
   const Shared<float> all = shared<float>(0);
@@ -214,59 +182,30 @@ struct TailLeftOut : Copy {
 struct InputLeftOut : Copy {
   static LIGER_DEVICE void run(const Args& a) { a.row()[thread_id()] = a.in[a.ok ? thread_id() : thread_id() & ~1]; }
 };
-struct TooFewRowsDeclared : Copy {};
-struct OtherMatrixDeclared : Copy {};
+struct TooFewRowsDeclared : Copy {
+  static constexpr bool declares_rows = true;
+  static void change(liger::launch::Launch& made, bool ok) { made.rows = ok ? blocks : blocks - 1, made.cols = threads; }
+};
+struct OtherMatrixDeclared : Copy {
+  static void change(liger::launch::Launch& made, bool ok) { made.rows = blocks, made.cols = ok ? threads : row_floats; }
+};
 
 // Launches that no GPU of this warp width would take.
 struct TooManyThreads : Base {
   static constexpr int max_threads = 64;
+  static void change(liger::launch::Launch& made, bool ok) { made.plan.block = ok ? 64 : threads; }
   static LIGER_DEVICE void run(const Args&) {}
 };
 struct PartOfAWarp : Base {
+  static void change(liger::launch::Launch& made, bool ok) { made.plan.block = ok ? threads : threads - warp_width() / 2; }
   static LIGER_DEVICE void run(const Args&) {}
 };
 struct TooMuchSharedMemory : Base {
+  static void change(liger::launch::Launch& made, bool ok) {
+    if (!ok) made.plan.smem = simt::profile().shared_per_block_optin + 4;
+  }
   static LIGER_DEVICE void run(const Args&) {}
 };
-
-template <class K> void start(bool ok) {
-  constexpr int out_floats = blocks * row_floats;
-  const auto in = std::make_unique<float[]>(threads);
-  alignas(16) static float out[out_floats];
-  float both[blocks + 1] = {};
-  constexpr int64_t bytes = sizeof(float), row = row_floats * bytes;
-  const auto any = [](int64_t) { return true; };
-  const auto optional = K::covers ? nullptr : std::function<bool(int64_t)>(any);
-  // A launch's matrix is `out` if the kernel declares too few rows of it; else its elements are known at the op's end.
-  const int64_t each = std::is_same_v<K, TooFewRowsDeclared>;
-  const simt::Buffers buffers{{"in", in.get(), threads * bytes, simt::Content::input, {}, bytes, 0, 0, optional},
-                              {"out", out, threads * bytes, simt::Content::output, {{blocks, row}}, bytes, row, each, optional},
-                              {"both", both, sizeof(both), simt::Content::both, {}, bytes, 0, 0, any}};
-  liger::launch::Launch made;
-  if (each) made.rows = ok ? blocks : blocks - 1, made.cols = threads;
-  if (std::is_same_v<K, OtherMatrixDeclared>) made.rows = blocks, made.cols = ok ? threads : row_floats;
-  liger::launch::LaunchPlan& plan = made.plan;
-  plan.block = threads;
-  plan.grid = blocks;
-  plan.smem = 2 * threads * int(sizeof(float));
-  if (std::is_same_v<K, TooManyThreads> && ok) plan.block = 64;
-  if (std::is_same_v<K, PartOfAWarp> && !ok) plan.block = threads - warp_width() / 2;
-  if (std::is_same_v<K, TooMuchSharedMemory> && !ok) plan.smem = simt::profile().shared_per_block_optin + 4;
-  launch<K>(made, {in.get(), out, both, ok}, {});
-}
-
-// Runs the kernel if its name is asked for; prints all names if none is.
-template <class K> void consider(int count, char** arguments) {
-  const std::unique_ptr<char, void (*)(void*)> full(abi::__cxa_demangle(typeid(K).name(), nullptr, nullptr, nullptr), std::free);
-  const char* const name = std::strrchr(full.get(), ':') + 1;
-  if (count < 2) std::puts(name);
-  else if (std::strcmp(arguments[1], name) == 0) try {
-      start<K>(count > 2);
-    } catch (const std::exception& finding) {
-      std::puts(finding.what());
-    }
-}
-template <class... All> void consider_all(int count, char** arguments) { (consider<All>(count, arguments), ...); }
 
 }  // namespace
 

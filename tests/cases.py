@@ -34,6 +34,11 @@ def host_target() -> bool:
     return library_folder().name == "host"
 
 
+def ahead_target() -> bool:
+    """The host target with clusters, and with copies that fetch rows ahead of their use."""
+    return host_target() and library_folder().parent.name == "ahead"
+
+
 def laid_out(t: Tensor, layout: str) -> Tensor:
     """The same values (for "expanded": the first of the leading dimension, repeated) in another memory layout."""
     if t.dim() == 0 or t.numel() == 0:

@@ -56,10 +56,10 @@ def check_shares(threads: int, warp: int, k: int, vectors: int) -> None:
     assert begin[0] == 0 and end[-1] == vectors and np.array_equal(begin[1:], end[:-1])
 
 
-def check_ring(plan, inputs: int, k: int, fixed: int, inboxes: int) -> None:
-    """The ring lies behind what reductions take, and holds `stages` rows and, of bulk copies, their inboxes."""
+def check_ring(plan, inputs: int, k: int, fixed: int, mbarriers: int) -> None:
+    """The ring lies behind what reductions take, and holds `stages` rows and, of bulk copies, their mbarriers."""
     assert plan.stages >= 1 and plan.ring_offset >= fixed and plan.ring_offset % 128 == 0
-    stage = plan.block * k * 16 * inputs + inboxes
+    stage = plan.block * k * 16 * inputs + mbarriers
     assert plan.smem >= plan.ring_offset + plan.stages * stage
 
 

@@ -19,11 +19,14 @@ import liger_ext
 from liger_ext._load import library_folder
 
 HERE, HOST = Path(__file__).parent, library_folder() / "host"
+AHEAD = library_folder() / "ahead" / "host"  # with clusters, and copies that fetch rows ahead
 
 pytestmark = pytest.mark.skipif(
     not (HOST / "broken_kernels").exists(), reason=f"no host target in {HOST}: `make host` builds it"
 )
 WARPS = 32, 64
+TARGETS = {"warps of 32": (HOST, 32), "warps of 64": (HOST, 64), "clusters": (AHEAD, 32)}
+targets = pytest.mark.parametrize("target", TARGETS)
 warp_widths = pytest.mark.parametrize("warp", WARPS)
 
 
@@ -39,47 +42,49 @@ def run(*command, warp, **env):
 
 
 @functools.cache
-def run_on_host(file, warp, *args, **env):
+def run_on_host(file, target, *args, **env):
     """Runs a file of tests: the process, and, of host_kernels.py, the cases that each kernel ran in."""
+    library, warp = TARGETS[target]
     path = os.pathsep.join([str(Path(liger_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "cases.json"
-        env |= {"LIGER_EXT_LIB": str(HOST), "PYTHONPATH": path, "LIGER_EXT_HOST_CASES": str(counts)}
+        env |= {"LIGER_EXT_LIB": str(library), "PYTHONPATH": path, "LIGER_EXT_HOST_CASES": str(counts)}
         done = run(sys.executable, "-m", "pytest", "-q", HERE / file, *args, warp=warp, **env)
         return done, json.loads(counts.read_text()) if counts.exists() else {}
 
 
-@warp_widths
+@targets
 @pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py", "test_gpu_paths.py", "test_layouts.py"])
-def test_every_kernel(file, warp):
-    done, _ = run_on_host(file, warp)
+def test_every_kernel(file, target):
+    done, _ = run_on_host(file, target)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@warp_widths
-def test_sums_of_exponentials_are_as_exact_as_torch(warp):
-    done, _ = run_on_host("test_as_exact_as_torch.py", warp, "-m", "not cuda", "-k", "1000 and not 10000")
+@targets
+def test_sums_of_exponentials_are_as_exact_as_torch(target):
+    done, _ = run_on_host("test_as_exact_as_torch.py", target, "-m", "not cuda", "-k", "1000 and not 10000")
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_rows_of_logits_in_160_kib():
     """MI355X's shared memory: plans that no device with 64 KiB has."""
-    done, _ = run_on_host("host_kernels.py", 64, "-k", "fused or 64_kib", LIGER_EXT_HOST_SHARED="160")
+    done, _ = run_on_host("host_kernels.py", "warps of 64", "-k", "fused or 64_kib", LIGER_EXT_HOST_SHARED="160")
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout + done.stderr
 
 
 def test_cases_of_every_kernel(capsys):
-    """The table: kernels, their instances (by dtype, elements of an access, ...), and cases at each warp width, all
-    instances together and of the one with the fewest."""
-    counts = {warp: run_on_host("host_kernels.py", warp)[1] for warp in WARPS}
-    assert counts[32].keys() == counts[64].keys() and min(min(c.values()) for c in counts.values()) > 0
+    """The table: kernels, their instances (by dtype, elements of an access, ...), and cases on each target, all
+    instances together and of the one with the fewest: 0 where only another target launches it."""
+    counts = {target: run_on_host("host_kernels.py", target)[1] for target in TARGETS}
+    assert counts["warps of 32"].keys() == counts["warps of 64"].keys() and counts["clusters"]
+    every = counts["warps of 32"].keys() | counts["clusters"].keys()
     families = {}
-    for kernel in counts[32]:
+    for kernel in every:
         families.setdefault(re.sub(r"<.*", "", kernel.removesuffix("]")).rpartition("::")[2], []).append(kernel)
-    head = "".join(f"{f'cases, warps of {warp}':>22}{'fewest':>8}" for warp in WARPS)
+    head = "".join(f"{f'cases, {target}':>22}{'fewest':>8}" for target in TARGETS)
     lines = [f"{'kernel':26}{'instances':>10}{head}"]
     for family, instances in sorted(families.items()):
-        found = [[counts[warp][kernel] for kernel in instances] for warp in WARPS]
+        found = [[counts[target].get(kernel, 0) for kernel in instances] for target in TARGETS]
         lines.append(f"{family:26}{len(instances):10}" + "".join(f"{sum(c):22}{min(c):8}" for c in found))
     with capsys.disabled():
         print("", *lines, sep="\n")
@@ -128,17 +133,80 @@ BROKEN = {
 LAUNCHES = ("TooManyThreads", "PartOfAWarp", "TooMuchSharedMemory")  # found before the first block
 
 
+# Of devices with clusters and copies to shared memory: block, thread, and what is found.
+BROKEN_TRANSFERS = {
+    "UnannouncedPhase": (1, 0, "deadlock: this thread waits for a phase of the mbarrier", "which nobody has announced"),
+    "MissingBytes": (
+        1,
+        0,
+        "deadlock: this thread waits for a phase of the mbarrier",
+        "of whose 528 bytes 512 have come",
+    ),
+    "TooManyBytes": (1, 0, "mbarrier: 512 bytes come to the one at shared memory + 512, 496 are announced"),
+    "LoadWithoutWait": (
+        1,
+        32,
+        "race: loads 4 bytes at shared memory + 128",
+        "brought that this warp has not waited for",
+    ),
+    "WaitForTheOtherParity": (1, 32, "deadlock: this thread waits for a phase of the mbarrier"),
+    "CopyOverLoads": (1, 1, "race: loads 4 bytes at shared memory + 4, which a transfer has brought that this warp"),
+    "MissingFence": (
+        1,
+        0,
+        "overwritten: a copy stores 512 bytes at shared memory + 0",
+        "loaded without a fence behind it",
+    ),
+    "EndBeforeTheCopy": (1, 0, "ends: a thread has returned before the block has waited for what comes"),
+    "MbarrierWithoutBarrier": (
+        1,
+        1,
+        "mbarrier: the one at shared memory + 512 was initialised by thread 0 with no barrier",
+    ),
+    "AsynchronousCopy": (1, 3, "race: loads 4 bytes at shared memory + 48, which a transfer may still be bringing"),
+    "EndBeforeAsynchronousCopies": (
+        1,
+        0,
+        "ends: thread 0 has returned before it has waited for its asynchronous copies",
+    ),
+    "MessageWithoutClusterBarrier": (
+        1,
+        0,
+        "mbarrier: the one of another block was initialised by thread 0 with no barrier",
+    ),
+    "MessageOverLoads": (0, 0, "race: loads 4 bytes at shared memory + 4, which a transfer may still be bringing"),
+    "EndBeforeTheMessage": (1, 0, "ends: a thread has returned before the block has waited for what comes"),
+    "MissingClusterBarrier": (
+        0,
+        0,
+        "deadlock: this thread waits at the cluster barrier",
+        "not all of the cluster have arrived",
+    ),
+}
+
+
+def check_broken(folder, warp, name, who, findings):
+    """The broken kernel is found, by kind, kernel, block and thread, if one did it; the same kernel mended is not."""
+    found = run(folder / "broken_kernels", name, warp=warp).stdout
+    for part in [*findings, f"::{name}\n", who]:
+        assert part.format(warp=warp) in found, found
+    assert run(folder / "broken_kernels", name, "ok", warp=warp).stdout == ""
+
+
 @warp_widths
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_kernel_is_found(name, warp):
-    """By kind, kernel, block and thread, if one did it; and the same kernel mended is not."""
     thread, *findings = BROKEN[name]
-    found, block = run(HOST / "broken_kernels", name, warp=warp).stdout, 0 if name in LAUNCHES else 1
-    who = [] if thread is None else [f"block {block} of 3, thread {thread} of "]
-    for part in [*findings, f"::{name}\n", *who]:
-        assert part.format(warp=warp) in found, found
-    assert run(HOST / "broken_kernels", name, "ok", warp=warp).stdout == ""
+    who = "" if thread is None else f"block {0 if name in LAUNCHES else 1} of 3, thread {thread} of "
+    check_broken(HOST, warp, name, who, findings)
+
+
+@pytest.mark.parametrize("name", BROKEN_TRANSFERS)
+def test_a_broken_transfer_is_found(name):
+    block, thread, *findings = BROKEN_TRANSFERS[name]
+    check_broken(AHEAD, 32, name, f"block {block} of ", [*findings, f"thread {thread} of 128"])
 
 
 def test_every_broken_kernel_is_tested():
     assert run(HOST / "broken_kernels", warp=32).stdout.split() == list(BROKEN)
+    assert run(AHEAD / "broken_kernels", warp=32).stdout.split() == list(BROKEN_TRANSFERS)

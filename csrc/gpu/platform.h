@@ -23,17 +23,17 @@
 namespace liger::gpu {
 
 #if !defined(LIGER_HAS_CLUSTERS)
-// Where there are neither clusters nor bulk copies, code that uses them is never executed, but has to compile. An Inbox is a counter in
+// Where there are neither clusters nor bulk copies, code that uses them is never executed, but has to compile. An Mbarrier is a counter in
 // shared memory of the bytes that messages and bulk copies bring (an mbarrier; platform_cuda.h).
 constexpr bool has_bulk_copies = false;
-using Inbox = uint64_t;
+using Mbarrier = uint64_t;
 LIGER_DEVICE void cluster_arrive() {}
 LIGER_DEVICE void cluster_wait() {}
-LIGER_DEVICE void open_inbox(Inbox*) {}
-LIGER_DEVICE void expect_bytes(Inbox*, int) {}
-LIGER_DEVICE void wait_for_round(Inbox*, int) {}
-LIGER_DEVICE void send(float*, Inbox*, int, float) {}
-LIGER_DEVICE void bulk_copy(void*, const void*, int, Inbox*) {}
+LIGER_DEVICE void init_mbarrier(Mbarrier*) {}
+LIGER_DEVICE void expect_bytes(Mbarrier*, int) {}
+LIGER_DEVICE void wait_for_phase(Mbarrier*, int) {}
+LIGER_DEVICE void send(float*, Mbarrier*, int, float) {}
+LIGER_DEVICE void bulk_copy(void*, const void*, int, Mbarrier*) {}
 LIGER_DEVICE void finish_reads_before_copies() {}
 #endif
 

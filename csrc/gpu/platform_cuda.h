@@ -76,45 +76,45 @@ LIGER_DEVICE int cluster_rank() {
   return rank;
 }
 // A barrier of all threads of the cluster, in two halves: arrive, and wait for the others. It orders no memory accesses except the opening
-// of inboxes: if it did, its first half would wait for this thread's accesses to global memory, a microsecond.
+// of mbarriers: if it did, its first half would wait for this thread's accesses to global memory, a microsecond.
 LIGER_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 LIGER_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Messages between the blocks of a cluster (floats that other blocks store in this block's shared memory), and bulk copies. An Inbox, which
-// is an mbarrier in shared memory, counts the bytes that have arrived. One thread announces how many bytes a round brings (expect_bytes);
-// the round ends when all of them have arrived (wait_for_round).
-using Inbox = uint64_t;
+// Messages between the blocks of a cluster (floats that other blocks store in this block's shared memory), and bulk copies. An Mbarrier,
+// which is an mbarrier in shared memory, counts the bytes that have arrived. One thread announces how many bytes a round brings
+// (expect_bytes); the round ends when all of them have arrived (wait_for_phase).
+using Mbarrier = uint64_t;
 LIGER_DEVICE unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-LIGER_DEVICE void open_inbox(Inbox* inbox) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(inbox)) : "memory");
+LIGER_DEVICE void init_mbarrier(Mbarrier* mbarrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(mbarrier)) : "memory");
 }
-LIGER_DEVICE void expect_bytes(Inbox* inbox, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)), "r"(bytes) : "memory");
+LIGER_DEVICE void expect_bytes(Mbarrier* mbarrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(bytes) : "memory");
 }
 // Waits without acquire semantics of the whole cluster, which the data of a round do not need, and which would empty the L1.
-LIGER_DEVICE void wait_for_round(Inbox* inbox, int parity) {
+LIGER_DEVICE void wait_for_phase(Mbarrier* mbarrier, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(shared_address(inbox)),
+      "@!done bra again; }" ::"r"(shared_address(mbarrier)),
       "r"(parity)
       : "memory");
 }
-// Stores *at = v in the block of this rank in the cluster, whose inbox counts the bytes.
-LIGER_DEVICE void send(float* at, Inbox* inbox, int rank, float v) {
+// Stores *at = v in the block of this rank in the cluster, whose mbarrier counts the bytes.
+LIGER_DEVICE void send(float* at, Mbarrier* mbarrier, int rank, float v) {
   asm volatile(
       "{ .reg .b32 there, counter;\n"
       "mapa.shared::cluster.u32 there, %0, %2;\n"
       "mapa.shared::cluster.u32 counter, %1, %2;\n"
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [counter]; }" ::"r"(shared_address(at)),
-      "r"(shared_address(inbox)), "r"(rank), "r"(bit_cast<int>(v))
+      "r"(shared_address(mbarrier)), "r"(rank), "r"(bit_cast<int>(v))
       : "memory");
 }
-// Copies `bytes` from global to shared memory; addresses and size are multiples of 16. The inbox counts the bytes.
+// Copies `bytes` from global to shared memory; addresses and size are multiples of 16. The mbarrier counts the bytes.
 constexpr bool has_bulk_copies = true;
-LIGER_DEVICE void bulk_copy(void* to, const void* from, int bytes, Inbox* inbox) {
+LIGER_DEVICE void bulk_copy(void* to, const void* from, int bytes, Mbarrier* mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(inbox))
+               "l"(from), "r"(bytes), "r"(shared_address(mbarrier))
                : "memory");
 }
 // A fence between this thread's loads from shared memory and bulk copies that are requested after it. Without it a copy may overwrite what

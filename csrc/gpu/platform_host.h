@@ -14,7 +14,14 @@ namespace liger::gpu {
 
 using std::source_location;
 
+// LIGER_HOST_AHEAD: the target has what Hopper has: clusters, bulk copies and asynchronous ones (gpu/host/transfers.h).
+#if defined(LIGER_HOST_AHEAD)
+#define LIGER_HAS_CLUSTERS 1
+#define LIGER_HAS_ASYNC_COPIES
+constexpr bool may_have_clusters = true, has_bulk_copies = true, has_async_copies = true;
+#else
 constexpr bool may_have_clusters = false;
+#endif
 
 template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) { return __builtin_bit_cast(To, from); }
 LIGER_DEVICE float half_to_float(uint16_t bits) {
@@ -43,7 +50,11 @@ LIGER_DEVICE int thread_id() { return simt::place().thread; }
 LIGER_DEVICE int block_threads() { return simt::place().block_threads; }
 LIGER_DEVICE int64_t block_id() { return simt::place().block; }
 LIGER_DEVICE int64_t grid_blocks() { return simt::place().grid; }
+#if defined(LIGER_HOST_AHEAD)
+LIGER_DEVICE constexpr int warp_width() { return 32; }
+#else
 LIGER_DEVICE int warp_width() { return simt::warp_width(); }
+#endif
 LIGER_DEVICE int lane_id() { return thread_id() % warp_width(); }
 LIGER_DEVICE int warp_id() { return thread_id() / warp_width(); }
 LIGER_DEVICE void block_barrier(source_location where = source_location::current()) { simt::block_barrier(where); }
@@ -52,9 +63,24 @@ constexpr bool has_group_barriers = true;
 LIGER_DEVICE void group_barrier(int group, int threads, source_location where = source_location::current()) {
   simt::group_barrier(group, threads, where);
 }
-// No clusters: every block is one of its own.
-LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
-LIGER_DEVICE constexpr int cluster_rank() { return 0; }
+LIGER_DEVICE int cluster_blocks() { return simt::place().cluster; }
+LIGER_DEVICE int cluster_rank() { return simt::place().rank; }
+#if defined(LIGER_HOST_AHEAD)
+using Mbarrier = uint64_t;
+LIGER_DEVICE void cluster_arrive() { simt::cluster_arrive(); }
+LIGER_DEVICE void cluster_wait(source_location where = source_location::current()) { simt::cluster_wait(where); }
+LIGER_DEVICE void init_mbarrier(Mbarrier* mbarrier) { simt::init_mbarrier(mbarrier); }
+LIGER_DEVICE void expect_bytes(Mbarrier* mbarrier, int bytes) { simt::expect_bytes(mbarrier, bytes); }
+LIGER_DEVICE void wait_for_phase(Mbarrier* mbarrier, int parity, source_location where = source_location::current()) {
+  simt::wait_for_phase(mbarrier, parity, where);
+}
+LIGER_DEVICE void send(float* at, Mbarrier* mbarrier, int rank, float v) { simt::send(at, mbarrier, rank, v); }
+LIGER_DEVICE void bulk_copy(void* to, const void* from, int bytes, Mbarrier* mbarrier) { simt::bulk_copy(to, from, bytes, mbarrier); }
+LIGER_DEVICE void finish_reads_before_copies() { simt::finish_reads_before_copies(); }
+LIGER_DEVICE void async_copy(void* to, const void* from) { simt::async_copy(to, from); }
+LIGER_DEVICE void close_copies() { simt::close_copies(); }
+LIGER_DEVICE void wait_for_copies(int left) { simt::wait_for_copies(left); }
+#endif
 // The position of the highest set bit of v > 0.
 LIGER_DEVICE int log2_of(int v) { return 31 - __builtin_clz(unsigned(v)); }
 LIGER_DEVICE void warp_barrier(source_location where = source_location::current()) { simt::warp_barrier(where); }

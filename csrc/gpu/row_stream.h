@@ -47,7 +47,7 @@ template <int N> struct RowSteps {
 template <class Group, class T, int VEC, int K, int N> class RingStream {
   static constexpr int vector_bytes = VEC * int(sizeof(T)), tensor_bytes = K * warp_width() * vector_bytes, stage_bytes = N * tensor_bytes;
   unsigned char *ring, *mine;  // the warp's buffer, and this thread's first vector in it
-  Inbox* inboxes;  // one per stage: a counter of the bytes that have arrived (platform_cuda.h)
+  Mbarrier* mbarriers;  // one per stage: a counter of the bytes that have arrived (platform_cuda.h)
   const unsigned char* at[N];  // the warp's columns of the row that is requested next
   int64_t pitch[N];  // bytes between neighbouring rows
   int64_t asking, step, rows;  // asking: the number of the row that is requested next
@@ -67,20 +67,20 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
     }
     ring = shared<unsigned char>(shared_offset) + warp * stages * stage_bytes;
     mine = ring + (row_of_warp * lanes * K + share.lane) * vector_bytes;
-    inboxes = shared<Inbox>(shared_offset + block_threads() / warp_width() * stages * stage_bytes) + warp * stages;
-    // Columns past the last one are written by no copy: they are set to zero once.
+    mbarriers = shared<Mbarrier>(shared_offset + block_threads() / warp_width() * stages * stage_bytes) + warp * stages;
+    // Columns past the last one, and rows that the ring begins with past the last one, are written by no copy: they are set to zero once.
     for (int s = 0; s < stages; ++s)
       for (int n = 0; n < N; ++n)
         for (int k = 0; k < K; ++k)
-          if ((k * lanes + share.lane) * vector_bytes >= bytes)
+          if ((k * lanes + share.lane) * vector_bytes >= bytes || steps.first + s * step >= rows)
             store(reinterpret_cast<T*>(mine + s * stage_bytes + n * tensor_bytes + k * lanes * vector_bytes), Packed<T, VEC>{});
     if (elected())
-      for (int s = 0; s < stages; ++s) open_inbox(inboxes + s);
+      for (int s = 0; s < stages; ++s) init_mbarrier(mbarriers + s);
     warp_barrier();
     for (int s = 0; s < stages; ++s) request(s);
   }
   LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
-    wait_for_round(inboxes + stage, parity);
+    wait_for_phase(mbarriers + stage, parity);
     const unsigned char* const from = mine + stage * stage_bytes;
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -102,12 +102,12 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
     const int warp_rows = warp_width() / lanes, live = left <= 0 || bytes == 0 ? 0 : left < warp_rows ? int(left) : warp_rows;
     if (elected()) {
       unsigned char* const to = ring + s * stage_bytes;
-      expect_bytes(inboxes + s, live * bytes * N);
+      expect_bytes(mbarriers + s, live * bytes * N);
 #pragma unroll 1
       for (int row = 0; row < live; ++row)
 #pragma unroll
         for (int n = 0; n < N; ++n)
-          bulk_copy(to + n * tensor_bytes + row * lanes * K * vector_bytes, at[n] + row * pitch[n], bytes, inboxes + s);
+          bulk_copy(to + n * tensor_bytes + row * lanes * K * vector_bytes, at[n] + row * pitch[n], bytes, mbarriers + s);
     }
     asking += step;
 #pragma unroll

@@ -21,7 +21,7 @@ constexpr int row_threads = 1024;  // kernels in which the threads of a row work
 constexpr int piece_threads = 256;  // kernels whose threads are independent of each other
 
 // Bytes of dynamic shared memory for reductions of `values` floats at a time over the threads of a row (RowGroup in gpu/rows.h): two
-// inboxes of 8 bytes (counters of messages in a cluster), and two buffers of `values` floats for each of up to 32 warps per block.
+// mbarriers of 8 bytes (counters of messages in a cluster), and two buffers of `values` floats for each of up to 32 warps per block.
 constexpr int reduction_bytes(int values, int cluster = 1) { return 2 * 8 + 2 * values * 32 * cluster * int(sizeof(float)); }
 
 // Rows of this many vectors or more are given to a cluster of two blocks of 256 threads, although a block of 512 threads with eight vectors

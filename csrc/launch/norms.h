@@ -56,7 +56,7 @@ constexpr int64_t few_tiles(int64_t cols, int vec) { return ceil_div(cols, few_t
 // warps; 512: blocks of a cluster; 1024: devices without clusters.
 constexpr int whole_warps = 1;
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
-                                                Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps},
+                                                Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps, true},
                                                 Instance{512, wide, 2, 512}, Instance{1024, wide, 2, 1024});
 // LayerNorm has a second set of sums (dbias), which leaves no registers for blocks of 1,024 threads.
 constexpr bool norm_backward_has(bool centered, const Instance& of) { return !centered || of.max_threads < 1024; }

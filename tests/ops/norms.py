@@ -70,6 +70,12 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
     for rows, cols in ((21, 1024), (3, 8192), (3, 1003), (2, 40000), (3, 5001), (3, 9000), (2, 20000), (2, 70016)):
         quick = cols in (1024, 1003)
         yield "add_rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x residual", r, c)
+    # Rows enough for persistent blocks: of a part of a warp, of three vectors per thread, of 512 threads and of 1,024.
+    for vectors in (8, 704, 1024, 2048):
+        many, cols = 18 if vectors > 8 else 90, vectors * 16 // dtype.itemsize
+        yield "rms_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x", r, c)
+        yield "layer_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x", r, c, centered=True)
+        yield "add_rms_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x residual", r, c)
     gemma = {"offset": 1.0, "casting_mode": "gemma"}
     for rows, cols in ((9, 512), (9, 4096), (2, 20000), (5, 77)):
         yield "rms_norm", f"gemma {rows}x{cols}", False, lambda r=rows, c=cols: inputs("x", r, c, **gemma)
@@ -186,8 +192,8 @@ def norm_backward_registers(launch, call) -> None:
     device, sums, inputs = call["device"], len(call["record"].parameters), 1 + len(call["record"].outputs)
     assert (plan.stages > 0) == (vec > 1 and (device.bulk_copies or (device.async_copies and sums == 1)))
     if plan.stages:
-        inboxes = plan.block // plan.warp * 8 if device.bulk_copies else 0
-        check_ring(plan, inputs, k, reduction, inboxes)  # the saved row, and a gradient of each
+        mbarriers = plan.block // plan.warp * 8 if device.bulk_copies else 0
+        check_ring(plan, inputs, k, reduction, mbarriers)  # the saved row, and a gradient of each
         assert plan.stages <= 4 or not device.async_copies
     assert teams == plan.partial_rows and (teams - 1) * groups < launch.rows
     first = np.add.outer(np.arange(teams) * groups, np.arange(groups)).ravel()  # then every teams * groups rows

@@ -1,56 +1,19 @@
 #include "gpu/host/memory.h"
-#include <map>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <memory>
+#include <map>
 #include <stdexcept>
 
-#include "gpu/host/simt.h"
-#include "kernels/errors.h"
+#include "gpu/host/cells.h"
+#include "gpu/host/transfers.h"
 
 namespace liger::gpu::simt {
 namespace {
 
-// Time is one counter: every block start and every barrier is a tick, so that the order of two accesses can be read off their ticks.
-uint32_t now = 1, launch_start = 1, block_start = 1, block_tick = 1;
-uint32_t warp_ticks[32];
-int running = -1, warp_size = 32;
-// The last group barrier of each warp, and the warps that it was of.
-struct Group {
-  uint32_t tick = 0;
-  int first = 0, end = 0;
-  bool holds(int first_warp, int last_warp) const { return first <= first_warp && last_warp < end; }
-} groups[32];
+using namespace memory;
 
-// What is known of two bytes: the last write, the last reads, and the first read of the launch. Tick 0: never.
-struct Cell {
-  uint32_t write_block, write_warp;  // ticks of the last block barrier and warp barrier before it
-  uint32_t read_block, read_warp, first_read;
-  uint16_t writer, reader;
-  uint8_t first_warp, last_warp;     // readers since the barrier that a read was last ordered by
-  bool many_lanes;                   // more readers since the warp barrier
-};
-constexpr int64_t granule = 2;
-
-struct FreeCells {
-  void operator()(Cell* cells) const { std::free(cells); }
-};
-using Cells = std::unique_ptr<Cell[], FreeCells>;
-// calloc: pages that no kernel touches cost nothing.
-Cells make_cells(int64_t bytes) {
-  Cells cells(static_cast<Cell*>(std::calloc(static_cast<size_t>(bytes / granule + 2), sizeof(Cell))));
-  if (!cells) throw std::bad_alloc();
-  return cells;
-}
-
-struct Range {
-  uintptr_t begin = 0, end = 0;
-  bool holds(uintptr_t at, int64_t size) const { return at >= begin && at + uintptr_t(size) <= end; }
-  bool touches(uintptr_t at) const { return at >= begin && at < end; }
-};
 // The span of buffers that overlap, as views of one tensor do, or an op's output in its input's memory.
 struct Region {
   Range range;
@@ -67,101 +30,23 @@ std::vector<std::string> launched;  // kernels, since there are these regions
 std::vector<Range> allowed;
 Range stacks, arguments;
 
-// Shared memory lies in the middle of an arena: accesses beside it are seen as such.
-constexpr int64_t shared_room = 256 << 10, shared_margin = 1 << 20;
-alignas(4096) unsigned char arena[shared_margin + shared_room + shared_margin];
-int64_t shared_bytes = 0;
-
-struct Access {
-  uintptr_t at;
-  int64_t size;
-  bool writes, aligned;
-  const void* code;  // behind the access
-  const char* verb() const { return writes ? "stores" : "loads"; }
-};
-
-int warp_of(int thread) { return thread / warp_size; }
-
-// Who was it, in a sentence about an earlier access at `tick` by `thread`?
-std::string other(uint32_t tick, int thread, const char* did) {
-  if (tick < block_start) return text("another block has ", did, " them in this launch");
-  if (thread == running) return text("other threads have ", did, " them with no barrier between");
-  return text("thread ", thread, " has ", did, " them", warp_of(thread) == warp_of(running) ? ", of the same warp," : "",
-              " with no barrier between");
-}
-
-// Did an earlier access of the launch happen in no order with one of the running thread's?
-bool races(uint32_t block, uint32_t warp, int thread) {
-  if (block < launch_start) return false;
-  if (block < block_start) return true;
-  if (block < block_tick || thread == running) return false;
-  const int other = warp_of(thread), own = warp_of(running);
-  if (other == own) return warp >= warp_ticks[own];
-  return !groups[own].holds(other, other) || warp >= groups[own].tick;
-}
-
-// Was every read before a barrier that the running thread has passed?
-bool reads_are_over(const Cell& cell) {
-  const Group& group = groups[warp_of(running)];
-  return cell.read_block != block_tick || (group.holds(cell.first_warp, cell.last_warp) && cell.read_warp < group.tick);
-}
-
-void note(Cell& cell, const Access& access) {
-  const int warp = warp_of(running);
-  const uint32_t warp_tick = warp_ticks[warp];
-  if (access.writes) {
-    cell.write_block = block_tick;
-    cell.write_warp = warp_tick;
-    cell.writer = uint16_t(running);
-    return;
-  }
-  if (cell.first_read < launch_start) cell.first_read = block_tick;
-  const bool same_interval = !reads_are_over(cell), same_warp = same_interval && warp_of(cell.reader) == warp;
-  cell.first_warp = uint8_t(same_interval ? std::min<int>(cell.first_warp, warp) : warp);
-  cell.last_warp = uint8_t(same_interval ? std::max<int>(cell.last_warp, warp) : warp);
-  cell.many_lanes = same_warp && cell.read_warp == warp_tick && (cell.many_lanes || cell.reader != running);
-  cell.read_block = block_tick;
-  cell.read_warp = warp_tick;
-  cell.reader = uint16_t(running);
-}
-
-// name(): where the access is.
-template <class Name> void check_order(const Cell& cell, const Access& access, const Name& name) {
-  const auto race = [&](uint32_t tick, int thread, const char* did) {
-    report(access.code, text("race: ", access.verb(), " ", access.size, " bytes ", name(), "; ", other(tick, thread, did)));
-  };
-  if (races(cell.write_block, cell.write_warp, cell.writer)) race(cell.write_block, cell.writer, "written");
-  if (!access.writes) return;
-  if (cell.first_read >= launch_start && cell.first_read < block_start) race(cell.first_read, cell.reader, "read");
-  const bool others = !reads_are_over(cell) &&
-                      (cell.first_warp != cell.last_warp ||
-                       (cell.many_lanes && warp_of(cell.reader) == warp_of(running) && cell.read_warp >= warp_ticks[warp_of(running)]));
-  if (others || races(cell.read_block, cell.read_warp, cell.reader)) race(cell.read_block, cell.reader, "read");
-}
-
-template <class Name> void check_alignment(const Access& access, const Name& name) {
-  const int64_t alignment = access.size % 16 == 0 ? 16 : access.size & -access.size;
-  if (access.aligned && access.at % uintptr_t(alignment) != 0)
-    report(access.code, text("misaligned: ", access.verb(), " ", access.size, " bytes ", name(), ", which is no multiple of ", alignment));
-}
-
 void touch_shared(const Access& access) {
-  const int64_t offset = int64_t(access.at - uintptr_t(arena)) - shared_margin;
+  const int64_t offset = shared_offset(access.at);
   const auto name = [&] { return text("at shared memory + ", offset); };
+  if (offset < -shared_margin || offset >= shared_room + shared_margin)
+    report(access.code, text("out of bounds: ", access.verb(), " ", access.size, " bytes of another block's shared memory"));
   if (offset < 0 || offset + access.size > shared_bytes)
     report(access.code,
            text("out of bounds: ", access.verb(), " ", access.size, " bytes ", name(), "; the launch asked for ", shared_bytes, " bytes"));
   check_alignment(access, name);
-  static const Cells cells = make_cells(shared_room);
-  for (int64_t at = offset / granule; at < (offset + access.size + granule - 1) / granule; ++at) {
-    Cell& cell = cells[at];
-    if (cell.write_block < block_start) {  // of an earlier block: nothing that this one knows
-      if (!access.writes)
-        report(access.code,
-               text("uninitialised: loads ", access.size, " bytes ", name(), ", which no thread of the block has written yet"));
-      cell = {};
-    }
+  for (int64_t at = offset / granule * granule; at < offset + access.size; at += granule) {
+    Cell& cell = shared_cell(block_of(running), at);
+    if (!access.writes && cell.write_block < block_start)
+      report(access.code, text("uninitialised: loads ", access.size, " bytes ", name(), ", which no thread of the block has written yet"));
+    if (const char* const finding = cell.transfer ? transfers::unready(cell) : nullptr)
+      report(access.code, text("race: ", access.verb(), " ", access.size, " bytes ", name(), ", ", finding));
     check_order(cell, access, name);
+    if (cell.transfer && !access.writes) transfers::loaded(cell);
     note(cell, access);
   }
 }
@@ -210,7 +95,7 @@ void touch_global(const Access& access) {
 }
 
 void check(const Access& access) {
-  if (access.at >= uintptr_t(arena) && access.at < uintptr_t(arena) + sizeof(arena)) return touch_shared(access);
+  if (access.at >= uintptr_t(arenas) && access.at < uintptr_t(arenas) + sizeof(arenas)) return touch_shared(access);
   if (access.writes || !arguments.holds(access.at, access.size)) touch_global(access);
 }
 
@@ -313,7 +198,7 @@ void check_launch(int64_t rows, int64_t cols) {
     throw std::runtime_error(text("host target: uncovered: the launch declares ", rows, " rows of ", cols,
                                   " columns, its threads touch so many elements of no buffer\n  kernel ", launched.back()));
 }
-void begin_block() {
+void begin_blocks() {
   at_block_barrier();
   block_start = block_tick;
 }
@@ -329,7 +214,10 @@ void at_group_barrier(int first_warp, int end_warp) {
   std::fill(groups + first_warp, groups + end_warp, Group{now, first_warp, end_warp});
 }
 void at_warp_barrier(int warp) { warp_ticks[warp] = ++now; }
-unsigned char* shared() { return arena + shared_margin; }
+unsigned char* shared() { return shared_of(block_of(running)); }
+void load_global(const void* from, int64_t bytes, const void* code) {
+  touch_global({reinterpret_cast<uintptr_t>(from), bytes, false, true, code});
+}
 
 }  // namespace memory
 }  // namespace liger::gpu::simt

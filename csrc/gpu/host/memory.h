@@ -66,7 +66,7 @@ void allow(const void* data, size_t bytes);
 namespace memory {
 void begin_launch(const std::string& kernel, const void* args, size_t args_bytes, const unsigned char* stacks, size_t stack_bytes, int warp,
                   int shared_bytes);
-void begin_block();
+void begin_blocks();  // a block, or all of a cluster
 void check_launch(int64_t rows, int64_t cols);  // after the last block; throws std::runtime_error
 void end_launch();
 void begin_thread(int thread);  // accesses are this thread's from here on; -1: nobody's, they are not watched
@@ -74,6 +74,7 @@ void at_block_barrier();
 void at_group_barrier(int first_warp, int end_warp);
 void at_warp_barrier(int warp);
 unsigned char* shared();
+void load_global(const void* from, int64_t bytes, const void* code);  // by the instruction before `code`
 }  // namespace memory
 
 }  // namespace liger::gpu::simt

@@ -1,32 +1,33 @@
 #include "gpu/host/simt.h"
 
-#include <cxxabi.h>
-#include <dlfcn.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#include <cstdio>
-#include <cstdlib>
+#include <algorithm>
 #include <cstring>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <stdexcept>
 #include <utility>
-#include <vector>
 
+#include "gpu/host/kernels.h"
 #include "gpu/host/memory.h"
+#include "gpu/host/transfers.h"
 #include "kernels/errors.h"
 
 namespace liger::gpu::simt {
 namespace {
 
-constexpr int max_threads = 1024;
+#if defined(LIGER_HOST_AHEAD)
+constexpr int max_threads = most_blocks * most_threads;  // at a time
+#else
+constexpr int max_threads = most_threads;
+#endif
 // A frame of a kernel is a few KiB; the lowest page of each stack is a guard.
 constexpr size_t stack_bytes = 256 << 10, page_bytes = 4096;
 
-enum class Stop { none, returned, block_barrier, group_barrier, warp_barrier, shuffle };
+enum class Stop { none, returned, block_barrier, group_barrier, warp_barrier, shuffle, phase, cluster_barrier };
 constexpr int max_groups = 15;  // CUDA's barriers of a block, but for the block's own
 
 struct Thread {
@@ -37,6 +38,9 @@ struct Thread {
   uint32_t bits = 0;    // of a shuffle
   int mask = 0;
   int group = 0, group_threads = 0;  // of a group barrier
+  const uint64_t* mbarrier = nullptr;  // of a wait for a phase
+  int parity = 0;
+  int arrivals = 0, waits = 0;  // at the cluster barrier
 };
 
 std::string site(const std::source_location& where) {
@@ -54,34 +58,13 @@ std::string stop_text(const Thread& t) {
       return "waits at the group barrier of " + site(t.where);
     case Stop::warp_barrier:
       return "waits at the warp barrier of " + site(t.where);
+    case Stop::phase:
+      return "waits for an mbarrier at " + site(t.where);
+    case Stop::cluster_barrier:
+      return "waits at the cluster barrier of " + site(t.where);
     default:
       return "waits at the shuffle of " + site(t.where);
   }
-}
-
-struct KnownKernel {
-  std::string name;
-  int64_t launches = 0;
-};
-std::vector<KnownKernel>& known_kernels() {
-  static std::vector<KnownKernel> all;
-  return all;
-}
-
-// Where the instruction before `code` was written, innermost function first, by binutils where they are installed.
-std::string source_of(const void* code) {
-  Dl_info image;
-  if (code == nullptr || dladdr(code, &image) == 0) return "";
-  char offset[32];
-  std::snprintf(offset, sizeof(offset), "%tx", static_cast<const char*>(code) - static_cast<const char*>(image.dli_fbase) - 1);
-  std::string lines;
-  if (FILE* const pipe = popen(text("addr2line -ise '", image.dli_fname, "' ", offset, " 2>/dev/null").c_str(), "r")) {
-    char line[4096];
-    while (std::fgets(line, sizeof(line), pipe))
-      lines += text(lines.empty() ? "\n  at " : ", in ", std::string(line, std::strcspn(line, " \n")));
-    pclose(pipe);
-  }
-  return lines;
 }
 
 // One launch at a time; a fibre is resumed and suspended by longjmp, ucontext only starts it.
@@ -104,65 +87,83 @@ class Machine {
     struct End {
       ~End() { memory::end_launch(); }
     } end;
-    place = {0, plan.block, 0, plan.grid};
-    for (place.block = 0; place.block < plan.grid; ++place.block) run_block();
+    block_threads_ = plan.block;
+    blocks_ = plan.cluster;
+    for (first_block_ = 0; first_block_ < plan.grid; first_block_ += blocks_) run_blocks();
     memory::check_launch(made.rows, made.cols);
   }
 
   // Called by the running thread: back to the scheduler, until it is resumed.
   void suspend(Stop stop, const std::source_location& where) {
-    Thread& t = threads_[place.thread];
+    Thread& t = running();
     t.stop = stop;
     t.where = where;
     if (!_setjmp(t.resume_at)) _longjmp(scheduler_, 1);
   }
   void group_barrier(int group, int threads, const std::source_location& where) {
-    threads_[place.thread].group = group;
-    threads_[place.thread].group_threads = threads;
+    running().group = group;
+    running().group_threads = threads;
     suspend(Stop::group_barrier, where);
   }
   uint32_t shuffle(uint32_t bits, int mask, const std::source_location& where) {
-    const int thread = place.thread;
-    threads_[thread].bits = bits;
-    threads_[thread].mask = mask;
+    Thread& t = running();
+    t.bits = bits;
+    t.mask = mask;
     suspend(Stop::shuffle, where);
-    return threads_[thread].bits;
+    return t.bits;
   }
+  void wait_for_phase(const uint64_t* mbarrier, int parity, const std::source_location& where) {
+    running().mbarrier = mbarrier;
+    running().parity = parity;
+    suspend(Stop::phase, where);
+  }
+  void cluster_arrive() { ++running().arrivals; }
 
   [[noreturn]] void report(const void* code, const std::string& finding) {
     finding_ = described(finding);
     finding_code_ = code;
-    threads_[place.thread].exists = false;
+    running().exists = false;
     _longjmp(scheduler_, 1);
   }
 
  private:
+  Thread& running() { return threads_[place.rank * most_threads + place.thread]; }
+  // Makes a thread, numbered through the blocks of a cluster (gpu/host/cells.h), the one that findings are about.
+  void choose(int id) {
+    const int rank = id / most_threads;
+    place = {id % most_threads, block_threads_, rank, blocks_, first_block_ + rank, kernel_grid_};
+    memory::begin_thread(id);
+  }
   std::string described(const std::string& finding) const {
     return text("host target: ", finding, "\n  kernel ", known_kernels()[kernel_->known].name, "\n  block ", place.block, " of ",
                 place.grid, ", thread ", place.thread, " of ", place.block_threads, " (warp ", place.thread / warp_, ", lane ",
                 place.thread % warp_, ")\n  after ",
                 since_.line() == 0 ? "the start of the block" : "the block barrier of " + site(since_));
   }
-  // The scheduler's own findings are about `thread`.
-  [[noreturn]] void fail(int thread, const std::string& finding) {
-    place.thread = thread;
+  // The scheduler's own findings are about thread `id`.
+  [[noreturn]] void fail(int id, const std::string& finding) {
+    choose(id);
     throw_finding(described(finding));
   }
   // Threads in the middle of a kernel are given up: their fibres start anew.
   [[noreturn]] void throw_finding(const std::string& finding) {
+    memory::begin_thread(-1);
     for (Thread& t : threads_) t.exists = t.exists && t.stop == Stop::returned;
     throw std::runtime_error(finding);
   }
 
   void check(const launch::LaunchPlan& plan) {
     since_ = {};
-    place = {0, plan.block, 0, plan.grid};
-    if (plan.block < 1 || plan.block > kernel_->max_threads || plan.block > max_threads)
+    block_threads_ = plan.block, blocks_ = 1, first_block_ = 0, kernel_grid_ = plan.grid;
+    if (plan.block < 1 || plan.block > kernel_->max_threads || plan.block > most_threads)
       fail(0, text("launched with ", plan.block, " threads, compiled for at most ", kernel_->max_threads));
     if (plan.block % warp_ != 0) fail(0, text("launched with ", plan.block, " threads, which is no multiple of the warp's ", warp_));
     if (plan.smem > profile().shared_per_block_optin)
       fail(0, text("launched with ", plan.smem, " bytes of shared memory; the device has ", profile().shared_per_block_optin));
-    if (plan.grid < 1 || plan.cluster != 1) fail(0, text("launched with ", plan.grid, " blocks in clusters of ", plan.cluster));
+    bool has_clusters = plan.cluster == 1;
+    for (int i = 1; i < 4; ++i) has_clusters |= plan.cluster == 1 << i && profile().resident_clusters[0][i] > 0;
+    if (plan.grid < 1 || !has_clusters || plan.grid % plan.cluster != 0)
+      fail(0, text("launched with ", plan.grid, " blocks in clusters of ", plan.cluster));
   }
 
   void make_stacks() {
@@ -173,44 +174,135 @@ class Machine {
     for (int t = 0; t < max_threads; ++t) mprotect(stacks_ + t * stack_bytes, page_bytes, PROT_NONE);
   }
 
-  void run_block() {
+  // All threads of the blocks that run, or of one of them: f(first thread of each warp).
+  template <class F> void each_warp(const F& f) {
+    for (int rank = 0; rank < blocks_; ++rank) each_warp(rank, f);
+  }
+  template <class F> void each_warp(int rank, const F& f) {
+    for (int first = 0; first < block_threads_; first += warp_) f(rank * most_threads + first);
+  }
+  bool all_at(Stop stop, int first, int count) const {
+    for (int t = first; t < first + count; ++t)
+      if (threads_[t].stop != stop) return false;
+    return true;
+  }
+  void go_on(int first, int count) {
+    for (int t = first; t < first + count; ++t) threads_[t].stop = Stop::none;
+  }
+
+  void run_blocks() {
     since_ = {};
-    memory::begin_block();
-    for (int t = 0; t < place.block_threads; ++t) threads_[t].stop = Stop::none;
+    memory::begin_blocks();
+    transfers::begin_blocks(blocks_);
+    each_warp([&](int first) {
+      go_on(first, warp_);
+      for (int t = first; t < first + warp_; ++t) threads_[t].arrivals = threads_[t].waits = 0;
+    });
+    bool ended[most_blocks] = {};
     for (;;) {
-      for (int first = 0; first < place.block_threads; first += warp_)
+      each_warp([&](int first) {
         if (threads_[first].stop == Stop::none) run_warp(first);
-      if (release_groups()) continue;
-      agree(0, place.block_threads);
-      if (threads_[0].stop == Stop::returned) return;
-      if (threads_[0].stop == Stop::group_barrier)
-        fail(0, text("divergence: this thread ", stop_text(threads_[0]), ", and so do parts of other groups"));
-      since_ = threads_[0].where;
-      memory::at_block_barrier();
-      for (int t = 0; t < place.block_threads; ++t) threads_[t].stop = Stop::none;
+      });
+      int returned = 0;
+      for (int rank = 0; rank < blocks_; ++rank) {
+        const int first = rank * most_threads;
+        if (!all_at(Stop::returned, first, block_threads_)) continue;
+        ++returned;
+        if (std::exchange(ended[rank], true)) continue;
+        choose(first);
+        if (const std::string finding = transfers::unfinished(rank); !finding.empty()) fail(first, finding);
+        memory::begin_thread(-1);
+      }
+      if (returned == blocks_) return;
+      bool any = release_groups();
+      any |= release_blocks();
+      any |= release_phases();
+      any |= release_cluster();
+      if (!any) fail_stuck();
     }
   }
 
-  // Groups whose threads are all at their barrier go on; are there any?
+  // Those for whom the wait is over go on; are there any?
+  bool release_blocks() {
+    bool any = false;
+    for (int rank = 0; rank < blocks_; ++rank) {
+      const int first = rank * most_threads, first_warp = first / warp_, end_warp = (first + block_threads_) / warp_;
+      if (!all_at(Stop::block_barrier, first, block_threads_)) continue;
+      agree(first, block_threads_);
+      since_ = threads_[first].where;
+      if (blocks_ == 1) memory::at_block_barrier();
+      else memory::at_group_barrier(first_warp, end_warp);
+      transfers::at_block_barrier(first_warp, end_warp);
+      go_on(first, block_threads_);
+      any = true;
+    }
+    return any;
+  }
+  bool release_phases() {
+    bool any = false;
+    each_warp([&](int first) { any |= threads_[first].stop == Stop::phase && release_phase(first); });
+    return any;
+  }
+  bool release_phase(int first) {
+    for (int t = first; t < first + warp_; ++t)
+      if (!transfers::complete(threads_[t].mbarrier, threads_[t].parity)) return false;
+    for (int t = first; t < first + warp_; ++t) transfers::waited(threads_[t].mbarrier, first / warp_);
+    go_on(first, warp_);
+    return true;
+  }
+  bool release_cluster() {
+    int over = most_threads;  // barriers at which all threads of the cluster have arrived
+    each_warp([&](int first) {
+      for (int t = first; t < first + warp_; ++t) over = std::min(over, threads_[t].arrivals);
+    });
+    bool any = false;
+    each_warp([&](int first) {
+      if (threads_[first].stop != Stop::cluster_barrier || threads_[first].waits >= over) return;
+      for (int t = first; t < first + warp_; ++t) ++threads_[t].waits;
+      go_on(first, warp_);
+      any = true;
+    });
+    if (any) transfers::at_cluster_barrier(over);
+    return any;
+  }
+  // Nobody can go on.
+  [[noreturn]] void fail_stuck() {
+    each_warp([&](int first) {
+      if (threads_[first].stop != Stop::phase) return;
+      choose(first);
+      fail(first, text("deadlock: this thread ", transfers::waiting_for(threads_[first].mbarrier), ", at ", site(threads_[first].where)));
+    });
+    for (int rank = 0; rank < blocks_; ++rank) {
+      const int first = rank * most_threads;
+      agree(first, block_threads_);
+      if (threads_[first].stop == Stop::group_barrier)
+        fail(first, text("divergence: this thread ", stop_text(threads_[first]), ", and so do parts of other groups"));
+      if (threads_[first].stop == Stop::cluster_barrier)
+        fail(first, text("deadlock: this thread ", stop_text(threads_[first]), ", where not all of the cluster have arrived"));
+    }
+    fail(0, "deadlock: no thread can go on");
+  }
+
   bool release_groups() {
     bool any = false;
-    for (int first = 0; first < place.block_threads; first += warp_) {
+    each_warp([&](int first) {
       const Thread& t = threads_[first];
-      if (t.stop != Stop::group_barrier) continue;
-      const int begin = t.group * t.group_threads, end = begin + t.group_threads;
+      if (t.stop != Stop::group_barrier) return;
+      const int block = first - first % most_threads, begin = block + t.group * t.group_threads, end = begin + t.group_threads;
       if (t.group < 0 || t.group >= max_groups || t.group_threads % warp_ != 0 || begin > first || end <= first ||
-          end > place.block_threads)
+          end > block + block_threads_)
         fail(first, text("group barrier: group ", t.group, " of ", t.group_threads, " threads, at ", site(t.where)));
       bool complete = true;
       for (int u = begin; u < end; ++u)
         complete = complete && threads_[u].stop == Stop::group_barrier && threads_[u].group == t.group &&
                    threads_[u].group_threads == t.group_threads;
-      if (!complete) continue;
+      if (!complete) return;
       agree(begin, end - begin);
       memory::at_group_barrier(begin / warp_, end / warp_);
-      for (int u = begin; u < end; ++u) threads_[u].stop = Stop::none;
+      transfers::at_block_barrier(begin / warp_, end / warp_);
+      go_on(begin, end - begin);
       any = true;
-    }
+    });
     return any;
   }
 
@@ -219,11 +311,16 @@ class Machine {
     for (;;) {
       for (int t = first; t < first + warp_; ++t) resume(t);
       agree(first, warp_);
+      transfers::at_collective(first / warp_);
       const Stop stop = threads_[first].stop;
-      if (stop == Stop::returned || stop == Stop::block_barrier || stop == Stop::group_barrier) return;
+      if (stop == Stop::phase) {
+        if (!release_phase(first)) return;
+        continue;
+      }
       if (stop == Stop::shuffle) exchange(first);
-      else memory::at_warp_barrier(first / warp_);
-      for (int t = first; t < first + warp_; ++t) threads_[t].stop = Stop::none;
+      else if (stop == Stop::warp_barrier) memory::at_warp_barrier(first / warp_);
+      else return;
+      go_on(first, warp_);
     }
   }
 
@@ -235,7 +332,7 @@ class Machine {
       const bool same =
           a.stop == b.stop &&
           (a.stop == Stop::returned || (a.where.line() == b.where.line() && std::strcmp(a.where.file_name(), b.where.file_name()) == 0));
-      if (!same) fail(t, text("divergence: this thread ", stop_text(b), ", thread ", first, " ", stop_text(a)));
+      if (!same) fail(t, text("divergence: this thread ", stop_text(b), ", thread ", first % most_threads, " ", stop_text(a)));
     }
   }
 
@@ -253,16 +350,15 @@ class Machine {
   }
 
   // Runs a thread until it stops.
-  void resume(int thread) {
-    place.thread = thread;
-    memory::begin_thread(thread);
+  void resume(int id) {
+    choose(id);
     if (!_setjmp(scheduler_)) {
-      Thread& t = threads_[thread];
+      Thread& t = threads_[id];
       if (t.exists) _longjmp(t.resume_at, 1);
       t.exists = true;
       ucontext_t context;
       getcontext(&context);
-      context.uc_stack.ss_sp = stacks_ + thread * stack_bytes;
+      context.uc_stack.ss_sp = stacks_ + id * stack_bytes;
       context.uc_stack.ss_size = stack_bytes;
       makecontext(&context, &Machine::fibre, 0);
       setcontext(&context);
@@ -279,7 +375,8 @@ class Machine {
 
   std::mutex mutex_;
   const Kernel* kernel_ = nullptr;
-  int warp_ = 32;
+  int warp_ = 32, block_threads_ = 0, blocks_ = 1;  // blocks_: that run at a time, of a cluster
+  int64_t first_block_ = 0, kernel_grid_ = 1;
   Thread threads_[max_threads];
   unsigned char* stacks_ = nullptr;
   jmp_buf scheduler_;
@@ -302,12 +399,6 @@ void Machine::fibre() {
 Place place() { return machine.place; }
 unsigned char* shared_memory() { return memory::shared(); }
 void report(const void* code, const std::string& finding) { machine.report(code, finding); }
-int know(const char* name) {
-  int status = 0;
-  const std::unique_ptr<char, void (*)(void*)> readable(abi::__cxa_demangle(name, nullptr, nullptr, &status), std::free);
-  known_kernels().push_back({readable ? readable.get() : name});
-  return int(known_kernels().size()) - 1;
-}
 void run(const Kernel& kernel, const launch::Launch& made) { machine.run(kernel, made); }
 
 void block_barrier(const std::source_location& where) { machine.suspend(Stop::block_barrier, where); }
@@ -315,41 +406,17 @@ void group_barrier(int group, int threads, const std::source_location& where) { 
 void warp_barrier(const std::source_location& where) { machine.suspend(Stop::warp_barrier, where); }
 uint32_t shuffle_xor(uint32_t bits, int mask, const std::source_location& where) { return machine.shuffle(bits, mask, where); }
 
+void cluster_arrive() { machine.cluster_arrive(); }
+void cluster_wait(const std::source_location& where) { machine.suspend(Stop::cluster_barrier, where); }
+void wait_for_phase(uint64_t* mbarrier, int parity, const std::source_location& where) {
+  transfers::check(mbarrier, __builtin_return_address(0));
+  machine.wait_for_phase(mbarrier, parity, where);
+}
+
 int atomic_claim(int* flag) {
   const int before = *flag;
   if (before == 0) *flag = 1;
   return before;
-}
-
-namespace {
-
-// A setting in the environment, one of two numbers; by default the first.
-int setting(const char* name, int first, int second) {
-  const char* const value = std::getenv(name);
-  const std::string wanted = value ? value : std::to_string(first);
-  require(wanted == std::to_string(first) || wanted == std::to_string(second), name, " is ", wanted, ", expected ", first, " or ", second);
-  return std::stoi(wanted);
-}
-
-}  // namespace
-
-int warp_width() {
-  static const int width = setting("LIGER_EXT_HOST_WARP", 32, 64);
-  return width;
-}
-
-// Few multiprocessors and a small L2, so that small tensors take the paths of large ones: several rows to a persistent block,
-// logits that are read again. Shared memory as on most GPUs of that warp width, or as on MI355X.
-launch::DeviceProfile profile() {
-  launch::DeviceProfile device;
-  std::strcpy(device.name, "host target");
-  device.vendor = launch::Vendor::host;
-  device.warp = warp_width();
-  device.multiprocessors = 4;
-  device.shared_per_block_optin = device.shared_per_multiprocessor = setting("LIGER_EXT_HOST_SHARED", 64, 160) << 10;
-  device.l2_bytes = 64 << 10;
-  device.memory_bytes = int64_t{1} << 30;
-  return device;
 }
 
 }  // namespace liger::gpu::simt
@@ -358,12 +425,5 @@ launch::DeviceProfile profile() {
 extern "C" [[gnu::visibility("default")]] const char* liger_ext_host_launched() {
   static std::string lines;
   lines = std::exchange(liger::gpu::simt::machine.launched, {});
-  return lines.c_str();
-}
-// A line for each kernel: how often it was launched, and its name.
-extern "C" [[gnu::visibility("default")]] const char* liger_ext_host_kernels() {
-  static std::string lines;
-  lines.clear();
-  for (const auto& kernel : liger::gpu::simt::known_kernels()) lines += liger::text(kernel.launches, " ", kernel.name, "\n");
   return lines.c_str();
 }
