@@ -41,14 +41,29 @@ from liger_ext.models.decoder import (
     SandwichLayer,
     ScaledLayer,
 )
-from liger_ext.models.experts import BatchedExperts, ClampedExperts, Experts
+from liger_ext.models.experts import (
+    BatchedExperts,
+    ClampedExperts,
+    Experts,
+    Glm5Experts,
+    GptOssExperts,
+    MiniMaxM3Experts,
+    PrivacyFilterExperts,
+    Step3p7Experts,
+)
 from liger_ext.models.forwards import text_of
 from liger_ext.models.mlp import (
+    MLP,
+    ClampedMLP,
     DropoutMLP,
+    Glm5MLP,
+    Glm5VisionMLP,
     Llama4MLP,
+    MiniMaxM3MLP,
     MixtralMLP,
     PackedMLP,
     ScaledMLP,
+    Step3p7MLP,
     UngatedMLP,
     VisionMLP,
 )
@@ -134,6 +149,12 @@ _OTHERS = {
     "0d7b11835db6b508": VisionMLP,  # Qwen2_5_VLMLP, of all supported versions
     "24ed32eb8cb32194": DropoutMLP,  # SeedOssMLP
     "2ccda7a06d8a5c89": ScaledMLP,  # FalconH1MLP
+    "c9e76b5bb599ae56": MLP,  # BeamMLP, which rounds once, as our ops do
+    "274a2130f54d2906": ClampedMLP,  # DeepseekV4MLP
+    "d84b50efd534f443": Glm5MLP,  # Glm5NextTextMLP
+    "f3a23aa069db6e26": Glm5VisionMLP,  # Glm5NextVisionMLP
+    "6e130543faf555f5": MiniMaxM3MLP,  # MiniMaxM3VLDenseMLP
+    "e8216d20c75cda11": Step3p7MLP,
     "81bc4bc569be56c2": UngatedMLP,  # NemotronMLP, of all supported versions
     "5f66bc719c393081": BatchedExperts,  # Llama4TextExperts
     "027e9ce52954e82b": FalconH1Layer,  # FalconH1DecoderLayer of 5.23
@@ -141,7 +162,13 @@ _OTHERS = {
 
 _GATES_OF_EXPERTS = {
     "82821f94b28660b6": Experts,  # transformers.integrations.moe, 5.0 on
-    "63686633f3cb5d4a": ClampedExperts,  # GptOssExperts
+    "215319595e48dda1": Experts,  # BeamExperts, which round once, as our ops do
+    "f40d55cf51496849": ClampedExperts,  # DeepseekV4Experts
+    "11ddbf6b28be8aec": Glm5Experts,  # Glm5NextTextExperts, HYV4Experts
+    "63686633f3cb5d4a": GptOssExperts,
+    "c8648a009a61ce3c": MiniMaxM3Experts,  # MiniMaxM3VLExperts
+    "c67222ebfdcf6a4d": PrivacyFilterExperts,  # OpenAIPrivacyFilterExperts
+    "e3bd0e725eb8cf46": Step3p7Experts,
 }
 
 # Heads and layers change from version to version, but what others do differently from Llama's in the same does not.
