@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from liger_ext import AutoLigerKernelForCausalLM, apply_liger_kernel, apply_liger_kernel_to_instance
-from liger_ext.models import experts, known_code, llama
+from liger_ext.models import digests, experts, llama
 
 
 def gpt2():
@@ -119,8 +119,8 @@ def test_a_model_without_a_type_is_left_alone(config):
 
 @pytest.mark.usefixtures("new_look")
 def test_warnings_name_the_line_that_led_to_them(monkeypatch):
-    known = {code: cls for code, cls in known_code._OTHERS.items() if cls is not experts.BatchedExperts}
-    monkeypatch.setattr(known_code, "_OTHERS", known)
+    known = {code: cls for code, cls in digests.MODULES.items() if cls is not experts.BatchedExperts}
+    monkeypatch.setattr(digests, "MODULES", known)
     with pytest.warns(UserWarning, match="has no config.model_type") as direct:
         apply_liger_kernel_to_instance(nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="Llama4TextExperts") as deeper, apply_liger_kernel("llama4_text"):

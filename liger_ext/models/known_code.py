@@ -1,7 +1,7 @@
 """Which code of transformers is known: told by the text of a class's `forward`, and of what it calls.
 
 Text is compared without what does not matter (`forwards.text_of`), with Llama's of the installed version, or by digests
-of what has stayed the same in all versions that are named beside them.
+(`liger_ext.models.digests`) of what has stayed the same in all versions that are named beside them.
 """
 
 import ast
@@ -17,70 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from liger_ext.models import llama
-from liger_ext.models.causal_lm import (
-    CausalLM,
-    CausalLMInside,
-    CausalLMOfFloat,
-    DividedCausalLM,
-    MoeCausalLM,
-    MoeOfTextCausalLM,
-    MultipliedByModelCausalLM,
-    MultipliedCausalLM,
-    SoftcappedCausalLM,
-)
-from liger_ext.models.decoder import (
-    Attention,
-    DecoderLayer,
-    DropoutLayer,
-    FalconH1Layer,
-    Gemma4Layer,
-    Glm4Layer,
-    HybridLayer,
-    Llama4Layer,
-    SandwichLayer,
-    ScaledLayer,
-)
-from liger_ext.models.experts import (
-    BatchedExperts,
-    ClampedExperts,
-    Experts,
-    Glm5Experts,
-    GptOssExperts,
-    MiniMaxM3Experts,
-    PrivacyFilterExperts,
-    Step3p7Experts,
-)
+from liger_ext.models import digests, llama
+from liger_ext.models.decoder import Attention
 from liger_ext.models.forwards import text_of
-from liger_ext.models.mlp import (
-    MLP,
-    ClampedMLP,
-    DropoutMLP,
-    Glm5MLP,
-    Glm5VisionMLP,
-    Llama4MLP,
-    MiniMaxM3MLP,
-    MixtralMLP,
-    PackedMLP,
-    ScaledMLP,
-    Step3p7MLP,
-    UngatedMLP,
-    VisionMLP,
-)
 from liger_ext.models.names import MODELS, name_of
-from liger_ext.models.norms import (
-    FalconGatedRMSNorm,
-    GatedRMSNorm,
-    GatedRMSNormInFloat,
-    Gemma4RMSNorm,
-    GroupedGatedRMSNorm,
-    LayerNorm1P,
-    Llama4RMSNorm,
-    RMSNormInFloat,
-    UnbiasedLayerNorm,
-    WeightlessRMSNorm,
-    ZeroCenteredRMSNorm,
-)
 from liger_ext.models.patch import stands_in, stock_class
 from liger_ext.models.rope import ROPES, rope_for
 
@@ -92,9 +32,9 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
         return patch_of_llamas(cls)
     kind = _kinds().get(_code_of(cls.forward, cls))
     if kind is None and issubclass(cls, PreTrainedModel):
-        kind = _HEADS.get(_difference(_text_of_head, cls, stock_class(llama.LlamaForCausalLM)))
+        kind = digests.HEADS.get(_difference(_text_of_head, cls, stock_class(llama.LlamaForCausalLM)))
     if kind is None:
-        kind = _LAYERS.get(_difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)))
+        kind = digests.LAYERS.get(_difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)))
     module, replacements = sys.modules[cls.__module__], {}
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     if kind is None and code is not None:
@@ -103,7 +43,7 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
         replacements = {name: rope_for(rope, **how) for name, (rope, how) in known.items() if how is not None}
         kind = Attention if replacements else None
     if kind is None:
-        kind = _GATES_OF_EXPERTS.get(_code_of(getattr(cls, "_apply_gate", None)))
+        kind = digests.GATES_OF_EXPERTS.get(_code_of(getattr(cls, "_apply_gate", None)))
     if kind is None:
         return None
     # The module's __getattr__ finds it again.
@@ -116,7 +56,7 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
 def is_left_alone(cls: type[nn.Module]) -> bool:
     """Whether the code is known, and nothing is to be gained."""
     codes = _difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)), _code_of(cls.forward, cls)
-    return not _LEFT_ALONE.isdisjoint(codes)
+    return not digests.LEFT_ALONE.isdisjoint(codes)
 
 
 @functools.cache
@@ -124,96 +64,7 @@ def _kinds() -> dict[str, type]:
     """By the digest of a class's code: the mixin that does the same."""
     patches = llama.LlamaRMSNorm, llama.LlamaMLP
     codes = {_code_of(stock_class(patch).forward, stock_class(patch)): patch.__bases__[0] for patch in patches}
-    return {code: kind for code, kind in codes.items() if code is not None} | _OTHERS
-
-
-_OTHERS = {
-    "b748919e3a9033e5": ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
-    "eef4e978a32aa4a4": RMSNormInFloat,  # Olmo2RMSNorm of 4.52 on, GptOssRMSNorm
-    "e8d404cbecb96285": PackedMLP,  # Phi3MLP, of all supported versions
-    "cb22d52059d9aaf1": Gemma4RMSNorm,  # Gemma3nRMSNorm of 5.0 on, too
-    "6fb92cf4142d8989": Llama4RMSNorm,  # Llama4TextRMSNorm, of all supported versions
-    "07d835dcad37e65e": WeightlessRMSNorm,  # Llama4TextL2Norm, of all supported versions, and NanoChatRMSNorm
-    "96920b139d7fbbc2": GatedRMSNorm,  # Qwen3NextRMSNormGated of 5.23
-    "0befe0d7cbec41df": GatedRMSNorm,  # before
-    "e930594abdf99541": GroupedGatedRMSNorm,  # Zamba2RMSNormGated of all supported versions, MambaRMSNormGated of 5.23
-    "0784e1271fca788e": GroupedGatedRMSNorm,  # before, of one group
-    "873a05ece6ae6c87": FalconGatedRMSNorm,  # FalconH1RMSNormGated
-    "66adebd7ca546584": GatedRMSNormInFloat,  # KimiLinearRMSNormGated
-    "ec976d1bff6235ff": UnbiasedLayerNorm,  # CohereLayerNorm, of all supported versions
-    "9256ffcc8828f07e": LayerNorm1P,  # NemotronLayerNorm1P of 5.23
-    "957547f394ae4ffa": LayerNorm1P,  # of 4.57
-    "d6d1d883e2820916": LayerNorm1P,  # of 4.51
-    "c4447c48b0f9ccf3": Llama4MLP,  # Llama4TextMLP, of all supported versions
-    "a937255ed446bfd6": MixtralMLP,  # MixtralBlockSparseTop2MLP, before 5.0
-    "0d7b11835db6b508": VisionMLP,  # Qwen2_5_VLMLP, of all supported versions
-    "24ed32eb8cb32194": DropoutMLP,  # SeedOssMLP
-    "2ccda7a06d8a5c89": ScaledMLP,  # FalconH1MLP
-    "c9e76b5bb599ae56": MLP,  # BeamMLP, which rounds once, as our ops do
-    "274a2130f54d2906": ClampedMLP,  # DeepseekV4MLP
-    "d84b50efd534f443": Glm5MLP,  # Glm5NextTextMLP
-    "f3a23aa069db6e26": Glm5VisionMLP,  # Glm5NextVisionMLP
-    "6e130543faf555f5": MiniMaxM3MLP,  # MiniMaxM3VLDenseMLP
-    "e8216d20c75cda11": Step3p7MLP,
-    "81bc4bc569be56c2": UngatedMLP,  # NemotronMLP, of all supported versions
-    "5f66bc719c393081": BatchedExperts,  # Llama4TextExperts
-    "027e9ce52954e82b": FalconH1Layer,  # FalconH1DecoderLayer of 5.23
-}
-
-_GATES_OF_EXPERTS = {
-    "82821f94b28660b6": Experts,  # transformers.integrations.moe, 5.0 on
-    "215319595e48dda1": Experts,  # BeamExperts, which round once, as our ops do
-    "f40d55cf51496849": ClampedExperts,  # DeepseekV4Experts
-    "11ddbf6b28be8aec": Glm5Experts,  # Glm5NextTextExperts, HYV4Experts
-    "63686633f3cb5d4a": GptOssExperts,
-    "c8648a009a61ce3c": MiniMaxM3Experts,  # MiniMaxM3VLExperts
-    "c67222ebfdcf6a4d": PrivacyFilterExperts,  # OpenAIPrivacyFilterExperts
-    "e3bd0e725eb8cf46": Step3p7Experts,
-}
-
-# Heads and layers change from version to version, but what others do differently from Llama's in the same does not.
-_HEADS = {
-    "e3b0c44298fc1c14": CausalLM,  # no difference
-    "9a35629b99bb02e3": CausalLMOfFloat,  # MllamaForCausalLM of 5.23
-    "189c4b340361c46a": CausalLMOfFloat,  # of 4.57 and 5.0
-    "1dff45b7a0ab64b8": MoeCausalLM,  # MixtralForCausalLM
-    "4a503be17ccd1ad2": MoeOfTextCausalLM,  # Qwen3VLMoeForConditionalGeneration
-    "ad4844e68163c0ab": MoeOfTextCausalLM,  # Glm4vMoeForConditionalGeneration
-    "c22b5fbbdfdc9573": SoftcappedCausalLM,  # Gemma2ForCausalLM
-    "8573b2c9e65ae139": SoftcappedCausalLM,  # PaliGemmaForConditionalGeneration of 5.21 on
-    "3f440530c0fd0e92": SoftcappedCausalLM,  # Gemma4ForCausalLM
-    "8c9618da0f7c2055": SoftcappedCausalLM,  # Gemma4ForConditionalGeneration
-    "fff64a902b89006c": DividedCausalLM,  # GraniteForCausalLM
-    "3955b7c698a2918b": MultipliedCausalLM,  # CohereForCausalLM
-    "8991d921548cfd06": MultipliedByModelCausalLM,  # FalconH1ForCausalLM of 5.23
-    "474db812108fa665": MultipliedByModelCausalLM,  # of 4.57 and 5.0
-    "d42ef39b8cc8c3c0": CausalLMInside,  # Llama4ForConditionalGeneration of 5.23
-}
-
-_LAYERS = {
-    "e3b0c44298fc1c14": DecoderLayer,  # no difference
-    "8702bd01918e7ce4": SandwichLayer,  # Gemma2DecoderLayer of 4.53 to 4.56 and of 5.0 on
-    "502430feb4f77262": SandwichLayer,  # of 4.57
-    "3d1bcef31599620f": Glm4Layer,  # of all supported versions
-    "95741f3e291ba554": ScaledLayer,  # GraniteDecoderLayer, but for 4.57 and 5.0
-    "53ab13df176a3976": ScaledLayer,  # of these
-    "7d9d354cfcae8f63": DropoutLayer,  # Phi3DecoderLayer of 4.57 on
-    "337b64fde9c2ee06": DecoderLayer,  # GptOssDecoderLayer of 4.57 on, whose MLP returns what its router says as well
-    "b23b8652668c11f5": DecoderLayer,  # MllamaSelfAttentionDecoderLayer of 4.57 on
-    "8ab29f0069a3c2c6": Llama4Layer,  # Llama4TextDecoderLayer of 4.57 on
-    "b444d18588c2c619": Gemma4Layer,  # Gemma4TextDecoderLayer of 5.23
-    "30097b5c3b51517c": Gemma4Layer,  # Gemma4UnifiedTextDecoderLayer of 5.23
-    "480a5c088a0b85ed": HybridLayer,  # Qwen3NextDecoderLayer of 5.23
-    "2670243c1934e08c": HybridLayer,  # Qwen3_5DecoderLayer of 5.23
-}
-
-_LEFT_ALONE = {  # in which nothing can be fused
-    "6913de200383abad",  # Olmo2DecoderLayer: what is added to the residual stream is normalised, and not the sum
-    "6a52429b77334fc6",  # CohereDecoderLayer: attention and MLP read the same norm's output, and are added as they are
-    "0b41299b2e269fa2",  # NemotronDecoderLayer: the sum has no RMSNorm
-    "78305e689641703c",  # GptOssMLP of 5.0 on: a router, and experts, which are looked at by themselves
-    "4cfe1fd04fd3dd1f",  # before
-}
+    return {code: kind for code, kind in codes.items() if code is not None} | digests.MODULES
 
 
 @functools.cache

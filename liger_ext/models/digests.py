@@ -1,0 +1,94 @@
+"""Digests of known code of transformers, and the mixin that does the same as each: see `liger_ext.models.known_code`.
+
+A comment names the class that a digest was made of, and the versions of transformers that have it.
+"""
+
+from liger_ext.models import causal_lm, decoder, experts, mlp, norms
+
+MODULES = {
+    "b748919e3a9033e5": norms.ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
+    "eef4e978a32aa4a4": norms.RMSNormInFloat,  # Olmo2RMSNorm of 4.52 on, GptOssRMSNorm
+    "e8d404cbecb96285": mlp.PackedMLP,  # Phi3MLP, of all supported versions
+    "cb22d52059d9aaf1": norms.Gemma4RMSNorm,  # Gemma3nRMSNorm of 5.0 on, too
+    "6fb92cf4142d8989": norms.Llama4RMSNorm,  # Llama4TextRMSNorm, of all supported versions
+    "07d835dcad37e65e": norms.WeightlessRMSNorm,  # Llama4TextL2Norm, of all supported versions, and NanoChatRMSNorm
+    "96920b139d7fbbc2": norms.GatedRMSNorm,  # Qwen3NextRMSNormGated of 5.23
+    "0befe0d7cbec41df": norms.GatedRMSNorm,  # before
+    "e930594abdf99541": norms.GroupedGatedRMSNorm,  # Zamba2RMSNormGated of all versions, MambaRMSNormGated of 5.23
+    "0784e1271fca788e": norms.GroupedGatedRMSNorm,  # before, of one group
+    "873a05ece6ae6c87": norms.FalconGatedRMSNorm,  # FalconH1RMSNormGated
+    "66adebd7ca546584": norms.GatedRMSNormInFloat,  # KimiLinearRMSNormGated
+    "ec976d1bff6235ff": norms.UnbiasedLayerNorm,  # CohereLayerNorm, of all supported versions
+    "9256ffcc8828f07e": norms.LayerNorm1P,  # NemotronLayerNorm1P of 5.23
+    "957547f394ae4ffa": norms.LayerNorm1P,  # of 4.57
+    "d6d1d883e2820916": norms.LayerNorm1P,  # of 4.51
+    "c4447c48b0f9ccf3": mlp.Llama4MLP,  # Llama4TextMLP, of all supported versions
+    "a937255ed446bfd6": mlp.MixtralMLP,  # MixtralBlockSparseTop2MLP, before 5.0
+    "0d7b11835db6b508": mlp.VisionMLP,  # Qwen2_5_VLMLP, of all supported versions
+    "24ed32eb8cb32194": mlp.DropoutMLP,  # SeedOssMLP
+    "2ccda7a06d8a5c89": mlp.ScaledMLP,  # FalconH1MLP
+    "c9e76b5bb599ae56": mlp.MLP,  # BeamMLP, which rounds once, as our ops do
+    "274a2130f54d2906": mlp.ClampedMLP,  # DeepseekV4MLP
+    "d84b50efd534f443": mlp.Glm5MLP,  # Glm5NextTextMLP
+    "f3a23aa069db6e26": mlp.Glm5VisionMLP,  # Glm5NextVisionMLP
+    "6e130543faf555f5": mlp.MiniMaxM3MLP,  # MiniMaxM3VLDenseMLP
+    "e8216d20c75cda11": mlp.Step3p7MLP,
+    "81bc4bc569be56c2": mlp.UngatedMLP,  # NemotronMLP, of all supported versions
+    "5f66bc719c393081": experts.BatchedExperts,  # Llama4TextExperts
+    "027e9ce52954e82b": decoder.FalconH1Layer,  # FalconH1DecoderLayer of 5.23
+}
+
+GATES_OF_EXPERTS = {  # the method `_apply_gate`
+    "82821f94b28660b6": experts.Experts,  # transformers.integrations.moe, 5.0 on
+    "215319595e48dda1": experts.Experts,  # BeamExperts, which round once, as our ops do
+    "f40d55cf51496849": experts.ClampedExperts,  # DeepseekV4Experts
+    "11ddbf6b28be8aec": experts.Glm5Experts,  # Glm5NextTextExperts, HYV4Experts
+    "63686633f3cb5d4a": experts.GptOssExperts,
+    "c8648a009a61ce3c": experts.MiniMaxM3Experts,  # MiniMaxM3VLExperts
+    "c67222ebfdcf6a4d": experts.PrivacyFilterExperts,  # OpenAIPrivacyFilterExperts
+    "e3bd0e725eb8cf46": experts.Step3p7Experts,
+}
+
+# Heads and layers change from version to version, but what others do differently from Llama's in the same does not.
+HEADS = {
+    "e3b0c44298fc1c14": causal_lm.CausalLM,  # no difference
+    "9a35629b99bb02e3": causal_lm.CausalLMOfFloat,  # MllamaForCausalLM of 5.23
+    "189c4b340361c46a": causal_lm.CausalLMOfFloat,  # of 4.57 and 5.0
+    "1dff45b7a0ab64b8": causal_lm.MoeCausalLM,  # MixtralForCausalLM
+    "4a503be17ccd1ad2": causal_lm.MoeOfTextCausalLM,  # Qwen3VLMoeForConditionalGeneration
+    "ad4844e68163c0ab": causal_lm.MoeOfTextCausalLM,  # Glm4vMoeForConditionalGeneration
+    "c22b5fbbdfdc9573": causal_lm.SoftcappedCausalLM,  # Gemma2ForCausalLM
+    "8573b2c9e65ae139": causal_lm.SoftcappedCausalLM,  # PaliGemmaForConditionalGeneration of 5.21 on
+    "3f440530c0fd0e92": causal_lm.SoftcappedCausalLM,  # Gemma4ForCausalLM
+    "8c9618da0f7c2055": causal_lm.SoftcappedCausalLM,  # Gemma4ForConditionalGeneration
+    "fff64a902b89006c": causal_lm.DividedCausalLM,  # GraniteForCausalLM
+    "3955b7c698a2918b": causal_lm.MultipliedCausalLM,  # CohereForCausalLM
+    "8991d921548cfd06": causal_lm.MultipliedByModelCausalLM,  # FalconH1ForCausalLM of 5.23
+    "474db812108fa665": causal_lm.MultipliedByModelCausalLM,  # of 4.57 and 5.0
+    "d42ef39b8cc8c3c0": causal_lm.CausalLMInside,  # Llama4ForConditionalGeneration of 5.23
+}
+
+LAYERS = {
+    "e3b0c44298fc1c14": decoder.DecoderLayer,  # no difference
+    "8702bd01918e7ce4": decoder.SandwichLayer,  # Gemma2DecoderLayer of 4.53 to 4.56 and of 5.0 on
+    "502430feb4f77262": decoder.SandwichLayer,  # of 4.57
+    "3d1bcef31599620f": decoder.Glm4Layer,  # of all supported versions
+    "95741f3e291ba554": decoder.ScaledLayer,  # GraniteDecoderLayer, but for 4.57 and 5.0
+    "53ab13df176a3976": decoder.ScaledLayer,  # of these
+    "7d9d354cfcae8f63": decoder.DropoutLayer,  # Phi3DecoderLayer of 4.57 on
+    "337b64fde9c2ee06": decoder.DecoderLayer,  # GptOssDecoderLayer of 4.57 on, whose MLP returns a tuple
+    "b23b8652668c11f5": decoder.DecoderLayer,  # MllamaSelfAttentionDecoderLayer of 4.57 on
+    "8ab29f0069a3c2c6": decoder.Llama4Layer,  # Llama4TextDecoderLayer of 4.57 on
+    "b444d18588c2c619": decoder.Gemma4Layer,  # Gemma4TextDecoderLayer of 5.23
+    "30097b5c3b51517c": decoder.Gemma4Layer,  # Gemma4UnifiedTextDecoderLayer of 5.23
+    "480a5c088a0b85ed": decoder.HybridLayer,  # Qwen3NextDecoderLayer of 5.23
+    "2670243c1934e08c": decoder.HybridLayer,  # Qwen3_5DecoderLayer of 5.23
+}
+
+LEFT_ALONE = {  # in which nothing can be fused
+    "6913de200383abad",  # Olmo2DecoderLayer: what is added to the residual stream is normalised, and not the sum
+    "6a52429b77334fc6",  # CohereDecoderLayer: attention and MLP read the same norm's output, and are added as they are
+    "0b41299b2e269fa2",  # NemotronDecoderLayer: the sum has no RMSNorm
+    "78305e689641703c",  # GptOssMLP of 5.0 on: a router, and experts, which are looked at by themselves
+    "4cfe1fd04fd3dd1f",  # before
+}
