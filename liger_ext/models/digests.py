@@ -3,7 +3,7 @@
 A comment names the class that a digest was made of, and the versions of transformers that have it.
 """
 
-from liger_ext.models import causal_lm, decoder, experts, mlp, norms
+from liger_ext.models import causal_lm, decoder, experts, family_layers, mlp, norms
 
 MODULES = {
     "b748919e3a9033e5": norms.ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
@@ -36,6 +36,12 @@ MODULES = {
     "81bc4bc569be56c2": mlp.UngatedMLP,  # NemotronMLP, of all supported versions
     "5f66bc719c393081": experts.BatchedExperts,  # Llama4TextExperts
     "027e9ce52954e82b": decoder.FalconH1Layer,  # FalconH1DecoderLayer of 5.23
+    "0d11ae82abbbd42a": family_layers.KimiLayer,  # KimiLinearDecoderLayer, BailingHybridDecoderLayer
+    "8f9d799819a43be4": family_layers.Lfm2Layer,  # Lfm2DecoderLayer
+    "c66108d3ca637fe9": family_layers.Lfm3Layer,  # Lfm3DecoderLayer
+    "bd38cd15c6afd337": family_layers.JetMoeLayer,  # JetMoeDecoderLayer
+    "dbdcb59a8df265ab": family_layers.JambaMambaLayer,  # JambaMambaDecoderLayer
+    "2c515e918ccc1fd9": family_layers.OlmoHybridLayer,  # OlmoHybridLinearAttentionDecoderLayer
 }
 
 GATES_OF_EXPERTS = {  # the method `_apply_gate`
@@ -81,6 +87,17 @@ LAYERS = {
     "8ab29f0069a3c2c6": decoder.Llama4Layer,  # Llama4TextDecoderLayer of 4.57 on
     "b444d18588c2c619": decoder.Gemma4Layer,  # Gemma4TextDecoderLayer of 5.23
     "30097b5c3b51517c": decoder.Gemma4Layer,  # Gemma4UnifiedTextDecoderLayer of 5.23
+    "054ccdd4e61fbf4a": family_layers.AfmoeLayer,  # AfmoeDecoderLayer
+    "bf15778601077b60": family_layers.ApertusLayer,  # ApertusDecoderLayer
+    "ee1e24066cf03b04": family_layers.BambaLayer,  # BambaDecoderLayer
+    "8ad0959c680af205": family_layers.IndexedLayer,  # GlmMoeDsaDecoderLayer, MistralLarge4TextDecoderLayer
+    "4a8642408847e76d": family_layers.GraniteMoeLayer,  # GraniteMoeDecoderLayer
+    "3915bc063f5392e8": family_layers.GraniteMoeSharedLayer,  # GraniteMoeSharedDecoderLayer, GraniteMoeSWADecoderLayer
+    "2b4c3b07509323e4": family_layers.GraniteMoeHybridLayer,  # GraniteMoeHybridDecoderLayer
+    "687796d20e3a59cc": family_layers.HyperCLOVAXLayer,  # HyperCLOVAXDecoderLayer
+    "7d760d22d87191f1": family_layers.JambaLayer,  # JambaAttentionDecoderLayer
+    "0d87c5f884bccb96": family_layers.MiniCPM3Layer,  # MiniCPM3DecoderLayer
+    "0f91c775717bae8d": family_layers.VaultGemmaLayer,  # VaultGemmaDecoderLayer
     "480a5c088a0b85ed": decoder.HybridLayer,  # Qwen3NextDecoderLayer of 5.23
     "2670243c1934e08c": decoder.HybridLayer,  # Qwen3_5DecoderLayer of 5.23
 }
@@ -88,6 +105,11 @@ LAYERS = {
 LEFT_ALONE = {  # in which nothing can be fused
     "6913de200383abad",  # Olmo2DecoderLayer: what is added to the residual stream is normalised, and not the sum
     "6a52429b77334fc6",  # CohereDecoderLayer: attention and MLP read the same norm's output, and are added as they are
+    "71d46f8efa3def07",  # MiniMaxDecoderLayer: the norm's output is the residual stream, and the sum is not
+    "afcabd25bec3aac9",  # DeepseekV4DecoderLayer: several residual streams, mixed by matrices
+    "d94c22e00ae38f30",  # Glm5NextTextDecoderLayer: likewise
+    "014770f4cdf5f34b",  # HYV4DecoderLayer: likewise
+    "d20dc31967f765f4",  # Qwen4ExpTextDecoderLayer: likewise
     "0b41299b2e269fa2",  # NemotronDecoderLayer: the sum has no RMSNorm
     "78305e689641703c",  # GptOssMLP of 5.0 on: a router, and experts, which are looked at by themselves
     "4cfe1fd04fd3dd1f",  # before
