@@ -18,6 +18,13 @@ MODULES = {
     "0784e1271fca788e": norms.GroupedGatedRMSNorm,  # before, of one group
     "873a05ece6ae6c87": norms.FalconGatedRMSNorm,  # FalconH1RMSNormGated
     "66adebd7ca546584": norms.GatedRMSNormInFloat,  # KimiLinearRMSNormGated
+    "b6d7ab076811b6bb": norms.RMSNormInFloat,  # HeliumRMSNorm, NemotronHRMSNorm
+    "6c689aff50353752": norms.MoshiRMSNorm,
+    "cd89819860dd7a28": norms.CpmAntRMSNorm,  # CpmAntLayerNorm
+    "08c50f9bfacacd6e": norms.WeightlessRMSNorm,  # DeepseekV4UnweightedRMSNorm
+    "26ed4a76ea3751ae": norms.MuseSparkRMSNorm,  # MuseSparkTextCenteredRMSNorm
+    "e72858ace938c2af": norms.Qwen4RMSNorm,  # Qwen4ExpTextRMSNorm
+    "b8440eb33e1a94ab": norms.WeightlessLayerNorm,  # OlmoLayerNorm
     "ec976d1bff6235ff": norms.UnbiasedLayerNorm,  # CohereLayerNorm, of all supported versions
     "9256ffcc8828f07e": norms.LayerNorm1P,  # NemotronLayerNorm1P of 5.23
     "957547f394ae4ffa": norms.LayerNorm1P,  # of 4.57
@@ -103,6 +110,7 @@ LAYERS = {
 }
 
 LEFT_ALONE = {  # in which nothing can be fused
+    "9e7c2b713365c52a",  # HYV4UnweightedRMSNorm: a factor, and no norm
     "6913de200383abad",  # Olmo2DecoderLayer: what is added to the residual stream is normalised, and not the sum
     "6a52429b77334fc6",  # CohereDecoderLayer: attention and MLP read the same norm's output, and are added as they are
     "71d46f8efa3def07",  # MiniMaxDecoderLayer: the norm's output is the residual stream, and the sum is not
