@@ -203,6 +203,12 @@ def all_experts(family):
     return {name: count for name in ("num_experts_per_tok", "moe_topk") if name in options}
 
 
+def freeze_few(model):
+    """Parameters of a few numbers each: in bf16 it is chance that makes their gradients good or bad."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.numel() >= 8)
+
+
 def assert_same(found, expected):
     """Of two fp32 steps: the same but for rounding, where nothing more exact is there to compare with."""
     largest = max(float(result.abs().max()) for name, result in expected.items() if name not in ("loss", "logits"))

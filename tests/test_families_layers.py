@@ -6,8 +6,8 @@ import importlib
 import pytest
 import torch
 from cases import RecordCalls
-from family_models import LAYERS, all_experts, assert_same, build, patched, set_experts
-from llama_models import TRANSFORMERS, assert_as_good, batch_of, checkpoint_layers, frozen, one_thread, step, tokens  # noqa: F401
+from family_models import LAYERS, all_experts, assert_same, build, freeze_few, patched, set_experts
+from llama_models import TRANSFORMERS, assert_as_good, batch_of, checkpoint_layers, one_thread, step, tokens  # noqa: F401
 
 import liger_ext
 from liger_ext.models import decoder, family_layers, known_code
@@ -45,7 +45,7 @@ def made(name, device, dtype=torch.float32):
         options = {**all_experts(family), **options}
     model = build(family, device, dtype, **options)
     if dtype is torch.bfloat16:
-        frozen(model, "alpha_")  # Apertus's gradients of one number each, which chance makes good or bad
+        freeze_few(model)
     for layer in model.model.layers:
         if hasattr(layer, "layer_scalar"):
             layer.layer_scalar.fill_(0.75)
