@@ -3,7 +3,7 @@
 A comment names the class that a digest was made of, and the versions of transformers that have it.
 """
 
-from liger_ext.models import causal_lm, decoder, experts, family_layers, mlp, norms
+from liger_ext.models import causal_lm, decoder, experts, family_heads, family_layers, mlp, norms
 
 MODULES = {
     "b748919e3a9033e5": norms.ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
@@ -78,7 +78,19 @@ HEADS = {
     "3955b7c698a2918b": causal_lm.MultipliedCausalLM,  # CohereForCausalLM
     "8991d921548cfd06": causal_lm.MultipliedByModelCausalLM,  # FalconH1ForCausalLM of 5.23
     "474db812108fa665": causal_lm.MultipliedByModelCausalLM,  # of 4.57 and 5.0
-    "d42ef39b8cc8c3c0": causal_lm.CausalLMInside,  # Llama4ForConditionalGeneration of 5.23
+    "6d15bfe2a8cefc69": family_heads.GraniteMoeCausalLM,  # GraniteMoeForCausalLM
+    "6d7f7f4b9c5cad3c": family_heads.MambaCausalLM,  # MambaForCausalLM
+    "eb666e8beae295b9": causal_lm.RoutedCausalLM,  # AfmoeForCausalLM
+    "34dbaeac674168ec": family_heads.BambaCausalLM,  # BambaForCausalLM
+    "323ca586b4fda59a": family_heads.BeamCausalLM,  # BeamForCausalLM
+    "1bbc8b2fd73d7ca6": family_heads.CastCausalLM,  # HYV4ForCausalLM
+    "778e4b8eef83936b": causal_lm.CausalLM,  # HYV3ForCausalLM, which returns an aux_loss that is None
+    "9d7d17ebef0e0150": family_heads.HyperCLOVAXCausalLM,  # HyperCLOVAXForCausalLM
+    "3ecacff0fb3f3991": family_heads.JetMoeCausalLM,  # JetMoeForCausalLM
+    "6962265ec7b47b52": family_heads.MiniCPM3CausalLM,  # MiniCPM3ForCausalLM
+    "bbc5c7ff88b5a6db": causal_lm.SoftcappedCausalLM,  # MistralLarge4ForConditionalGeneration
+    "f9d7edc42aa5e1cc": causal_lm.CausalLM,  # OPTForCausalLM, whose logits are made contiguous
+    "c2c7fd2ce9f00e44": causal_lm.CausalLMInside,  # Llama4ForConditionalGeneration of 5.23
 }
 
 LAYERS = {

@@ -9,6 +9,7 @@ import difflib
 import functools
 import hashlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models import digests, llama
+from liger_ext.models.causal_lm import renamed
 from liger_ext.models.decoder import Attention
 from liger_ext.models.forwards import text_of
 from liger_ext.models.names import MODELS, name_of
@@ -125,13 +127,14 @@ def _text_of_head(forward: Callable) -> str | None:
     text = text_of(forward)
     if text is None or "**" not in text.partition("\n")[0]:
         return None
-    function = _Resolved().visit(ast.parse(text.replace("outputs[0]", "outputs.last_hidden_state"))).body[0]
-    for_model = [n for n in _names_of_arguments(function) if n not in ("labels", "logits_to_keep")]
+    text = renamed(text).replace("outputs[0]", "outputs.last_hidden_state")
+    function = _Resolved().visit(ast.parse(text)).body[0]
+    for_model = [n for n in _names_of_arguments(function) if n not in ("labels", "logits_to_keep", "return_dict")]
     for node in ast.walk(function):
         callee = ast.unparse(node.func) if isinstance(node, ast.Call) else None
         if callee == "self.model":
             node.keywords = [k for k in node.keywords if ast.unparse(k) not in _PASSED]
-            if not _hands_on(node, function, for_model):
+            if not (_hands_on(node, function, for_model) or _hands_on(node, function, for_model, with_rest=False)):
                 return None
             node.keywords = []
         elif callee == "self.loss_function":
@@ -141,7 +144,7 @@ def _text_of_head(forward: Callable) -> str | None:
             if not _hands_on(node, function, ["logits", "labels"]):
                 return None
             node.keywords = []
-        elif callee is not None and callee.endswith("CausalLMOutputWithPast"):
+        elif callee is not None and re.search(r"CausalLMOutput(With\w+)?$", callee):
             node.func = ast.Name("Output")
             node.keywords = [k for k in node.keywords if ast.unparse(k.value) != f"outputs.{k.arg}"]
     function.args.args, function.args.defaults = [], []
@@ -150,32 +153,35 @@ def _text_of_head(forward: Callable) -> str | None:
 
 
 # What our head does, too, where transformers' does.
-_PASSED = "return_dict=True", "labels=labels", "logits_to_keep=logits_to_keep"
+_PASSED = "return_dict=True", "return_dict=return_dict", "labels=labels", "logits_to_keep=logits_to_keep"
 
 
 class _Resolved(ast.NodeTransformer):
-    """Without the lines in which a head decides what its model would decide as well, and without advice to the user."""
+    """Without the lines in which a head decides what its model would decide as well, without the tuple that it returns
+    in place of an output, and without advice to the user."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         name = ast.unparse(node.targets[0])
         default = f"{name} = {name} if {name} is not None else self.config.{name}"
-        decided = name in ("output_attentions", "output_hidden_states") and ast.unparse(node) == default
+        decided = name in ("output_attentions", "output_hidden_states", "return_dict") and ast.unparse(node) == default
         return None if decided else node
 
     def visit_If(self, node: ast.If) -> ast.stmt | None:
         advice = all(ast.unparse(line).startswith("logger.warning_once(") for line in node.body)
-        return None if advice and not node.orelse else self.generic_visit(node)
+        as_tuple = ast.unparse(node.test) == "not return_dict"
+        return None if (advice or as_tuple) and not node.orelse else self.generic_visit(node)
 
 
 def _names_of_arguments(method: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in method.args.args[1:]]
 
 
-def _hands_on(call: ast.Call, function: ast.FunctionDef, names: list[str]) -> bool:
+def _hands_on(call: ast.Call, function: ast.FunctionDef, names: list[str], with_rest: bool = True) -> bool:
     """Whether `call` is given these by their names, the rest of the arguments of `function`, and nothing else."""
     rest = function.args.kwarg
     given = {k.arg: ast.unparse(k.value) for k in call.keywords}
-    return not call.args and rest is not None and given == {name: name for name in names} | {None: rest.arg}
+    expected = {name: name for name in names} | ({None: rest.arg} if rest is not None and with_rest else {})
+    return not call.args and rest is not None and given == expected
 
 
 def _digest(lines: list[str]) -> str:
