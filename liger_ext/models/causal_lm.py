@@ -275,8 +275,13 @@ def renamed(text: str) -> str:
     if call is not None:
         name = f"self.{call['model']}("
         text = text.replace(f"{name}input_ids,", f"{name}input_ids=input_ids,").replace(name, "self.model(")
-        text = re.sub(rf"\b{call['outputs']}\b", "outputs", text)
-    return text.replace("lm_logits", "logits")
+        text = _with_name(text, call["outputs"], "outputs")
+    return _with_name(text, "lm_logits", "logits")
+
+
+def _with_name(text: str, old: str, new: str) -> str:
+    """`text` with another name of a variable; as it is if the new one has a meaning already, but that of an argument."""
+    return text if re.search(rf"\b{new}\b(?!=)", text) else re.sub(rf"\b{old}\b", new, text)
 
 
 # (`self.language_model` is a head itself: see `CausalLMInside`.)
