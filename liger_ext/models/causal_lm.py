@@ -280,7 +280,7 @@ def renamed(text: str) -> str:
 
 
 def _with_name(text: str, old: str, new: str) -> str:
-    """`text` with another name of a variable; as it is if the new one has a meaning already, but that of an argument."""
+    """`text` with another name of a variable; as it is where the new one is a variable's already."""
     return text if re.search(rf"\b{new}\b(?!=)", text) else re.sub(rf"\b{old}\b", new, text)
 
 

@@ -3,7 +3,7 @@
 A comment names the class that a digest was made of, and the versions of transformers that have it.
 """
 
-from liger_ext.models import causal_lm, decoder, experts, family_heads, family_layers, mlp, norms
+from liger_ext.models import causal_lm, decoder, experts, family_heads, family_layers, family_mlps, mlp, norms
 
 MODULES = {
     "b748919e3a9033e5": norms.ZeroCenteredRMSNorm,  # GemmaRMSNorm, of all supported versions
@@ -40,6 +40,14 @@ MODULES = {
     "f3a23aa069db6e26": mlp.Glm5VisionMLP,  # Glm5NextVisionMLP
     "6e130543faf555f5": mlp.MiniMaxM3MLP,  # MiniMaxM3VLDenseMLP
     "e8216d20c75cda11": mlp.Step3p7MLP,
+    "f2793fe16ca018bf": mlp.MLP,  # IdeficsMLP, Idefics2MLP
+    "5b77919a3bcb1949": family_mlps.Lfm2MLP,
+    "7c9083fca1b5399a": family_mlps.GraniteMoeMLP,  # GraniteMoeSharedMLP
+    "18b69b733dcf947c": family_mlps.T5GemmaMLP,  # and GteMLP
+    "8a2ff74b6f50ec44": family_mlps.ModernBertMLP,
+    "35f83843ca931c54": family_mlps.BitNetMLP,
+    "886db7d287763b42": family_mlps.InklingMLP,
+    "c9adc1050e429844": family_mlps.Gemma3nMLP,  # Gemma3nTextMLP
     "81bc4bc569be56c2": mlp.UngatedMLP,  # NemotronMLP, of all supported versions
     "5f66bc719c393081": experts.BatchedExperts,  # Llama4TextExperts
     "027e9ce52954e82b": decoder.FalconH1Layer,  # FalconH1DecoderLayer of 5.23

@@ -58,13 +58,16 @@ class MLP:
         return gate, up
 
     def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return getattr(self, self.PROJECTIONS[2])(getattr(self, self.ACTIVATION)(gate) * up)
+        return self._down(getattr(self, self.ACTIVATION)(gate) * up)
 
     def _run_down(self, *gate_up: torch.Tensor) -> torch.Tensor:
         unit, *options = self.unit_of(self)
         h = recomputed(self, unit, *gate_up, *options)
         with remade(self, h, unit, *gate_up, *options):
-            return getattr(self, self.PROJECTIONS[2])(h)
+            return self._down(h)
+
+    def _down(self, h: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.PROJECTIONS[2])(h)
 
 
 class PackedMLP(MLP):
@@ -81,7 +84,7 @@ class PackedMLP(MLP):
         return super().forward(hidden_states)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run_down(self.gate_up_proj(x))
+        return self._run_down(getattr(self, self.PROJECTIONS[0])(x))
 
 
 class Llama4MLP(MLP):
