@@ -16,6 +16,74 @@ SMALL = SIZES | dict(intermediate_size=96, num_hidden_layers=4, head_dim=18)
 LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4)
 LONG = dict(type="longrope", short_factor=[1.5] * 4, long_factor=[2.0, 3.0, 4.0, 5.0])
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
+LATENT = dict(
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    num_key_value_heads=4,
+    head_dim=8,
+    num_hidden_layers=2,
+)
+ROUTED = dict(
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+)
+INDEXED = (
+    LATENT
+    | ROUTED
+    | dict(first_k_dense_replace=1, index_topk=4, index_head_dim=16, index_n_heads=2, num_hidden_layers=3)
+)
+GRANITE_MOE = dict(
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    logits_scaling=3.0,
+    residual_multiplier=0.7,
+    router_aux_loss_coef=0.5,
+    num_hidden_layers=2,
+    head_dim=16,
+)
+# By config.model_type: those of which the decoder layers are tested.
+LAYERS = {
+    "afmoe": dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1, head_dim=16)
+    | dict(sliding_window=6, num_hidden_layers=2, global_attn_every_n_layers=2),
+    "apertus": dict(head_dim=16),
+    "bamba": MAMBA | dict(attn_layer_indices=[1], num_hidden_layers=2, head_dim=16),
+    "glm_moe_dsa": LATENT | ROUTED | INDEXED,
+    "granitemoe": GRANITE_MOE,
+    "granitemoe_swa": GRANITE_MOE | dict(shared_intermediate_size=48, sliding_window=6),
+    "granitemoehybrid": GRANITE_MOE
+    | MAMBA
+    | dict(shared_intermediate_size=48, layer_types=["linear_attention", "full_attention"]),
+    "granitemoeshared": GRANITE_MOE | dict(shared_intermediate_size=48),
+    "hyperclovax": dict(residual_multiplier=0.7, logits_scaling=0.3, use_post_norm=True, head_dim=16),
+    "jamba": dict(
+        num_experts=6,
+        num_experts_per_tok=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=8,
+        use_mamba_kernels=False,
+        num_hidden_layers=2,
+        head_dim=16,
+    ),
+    "jetmoe": dict(num_local_experts=4, num_experts_per_tok=2, kv_channels=16, num_hidden_layers=2, head_dim=16),
+    "kimi_linear": LATENT
+    | ROUTED
+    | dict(num_local_experts=6, layer_types=["linear_attention", "full_attention"], q_lora_rank=None)
+    | dict(linear_head_dim=8, linear_num_heads=4),
+    "lfm2": dict(layer_types=["conv", "full_attention"], num_hidden_layers=2, head_dim=16),
+    "lfm3": dict(layer_types=["conv", "full_attention"], num_hidden_layers=2, head_dim=16),
+    "minicpm3": LATENT,
+    "olmo_hybrid": LINEAR | dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2, head_dim=16),
+    "vaultgemma": dict(sliding_window=6, head_dim=16),
+}
 # By config.model_type.
 OPTIONS = {
     "cohere2": dict(logit_scale=0.3, sliding_window=6, head_dim=16),
@@ -120,7 +188,7 @@ OPTIONS = {
 
 def build(family, device="cpu", dtype=torch.float32, seed=0, **overrides):
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**SMALL, **OPTIONS.get(family, {}), **overrides})
+    config = AutoConfig.for_model(family, **{**SMALL, **{**LAYERS, **OPTIONS}.get(family, {}), **overrides})
     model = AutoModelForCausalLM.from_config(config)
     set_experts(model, "eager")  # others do not take float64
     return randomised(model).to(device, dtype).train()
@@ -128,11 +196,17 @@ def build(family, device="cpu", dtype=torch.float32, seed=0, **overrides):
 
 def all_experts(family):
     """Options with which each token goes to every expert: rounding does not change who is chosen."""
-    options = OPTIONS[family]
+    options = {**LAYERS, **OPTIONS}[family]
     count = next(
         (options[name] for name in options if name in ("num_experts", "num_local_experts", "n_routed_experts")), 0
     )
     return {name: count for name in ("num_experts_per_tok", "moe_topk") if name in options}
+
+
+def freeze_few(model):
+    """Parameters of a few numbers each: in bf16 it is chance that makes their gradients good or bad."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.numel() >= 8)
 
 
 def assert_same(found, expected):

@@ -230,7 +230,7 @@ WRONG = {
     "layer's factor": ("granite", decoder.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
     "layer's norms": ("gemma2", decoder.SandwichLayer, "NORM", "post_attention_layernorm"),
     "layer's dropout": ("phi3", decoder.DropoutLayer, "_of_attention", lambda self, x: 0.9 * x),
-    "layer's own inputs": ("gemma4_text", decoder.Gemma4Layer, "_results", lambda self, x, _: x * self.layer_scalar),
+    "layer's own inputs": ("gemma4_text", decoder.Gemma4Layer, "_results", lambda self, x, *_: x * self.layer_scalar),
     "layer's MLP": ("llama4_text", decoder.Llama4Layer, "_of_mlp", lambda self, x, residual: residual),
     "recurrent layer": ("falcon_h1", decoder.FalconH1Layer, "_attend", decoder.DecoderLayer._attend),
     "linear attention": ("qwen3_5_text", decoder.HybridLayer, "_attend", _half_of_linear_attention),

@@ -21,13 +21,15 @@ from liger_ext.models import families
 
 # Those of transformers 5.23 that build with the sizes below, and run code that is known.
 _NAMES = """
-    afmoe apertus arcee aria_text beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v4 diffllama doge dots1
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe
-    glm4_moe_lite gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared
-    helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2
-    jetmoe kolibri1 laguna lfm2 llama llama4_text mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text
-    ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe persimmon
-    phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma zaya
+    afmoe apertus arcee aria_text beam bitnet bloom cohere cohere2 cohere2_moe cpmant ctrl cwm deepseek_v4
+    diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint gemma gemma2
+    gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese
+    gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 jetmoe kimi_linear
+    kolibri1 laguna lfm2 lfm3 llama llama4_text mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text
+    ministral ministral3 mistral mixtral modernbert-decoder moshi mpt nanochat nemotron olmo olmo2 olmo3
+    olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text
+    qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma zaya
 """
 KNOWN = _NAMES.split()
 SIZES = llama_models.SIZES | dict(
@@ -61,7 +63,7 @@ def build(model_type: str) -> nn.Module:
             with contextlib.suppress(AttributeError):  # computed from others
                 setattr(config, name, value)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:2]
+        config.layer_types = (list(dict.fromkeys(config.layer_types)) * 2)[:2]
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > 30_000_000:

@@ -1,7 +1,9 @@
 """Experts: the gated unit between transformers' grouped matmuls, in every implementation that calls it."""
 
 import copy
+import importlib
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers.activations import ACT2FN
 
 import liger_ext
 from liger_ext.functional import geglu_packed, swiglu
-from liger_ext.models import experts
+from liger_ext.models import experts, known_code
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 MODELS = ["mixtral", "deepseek_v3"]
@@ -129,13 +131,9 @@ def test_other_gates(device, family, implementation, dtype):
 @pytest.mark.parametrize(
     "family, cls, attribute, value",
     [
-        ("gpt_oss", experts.ClampedExperts, "unit_of", classmethod(lambda *_: (swiglu, 1.0, 1.0))),
-        (
-            "gpt_oss",
-            experts.ClampedExperts,
-            "_apply_gate",
-            lambda self, x: swiglu(x[..., ::2], x[..., 1::2] + 1, 1.702),
-        ),
+        ("gpt_oss", experts.GptOssExperts, "unit_of", classmethod(lambda *_: (swiglu, 1.0, 1.0))),
+        ("gpt_oss", experts.GptOssExperts, "_clamped", lambda self, gate, up: (gate, up + 1)),
+        ("gpt_oss", experts.GptOssExperts, "_halves", experts.ClampedExperts.__dict__["_halves"]),
         ("llama4_text", experts.BatchedExperts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
     ],
 )
@@ -143,6 +141,99 @@ def test_a_wrong_entry_would_be_found(monkeypatch, family, cls, attribute, value
     monkeypatch.setattr(cls, attribute, value)
     with pytest.raises(AssertionError):
         test_other_gates(torch.device("cpu"), family, None if family == "llama4_text" else "eager", torch.float32)
+
+
+# Classes by themselves, whose models take more to build.
+GATES = """
+    beam.BeamExperts deepseek_v4.DeepseekV4Experts glm5_next.Glm5NextTextExperts hy_v4.HYV4Experts
+    minimax_m3_vl.MiniMaxM3VLExperts openai_privacy_filter.OpenAIPrivacyFilterExperts step3p7.Step3p7Experts
+"""
+
+
+def gate_of(name, implementation="eager", dtype=torch.float32, device="cpu", limit=0.7):
+    folder, _, cls = name.partition(".")
+    path = f"transformers.models.{folder}"
+    if importlib.util.find_spec(path) is None:
+        pytest.skip("a newer transformers has it")
+    found = getattr(importlib.import_module(f"{path}.modeling_{folder}"), cls)
+    sizes = dict(hidden_size=64, intermediate_size=32, moe_intermediate_size=32, num_local_experts=6, num_experts=6)
+    options = dict(hidden_act="silu", swiglu_limit=limit, swiglu_alpha=1.7, _experts_implementation=implementation)
+    torch.manual_seed(0)
+    stock = found(SimpleNamespace(**sizes, **options)).to(device, dtype)
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return stock
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", GATES.split())
+def test_gates_of_classes(device, name, implementation, dtype):
+    """Also of the loop over experts, which calls them."""
+    stock = gate_of(name, implementation, dtype, device)
+    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    ours.__class__ = known_code.patch_of(type(stock))
+    exact.config = copy.copy(stock.config) if hasattr(stock, "config") else None
+    if exact.config is not None:
+        exact.config._experts_implementation = "eager"  # others do not take float64
+    x = torch.randn(12, 64, device=device, dtype=dtype)
+    index, weights = tokens(12, 2, device=device) % 3, torch.rand(12, 2, device=device)
+    with RecordCalls() as record:
+        found = run(ours, x, index, weights)
+    assert {"glu", "glu_packed"} & set(record.names)
+    expected, reference = run(stock, x, index, weights), run(exact, x.double(), index, weights.double())
+    for key, result in found.items():
+        assert result.dtype == expected[key].dtype
+        bound = 1.5 * distance(expected[key], reference[key]) + rounding(dtype)
+        assert distance(result, reference[key]) <= bound, key
+
+
+def test_gates_with_another_activation(device):
+    """Or with clamps in another place."""
+    x, index, weights = torch.randn(12, 64, device=device), tokens(12, 2, device=device) % 3, torch.rand(12, 2)
+    for name in ("deepseek_v4.DeepseekV4Experts", "step3p7.Step3p7Experts"):
+        stock = gate_of(name, device=device)
+        if name.startswith("step"):
+            stock.limit = 0.7
+        else:
+            stock.act_fn = nn.Tanh()
+        ours = copy.deepcopy(stock)
+        ours.__class__ = known_code.patch_of(type(stock))
+        with RecordCalls() as record:
+            found = run(ours, x, index, weights.to(device))
+        assert not record.names
+        for key, expected in run(stock, x, index, weights.to(device)).items():
+            torch.testing.assert_close(found[key], expected, rtol=0, atol=0)
+
+
+_UNIT = classmethod(lambda *_: (swiglu, 1.1, 1))
+
+
+@pytest.mark.parametrize(
+    "name, cls, attribute, value",
+    [
+        ("beam.BeamExperts", experts.Experts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
+        ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "unit_of", _UNIT),
+        ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "_clamped", lambda self, *halves: halves),
+        ("glm5_next.Glm5NextTextExperts", experts.Glm5Experts, "unit_of", _UNIT),
+        ("hy_v4.HYV4Experts", experts.Glm5Experts, "_clamped", lambda self, *halves: halves),
+        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.MiniMaxM3Experts, "unit_of", _UNIT),
+        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.MiniMaxM3Experts, "_clamped", lambda self, *halves: halves),
+        ("openai_privacy_filter.OpenAIPrivacyFilterExperts", experts.PrivacyFilterExperts, "unit_of", _UNIT),
+        (
+            "openai_privacy_filter.OpenAIPrivacyFilterExperts",
+            experts.PrivacyFilterExperts,
+            "_halves",
+            experts.GptOssExperts.__dict__["_halves"],
+        ),
+        ("step3p7.Step3p7Experts", experts.Step3p7Experts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
+    ],
+)
+def test_a_wrong_gate_would_be_found(monkeypatch, name, cls, attribute, value):
+    gate_of(name)  # or skips
+    monkeypatch.setattr(cls, attribute, value)
+    with pytest.raises(AssertionError):
+        test_gates_of_classes(torch.device("cpu"), name, "eager", torch.float32)
 
 
 def test_an_implementation_is_chosen_after_patching():

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from cases import RecordCalls
-from family_models import patched
+from family_models import INDEXED, LATENT, ROUTED, patched
 from llama_models import SIZES, TRANSFORMERS, assert_as_good, one_thread, randomised, step, tokens  # noqa: F401
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 from transformers.models.mllama import modeling_mllama
 
 from liger_ext import apply_liger_kernel_to_instance
@@ -63,11 +63,12 @@ GIVEN["gemma4"] = SIZES | dict(
 GIVEN["llama4"] = SIZES | dict(
     head_dim=16, num_local_experts=4, intermediate_size_mlp=96, interleave_moe_layer_step=2, attention_chunk_size=32
 )
+GIVEN["mistral_large4"] = SIZES | LATENT | ROUTED | INDEXED | dict(final_logit_softcapping=5.0, head_dim=24)
 _NAMES = """
-    gemma3 gemma4 glm4v glm4v_moe hunyuan_vl idefics3 internvl llama4 llava mistral3 mllama paligemma qwen2_5_vl
-    qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe smolvlm
+    gemma3 gemma4 glm4v glm4v_moe hunyuan_vl idefics3 internvl llama4 llava llava_next mistral3 mistral_large4 mllama
+    paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe smolvlm
 """
-MODELS = _NAMES.split()
+MODELS = [name for name in _NAMES.split() if name in CONFIG_MAPPING]
 
 
 def fill(config, values):
@@ -92,7 +93,7 @@ def build(model_type, device="cpu"):
     fill(config.vision_config, VISION)
     torch.manual_seed(0)
     model = randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
-    if model_type.endswith("_moe"):
+    if model_type.endswith("_moe") or model_type == "mistral_large4":
         model.set_experts_implementation("eager")  # others do not take float64
     return model
 

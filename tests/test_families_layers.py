@@ -1,14 +1,16 @@
 """Decoder layers that do more than Llama's: which ops they call, and that all of their forms give the same."""
 
 import copy
+import importlib
 
 import pytest
 import torch
 from cases import RecordCalls
-from family_models import assert_same, build, patched, set_experts
-from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, step  # noqa: F401
+from family_models import LAYERS, all_experts, assert_same, build, freeze_few, patched, set_experts
+from llama_models import TRANSFORMERS, assert_as_good, batch_of, checkpoint_layers, one_thread, step, tokens  # noqa: F401
 
-from liger_ext.models import decoder
+import liger_ext
+from liger_ext.models import decoder, family_layers, known_code
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
 EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=4, moe_intermediate_size=32)
@@ -24,12 +26,26 @@ MODELS = {
     "llama4 of experts": ("llama4_text", dict(moe_layers=[0, 1], num_experts_per_tok=4)),
     "falcon_h1 with factors": ("falcon_h1", dict(attention_out_multiplier=0.6, ssm_out_multiplier=1.4)),
 }
+RECURRENT = "bamba", "granitemoehybrid", "jamba", "kimi_linear", "olmo_hybrid"
+MODELS |= {family: (family, {}) for family in LAYERS} | {
+    "granitemoehybrid without experts": ("granitemoehybrid", dict(num_local_experts=0, num_experts_per_tok=0)),
+    "granitemoeshared without an MLP": ("granitemoeshared", dict(shared_intermediate_size=0)),
+    "hyperclovax without norms of results": ("hyperclovax", dict(use_post_norm=False)),
+    "lfm3 without norms of results": ("lfm3", dict(use_sandwich_norm=False)),
+}
+WITHOUT_SUM = {"olmo_hybrid": 1}  # how many of the layers add what is normalised, not what is to be
+# Which compute in fp32 what should be their reference.
+IN_FLOAT = [name for name, (family, _) in MODELS.items() if family in ("falcon_h1", *RECURRENT)]
 each = pytest.mark.parametrize("name", MODELS)
 
 
 def made(name, device, dtype=torch.float32):
     family, options = MODELS[name]
+    if family in LAYERS and dtype is torch.bfloat16:
+        options = {**all_experts(family), **options}
     model = build(family, device, dtype, **options)
+    if dtype is torch.bfloat16:
+        freeze_few(model)
     for layer in model.model.layers:
         if hasattr(layer, "layer_scalar"):
             layer.layer_scalar.fill_(0.75)
@@ -45,8 +61,8 @@ def test_equals_stock(device, name, dtype):
         set_experts(m, "grouped_mm")
     with RecordCalls() as record:
         found = step(ours, batch)
-    assert record.names.count("add_rms_norm") == len(model.model.layers)
-    if name.startswith("falcon") and dtype is torch.float32:  # computes in fp32 what should be its reference
+    assert record.names.count("add_rms_norm") == len(model.model.layers) - WITHOUT_SUM.get(name, 0)
+    if name in IN_FLOAT and dtype is torch.float32:  # computes in fp32 what should be its reference
         assert_same(found, step(model, batch))
     else:
         assert_as_good(found, step(model, batch), step(reference, batch))
@@ -84,11 +100,79 @@ def _without_experts(self, x, residual):
 
 WRONG = [
     ("gemma4 with experts", decoder.Gemma4Layer, "_of_mlp", _without_experts),
-    ("gemma4 without inputs of layers", decoder.Gemma4Layer, "_results", lambda self, x, _: x),
+    ("gemma4 without inputs of layers", decoder.Gemma4Layer, "_results", lambda self, x, *_: x),
     ("gemma4 of another activation", decoder.Gemma4Layer, "NORM", "post_attention_layernorm"),
     ("llama4 of experts", decoder.Llama4Layer, "_of_mlp", lambda self, x, residual: x[0].view_as(residual) * 0.9),
     ("falcon_h1 with factors", decoder.FalconH1Layer, "_of_attention", lambda self, x: 0.9 * x),
+    ("afmoe", family_layers.AfmoeLayer, "NORM", "post_attention_layernorm"),
+    ("afmoe", family_layers.AfmoeLayer, "NORMS_OF_RESULTS", ("post_attention_layernorm", "pre_mlp_layernorm")),
+    ("apertus", family_layers.ApertusLayer, "INPUT_NORM", "feedforward_layernorm"),
+    ("apertus", family_layers.ApertusLayer, "NORM", "attention_layernorm"),
+    ("bamba", family_layers.BambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
+    ("bamba", family_layers.JambaLayer, "NORM", "input_layernorm"),
+    ("glm_moe_dsa", family_layers.IndexedLayer, "_results", lambda self, x, *_: (0.9 * x, None)),
+    ("granitemoe", family_layers.GraniteMoeLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
+    ("granitemoe_swa", family_layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
+    ("granitemoeshared", family_layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
+    ("granitemoehybrid", family_layers.GraniteMoeHybridLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
+    ("granitemoehybrid", family_layers.GraniteMoeHybridLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    ("hyperclovax", family_layers.HyperCLOVAXLayer, "_of_attention", decoder.ScaledLayer._of_attention),
+    ("hyperclovax", family_layers.HyperCLOVAXLayer, "_of_mlp", decoder.ScaledLayer._of_mlp),
+    ("jamba", family_layers.JambaLayer, "NORM", "input_layernorm"),
+    ("jamba", family_layers.JambaMambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
+    ("jetmoe", family_layers.JetMoeLayer, "INPUT_NORM", "post_attention_layernorm"),
+    ("kimi_linear", family_layers.KimiLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
+    ("lfm2", family_layers.Lfm2Layer, "_recur", lambda self, x, _: 0.9 * self.conv(hidden_states=x)),
+    ("lfm2", family_layers.Lfm2Layer, "INPUT_NORM", "ffn_norm"),
+    ("lfm3", family_layers.Lfm3Layer, "NORMS_OF_RESULTS", ("post_operator_norm", "ffn_norm")),
+    ("minicpm3", family_layers.MiniCPM3Layer, "_of_attention", decoder.DecoderLayer._of_attention),
+    ("olmo_hybrid", family_layers.OlmoHybridLayer, "_recur", lambda self, x, _: 0.9 * self.linear_attn(x)),
+    ("vaultgemma", family_layers.VaultGemmaLayer, "NORM", "input_layernorm"),
 ]
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_the_rest_of_a_layer(device, family):
+    """What else it returns: a cache by which generation goes on, hidden states, and what the next layer reads."""
+    model = build(family, device).eval()
+    model.set_attn_implementation("eager")
+    ours, ids = patched(model), tokens(2, 9, device=device)
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert torch.equal(ours.generate(ids, **options), model.generate(ids, **options))
+    found, expected = (m(ids, output_hidden_states=True, output_attentions=True) for m in (ours, model))
+    for name in ("hidden_states", "attentions"):
+        assert len(found[name]) == len(expected[name]) > 0
+        for a, b in zip(found[name], expected[name], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [family for family in LAYERS if family != "jetmoe"])  # which cannot
+def test_checkpointed(device, family):
+    model, batch = build(family, device), batch_of(device)
+    ours = patched(model)
+    for m in (model, ours):
+        set_experts(m, "grouped_mm")
+        checkpoint_layers(m, use_reentrant=False)
+    assert_same(step(ours, batch), step(model, batch))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["minimax.MiniMax", "deepseek_v4.DeepseekV4", "glm5_next.Glm5NextText", "hy_v4.HYV4", "qwen4_exp.Qwen4ExpText"],
+)
+def test_nothing_is_said_of_layers_in_which_nothing_can_be_fused(name):
+    folder, _, prefix = name.partition(".")
+    cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{prefix}DecoderLayer")
+    assert known_code.patch_of(cls) is None and known_code.is_left_alone(cls)
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_is_undone(family):
+    model = build(family)
+    before = [type(m) for m in model.modules()]
+    with liger_ext.apply_liger_kernel_to_instance(model):
+        assert [type(m) for m in model.modules()] != before
+    assert [type(m) for m in model.modules()] == before
 
 
 @pytest.mark.parametrize("name, cls, attribute, value", WRONG)

@@ -9,15 +9,16 @@ import torch
 from family_models import new_look  # noqa: F401
 from llama_models import batch_of, build, config, one_thread  # noqa: F401
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from liger_ext import AutoLigerKernelForCausalLM, apply_liger_kernel, apply_liger_kernel_to_instance
-from liger_ext.models import experts, known_code, llama
+from liger_ext.models import digests, experts, llama
 
 
-def gpt2():
-    return GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+def bert():
+    sizes = dict(vocab_size=50, max_position_embeddings=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    return BertConfig(**sizes, intermediate_size=16, is_decoder=True)
 
 
 @pytest.fixture
@@ -67,13 +68,13 @@ def test_from_config(no_warnings):
 
 
 def test_unknown_models_pass_through(no_warnings):
-    model = AutoLigerKernelForCausalLM.from_config(gpt2())
+    model = AutoLigerKernelForCausalLM.from_config(bert())
     assert type(model).__module__.startswith("transformers")
 
 
 def test_options_of_unknown_models_are_named():
-    with pytest.warns(UserWarning, match="model type 'gpt2' are ignored: rope, swiglu") as record:
-        AutoLigerKernelForCausalLM.from_config(gpt2(), rope=False, swiglu=True)
+    with pytest.warns(UserWarning, match="model type 'bert' are ignored: rope, swiglu") as record:
+        AutoLigerKernelForCausalLM.from_config(bert(), rope=False, swiglu=True)
     assert len(record) == 1
 
 
@@ -95,8 +96,8 @@ def test_unknown_options_are_dropped_with_one_warning():
 
 
 def test_unknown_type_is_left_alone():
-    model = AutoModelForCausalLM.from_config(gpt2())
-    with pytest.warns(UserWarning, match="'gpt2' is not known to liger_ext") as record:
+    model = AutoModelForCausalLM.from_config(bert())
+    with pytest.warns(UserWarning, match="'bert' is not known to liger_ext") as record:
         handle = apply_liger_kernel_to_instance(model, rope=True)
     assert len(record) == 1
     handle.revert()
@@ -119,8 +120,8 @@ def test_a_model_without_a_type_is_left_alone(config):
 
 @pytest.mark.usefixtures("new_look")
 def test_warnings_name_the_line_that_led_to_them(monkeypatch):
-    known = {code: cls for code, cls in known_code._OTHERS.items() if cls is not experts.BatchedExperts}
-    monkeypatch.setattr(known_code, "_OTHERS", known)
+    known = {code: cls for code, cls in digests.MODULES.items() if cls is not experts.BatchedExperts}
+    monkeypatch.setattr(digests, "MODULES", known)
     with pytest.warns(UserWarning, match="has no config.model_type") as direct:
         apply_liger_kernel_to_instance(nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="Llama4TextExperts") as deeper, apply_liger_kernel("llama4_text"):

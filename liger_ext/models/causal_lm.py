@@ -1,6 +1,7 @@
 """A causal language model whose loss comes from the hidden states in training: what its forward does differently."""
 
 import inspect
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -35,7 +36,10 @@ def _forward_like(stock: type[nn.Module], doc: str) -> Callable[..., ModelOutput
 
     @can_return_tuple
     def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> ModelOutput:
-        return self._forward({**dict(zip(names, args, strict=False)), **kwargs}, skip_logits)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        as_tuple = arguments.pop("return_dict", None) is False  # one that was not given by its name
+        output = self._forward(arguments, skip_logits)
+        return output.to_tuple() if as_tuple and isinstance(output, ModelOutput) else output
 
     forward.__doc__, forward.__signature__ = doc, _with_skip_logits(signature)
     return forward
@@ -61,6 +65,7 @@ class CausalLM(Mixin):
     def look_at(cls, stock: type[nn.Module]) -> None:
         cls.forward = _forward_like(stock, cls._forward.__doc__)
         output, cls.COPIED = _output_of(stock)
+        cls.MODEL, cls.TAKES = _model_of(stock)
         cls.PASSED = _passed_by(stock)
         # They read the source of a class's module, and remember for subclasses what they found.
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
@@ -104,11 +109,15 @@ class CausalLM(Mixin):
         if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
             loss_arguments |= counted_rows(self.lm_head, **loss_arguments, max_rows=max_rows)
         passed = {"labels": labels, "logits_to_keep": logits_to_keep}
-        outputs = self.model(**arguments, **{name: passed[name] for name in self.PASSED}, return_dict=True)
+        if self.TAKES is not None:
+            arguments = {name: value for name, value in arguments.items() if name in self.TAKES}
+        model = operator.attrgetter(self.MODEL)(self)
+        outputs = model(**arguments, **{name: passed[name] for name in self.PASSED}, return_dict=True)
         hidden_states = outputs.last_hidden_state
         given = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
         if "logits_to_keep" not in self.PASSED or hidden_states.shape[1] == given.shape[1]:
             hidden_states = _keep(hidden_states, logits_to_keep)
+        hidden_states = self._for_head(hidden_states)
         scale, softcap = self.liger_logits()
         if softcap is not None:
             options["softcap"] = softcap
@@ -134,6 +143,10 @@ class CausalLM(Mixin):
             **{name: getattr(outputs, name) for name in self.COPIED},
         )
         return output(**self._results(results, arguments))
+
+    def _for_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the head is called with."""
+        return hidden_states
 
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         """`results` with what a family adds to them; `arguments` are those of `self.model`."""
@@ -172,12 +185,8 @@ class MultipliedCausalLM(CausalLM):
         return self.logit_scale, None
 
 
-class MoeCausalLM(CausalLM):
-    """Mixtral's: the loss that balances the experts' load is added."""
-
-    def _balance(self) -> tuple[int, int, float]:
-        """How many experts there are, how many a token goes to, and the factor of their loss."""
-        return self.num_experts, self.num_experts_per_tok, self.router_aux_loss_coef
+class RoutedCausalLM(CausalLM):
+    """Afmoe's, and Zaya's: what the routers say is returned if it is asked for, or the configuration says so."""
 
     def _routes(self) -> bool:
         return self.config.output_router_logits
@@ -186,6 +195,14 @@ class MoeCausalLM(CausalLM):
         if arguments.get("output_router_logits") is None:
             arguments["output_router_logits"] = self._routes()
         return super()._forward(arguments, skip_logits)
+
+
+class MoeCausalLM(RoutedCausalLM):
+    """Mixtral's: the loss that balances the experts' load is added."""
+
+    def _balance(self) -> tuple[int, int, float]:
+        """How many experts there are, how many a token goes to, and the factor of their loss."""
+        return self.num_experts, self.num_experts_per_tok, self.router_aux_loss_coef
 
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         aux_loss = None
@@ -252,15 +269,46 @@ class CausalLMInside(Mixin):
         return self.OUTPUT_WITHOUT_LOGITS(loss=results.pop("logits"), **results)  # the first that it was given
 
 
+def renamed(text: str) -> str:
+    """The text of a head in which its model, what that returns, and the logits, have the names that Llama's have."""
+    call = _CALL.search(text)
+    if call is not None:
+        name = f"self.{call['model']}("
+        text = text.replace(f"{name}input_ids,", f"{name}input_ids=input_ids,").replace(name, "self.model(")
+        text = _with_name(text, call["outputs"], "outputs")
+    return _with_name(text, "lm_logits", "logits")
+
+
+def _with_name(text: str, old: str, new: str) -> str:
+    """`text` with another name of a variable; as it is where the new one is a variable's already."""
+    return text if re.search(rf"\b{new}\b(?!=)", text) else re.sub(rf"\b{old}\b", new, text)
+
+
+# (`self.language_model` is a head itself: see `CausalLMInside`.)
+_CALL = re.compile(
+    r"^    (?P<outputs>\w+) = self\.(?P<model>(?!language_model)[\w.]+)\((input_ids=)?input_ids, (?=\w+=)", re.MULTILINE
+)
+
+
+def _model_of(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
+    """The name of a head's model, and which arguments that gets; None: all that the head gets."""
+    text = text_of(stock.forward) or ""
+    call = _CALL.search(text)
+    given = re.search(r"= self\.model\((.*)\)$", renamed(text), re.MULTILINE)
+    takes_all = given is None or "**" in given[1]
+    return call["model"] if call else "model", None if takes_all else tuple(inspect.signature(stock.forward).parameters)
+
+
 def _passed_by(stock: type[nn.Module]) -> list[str]:
     """Which of its arguments for the loss a head also gives to its model."""
-    call = re.search(r"= self\.model\((.*)\)$", text_of(stock.forward) or "", re.MULTILINE)
+    call = re.search(r"= self\.model\((.*)\)$", renamed(text_of(stock.forward) or ""), re.MULTILINE)
     return [name for name in ("labels", "logits_to_keep") if call and f"{name}={name}" in call[1]]
 
 
 def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
     """What a head returns, and the names of what it hands on from its model."""
-    call = re.search(r"return (\w+CausalLMOutputWithPast)\((.*)\)$", text_of(stock.forward) or "", re.MULTILINE)
+    text = renamed(text_of(stock.forward) or "")
+    call = re.search(r"return (\w*CausalLMOutput\w*)\((.*)\)$", text, re.MULTILINE)
     if call is None:
         return CausalLMOutputWithPast, ["past_key_values", "hidden_states", "attentions"]
     copied = re.findall(r"\b(\w+)=outputs\.\1\b", call[2])

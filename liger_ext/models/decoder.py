@@ -47,14 +47,18 @@ class DecoderLayer(Mixin):
     """
 
     liger_memory = "auto"
+    INPUT_NORM, ATTENTION = "input_layernorm", "self_attn"
     NORM, FEED_FORWARD = "post_attention_layernorm", "mlp"  # the MLP, and the norm of its input
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
         parameters = [*inspect.signature(stock.forward).parameters.values()][2:]
         cls.DEFAULTS = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}  # all but hidden_states
-        given = _names_given(stock.forward, "self.self_attn")
+        given = _names_given(stock.forward, f"self.{cls.ATTENTION}")
         cls.WITHHELD = tuple(name for name in cls.DEFAULTS if name not in given) if given else ()
+        # Up to 4.53 layers return a tuple of the hidden states, and of the attention's weights if they are asked for.
+        asks = "if output_attentions" in (text_of(stock.forward) or "if output_attentions")
+        cls.RETURNS_WEIGHTS = "output_attentions" in cls.DEFAULTS and asks
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
         norm = getattr(self, self.NORM)
@@ -62,7 +66,7 @@ class DecoderLayer(Mixin):
             return super().forward(hidden_states, *args, **kwargs)
         # The arguments differ between versions of transformers, but in each most of them go to the attention, by name.
         arguments = {**self.DEFAULTS, **dict(zip(self.DEFAULTS, args, strict=False)), **kwargs}
-        stream, attention, weights = self._attend(hidden_states, arguments)
+        stream, attention, *others = self._attend(hidden_states, arguments)
         attention = self._of_attention(attention)
         raises_dtype = norm.raises_dtype(attention, stream)
         linears = self._linears_of_mlp(stream) if not raises_dtype and isinstance(norm, RMSNorm) else None
@@ -71,29 +75,31 @@ class DecoderLayer(Mixin):
             hidden_states = norm_mlp(attention, stream, norm, linears, self._level(), is_read)
         elif raises_dtype:
             residual = stream + attention
-            hidden_states = residual + self._of_mlp(getattr(self, self.FEED_FORWARD)(norm(residual)), residual)
+            hidden_states = residual + self._of_mlp(self._feed_forward(norm(residual)), residual)
         else:
             arguments_of_norm = norm.liger_arguments()
             normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *arguments_of_norm)
             with remade(self, normed, functional.rms_norm, residual, *arguments_of_norm):
-                hidden_states = getattr(self, self.FEED_FORWARD)(normed)
+                hidden_states = self._feed_forward(normed)
             hidden_states = residual + self._of_mlp(hidden_states, residual)
-        hidden_states = self._results(hidden_states, arguments)
-        if "output_attentions" in self.DEFAULTS:  # up to 4.53: hidden states[, attention weights]; then no tuple
-            return (hidden_states, weights) if arguments["output_attentions"] else (hidden_states,)
-        return hidden_states
+        return self._results(hidden_states, arguments, others)
 
     def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
         """What of the attention's result is added to the residual stream."""
         return x
+
+    def _feed_forward(self, normed: torch.Tensor) -> torch.Tensor | tuple:
+        return getattr(self, self.FEED_FORWARD)(normed)
 
     def _of_mlp(self, x: torch.Tensor | tuple, residual: torch.Tensor) -> torch.Tensor:
         """What of the MLP's result is added to `residual`. Experts return what their router says as well, or rows."""
         x = x[0] if isinstance(x, tuple) else x
         return x if x.shape == residual.shape else x.view(residual.shape)
 
-    def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> object:
-        """What the layer makes of the residual stream, and returns."""
+    def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> object:
+        """What the layer makes of the residual stream, and returns; `others` are the attention's other results."""
+        if self.RETURNS_WEIGHTS:
+            return (hidden_states, others[0]) if arguments["output_attentions"] else (hidden_states,)
         return hidden_states
 
     def _arguments_of_attention(self, arguments: dict[str, object]) -> dict[str, object]:
@@ -102,8 +108,8 @@ class DecoderLayer(Mixin):
         return {name: value for name, value in arguments.items() if name not in self.WITHHELD}
 
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
-        """The residual stream, what the attention adds to it, and the attention's weights."""
-        norm, attention = self.input_layernorm, self.self_attn
+        """The residual stream, what the attention adds to it, and the attention's other results: its weights, ..."""
+        norm, attention = getattr(self, self.INPUT_NORM), getattr(self, self.ATTENTION)
         arguments = self._arguments_of_attention(arguments)
         if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
             return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
@@ -203,11 +209,13 @@ class Glm4Layer(SandwichLayer):
 class ScaledLayer(DecoderLayer):
     """Granite's."""
 
+    FACTOR = "residual_multiplier"
+
     def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.residual_multiplier
+        return x * getattr(self, self.FACTOR)
 
     def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return x * self.residual_multiplier
+        return x * getattr(self, self.FACTOR)
 
 
 class Llama4Layer(DecoderLayer):
@@ -225,7 +233,7 @@ class Gemma4Layer(SandwichLayer):
             x = self.post_feedforward_layernorm_1(x) + self.post_feedforward_layernorm_2(of_experts)
         return super()._of_mlp(x, residual)
 
-    def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> torch.Tensor:
+    def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> torch.Tensor:
         if getattr(self, "hidden_size_per_layer_input", 0):
             gate, given = self.per_layer_input_gate(hidden_states), arguments["per_layer_input"]
             unit = MLP.UNITS.get(type(self.act_fn)) if only_forward_runs(self.act_fn) else None
@@ -249,24 +257,32 @@ class FalconH1Layer(DecoderLayer):
         attention, weights = self.self_attn(hidden_states=normed * self.attention_in_multiplier, **given)
         return hidden_states, recurrent + attention * self.attn_out_multiplier, weights
 
-    def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple[torch.Tensor]:
+    def _results(self, hidden_states: torch.Tensor, *_) -> tuple[torch.Tensor]:
         return (hidden_states,)
 
 
 class HybridLayer(DecoderLayer):
     """Qwen3-Next's: some layers have linear attention in place of the other, and the MLP may be experts."""
 
+    RECURRENT = "linear_attn"
+
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
-        if self.block_type != "linear_attention":
+        if not self._is_recurrent():
             return super()._attend(hidden_states, arguments)
-        norm = self.input_layernorm
+        norm = getattr(self, self.INPUT_NORM)
         normed = norm(hidden_states)
+        if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
+            return hidden_states, self._recur(normed, arguments), None
+        with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
+            return hidden_states, self._recur(normed, arguments), None
+
+    def _is_recurrent(self) -> bool:
+        return self.block_type == "linear_attention"
+
+    def _recur(self, normed: torch.Tensor, arguments: dict[str, object]) -> torch.Tensor:
         options = {name: value for name, value in arguments.items() if name not in self.DEFAULTS}
         options |= dict(cache_params=arguments["past_key_values"], attention_mask=arguments["attention_mask"])
-        if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
-            return hidden_states, self.linear_attn(hidden_states=normed, **options), None
-        with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
-            return hidden_states, self.linear_attn(hidden_states=normed, **options), None
+        return getattr(self, self.RECURRENT)(hidden_states=normed, **options)
 
 
 class DropoutLayer(DecoderLayer):

@@ -1,10 +1,12 @@
 """Experts whose weights are one tensor each: the gated unit between their two matmuls."""
 
+import math
+
 import torch
 from torch import nn
 
 from liger_ext import functional
-from liger_ext.models.mlp import PackedMLP
+from liger_ext.models.mlp import MLP, Clamps, PackedMLP, is_plain
 from liger_ext.models.patch import is_plain_tensor, only_forward_runs
 from liger_ext.models.recompute import recomputed, remade
 
@@ -13,7 +15,7 @@ class Experts:
     """Mixtral's.
 
     transformers' implementations (5.0 on) sort the tokens by expert and run the matmuls; the "eager" one, a loop over
-    the experts, has no use for this.
+    the experts, has no use for this, but in classes with a gate of their own.
     """
 
     liger_memory = "auto"
@@ -29,19 +31,60 @@ class Experts:
         return recomputed(self, unit[0], gate_up_out, *unit[1:])
 
 
-class ClampedExperts(Experts):
-    """GPT-OSS's: gate and up, alternate columns of one tensor, are clamped; up is shifted, and the SiLU steeper."""
+class ClampedExperts(Clamps, Experts):
+    """DeepSeek V4's."""
 
     @classmethod
     def unit_of(cls, experts: nn.Module) -> tuple | None:
-        return (functional.swiglu, float(experts.alpha), 1 / experts.alpha) if experts.alpha else None
+        return MLP.UNITS.get(type(getattr(experts, "act_fn", None)))
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         unit = self.unit_of(self)
-        if unit is None or not is_plain_tensor(gate_up):
+        if unit is None or not is_plain(getattr(self, "act_fn", None)) or not is_plain_tensor(gate_up):
             return super(Experts, self)._apply_gate(gate_up)
-        gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
-        return recomputed(self, unit[0], gate, up + 1, *unit[1:])
+        return recomputed(self, unit[0], *self._clamped(*self._halves(gate_up)), *unit[1:])
+
+    @staticmethod
+    def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate_up.chunk(2, dim=-1)
+
+
+class Glm5Experts(ClampedExperts):
+    """And HY V4's: the SiLU is no module."""
+
+    LIMIT = "swiglu_limit"
+
+    @classmethod
+    def unit_of(cls, experts: nn.Module) -> tuple:
+        return functional.swiglu, 1, 1
+
+
+class PrivacyFilterExperts(ClampedExperts):
+    ALPHA = "alpha"
+
+    @classmethod
+    def unit_of(cls, experts: nn.Module) -> tuple | None:
+        return cls.steep_unit_of(experts)
+
+
+class MiniMaxM3Experts(PrivacyFilterExperts):
+    LIMIT, ALPHA = "swiglu_limit", "swiglu_alpha"
+
+
+class GptOssExperts(PrivacyFilterExperts):
+    """Gate and up are alternate columns."""
+
+    @staticmethod
+    def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate_up[..., ::2], gate_up[..., 1::2]
+
+
+class Step3p7Experts(Experts):
+    """With a limit, the activation's result is clamped, and not what it reads; most layers have none."""
+
+    @classmethod
+    def unit_of(cls, experts: nn.Module) -> tuple | None:
+        return PackedMLP.UNITS.get(type(experts.act_fn)) if experts.limit == math.inf else None
 
 
 class BatchedExperts(Experts):

@@ -1,5 +1,6 @@
 """Feed-forward layers: which op makes what the last projection reads, by the activation that a module has."""
 
+import math
 from typing import ClassVar
 
 import torch
@@ -40,24 +41,33 @@ class MLP:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The activation may be one put in its place since, or have a hook.
-        if not (self.unit_of(self) and only_forward_runs(getattr(self, self.ACTIVATION))):
+        if not (self.unit_of(self) and is_plain(getattr(self, self.ACTIVATION, None))):
             return super().forward(x)
         return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = (getattr(self, name)(x) for name in self.PROJECTIONS[:2])
+        gate, up = self._gate_and_up(x)
         if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
             return self._run_stock_unit(gate, up)
         return self._run_down(gate, up)
 
+    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the unit reads. The projections are called in transformers' order: dropout in adapters draws its random
+        numbers in it."""
+        gate, up = (getattr(self, name)(x) for name in self.PROJECTIONS[:2])
+        return gate, up
+
     def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return getattr(self, self.PROJECTIONS[2])(getattr(self, self.ACTIVATION)(gate) * up)
+        return self._down(getattr(self, self.ACTIVATION)(gate) * up)
 
     def _run_down(self, *gate_up: torch.Tensor) -> torch.Tensor:
         unit, *options = self.unit_of(self)
         h = recomputed(self, unit, *gate_up, *options)
         with remade(self, h, unit, *gate_up, *options):
-            return getattr(self, self.PROJECTIONS[2])(h)
+            return self._down(h)
+
+    def _down(self, h: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.PROJECTIONS[2])(h)
 
 
 class PackedMLP(MLP):
@@ -74,7 +84,7 @@ class PackedMLP(MLP):
         return super().forward(hidden_states)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run_down(self.gate_up_proj(x))
+        return self._run_down(getattr(self, self.PROJECTIONS[0])(x))
 
 
 class Llama4MLP(MLP):
@@ -105,7 +115,7 @@ class DropoutMLP(MLP):
 
 
 class ScaledMLP(MLP):
-    """Falcon-H1's: the gate and the result have factors."""
+    """Falcon-H1's: the gate and the result have factors, and up is the first of the projections."""
 
     UNITS: ClassVar[dict[type, tuple]] = dict.fromkeys(_SILU, (functional.swiglu,))
 
@@ -117,8 +127,69 @@ class ScaledMLP(MLP):
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         return super()._run(x) * self.down_multiplier
 
+    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        up = self.up_proj(x)
+        return self.gate_proj(x), up
+
     def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return super()._run_stock_unit(gate * self.gate_multiplier, up)
+
+
+class Clamps:
+    """Of gate and up, before the unit; torch's own. The names are those of the module's attributes."""
+
+    LIMIT = "limit"  # of the gate from above, and of up from both sides
+    ALPHA: str | None = None  # with one, the gate's SiLU is x * sigmoid(alpha * x), and up is shifted by 1
+
+    @classmethod
+    def steep_unit_of(cls, module: nn.Module) -> tuple | None:
+        alpha = float(getattr(module, cls.ALPHA))
+        return (functional.swiglu, alpha, 1 / alpha) if alpha else None
+
+    def _clamped(self, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        limit = getattr(self, self.LIMIT)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return gate, up if self.ALPHA is None else up + 1
+
+
+class ClampedMLP(Clamps, MLP):
+    """DeepSeek V4's."""
+
+    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._clamped(*super()._gate_and_up(x))
+
+
+class Glm5MLP(ClampedMLP):
+    LIMIT = "swiglu_limit"
+
+
+class Glm5VisionMLP(Glm5MLP):
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_state)
+
+
+class MiniMaxM3MLP(Clamps, MLP):
+    """Gate and up are the halves of one projection's result."""
+
+    LIMIT, ALPHA = "swiglu_limit", "swiglu_alpha"
+
+    @classmethod
+    def unit_of(cls, mlp: nn.Module) -> tuple | None:
+        return cls.steep_unit_of(mlp)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states)
+
+    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._clamped(*self.gate_up_proj(x).chunk(2, dim=-1))
+
+
+class Step3p7MLP(MLP):
+    """With a limit, the activation's result is clamped, and not what it reads; most layers have none."""
+
+    @classmethod
+    def unit_of(cls, mlp: nn.Module) -> tuple | None:
+        return super().unit_of(mlp) if mlp.limit == math.inf else None
 
 
 class UngatedMLP(MLP):
@@ -128,6 +199,11 @@ class UngatedMLP(MLP):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         return self._run_down(self.up_proj(x))
+
+
+def is_plain(activation: nn.Module | None) -> bool:
+    """Whether a unit may stand in for an activation, which may be a function that is not in a module."""
+    return activation is None or only_forward_runs(activation)
 
 
 def has_silu(mlp: nn.Module) -> bool:

@@ -63,6 +63,17 @@ class RMSNormInFloat(Norm):
     CASTING = "gemma"
 
 
+class MoshiRMSNorm(RMSNormInFloat):
+    EPS = "eps"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Norm.forward(self, x)
+
+
+class CpmAntRMSNorm(RMSNorm):
+    EPS = "eps"
+
+
 class Gemma4RMSNorm(RMSNormInFloat):
     """May have no weight."""
 
@@ -75,7 +86,7 @@ class Gemma4RMSNorm(RMSNormInFloat):
 
 
 class WeightlessRMSNorm(RMSNormInFloat):
-    """Llama 4's, of queries and keys, and NanoChat's."""
+    """Llama 4's, of queries and keys, NanoChat's, and DeepSeek V4's, where the reciprocal is rounded as well."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not in a checkpoint: attention keeps the result, and torch.compile(dynamic=True) does not find the float again
@@ -94,6 +105,25 @@ class ZeroCenteredRMSNorm(Norm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Norm.forward(self, x)
+
+
+class MuseSparkRMSNorm(ZeroCenteredRMSNorm):
+    """The factor is 1 + weight in the weight's dtype."""
+
+    def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
+        return self.weight + self.OFFSET, self.eps, 0.0, self.CASTING
+
+
+class Qwen4RMSNorm(ZeroCenteredRMSNorm):
+    """There may be groups of columns, each of which is normalised by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group_size is None:
+            return Norm.forward(self, x)
+        if not _fits_fp32(self.weight):
+            return super(Norm, self).forward(x)
+        groups = functional.rms_norm(x.float().unflatten(-1, (-1, self.group_size)), None, self.eps)
+        return (groups.flatten(-2) * (self.OFFSET + self.weight.float())).type_as(x)
 
 
 class GatedRMSNorm(Norm):
@@ -172,6 +202,13 @@ class UnbiasedLayerNorm(Norm):
         return self.weight, None, self.variance_epsilon
 
 
+class WeightlessLayerNorm(Norm):
+    """OLMo's, of the first version."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(hidden_states, None, None, 1e-5)
+
+
 class LayerNorm1P(Norm):
     """Nemotron's: the factor is 1 + weight, in the weight's dtype."""
 
@@ -206,7 +243,7 @@ def is_plain_rms_norm(norm: nn.Module) -> bool:
     return is_ours and only_forward_runs(norm) and is_plain_tensor(getattr(norm, "weight", None))
 
 
-_FORWARDS = [cls.forward for cls in (Norm, ZeroCenteredRMSNorm, Llama4RMSNorm, Gemma4RMSNorm)]
+_FORWARDS = [cls.forward for cls in (Norm, ZeroCenteredRMSNorm, Llama4RMSNorm, Gemma4RMSNorm, MoshiRMSNorm)]
 
 
 def _fits_fp32(weight: torch.Tensor) -> bool:

@@ -1,0 +1,239 @@
+"""Heads whose model has another name than Llama's, or which do something else to their logits or their loss."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from family_models import INDEXED, LATENT, ROUTED, all_experts, assert_same, freeze_few, patched, set_experts
+from family_models import build as build_family
+from llama_models import (
+    TRANSFORMERS,
+    assert_as_good,
+    batch_of,
+    one_thread,  # noqa: F401
+    randomised,
+    step,
+    tokens,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import liger_ext
+from liger_ext.models import causal_lm, family_heads
+
+pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
+SIZES = dict(vocab_size=1000, initializer_range=0.15, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+OF_GPT2 = dict(n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+OF_GPT_NEOX = dict(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=96,
+    max_position_embeddings=64,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+OF_MAMBA = dict(hidden_size=64, num_hidden_layers=2, state_size=8, rescale_prenorm_residual=False)
+# By config.model_type, of models of no other test: what they are built with.
+BUILT = {
+    "beam": LATENT
+    | ROUTED
+    | dict(num_experts=6, final_logit_softcapping=5.0, sliding_window=6, head_dim=16, num_attention_heads=4)
+    | dict(hidden_size=64, intermediate_size=96, max_position_embeddings=64, num_key_value_heads=2),
+    "bloom": dict(hidden_size=64, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
+    "codegen": OF_GPT2 | dict(rotary_dim=8, n_ctx=64),
+    "ctrl": OF_GPT2 | dict(dff=96),
+    "dbrx": dict(
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=64,
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2, moe_loss_weight=0.5),
+        output_router_logits=True,
+    ),
+    "falcon": OF_GPT_NEOX | dict(num_kv_heads=2, new_decoder_architecture=True),
+    "falcon_mamba": OF_MAMBA,
+    "gpt2": OF_GPT2,
+    "gpt_bigcode": OF_GPT2,
+    "gpt_neo": OF_GPT_NEOX | dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=6),
+    "gpt_neox": OF_GPT_NEOX,
+    "gptj": OF_GPT2 | dict(rotary_dim=8),
+    "hy_v3": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        intermediate_size=96,
+        hidden_size=64,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+    ),
+    "hy_v4": LATENT
+    | ROUTED
+    | INDEXED
+    | dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, max_position_embeddings=64, hc_mult=2),
+    "mamba": OF_MAMBA,
+    "mamba2": OF_MAMBA | dict(head_dim=16, num_heads=8, n_groups=2, chunk_size=8),
+    "mpt": dict(d_model=64, n_layers=2, n_heads=4, max_seq_len=64, expansion_ratio=2),
+    "openai-gpt": OF_GPT2 | dict(afn="gelu"),
+    "opt": OF_GPT_NEOX | dict(ffn_dim=96, word_embed_proj_dim=64, dropout=0.0),
+}
+OF_LAYERS = "afmoe", "bamba", "granitemoe", "hyperclovax", "jetmoe", "minicpm3"  # see `family_models.LAYERS`
+MODELS = (*BUILT, *OF_LAYERS)
+WITHOUT_CACHE = "ctrl", "openai-gpt"
+IN_FLOAT = "bamba", "falcon_mamba", "mamba", "mamba2"  # which compute in fp32 what should be their reference
+
+
+def made(model_type, device="cpu", dtype=torch.float32, **options):
+    if model_type in OF_LAYERS:
+        experts = all_experts(model_type) if dtype is torch.bfloat16 else {}
+        return build_family(model_type, device, dtype, **experts, **options)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **BUILT[model_type], **options})
+    model = AutoModelForCausalLM.from_config(config)
+    set_experts(model, "eager")  # others do not take float64
+    return randomised(model).to(device, dtype).train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_equals_stock(device, model_type, dtype):
+    model, batch = made(model_type, device, dtype), batch_of(device)
+    if dtype is torch.bfloat16:
+        freeze_few(model)
+    ours = patched(model)
+    assert isinstance(ours, causal_lm.CausalLM)
+    found, expected = step(ours, batch), step(model, batch)
+    assert "logits" in expected and "logits" not in found
+    if model_type in IN_FLOAT and dtype is torch.float32:
+        assert_same(found, expected)
+    else:
+        assert_as_good(found, expected, step(copy.deepcopy(model).double(), batch))
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_logits_and_what_else_is_returned(device, model_type):
+    """With labels, in the dtype of transformers', and as a tuple; without; and what comes from the model."""
+    model = made(model_type, device)
+    ours, batch = patched(model), batch_of(device)
+    options = dict(output_hidden_states=True, use_cache=True)
+    for given in (batch, {"input_ids": batch["input_ids"]}):
+        found, expected = ours(**given, **options, skip_logits=False), model(**given, **options)
+        assert found.keys() == expected.keys() and isinstance(found, type(expected))
+        assert found.logits.dtype == expected.logits.dtype
+        assert_close(found.logits, expected.logits)
+        for a, b in zip(found.hidden_states, expected.hidden_states, strict=True):
+            assert_close(a, b)
+    with_options = ours(**batch, label_smoothing=0.0, skip_logits=False)
+    assert_close(with_options.logits, model(**batch).logits)
+    torch.testing.assert_close(with_options.loss, model(**batch).loss)
+    found, expected = (m(**batch, return_dict=False, use_cache=False) for m in (ours, model))
+    assert isinstance(found, tuple)
+    torch.testing.assert_close(found[0], expected[0])
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gptj", "mamba"])
+def test_arguments_by_their_place(device, model_type):
+    """Of these return_dict is one."""
+    model, batch = made(model_type, device), batch_of(device)
+    parameters = inspect.signature(model.forward).parameters
+    given = {name: batch.get(name, p.default) for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    given |= dict(return_dict=False, use_cache=False)
+    found, expected = (m(*given.values()) for m in (patched(model), model))
+    assert isinstance(found, tuple) and isinstance(expected, tuple)
+    torch.testing.assert_close(found[0], expected[0])
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize("model_type", ["afmoe", "dbrx", "granitemoe", "jetmoe"])
+def test_what_the_routers_say(device, model_type, given):
+    """Of all but the first, the loss that balances the experts' load is added."""
+    model, batch = made(model_type, device), batch_of(device)
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):
+        if hasattr(model, name):
+            setattr(model, name, 0.5)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][2, 8:] = 0
+    expected = model(**batch, output_router_logits=given)
+    for skip in (True, False):
+        found = patched(model)(**batch, output_router_logits=given, skip_logits=skip)
+        torch.testing.assert_close(found.loss, expected.loss)
+        for a, b in zip(found.router_logits or (), expected.router_logits or (), strict=True):
+            assert_close(a, b)
+        assert (found.get("aux_loss") is None) is (expected.get("aux_loss") is None)
+        if expected.get("aux_loss") is not None:
+            torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+
+
+@pytest.mark.parametrize("model_type", ["granitemoe", "jetmoe"])
+def test_another_factor_of_the_routers_would_be_found(monkeypatch, model_type):
+    cls = family_heads.JetMoeCausalLM if model_type == "jetmoe" else causal_lm.MoeCausalLM
+    monkeypatch.setattr(cls, "_balance", lambda self: (self.num_experts, self.num_experts_per_tok, 0.1))
+    with pytest.raises(AssertionError):
+        test_what_the_routers_say(torch.device("cpu"), model_type, True)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_generates_the_same(device, model_type):
+    model, ids = made(model_type, device).eval(), tokens(2, 9, device=device)
+    model.config.output_router_logits = False
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, use_cache=model_type not in WITHOUT_CACHE)
+    assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_is_undone(model_type):
+    model = made(model_type)
+    before = [type(m) for m in model.modules()]
+    with liger_ext.apply_liger_kernel_to_instance(model):
+        assert type(model) is not before[0]
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_a_loss_of_all_logits(device):
+    """Bamba's, with a coefficient."""
+    model = made("bamba", device, z_loss_coefficient=0.5)
+    ours, batch = patched(model), batch_of(device)
+    found, expected = step(ours, batch), step(model, batch)
+    assert "logits" in found and expected["loss"] > step(made("bamba", device), batch)["loss"] + 1
+    assert_same(found, expected)
+
+
+def test_what_a_model_does_not_take_it_does_not_get(device):
+    """transformers' head of BLOOM gives its further arguments to the loss alone."""
+    model = made("bloom", device)
+    batch = batch_of(device) | dict(num_items_in_batch=7, of_the_users_own=None)
+    torch.testing.assert_close(patched(model)(**batch).loss, model(**batch).loss)
+
+
+def _as_it_is(self, x):
+    return x
+
+
+WRONG = [
+    ("beam", family_heads.BeamCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
+    ("hy_v4", family_heads.CastCausalLM, "_for_head", lambda self, x: 0.9 * x),
+    ("afmoe", causal_lm.RoutedCausalLM, "liger_logits", lambda self: (0.9, None)),
+    ("bamba", family_heads.BambaCausalLM, "liger_logits", lambda self: (0.9, None)),
+    ("dbrx", causal_lm.MoeCausalLM, "_results", lambda self, results, _: results),
+    ("jetmoe", family_heads.JetMoeCausalLM, "liger_logits", lambda self: (0.9, None)),
+    ("falcon_mamba", family_heads.MambaCausalLM, "_for_head", lambda self, x: 0.9 * x),
+    ("granitemoe", family_heads.GraniteMoeCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
+    ("hyperclovax", family_heads.HyperCLOVAXCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
+    ("minicpm3", family_heads.MiniCPM3CausalLM, "_for_head", _as_it_is),
+    ("opt", causal_lm.CausalLM, "_for_head", lambda self, x: 0.9 * x),
+]
+
+
+@pytest.mark.parametrize("model_type, cls, attribute, value", WRONG)
+def test_a_wrong_entry_would_be_found(monkeypatch, model_type, cls, attribute, value):
+    monkeypatch.setattr(cls, attribute, value)
+    with pytest.raises(AssertionError):
+        test_equals_stock(torch.device("cpu"), model_type, torch.float32)
