@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from liger_ext import functional
-from liger_ext.models.mlp import PackedMLP
-from liger_ext.models.patch import is_plain_tensor, only_forward_runs
+from liger_ext.models.mlp import PackedMLP, only_activation_runs
+from liger_ext.models.patch import is_plain_tensor
 from liger_ext.models.recompute import recomputed, remade
 
 
@@ -24,7 +24,7 @@ class Experts:
 
     def _apply_gate(self, gate_up_out: torch.Tensor) -> torch.Tensor:
         unit = self.unit_of(self)
-        if unit is None or not only_forward_runs(self.act_fn):
+        if unit is None or not only_activation_runs(self.act_fn):
             return super()._apply_gate(gate_up_out)
         return recomputed(self, unit[0], gate_up_out, *unit[1:])
 
@@ -54,7 +54,7 @@ class BatchedExperts(Experts):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         unit = self.unit_of(self)
         plain = is_plain_tensor(self.gate_up_proj) and is_plain_tensor(self.down_proj)
-        if unit is None or not plain or not only_forward_runs(self.act_fn):
+        if unit is None or not plain or not only_activation_runs(self.act_fn):
             return super(Experts, self).forward(hidden_states)
         x = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
         gate_up = torch.bmm(x, self.gate_up_proj)
