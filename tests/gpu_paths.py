@@ -92,8 +92,8 @@ class Path:
         return rows
 
     def _fills_rings(self, profile: _C.DeviceProfile, rows: int, stages: int) -> bool:
-        """Whether so many rows get kernels with rings, all of at least ``stages`` rows, and wrap around them. Fewer rows
-        may get a kernel without one."""
+        """Whether so many rows get kernels with rings, all of at least ``stages`` rows, and wrap around them. (Fewer
+        rows may get a kernel without one.)"""
         plans = [launch.plan for launch in self.launches(profile, rows) if launch.plan.stages]
         return bool(plans) and all(plan.stages >= stages and wraps(plan, rows) for plan in plans)
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
-from liger_ext.models.patch import only_forward_runs
+from liger_ext.models.calls import is_called_bare
 from liger_ext.ops._checks import accumulator
 from liger_ext.ops._chunks import gpu_memory, rows_of_logits
 
@@ -25,7 +25,7 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
     vocab = getattr(head, "out_features", None)
     if not isinstance(vocab, int) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
-    if forward_ad._current_level >= 0 or not all(map(only_forward_runs, head.modules())):
+    if forward_ad._current_level >= 0 or not all(map(is_called_bare, head.modules())):
         return None  # a hook of the user is to see all logits
     if any(hasattr(parameter, "placements") for parameter in head.parameters()):
         return None

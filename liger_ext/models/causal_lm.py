@@ -85,14 +85,18 @@ class CausalLM(Mixin):
                 graph of torch.compile the loss then takes as many rows, not all.
 
         A training step with labels returns no cache of keys and values (`past_key_values`) unless `use_cache=True` asks
-        for it, and `return_dict=False` leaves out of the tuple what is None: the logits, and the cache. The loss of
-        labels that are all ignored is 0; transformers gives NaN. A loss of the user's own (`model.loss_function`) is
-        obeyed: it gets logits, as it must, and all arguments that it would get unpatched.
+        for it, or `position_ids` come without an `attention_mask`, and `return_dict=False` leaves out of the tuple what
+        is None: the logits, and the cache. The loss of labels that are all ignored is 0; transformers gives NaN. A loss
+        of the user's own (`model.loss_function`) is obeyed: it gets logits, as it must, and all arguments that it would
+        get unpatched.
         """
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
         trains = self.training and has_labels
-        if trains and arguments.get("use_cache") is None and arguments.get("past_key_values") is None:
+        # Where there is no cache, transformers (4.53 on) reads documents from positions, and keeps them apart.
+        may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
+        undecided = arguments.get("use_cache") is None and arguments.get("past_key_values") is None
+        if trains and undecided and not may_be_packed:
             arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
         if skip_logits is None:
             skip_logits = trains

@@ -16,12 +16,13 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from liger_ext import functional
+from liger_ext.models.calls import only_forward_runs
 from liger_ext.models.checkpoint import counting_runs, run_of
-from liger_ext.models.forwards import find_foreign, text_of
+from liger_ext.models.forwards import find_calls, find_foreign, text_of
 from liger_ext.models.layer import adapted, fused_linears, norm_linears, norm_mlp
-from liger_ext.models.mlp import MLP, Llama4MLP, has_silu
+from liger_ext.models.mlp import MLP, Llama4MLP, has_silu, only_activation_runs
 from liger_ext.models.norms import RMSNorm, is_plain_rms_norm
-from liger_ext.models.patch import Mixin, only_forward_runs
+from liger_ext.models.patch import Mixin
 from liger_ext.models.recompute import recomputed, remade
 
 
@@ -54,7 +55,8 @@ class DecoderLayer(Mixin):
     def look_at(cls, stock: type[nn.Module]) -> None:
         parameters = [*inspect.signature(stock.forward).parameters.values()][2:]
         cls.DEFAULTS = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}  # all but hidden_states
-        given = _names_given(stock.forward, f"self.{cls.ATTENTION}")
+        calls = find_calls(ast.parse(text_of(stock.forward) or ""), f"self.{cls.ATTENTION}")
+        given = {keyword.arg for call in calls for keyword in call.keywords}  # none if there is no source to be read
         cls.WITHHELD = tuple(name for name in cls.DEFAULTS if name not in given) if given else ()
         # Up to 4.53 layers return a tuple of the hidden states, and of the attention's weights if they are asked for.
         asks = "if output_attentions" in (text_of(stock.forward) or "if output_attentions")
@@ -183,7 +185,7 @@ class DecoderLayer(Mixin):
             and type(mlp).__bases__[0] in (MLP, Llama4MLP)
             and only_forward_runs(mlp)
             and has_silu(mlp)
-            and only_forward_runs(getattr(mlp, mlp.ACTIVATION))
+            and only_activation_runs(getattr(mlp, mlp.ACTIVATION))
         )
         return fused_linears(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.training) if one_node else None
 
@@ -236,7 +238,7 @@ class Gemma4Layer(SandwichLayer):
     def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> torch.Tensor:
         if getattr(self, "hidden_size_per_layer_input", 0):
             gate, given = self.per_layer_input_gate(hidden_states), arguments["per_layer_input"]
-            unit = MLP.UNITS.get(type(self.act_fn)) if only_forward_runs(self.act_fn) else None
+            unit = MLP.UNITS.get(type(self.act_fn)) if only_activation_runs(self.act_fn) else None
             fits = unit and gate.dtype == given.dtype and gate.shape == given.shape
             gated = recomputed(self, unit[0], gate, given, *unit[1:]) if fits else self.act_fn(gate) * given
             hidden_states = hidden_states + self.post_per_layer_input_norm(self.per_layer_projection(gated))
@@ -310,13 +312,6 @@ class _Projected:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._attention, name)
-
-
-def _names_given(forward: Callable, callee: str) -> set[str | None]:
-    """The names of arguments in calls of `callee`; none if the source is not there to be read."""
-    nodes = ast.walk(ast.parse(text_of(forward) or ""))
-    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == callee]
-    return {keyword.arg for call in calls for keyword in call.keywords}
 
 
 def _sees_no_module(attention: nn.Module) -> bool:

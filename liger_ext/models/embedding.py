@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from liger_ext.models.calls import only_forward_runs
 from liger_ext.models.graph_ops import op_of_graphs
-from liger_ext.models.patch import is_plain_tensor, only_forward_runs
+from liger_ext.models.patch import is_plain_tensor
 from liger_ext.models.recompute import in_training_graph
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from liger_ext import functional
-from liger_ext.models.mlp import MLP, Clamps, PackedMLP, is_plain
-from liger_ext.models.patch import is_plain_tensor, only_forward_runs
+from liger_ext.models.mlp import MLP, Clamps, PackedMLP, only_activation_runs
+from liger_ext.models.patch import is_plain_tensor
 from liger_ext.models.recompute import recomputed, remade
 
 
@@ -26,7 +26,7 @@ class Experts:
 
     def _apply_gate(self, gate_up_out: torch.Tensor) -> torch.Tensor:
         unit = self.unit_of(self)
-        if unit is None or not only_forward_runs(self.act_fn):
+        if unit is None or not only_activation_runs(self.act_fn):
             return super()._apply_gate(gate_up_out)
         return recomputed(self, unit[0], gate_up_out, *unit[1:])
 
@@ -40,7 +40,7 @@ class ClampedExperts(Clamps, Experts):
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         unit = self.unit_of(self)
-        if unit is None or not is_plain(getattr(self, "act_fn", None)) or not is_plain_tensor(gate_up):
+        if unit is None or not only_activation_runs(getattr(self, "act_fn", None)) or not is_plain_tensor(gate_up):
             return super(Experts, self)._apply_gate(gate_up)
         return recomputed(self, unit[0], *self._clamped(*self._halves(gate_up)), *unit[1:])
 
@@ -97,7 +97,7 @@ class BatchedExperts(Experts):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         unit = self.unit_of(self)
         plain = is_plain_tensor(self.gate_up_proj) and is_plain_tensor(self.down_proj)
-        if unit is None or not plain or not only_forward_runs(self.act_fn):
+        if unit is None or not plain or not only_activation_runs(self.act_fn):
             return super(Experts, self).forward(hidden_states)
         x = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
         gate_up = torch.bmm(x, self.gate_up_proj)

@@ -7,6 +7,8 @@ import textwrap
 import types
 from collections.abc import Callable
 
+from torch import nn
+
 
 def with_globals(function: Callable, **replacements: object) -> Callable:
     """A copy of `function`, decorators included, in which global names mean `replacements`.
@@ -91,6 +93,38 @@ def text_of(function: Callable) -> str | None:
     if ast.get_docstring(definition) is not None:
         definition.body = definition.body[1:]
     return ast.unparse(_WithoutAnnotations().visit(definition))
+
+
+def find_calls(tree: ast.AST, callee: str) -> list[ast.Call]:
+    """The calls in `tree` of what is written `callee`."""
+    return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == callee]
+
+
+def methods_called(cls: type[nn.Module]) -> list[str]:
+    """The names of methods of `cls` that the `forward` of transformers' class calls, or that these call."""
+    inherited = (vars(c)["forward"] for c in cls.__mro__ if "forward" in vars(c) and c is not nn.Module)
+    functions, found = list(inherited), []
+    for function in functions:
+        for name in _names_read_of_self(function):
+            method = inspect.getattr_static(cls, name, None)
+            is_method = callable(method) and not isinstance(method, type) and not hasattr(nn.Module, name)
+            if is_method and name not in found:
+                found.append(name)
+                functions.append(method)
+    return found
+
+
+def _names_read_of_self(function: Callable) -> list[str]:
+    """Of a method: which attributes of its module it names. None of a patch's, as the class that it replaces is asked,
+    too."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(function, types.FunctionType) or function.__globals__["__name__"].startswith("liger_ext."):
+        return []
+    text = text_of(function)
+    if text is None:  # the source is not there: what it names of anything
+        return list(function.__code__.co_names)
+    reads = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute))
+    return list(dict.fromkeys(node.attr for node in reads if ast.unparse(node.value) == "self"))
 
 
 class _WithoutAnnotations(ast.NodeTransformer):

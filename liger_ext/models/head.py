@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.modules import linear
 from torch.nn.modules.module import _has_any_global_hook
 
-from liger_ext.models.patch import derives_from, hooks_of, is_fsdp1, linear_is_torchs, only_forward_runs, stands_in
+from liger_ext.models.calls import call_is_torchs, hooks_of, only_forward_runs
+from liger_ext.models.patch import derives_from, is_fsdp1, linear_is_torchs, stands_in
 
 # loss(hidden_states, weight, bias) -> tensors
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]
@@ -97,7 +98,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _takes_a_loss(module: nn.Module) -> bool:
     """Whether nothing around the call of `module` reads or changes what it returns."""
-    if _has_any_global_hook() or not _hands_on(module):
+    if _has_any_global_hook() or not call_is_torchs(module) or not _hands_on(module):
         return False
     if any(not _is_from(hook, _KNOWN_HOOKS) for kind in hooks_of(module) for hook in kind.values()):
         return False

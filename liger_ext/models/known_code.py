@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from liger_ext.models import digests, llama
 from liger_ext.models.causal_lm import renamed
 from liger_ext.models.decoder import Attention
-from liger_ext.models.forwards import text_of
+from liger_ext.models.forwards import find_calls, text_of
 from liger_ext.models.names import MODELS, name_of
 from liger_ext.models.patch import stands_in, stock_class
 from liger_ext.models.rope import ROPES, rope_for
@@ -111,7 +111,7 @@ def _text_of_layer(forward: Callable) -> str | None:
     if text is None:
         return None
     function = ast.parse(text).body[0]
-    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self.self_attn"]
+    calls = find_calls(function, "self.self_attn")
     names = _names_of_arguments(function)
     given = [name for name in names if any(keyword.arg == name for call in calls for keyword in call.keywords)]
     if len(calls) != 1 or given[:1] != names[:1] or not _hands_on(calls[0], function, given):

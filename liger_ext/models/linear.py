@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from liger_ext.models.patch import is_plain_linear, is_plain_tensor, only_forward_runs
+from liger_ext.models.calls import only_forward_runs
+from liger_ext.models.patch import is_plain_linear, is_plain_tensor
 
 PARAMETERS = 4
 _PEFTS = "peft.tuners.lora.layer"  # the module of LoRA's layers
-_CALLED = {"_cast_input_dtype", "_check_forward_args"}  # of their methods, by their forward
-
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float]  # a layer's parameters, and its scaling
 
@@ -58,10 +57,7 @@ def _parts(layer: nn.Module) -> Parts | None:
         return layer.weight, layer.bias, None, None, 1.0
     if (type(layer).__module__, type(layer).__name__) != (_PEFTS, "Linear"):
         return None
-    # Of a function that stands in for it, functools.wraps copies every name, but not the globals.
-    if type(layer).forward.__globals__["__name__"] != _PEFTS or not only_forward_runs(layer):
-        return None
-    if not _CALLED.isdisjoint(vars(layer)):  # the user's own
+    if not only_forward_runs(layer):
         return None
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or len(active) != 1 or not is_plain_linear(layer.base_layer):
@@ -78,17 +74,10 @@ def _parts(layer: nn.Module) -> Parts | None:
     return layer.base_layer.weight, layer.base_layer.bias, a.weight, b.weight, float(scaling)
 
 
-_IDENTITY, _DROPOUT = nn.Identity.forward, nn.Dropout.forward
-
-
 def _does_nothing(dropout: nn.Module) -> bool:
     """Whether a call of `dropout` returns its argument."""
-    if not only_forward_runs(dropout):
-        return False
-    if type(dropout) is nn.Identity:
-        return nn.Identity.forward is _IDENTITY
-    idle = type(dropout) is nn.Dropout and nn.Dropout.forward is _DROPOUT
-    return idle and (dropout.p == 0 or not dropout.training)
+    idle = type(dropout) is nn.Dropout and (dropout.p == 0 or not dropout.training)
+    return (idle or type(dropout) is nn.Identity) and only_forward_runs(dropout)
 
 
 def by_layer(of_parameters: Sequence) -> list[Sequence]:

@@ -1,6 +1,7 @@
 """Feed-forward layers: which op makes what the last projection reads, by the activation that a module has."""
 
 import math
+import types
 from typing import ClassVar
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from transformers import activations
 
 from liger_ext import functional
-from liger_ext.models.patch import only_forward_runs
+from liger_ext.models.calls import only_forward_runs
 from liger_ext.models.recompute import recomputed, remade
 
 
@@ -41,7 +42,7 @@ class MLP:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The activation may be one put in its place since, or have a hook.
-        if not (self.unit_of(self) and is_plain(getattr(self, self.ACTIVATION, None))):
+        if not (self.unit_of(self) and only_activation_runs(getattr(self, self.ACTIVATION, None))):
             return super().forward(x)
         return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
 
@@ -201,9 +202,21 @@ class UngatedMLP(MLP):
         return self._run_down(self.up_proj(x))
 
 
-def is_plain(activation: nn.Module | None) -> bool:
-    """Whether a unit may stand in for an activation, which may be a function that is not in a module."""
-    return activation is None or only_forward_runs(activation)
+def only_activation_runs(act_fn: nn.Module | None) -> bool:
+    """Whether a call of `act_fn`, of a class of `UNITS`, does what the class is there for. None: the activation is a
+    function, which no module holds."""
+    return act_fn is None or (only_forward_runs(act_fn) and _has_its_own_gelu(act_fn))
+
+
+def _has_its_own_gelu(act_fn: nn.Module) -> bool:
+    """Some of transformers' classes keep the function that they call, where another may be put in its place."""
+    function = vars(act_fn).get("act")
+    if function is None:
+        return True
+    if isinstance(function, types.MethodType):  # the same by PyTorch's simpler functions
+        return function.__func__ in vars(type(act_fn)).values()
+    given = {"approximate": "tanh"} if type(act_fn) in _GELU_TANH else {}
+    return getattr(function, "func", function) is nn.functional.gelu and getattr(function, "keywords", {}) == given
 
 
 def has_silu(mlp: nn.Module) -> bool:

@@ -8,7 +8,8 @@ from torch.nn.modules import normalization
 from transformers.activations import ACT2FN
 
 from liger_ext import functional
-from liger_ext.models.patch import is_plain_tensor, only_forward_runs, stands_in
+from liger_ext.models.calls import has_known_methods, only_forward_runs
+from liger_ext.models.patch import is_plain_tensor, stands_in
 from liger_ext.models.recompute import recomputed
 
 
@@ -22,7 +23,7 @@ class Norm:
     EPS = "variance_epsilon"
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not is_plain_tensor(self.weight):
+        if not (is_plain_tensor(self.weight) and has_known_methods(self)):
             return super().forward(hidden_states)
         return recomputed(self, self._normalise, hidden_states, *self.liger_arguments())
 
@@ -82,6 +83,8 @@ class Gemma4RMSNorm(RMSNormInFloat):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.with_scale:
             return Norm.forward(self, hidden_states)
+        if not has_known_methods(self):
+            return super(Norm, self).forward(hidden_states)
         return recomputed(self, self._normalise, hidden_states, None, self.eps, float(self.OFFSET), self.CASTING)
 
 
@@ -89,6 +92,8 @@ class WeightlessRMSNorm(RMSNormInFloat):
     """Llama 4's, of queries and keys, NanoChat's, and DeepSeek V4's, where the reciprocal is rounded as well."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not has_known_methods(self):
+            return super(Norm, self).forward(x)
         # Not in a checkpoint: attention keeps the result, and torch.compile(dynamic=True) does not find the float again
         # when one module is called twice, of queries and of keys.
         return self._normalise(x, *self.liger_arguments())

@@ -31,9 +31,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.modules.module import _has_any_global_hook
 
-from liger_ext.models.forwards import describe, find_foreign, leads_to, rewrap, with_globals
+from liger_ext.models.calls import know_forward, only_forward_runs
+from liger_ext.models.forwards import describe, find_foreign, leads_to, methods_called, rewrap, with_globals
 from liger_ext.models.warn import warn
 
 
@@ -63,6 +63,7 @@ def stands_in(module: types.ModuleType, **replacements: object) -> Callable[[typ
             _originals[patch].append(_Original(name, module, name, module.__name__, getattr(module, name)))
         if replacements:
             patch.forward = copy_forward(patch, **replacements)
+        know_forward(patch)
         return patch
 
     return remember
@@ -139,18 +140,6 @@ def on_construction(cls: type[nn.Module], patch: Callable[[nn.Module], object], 
         _constructors[cls] = _HookedConstructor(cls)
     _constructors[cls].hooks.append(patch)
     handle.callback(_remove_constructor_hook, cls, patch)
-
-
-def only_forward_runs(module: nn.Module) -> bool:
-    """Whether calling `module` does no more than its class's `forward`: no hooks, and no `forward` set on the instance.
-
-    Only then may a fused op do the module's work without calling it.
-    """
-    return not any(hooks_of(module)) and "forward" not in module.__dict__ and not _has_any_global_hook()
-
-
-def hooks_of(module: nn.Module) -> tuple[dict, ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def is_fsdp1(module: nn.Module) -> bool:
@@ -272,10 +261,26 @@ def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle |
         record_change(module, patch, handle)
         return
     patched = patch if cls is original else _stack(cls, patch)
+    for name in _methods_replaced(patch):
+        if inspect.getattr_static(cls, name) is not inspect.getattr_static(original, name):
+            warn(f"{cls.__name__} has a {name} of its own and is not patched")
+            return
     if not _inherits_forward(cls, original) or not _set_class(module, patched):
         warn(f"{cls.__name__} has a forward of its own and is not patched")
         return
     record_change(module, patch, handle, functools.partial(_restore_class, patched=patched, original=cls))
+
+
+@functools.cache
+def _methods_replaced(patch: type[nn.Module]) -> tuple[str, ...]:
+    """The methods of the class that `patch` replaces, other than `forward`, whose work `patch` does."""
+    original = stock_class(patch)
+    members = (
+        member for cls in patch.__mro__ if cls.__module__.startswith("liger_ext.") for member in vars(cls).items()
+    )
+    ours = (name for name, value in members if isinstance(value, types.FunctionType) and name[:2] != "__")
+    shadowed = (name for name in ours if name != "forward" and hasattr(original, name))
+    return tuple(dict.fromkeys((*methods_called(original), *shadowed)))
 
 
 def _restore_class(module: nn.Module, patched: type[nn.Module], original: type[nn.Module]) -> None:

@@ -1,0 +1,126 @@
+"""What a call of a module runs: its class's `forward` and nothing else, or something of others as well.
+
+Fused ops do the work of modules without calling them. What others have put on a module's call must run all the same:
+hooks, functions in the place of those that PyTorch calls on the way to `forward`, on the instance or on its class, and
+methods in the place of those that `forward` calls. What a class has is looked at once, and remembered for as long as
+nobody replaces any of it.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from liger_ext.models.forwards import find_foreign, methods_called
+
+
+def only_forward_runs(module: nn.Module) -> bool:
+    """Whether calling `module` runs nothing but the `forward` that its library gives to its class: no hooks, and
+    nothing of others in the place of a function on the way, on the instance or on the class.
+
+    Only then may a fused op do the module's work without calling it.
+    """
+    return not (any(hooks_of(module)) or _has_any_global_hook() or _is_compiled(module)) and _is_known(module, _ALL)
+
+
+def is_called_bare(module: nn.Module) -> bool:
+    """Whether calling `module` runs its class's `forward`, whatever that is, and nothing else."""
+    hooked = any(hooks_of(module)) or _has_any_global_hook()
+    return not hooked and "forward" not in module.__dict__ and call_is_torchs(module)
+
+
+def call_is_torchs(module: nn.Module) -> bool:
+    """Whether calling `module` runs its hooks and its `forward`, whatever these are, and nothing else."""
+    return not _is_compiled(module) and _is_known(module, _CALL)
+
+
+def has_known_methods(module: nn.Module) -> bool:
+    """Whether the methods that transformers' `forward` calls are those that `module`'s class has there: what a patch's
+    `forward` does then in their place is the same."""
+    return _is_known(module, _METHODS)
+
+
+def hooks_of(module: nn.Module) -> tuple[dict, ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+_CALL, _METHODS, _ALL = range(3)  # of what a call runs: how it comes to `forward`; what that calls; these and `forward`
+
+
+class _Call(NamedTuple):
+    """What a call of an instance runs of its class."""
+
+    read: operator.attrgetter
+    functions: tuple[Callable, ...]  # what `read` gives until somebody replaces any of them
+    names: tuple[tuple[str, ...] | None, ...]  # what an instance may have in their place; None: they are not known
+
+
+_calls: dict[type[nn.Module], _Call] = {}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module.__dict__.get("_compiled_call_impl") is not None  # by `module.compile()`
+
+
+def _is_known(module: nn.Module, part: int) -> bool:
+    """Whether `part` of what a call of `module` runs is what a library that we know, or a patch, gives to its class."""
+    names = (_names_in_graph if torch.compiler.is_compiling() else _names)(type(module), part)
+    if names is None:
+        return False
+    own = module.__dict__
+    for name in names:  # noqa: SIM110 (it runs for each module in each step)
+        if name in own:
+            return False
+    return True
+
+
+def _names(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
+    call = _calls.get(cls)
+    if call is None or call.read(cls) != call.functions:
+        call = _calls[cls] = _look_at_call(cls)
+    return call.names[part]
+
+
+@torch.compiler.assume_constant_result
+def _names_in_graph(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
+    """torch.compile cannot look into it."""
+    return _names(cls, part)
+
+
+def _look_at_call(cls: type[nn.Module]) -> _Call:
+    call, methods = ("__call__", "_call_impl"), tuple(methods_called(cls))
+    of_class = call, methods, (*call, "forward", *methods)
+    # Python looks up `__call__` in the class alone.
+    of_instance = ("_call_impl",), methods, ("_call_impl", "forward", *methods)
+    known = {name for name in of_class[_ALL] if _is_librarys(cls, name)}
+    names = tuple(own if known.issuperset(part) else None for part, own in zip(of_class, of_instance, strict=True))
+    read = operator.attrgetter(*of_class[_ALL])
+    return _Call(read, read(cls), names)
+
+
+def _is_librarys(cls: type[nn.Module], name: str) -> bool:
+    """Whether the function that `cls` has by this name is still what a library, or a patch, has defined by it."""
+    owner = next(c for c in cls.__mro__ if name in vars(c))
+    function = vars(owner)[name]
+    if owner in _forwards and name == "forward":
+        return function is _forwards[owner]
+    function = getattr(function, "__func__", function)  # of a static method
+    library = owner.__module__.partition(".")[0]
+    if library not in _LIBRARIES or (library == "torch" and hasattr(function, "__wrapped__")):  # no_grad, autocast, ...
+        return False
+    qualname = (
+        "Module._wrapped_call_impl" if owner is nn.Module and name == "__call__" else f"{owner.__qualname__}.{name}"
+    )
+    return find_foreign(function, owner.__module__, qualname, (library, "kernels")) is None
+
+
+_LIBRARIES = "torch", "transformers", "peft", "liger_ext"
+_forwards: dict[type[nn.Module], Callable] = {}  # of patches
+
+
+def know_forward(patch: type[nn.Module]) -> None:
+    """Notes that the `forward` that a patch has now is its own."""
+    _forwards[patch] = patch.forward
