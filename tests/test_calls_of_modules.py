@@ -157,9 +157,12 @@ class Head(nn.Linear):
 def build(name: str) -> nn.Module:
     family, _, adapter = name.partition(" with ")
     family, _, option = family.partition(" of ")
-    options = dict(hidden_act=option) if option == "gelu" else {}
+    options = dict(hidden_act=option) if option == "gelu" else family_models.all_experts(family)
+    if family == "mixtral":
+        # Where transformers (4.54 to 5.0) records what routers say, it leaves instances a forward of their own.
+        options["output_router_logits"] = False
     model = family_models.build(family, num_hidden_layers=1, **SMALL, **options)
-    if option and not options:
+    if option and option != "gelu":
         family_models.set_experts(model, option)
     if name == "llama":
         model.lm_head.__class__ = Head

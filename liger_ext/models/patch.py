@@ -164,11 +164,15 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def linear_is_torchs() -> bool:
-    """Whether no other code has replaced what all linear layers do."""
-    return nn.Linear.forward is _LINEAR and nn.functional.linear is _F_LINEAR
+    """Whether no other code has replaced what all linear layers do. DeepSpeed's `zero.Init` does, for good, by a
+    function that computes the same."""
+    linear = nn.functional.linear
+    is_known = linear is _F_LINEAR or getattr(linear, "__globals__", {}).get("__name__") == _LINEARS_OF_DEEPSPEED
+    return nn.Linear.forward is _LINEAR and is_known
 
 
 _LINEAR, _F_LINEAR = nn.Linear.forward, nn.functional.linear
+_LINEARS_OF_DEEPSPEED = "deepspeed.runtime.zero.linear"
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:

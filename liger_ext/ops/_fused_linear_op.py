@@ -129,7 +129,10 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
     # Its own `.data` may be replaced before the backward, which torch's linear layers, saving a view, do not notice.
-    ctx.save_for_backward(x, weight.detach(), target, bias, ce_weight, *others[3:])
+    # DeepSpeed's ZeRO 3 empties its parameters, which are told by this attribute, behind the forward, to save memory,
+    # and fills them again before the backward.
+    kept = weight if hasattr(weight, "ds_id") else weight.detach()
+    ctx.save_for_backward(x, kept, target, bias, ce_weight, *others[3:])
     dweight = others[6]
     # May the backward overwrite dweight's memory? Only if nobody else sees it: no caller of the op itself, no hooks,
     # and no graph that is being compiled.
