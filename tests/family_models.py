@@ -209,12 +209,24 @@ def freeze_few(model):
         parameter.requires_grad_(parameter.numel() >= 8)
 
 
-def assert_same(found, expected):
-    """Of two fp32 steps: the same but for rounding, where nothing more exact is there to compare with."""
+def perturbed(model, seed):
+    """A copy, each of whose weights is changed by its last bit or not at all."""
+    torch.manual_seed(seed)
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + torch.randn_like(weight).sign() * torch.finfo(weight.dtype).eps / 2)
+    return model
+
+
+def assert_same(found, expected, neighbours=()):
+    """Of two fp32 steps: the same but for rounding, where nothing more exact is there to compare with. ``neighbours``:
+    steps of perturbed models, which show how much of a result is rounding."""
     largest = max(float(result.abs().max()) for name, result in expected.items() if name not in ("loss", "logits"))
     for name, result in found.items():
         # A gradient that cancels is made of what larger ones leave when they are rounded.
         atol = 1e-4 * float(expected[name].abs().max()) + 1e-7 * largest
+        atol += 3 * max((float((other[name] - expected[name]).abs().max()) for other in neighbours), default=0)
         message = functools.partial("{}: {}".format, name)
         torch.testing.assert_close(result, expected[name], rtol=1e-4, atol=atol, msg=message)
     assert expected.keys() - found.keys() <= {"logits"}

@@ -16,6 +16,7 @@ from family_models import (  # noqa: F401
     build,
     new_look,
     patched,
+    perturbed,
     set_experts,
 )
 from llama_models import (  # noqa: F401
@@ -108,7 +109,9 @@ def test_equals_stock(device, family, mode, dtype):
             checkpoint_layers(m, use_reentrant=False)
         m.train(mode != "eval")
     if family in RECURRENT and dtype is torch.float32:
-        assert_same(step(ours, batch), step(model, batch))
+        # A last bit of a weight changes gradients of the decay (A_log, dt_bias) by up to 3e-4 of themselves.
+        neighbours = [step(perturbed(model, seed), batch) for seed in range(8)]
+        assert_same(step(ours, batch), step(model, batch), neighbours)
     else:
         assert_as_good(step(ours, batch), step(model, batch), step(reference, batch))
 
