@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from llama_models import (
     step,
     tokens,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import liger_ext
@@ -195,6 +197,25 @@ def test_is_undone(model_type):
     with liger_ext.apply_liger_kernel_to_instance(model):
         assert type(model) is not before[0]
     assert [type(m) for m in model.modules()] == before
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gpt_neox", "mamba", "opt"])
+def test_compiled(device, model_type):
+    torch._dynamo.reset()
+    model, batch = made(model_type, device), batch_of(device)
+    compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
+    with sdpa_kernel(SDPBackend.MATH):  # a graph chooses another attention than eager code, with errors of its own
+        assert_same(step(patched(model), batch, compiled), step(model, batch))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_pickled(model_type):
+    model = patched(made(model_type))
+    loaded, batch = pickle.loads(pickle.dumps(model)), batch_of("cpu")
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
+    found, expected = (m(**batch) for m in (loaded, model))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=0, atol=0)
+    assert type(pickle.loads(pickle.dumps(expected))) is type(expected)
 
 
 def test_a_loss_of_all_logits(device):

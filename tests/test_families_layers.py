@@ -8,6 +8,7 @@ import torch
 from cases import RecordCalls
 from family_models import LAYERS, all_experts, assert_same, build, freeze_few, patched, set_experts
 from llama_models import TRANSFORMERS, assert_as_good, batch_of, checkpoint_layers, one_thread, step, tokens  # noqa: F401
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import liger_ext
 from liger_ext.models import decoder, family_layers, known_code
@@ -147,13 +148,26 @@ def test_the_rest_of_a_layer(device, family):
 
 
 @pytest.mark.parametrize("family", [family for family in LAYERS if family != "jetmoe"])  # which cannot
-def test_checkpointed(device, family):
+@pytest.mark.parametrize("memory", ["auto", "low"])
+def test_checkpointed(device, family, memory):
     model, batch = build(family, device), batch_of(device)
-    ours = patched(model)
+    ours = patched(model, memory=memory)
     for m in (model, ours):
         set_experts(m, "grouped_mm")
         checkpoint_layers(m, use_reentrant=False)
     assert_same(step(ours, batch), step(model, batch))
+
+
+@pytest.mark.parametrize("family", ["afmoe", "granitemoeshared", "lfm2", "minicpm3", "vaultgemma"])
+def test_compiled(device, family):
+    torch._dynamo.reset()
+    model, batch = build(family, device, num_hidden_layers=2), batch_of(device)
+    ours = patched(model)
+    for m in (model, ours):
+        set_experts(m, "grouped_mm")
+    compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
+    with sdpa_kernel(SDPBackend.MATH):  # a graph chooses another attention than eager code, with errors of its own
+        assert_same(step(ours, batch, compiled), step(model, batch))
 
 
 @pytest.mark.parametrize(
