@@ -82,6 +82,15 @@ BUILT = {
     "mpt": dict(d_model=64, n_layers=2, n_heads=4, max_seq_len=64, expansion_ratio=2),
     "openai-gpt": OF_GPT2 | dict(afn="gelu"),
     "opt": OF_GPT_NEOX | dict(ffn_dim=96, word_embed_proj_dim=64, dropout=0.0),
+    "recurrent_gemma": dict(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=192,
+        lru_width=64,
+        attention_window_size=16,
+        logits_soft_cap=5.0,
+    ),
 }
 OF_LAYERS = "afmoe", "bamba", "granitemoe", "hyperclovax", "jetmoe", "minicpm3"  # see `family_models.LAYERS`
 MODELS = (*BUILT, *OF_LAYERS)
@@ -106,14 +115,14 @@ def test_equals_stock(device, model_type, dtype):
     model, batch = made(model_type, device, dtype), batch_of(device)
     if dtype is torch.bfloat16:
         freeze_few(model)
-    ours = patched(model)
+    ours, reference = patched(model), copy.deepcopy(model).double()
     assert isinstance(ours, causal_lm.CausalLM)
     found, expected = step(ours, batch), step(model, batch)
     assert "logits" in expected and "logits" not in found
     if model_type in IN_FLOAT and dtype is torch.float32:
         assert_same(found, expected)
     else:
-        assert_as_good(found, expected, step(copy.deepcopy(model).double(), batch))
+        assert_as_good(found, expected, step(reference, batch))
 
 
 def assert_close(found, expected):
@@ -249,6 +258,7 @@ WRONG = [
     ("granitemoe", family_heads.GraniteMoeCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
     ("hyperclovax", family_heads.HyperCLOVAXCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
     ("minicpm3", family_heads.MiniCPM3CausalLM, "_for_head", _as_it_is),
+    ("recurrent_gemma", family_heads.RecurrentGemmaCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
     ("opt", causal_lm.CausalLM, "_for_head", lambda self, x: 0.9 * x),
 ]
 

@@ -97,6 +97,7 @@ HEADS = {
     "3ecacff0fb3f3991": family_heads.JetMoeCausalLM,  # JetMoeForCausalLM
     "6962265ec7b47b52": family_heads.MiniCPM3CausalLM,  # MiniCPM3ForCausalLM
     "bbc5c7ff88b5a6db": causal_lm.SoftcappedCausalLM,  # MistralLarge4ForConditionalGeneration
+    "4112bab4d1bbac5a": family_heads.RecurrentGemmaCausalLM,  # RecurrentGemmaForCausalLM
     "f9d7edc42aa5e1cc": causal_lm.CausalLM,  # OPTForCausalLM, whose logits are made contiguous
     "c2c7fd2ce9f00e44": causal_lm.CausalLMInside,  # Llama4ForConditionalGeneration of 5.23
 }
