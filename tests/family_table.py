@@ -15,6 +15,7 @@ HEAD = """\
 # Of the classes that stay transformers' own: why.
 LEFT = {
     "apertus": "MLP: xIELU, an activation with parameters",
+    "bailing_hybrid": "linear attention: no rotary embedding",
     "cohere2": "layer: attention and MLP read one norm",
     "exaone4": "layer: what is added is normalised, not the sum",
     "gpt_oss": "experts: the clamps",

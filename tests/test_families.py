@@ -39,6 +39,7 @@ from liger_ext.models.model_types import FUNCTION_OF
 
 # What of a family stays as it is, in the newest transformers: known code of which nothing can be fused.
 LEFT = {
+    "bailing_hybrid": {"BailingHybridDeltaAttention"},
     "apertus": {"ApertusMLP"},  # whose activation is not known
     "cohere2": {"Cohere2DecoderLayer"},
     "exaone4": {"Exaone4DecoderLayer"},

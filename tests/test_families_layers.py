@@ -27,7 +27,7 @@ MODELS = {
     "llama4 of experts": ("llama4_text", dict(moe_layers=[0, 1], num_experts_per_tok=4)),
     "falcon_h1 with factors": ("falcon_h1", dict(attention_out_multiplier=0.6, ssm_out_multiplier=1.4)),
 }
-RECURRENT = "bamba", "granitemoehybrid", "jamba", "kimi_linear", "olmo_hybrid"
+RECURRENT = "bailing_hybrid", "bamba", "granitemoehybrid", "jamba", "kimi_linear", "olmo_hybrid"
 MODELS |= {family: (family, {}) for family in LAYERS} | {
     "granitemoehybrid without experts": ("granitemoehybrid", dict(num_local_experts=0, num_experts_per_tok=0)),
     "granitemoeshared without an MLP": ("granitemoeshared", dict(shared_intermediate_size=0)),
@@ -109,6 +109,7 @@ WRONG = [
     ("afmoe", family_layers.AfmoeLayer, "NORMS_OF_RESULTS", ("post_attention_layernorm", "pre_mlp_layernorm")),
     ("apertus", family_layers.ApertusLayer, "INPUT_NORM", "feedforward_layernorm"),
     ("apertus", family_layers.ApertusLayer, "NORM", "attention_layernorm"),
+    ("bailing_hybrid", family_layers.KimiLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
     ("bamba", family_layers.BambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
     ("bamba", family_layers.JambaLayer, "NORM", "input_layernorm"),
     ("glm_moe_dsa", family_layers.IndexedLayer, "_results", lambda self, x, *_: (0.9 * x, None)),
