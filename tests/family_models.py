@@ -54,6 +54,10 @@ LAYERS = {
     "afmoe": dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1, head_dim=16)
     | dict(sliding_window=6, num_hidden_layers=2, global_attn_every_n_layers=2),
     "apertus": dict(head_dim=16),
+    "bailing_hybrid": LATENT
+    | ROUTED
+    | dict(num_local_experts=6, layer_types=["linear_attention", "full_attention"], first_k_dense_replace=1)
+    | dict(linear_head_dim=8, linear_num_heads=4, head_dim=16),
     "bamba": MAMBA | dict(attn_layer_indices=[1], num_hidden_layers=2, head_dim=16),
     "glm_moe_dsa": LATENT | ROUTED | INDEXED,
     "granitemoe": GRANITE_MOE,

@@ -4,7 +4,7 @@ in its version 0.8.2."""
 
 import torch
 from cases import RecordCalls
-from family_models import OPTIONS, build, patched, set_experts
+from family_models import LAYERS, OPTIONS, build, patched, set_experts
 from llama_models import batch_of
 from transformers import CONFIG_MAPPING
 
@@ -14,12 +14,18 @@ HEAD = """\
 
 # Of the classes that stay transformers' own: why.
 LEFT = {
+    "apertus": "MLP: xIELU, an activation with parameters",
+    "bailing_hybrid": "linear attention: no rotary embedding",
     "cohere2": "layer: attention and MLP read one norm",
     "exaone4": "layer: what is added is normalised, not the sum",
     "gpt_oss": "experts: the clamps",
+    "jamba": "attention: no rotary embedding",
+    "jetmoe": "the gate of the experts",
+    "kimi_linear": "attention: no rotary embedding",
     "nemotron": "layer: its norms are no RMSNorms",
     "olmo2": "layer: what is added is normalised, not the sum",
     "olmo3": "layer: what is added is normalised, not the sum",
+    "olmo_hybrid": "layers of attention: what is added is normalised, not the sum",
 }
 # What Liger-Kernel's functions patch by default, of (norms, rope, unit, loss).
 _WHOLE = """
@@ -73,6 +79,6 @@ def _names_of_nodes(result: torch.Tensor) -> set[str]:
 
 if __name__ == "__main__":
     print(HEAD)
-    for each in OPTIONS:
+    for each in sorted({**OPTIONS, **LAYERS}):
         if each in CONFIG_MAPPING:
             print(row(each))

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from llama_models import (
     step,
     tokens,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import liger_ext
@@ -80,6 +82,15 @@ BUILT = {
     "mpt": dict(d_model=64, n_layers=2, n_heads=4, max_seq_len=64, expansion_ratio=2),
     "openai-gpt": OF_GPT2 | dict(afn="gelu"),
     "opt": OF_GPT_NEOX | dict(ffn_dim=96, word_embed_proj_dim=64, dropout=0.0),
+    "recurrent_gemma": dict(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=192,
+        lru_width=64,
+        attention_window_size=16,
+        logits_soft_cap=5.0,
+    ),
 }
 OF_LAYERS = "afmoe", "bamba", "granitemoe", "hyperclovax", "jetmoe", "minicpm3"  # see `family_models.LAYERS`
 MODELS = (*BUILT, *OF_LAYERS)
@@ -104,14 +115,14 @@ def test_equals_stock(device, model_type, dtype):
     model, batch = made(model_type, device, dtype), batch_of(device)
     if dtype is torch.bfloat16:
         freeze_few(model)
-    ours = patched(model)
+    ours, reference = patched(model), copy.deepcopy(model).double()
     assert isinstance(ours, causal_lm.CausalLM)
     found, expected = step(ours, batch), step(model, batch)
     assert "logits" in expected and "logits" not in found
     if model_type in IN_FLOAT and dtype is torch.float32:
         assert_same(found, expected)
     else:
-        assert_as_good(found, expected, step(copy.deepcopy(model).double(), batch))
+        assert_as_good(found, expected, step(reference, batch))
 
 
 def assert_close(found, expected):
@@ -197,6 +208,25 @@ def test_is_undone(model_type):
     assert [type(m) for m in model.modules()] == before
 
 
+@pytest.mark.parametrize("model_type", ["bloom", "gpt_neox", "mamba", "opt"])
+def test_compiled(device, model_type):
+    torch._dynamo.reset()
+    model, batch = made(model_type, device), batch_of(device)
+    compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
+    with sdpa_kernel(SDPBackend.MATH):  # a graph chooses another attention than eager code, with errors of its own
+        assert_same(step(patched(model), batch, compiled), step(model, batch))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_pickled(model_type):
+    model = patched(made(model_type))
+    loaded, batch = pickle.loads(pickle.dumps(model)), batch_of("cpu")
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
+    found, expected = (m(**batch) for m in (loaded, model))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=0, atol=0)
+    assert type(pickle.loads(pickle.dumps(expected))) is type(expected)
+
+
 def test_a_loss_of_all_logits(device):
     """Bamba's, with a coefficient."""
     model = made("bamba", device, z_loss_coefficient=0.5)
@@ -228,6 +258,7 @@ WRONG = [
     ("granitemoe", family_heads.GraniteMoeCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
     ("hyperclovax", family_heads.HyperCLOVAXCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
     ("minicpm3", family_heads.MiniCPM3CausalLM, "_for_head", _as_it_is),
+    ("recurrent_gemma", family_heads.RecurrentGemmaCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
     ("opt", causal_lm.CausalLM, "_for_head", lambda self, x: 0.9 * x),
 ]
 

@@ -8,6 +8,7 @@ import torch
 from cases import RecordCalls
 from family_models import LAYERS, all_experts, assert_same, build, freeze_few, patched, set_experts
 from llama_models import TRANSFORMERS, assert_as_good, batch_of, checkpoint_layers, one_thread, step, tokens  # noqa: F401
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import liger_ext
 from liger_ext.models import decoder, family_layers, known_code
@@ -26,7 +27,7 @@ MODELS = {
     "llama4 of experts": ("llama4_text", dict(moe_layers=[0, 1], num_experts_per_tok=4)),
     "falcon_h1 with factors": ("falcon_h1", dict(attention_out_multiplier=0.6, ssm_out_multiplier=1.4)),
 }
-RECURRENT = "bamba", "granitemoehybrid", "jamba", "kimi_linear", "olmo_hybrid"
+RECURRENT = "bailing_hybrid", "bamba", "granitemoehybrid", "jamba", "kimi_linear", "olmo_hybrid"
 MODELS |= {family: (family, {}) for family in LAYERS} | {
     "granitemoehybrid without experts": ("granitemoehybrid", dict(num_local_experts=0, num_experts_per_tok=0)),
     "granitemoeshared without an MLP": ("granitemoeshared", dict(shared_intermediate_size=0)),
@@ -108,6 +109,7 @@ WRONG = [
     ("afmoe", family_layers.AfmoeLayer, "NORMS_OF_RESULTS", ("post_attention_layernorm", "pre_mlp_layernorm")),
     ("apertus", family_layers.ApertusLayer, "INPUT_NORM", "feedforward_layernorm"),
     ("apertus", family_layers.ApertusLayer, "NORM", "attention_layernorm"),
+    ("bailing_hybrid", family_layers.KimiLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
     ("bamba", family_layers.BambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
     ("bamba", family_layers.JambaLayer, "NORM", "input_layernorm"),
     ("glm_moe_dsa", family_layers.IndexedLayer, "_results", lambda self, x, *_: (0.9 * x, None)),
@@ -147,13 +149,26 @@ def test_the_rest_of_a_layer(device, family):
 
 
 @pytest.mark.parametrize("family", [family for family in LAYERS if family != "jetmoe"])  # which cannot
-def test_checkpointed(device, family):
+@pytest.mark.parametrize("memory", ["auto", "low"])
+def test_checkpointed(device, family, memory):
     model, batch = build(family, device), batch_of(device)
-    ours = patched(model)
+    ours = patched(model, memory=memory)
     for m in (model, ours):
         set_experts(m, "grouped_mm")
         checkpoint_layers(m, use_reentrant=False)
     assert_same(step(ours, batch), step(model, batch))
+
+
+@pytest.mark.parametrize("family", ["afmoe", "granitemoeshared", "lfm2", "minicpm3", "vaultgemma"])
+def test_compiled(device, family):
+    torch._dynamo.reset()
+    model, batch = build(family, device, num_hidden_layers=2), batch_of(device)
+    ours = patched(model)
+    for m in (model, ours):
+        set_experts(m, "grouped_mm")
+    compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
+    with sdpa_kernel(SDPBackend.MATH):  # a graph chooses another attention than eager code, with errors of its own
+        assert_same(step(ours, batch, compiled), step(model, batch))
 
 
 @pytest.mark.parametrize(

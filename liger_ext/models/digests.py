@@ -97,6 +97,7 @@ HEADS = {
     "3ecacff0fb3f3991": family_heads.JetMoeCausalLM,  # JetMoeForCausalLM
     "6962265ec7b47b52": family_heads.MiniCPM3CausalLM,  # MiniCPM3ForCausalLM
     "bbc5c7ff88b5a6db": causal_lm.SoftcappedCausalLM,  # MistralLarge4ForConditionalGeneration
+    "4112bab4d1bbac5a": family_heads.RecurrentGemmaCausalLM,  # RecurrentGemmaForCausalLM
     "f9d7edc42aa5e1cc": causal_lm.CausalLM,  # OPTForCausalLM, whose logits are made contiguous
     "c2c7fd2ce9f00e44": causal_lm.CausalLMInside,  # Llama4ForConditionalGeneration of 5.23
 }
@@ -133,6 +134,12 @@ LEFT_ALONE = {  # in which nothing can be fused
     "9e7c2b713365c52a",  # HYV4UnweightedRMSNorm: a factor, and no norm
     "6913de200383abad",  # Olmo2DecoderLayer: what is added to the residual stream is normalised, and not the sum
     "6a52429b77334fc6",  # CohereDecoderLayer: attention and MLP read the same norm's output, and are added as they are
+    "d0c418315450c8bd",  # JambaAttention: no rotary embedding
+    "b42eb62f1f4b6739",  # KimiLinearAttention: likewise
+    "4ef29add3a4cc650",  # KimiLinearDeltaAttention: likewise
+    "4014141a69e0b99e",  # BailingHybridDeltaAttention: likewise
+    "6fe2ed86653006fd",  # MiniMaxLightningAttention: likewise
+    "4a78bf31359d1e96",  # JetMoeParallelExperts: matmuls
     "71d46f8efa3def07",  # MiniMaxDecoderLayer: the norm's output is the residual stream, and the sum is not
     "afcabd25bec3aac9",  # DeepseekV4DecoderLayer: several residual streams, mixed by matrices
     "d94c22e00ae38f30",  # Glm5NextTextDecoderLayer: likewise

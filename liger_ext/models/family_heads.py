@@ -50,3 +50,8 @@ class MiniCPM3CausalLM(CausalLM):
 
     def _for_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states / self.config.logits_scaling
+
+
+class RecurrentGemmaCausalLM(CausalLM):
+    def liger_logits(self) -> tuple[float, float | None]:
+        return 1.0, self.config.logits_soft_cap
