@@ -6,7 +6,7 @@
 // the blocks of a cluster do, where the device has them; the hardware starts them as others end, which keeps the memory busier than
 // persistent ones do. Re-read path, for longer rows: one pass for the statistics (LayerNorm merges batches by Chan's formula), a second
 // for the result, both by the same thread, so that the second mostly hits the L2. On an H200 instructions are the second limit: there
-// are kernels of their own for the usual parameters, and short rows pay for every branch before their first load.
+// are kernels of their own for parameters of the result's dtype, and short rows pay for every branch before their first load.
 #pragma once
 #include "gpu/device.h"
 #include "gpu/rows.h"
@@ -29,32 +29,28 @@ struct NormForwardArgs {
   bool as_llama = false;  // the result is the rounded n times the weight
 };
 
-// Which variant of the kernels. usual: the weight, and LayerNorm's bias, are there and have the result's dtype; otherwise each may be
-// missing or have any dtype, which is decided at run time. two: two tensors are read, x and a residual; if not usual, there may be a
-// residual.
-struct NormKind {
-  bool centered, usual, two;
+using launch::NormForwardKind;
+
+struct NormStatistics {
+  float mean, rstd;  // mean: 0 for RMSNorm
 };
 
-// What the kernels of all paths do with a thread's K vectors of a row. T is the type of what is normalised, and of y; if T is fp32, x and
-// the residual may have other types. A thread keeps the row in T, which is exact and takes half the registers for 16-bit types, and widens
-// elements to fp32 where it uses them. Early: the weight is loaded together with the row, so that the thread waits for both at once.
-template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
-  static constexpr bool Centered = Kind.centered, Usual = Kind.usual;
+// A thread's K vectors of a row: z, their statistics, and y. T is the type of what is normalised, and of y; if T is fp32, x and the
+// residual may have other types. A thread keeps the row in T, which is exact and takes half the registers for 16-bit types, and widens
+// elements to fp32 where it uses them.
+template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
+  static constexpr bool Centered = Kind.centered;
   using Values = Packed<T, VEC>[K];
   const NormForwardArgs& a;
   const Columns<VEC, K> columns;
   const int64_t row;
 
-  // Loads z = x [+ residual]. A sum is rounded to T, as its copy in memory is.
+  // z = x [+ residual]. A sum is rounded to T, as its copy in memory is.
   LIGER_DEVICE void load_input(Values& z) const {
     load_as_t(z, a.x);
-    if (!Kind.two || (!Usual && a.residual.data == nullptr)) return;
+    if (!Kind.residual || (!Kind.same_dtype && a.residual.data == nullptr)) return;
     Values residual;
     load_as_t(residual, a.residual);
-    add_residual(z, residual);
-  }
-  LIGER_DEVICE void add_residual(Values& z, const Values& residual) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       float sum[VEC];
@@ -75,16 +71,7 @@ template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
       }
     columns.template load<Hint::stream>(out, from.data, row * from.stride);
   }
-  // (z - mean) * rstd as one multiply-add, z * rstd - mean * rstd, for 16-bit types. It rounds mean * rstd, but mean itself is rounded,
-  // too.
-  static constexpr bool one_step = Centered && sizeof(T) == 2;
-  static constexpr bool early_weight = Usual && Early, early_bias = early_weight && Centered && K <= 4;
-  LIGER_DEVICE void load_weight(Values& weight) const {
-    if constexpr (early_weight) columns.template load<Hint::constant>(weight, a.weight.data);
-  }
-  LIGER_DEVICE void load_bias(Values& bias) const {
-    if constexpr (early_bias) columns.template load<Hint::constant>(bias, a.bias.data);
-  }
+
   LIGER_DEVICE float sum(const Values& z) const {
     float total = 0;
 #pragma unroll
@@ -93,6 +80,7 @@ template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
       for (int i = 0; i < VEC; ++i) total += z[k][i];
     return total;
   }
+  // The sum of (z - mean)^2.
   LIGER_DEVICE float squares(const Values& z, float mean) const {
     float total = 0;
 #pragma unroll
@@ -105,110 +93,149 @@ template <class T, int VEC, int K, NormKind Kind, bool Early> struct NormTile {
         }
     return total;
   }
-  // Computes and stores y from z. weight and bias hold values if early_weight and early_bias; otherwise they are loaded here.
-  LIGER_DEVICE void finish(const Values& z, const Values& weight, const Values& bias, float mean, float rstd) const {
-    if constexpr (Usual) {
-      const auto scale_and_shift = [&](float (&y)[VEC], int k, int64_t at, float offset) {
-        Packed<T, VEC> w, b = {};
-        if constexpr (early_weight) w = weight[k];
-        else gpu::load<Hint::constant>(w, static_cast<const T*>(a.weight.data) + at);
-        if constexpr (early_bias) b = bias[k];
-        else if constexpr (Centered) gpu::load<Hint::constant>(b, static_cast<const T*>(a.bias.data) + at);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) y[i] = Centered ? y[i] * w[i] + b[i] : y[i] * (w[i] + offset);
-      };
-      // One branch per row, not one per element.
-      if (!Centered && a.as_llama) write<true>(z, mean, rstd, [&](auto& y, int k, int64_t at) { scale_and_shift(y, k, at, 0); });
-      else write<false>(z, mean, rstd, [&](auto& y, int k, int64_t at) { scale_and_shift(y, k, at, a.offset); });
-    } else {
-      with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // again one branch per row
-        using W = std::remove_cvref_t<decltype(tag)>;
-        write<false>(z, mean, rstd, [&](float (&y)[VEC], int, int64_t at) {
-          Packed<W, VEC> p;
-          if (a.weight.data) {
-            gpu::load<Hint::constant>(p, static_cast<const W*>(a.weight.data) + at);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) y[i] *= Centered ? p[i] : p[i] + a.offset;
-          }
-          if (!Centered || a.bias.data == nullptr) return;
-          if (a.bias.dtype != dtype_of<W>) return add(y, at);
-          gpu::load<Hint::constant>(p, static_cast<const W*>(a.bias.data) + at);
-#pragma unroll
-          for (int i = 0; i < VEC; ++i) y[i] += p[i];
-        });
-      });
-    }
+  LIGER_DEVICE void store_statistics(const NormStatistics& of) const {
+    a.rstd[row] = of.rstd;
+    if constexpr (Centered) a.mean[row] = of.mean;
   }
 
- private:
-  // Adds a bias whose dtype is not the weight's.
-  LIGER_DEVICE void add(float (&y)[VEC], int64_t at) const {
-    float bias[VEC];
-    load_any(bias, a.bias.data, a.bias.dtype, at);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) y[i] += bias[i];
-  }
-  // Normalises, and calls scale_and_shift(n, k, column), which turns the vector n into y. Rounded: n is always rounded to T before that;
-  // otherwise a.round_normalized decides.
-  template <bool Rounded, class F> LIGER_DEVICE void write(const Values& z, float mean, float rstd, F scale_and_shift) const {
-    T* const out = opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first));
+  // Where y of this thread's columns begins.
+  LIGER_DEVICE T* output() const { return opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first)); }
+  // y = n * (weight + offset) + bias. Rounded: n is always rounded to T; otherwise a.round_normalized decides.
+  template <bool Rounded, class Parameters>
+  LIGER_DEVICE void write(T* out, const Values& z, const NormStatistics& of, const Parameters& parameters, float offset) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
       float y[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
-        y[i] = one_step ? z[k][i] * rstd - mean * rstd : (Centered ? z[k][i] - mean : z[k][i]) * rstd;
+        y[i] = normalized(z[k][i], of.mean, of.rstd);
         if (!Centered && (Rounded || a.round_normalized)) y[i] = round_to<T>(y[i]);
       }
-      scale_and_shift(y, k, columns.first + k * columns.step);
+      parameters.apply(y, k, columns.first + k * columns.step, offset);
       Packed<T, VEC> packed;
       packed.set(y);
       gpu::store<Hint::stream>(out + k * columns.step, packed);
     }
   }
+
+ private:
+  // (z - mean) * rstd; for 16-bit types as one multiply-add, which rounds mean * rstd, but mean itself is rounded, too.
+  LIGER_DEVICE static float normalized(float z, float mean, float rstd) {
+    if constexpr (Centered && sizeof(T) == 2) return z * rstd - mean * rstd;
+    else return (Centered ? z - mean : z) * rstd;
+  }
 };
 
+// The weight, and LayerNorm's bias, which are there and have the result's type. WithRow: the weight is loaded together with the row, and
+// the bias, if registers allow, before the result is computed: the thread waits for several loads at once.
+template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedParameters {
+  static constexpr bool holds_weight = WithRow, holds_bias = WithRow && Centered && K <= 4;
+  const NormForwardArgs& a;
+  Packed<T, VEC> weight[K], bias[K];
+
+  LIGER_DEVICE explicit TypedParameters(const NormForwardArgs& a) : a(a) {}
+  LIGER_DEVICE void load_weight(const Columns<VEC, K>& columns) {
+    if constexpr (holds_weight) columns.template load<Hint::constant>(weight, a.weight.data);
+  }
+  LIGER_DEVICE void load_bias(const Columns<VEC, K>& columns) {
+    if constexpr (holds_bias) columns.template load<Hint::constant>(bias, a.bias.data);
+  }
+  // Turns the vector n, number k, which begins at column `at`, into y.
+  LIGER_DEVICE void apply(float (&n)[VEC], int k, int64_t at, float offset) const {
+    Packed<T, VEC> w, b = {};
+    if constexpr (holds_weight) w = weight[k];
+    else gpu::load<Hint::constant>(w, static_cast<const T*>(a.weight.data) + at);
+    if constexpr (holds_bias) b = bias[k];
+    else if constexpr (Centered) gpu::load<Hint::constant>(b, static_cast<const T*>(a.bias.data) + at);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) n[i] = Centered ? n[i] * w[i] + b[i] : n[i] * (w[i] + offset);
+  }
+  // One branch per row, not one per element.
+  template <class Tile> LIGER_DEVICE void finish(const Tile& tile, const typename Tile::Values& z, const NormStatistics& of) const {
+    T* const out = tile.output();
+    if (!Centered && a.as_llama) tile.template write<true>(out, z, of, *this, 0);
+    else tile.template write<false>(out, z, of, *this, a.offset);
+  }
+};
+
+// Each of them may be missing or have any type.
+template <int VEC, bool Centered> struct AnyParameters {
+  const NormForwardArgs& a;
+
+  LIGER_DEVICE explicit AnyParameters(const NormForwardArgs& a) : a(a) {}
+  template <class Columns> LIGER_DEVICE void load_weight(const Columns&) {}
+  template <class Columns> LIGER_DEVICE void load_bias(const Columns&) {}
+  // W: the type of the first one that is there.
+  template <class W> struct Of {
+    const NormForwardArgs& a;
+
+    LIGER_DEVICE void apply(float (&n)[VEC], int, int64_t at, float offset) const {
+      Packed<W, VEC> p;
+      if (a.weight.data) {
+        gpu::load<Hint::constant>(p, static_cast<const W*>(a.weight.data) + at);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) n[i] *= Centered ? p[i] : p[i] + offset;
+      }
+      if (!Centered || a.bias.data == nullptr) return;
+      if (a.bias.dtype == dtype_of<W>) {
+        gpu::load<Hint::constant>(p, static_cast<const W*>(a.bias.data) + at);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) n[i] += p[i];
+      } else {
+        float bias[VEC];
+        load_any(bias, a.bias.data, a.bias.dtype, at);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) n[i] += bias[i];
+      }
+    }
+  };
+  template <class Tile> LIGER_DEVICE void finish(const Tile& tile, const typename Tile::Values& z, const NormStatistics& of) const {
+    with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // one branch per row
+      tile.template write<false>(tile.output(), z, of, Of<std::remove_cvref_t<decltype(tag)>>{a}, a.offset);
+    });
+  }
+};
+template <class T, int VEC, int K, NormForwardKind Kind, bool WithRow>
+using NormParameters =
+    std::conditional_t<Kind.same_dtype, TypedParameters<T, VEC, K, Kind.centered, WithRow>, AnyParameters<VEC, Kind.centered>>;
+
 // Threads: the launch bound. The instances for clusters have a smaller bound, so that a thread has registers for more than the row.
-template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwardRegisters {
+template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct NormForwardRegisters {
   static constexpr bool Centered = Kind.centered, clusters = Threads < launch::row_threads;
   using Args = NormForwardArgs;
-  using Tile = NormTile<T, VEC, K, Kind, (K <= 4 || (clusters && !Centered))>;
+  using Tile = NormTile<T, VEC, K, Kind>;
+  using Parameters = NormParameters<T, VEC, K, Kind, (K <= 4 || (clusters && !Centered))>;
   static constexpr int max_threads = launch::norm_forward_registers.instance(VEC, K, Threads).max_threads;
+
   static LIGER_DEVICE void run(const Args& a) {
     RowGroupOf<0, clusters> group(a.threads_per_row);
     const int64_t row = group.first_row();
     const bool live = row < a.rows;
     const Tile tile{a, {group.index, group.threads_per_row, live ? int(a.cols) : 0}, row};
-    typename Tile::Values z, weight, bias;
+    typename Tile::Values z;
     tile.load_input(z);
-    tile.load_weight(weight);
+    Parameters parameters(a);
+    parameters.load_weight(tile.columns);
     float mean = 0, variance;
-    if constexpr (!Centered) {
-      variance = group.sum(tile.squares(z, 0)) * a.inverse_cols;
-    } else {
-      statistics(group, tile, z, mean, variance);
-    }
-    const float rstd = fast_rsqrt(variance + a.eps);
+    if constexpr (Centered) moments(group, tile, z, mean, variance);
+    else variance = group.sum(tile.squares(z, 0)) * a.inverse_cols;
+    const NormStatistics statistics{mean, fast_rsqrt(variance + a.eps)};
     widen_again(z);
-    if (live && group.index == 0) {
-      a.rstd[row] = rstd;
-      if constexpr (Centered) a.mean[row] = mean;
-    }
-    tile.load_bias(bias);
-    tile.finish(z, weight, bias, mean, rstd);
+    if (live && group.index == 0) tile.store_statistics(statistics);
+    parameters.load_bias(tile.columns);
+    parameters.finish(tile, z, statistics);
   }
 
  private:
   // LayerNorm's mean and variance, by sums relative to the mean of the row's first few values.
   template <class Group>
-  LIGER_DEVICE static void statistics(Group& group, const Tile& tile, const typename Tile::Values& z, float& mean, float& variance) {
-    const NormForwardArgs& a = tile.a;
-    using First = NormTile<T, VEC, 1, Kind, false>;
+  LIGER_DEVICE static void moments(Group& group, const Tile& tile, const typename Tile::Values& z, float& mean, float& variance) {
+    using First = NormTile<T, VEC, 1, Kind>;
     typename First::Values values;
-    First{a, {0, 1, tile.row < a.rows ? VEC : 0}, tile.row}.load_as_t(values, a.x);
+    First{tile.a, {0, 1, tile.row < tile.a.rows ? VEC : 0}, tile.row}.load_as_t(values, tile.a.x);
     mean = mean_of(values[0]);
-    held_moments(group, tile.columns, z, a, mean, variance);
+    held_moments(group, tile.columns, z, tile.a, mean, variance);
   }
   // The compiler would keep the widened values of z in registers during the exchange, and spill. This makes it widen them again.
   LIGER_DEVICE static void widen_again(typename Tile::Values& z) {
@@ -219,12 +246,14 @@ template <class T, int VEC, int K, int Threads, NormKind Kind> struct NormForwar
 };
 
 // One block per row, of any length; the row is read twice.
-template <class T, int VEC, NormKind Kind> struct NormForwardReread {
+template <class T, int VEC, NormForwardKind Kind> struct NormForwardReread {
   static constexpr bool Centered = Kind.centered;
   using Args = NormForwardArgs;
   static constexpr int K = 4;
-  using Tile = NormTile<T, VEC, K, Kind, true>;
+  using Tile = NormTile<T, VEC, K, Kind>;
+  using Parameters = NormParameters<T, VEC, K, Kind, true>;
   static constexpr int max_threads = launch::norm_forward_reread.instance(VEC).max_threads;
+
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
@@ -234,51 +263,46 @@ template <class T, int VEC, NormKind Kind> struct NormForwardReread {
       const Tile tile{a, {group.index, block_threads(), begin, a.cols}, row};
       typename Tile::Values z;
       tile.load_input(z);
-      if constexpr (Centered) {
-        const float added = float(columns_of(tile.columns));
-        if (added == 0) continue;
-        const float batch_mean = tile.sum(z) / added, delta = batch_mean - mean, share = added / (count + added);
-        squares += tile.squares(z, batch_mean) + delta * delta * count * share;
-        mean += delta * share;
-        count += added;
-      } else {
-        squares += tile.squares(z, 0);
-      }
+      if constexpr (Centered) add_batch(tile, z, count, mean, squares);
+      else squares += tile.squares(z, 0);
     }
     if constexpr (Centered) {
       const float row_mean = group.sum(count * mean) / float(a.cols);
       squares += count * (mean - row_mean) * (mean - row_mean);
       mean = row_mean;
     }
-    const float rstd = fast_rsqrt(group.sum(squares) * a.inverse_cols + a.eps);
-    if (group.index == 0) {
-      a.rstd[row] = rstd;
-      if constexpr (Centered) a.mean[row] = mean;
-    }
-    const bool summed = Kind.two && a.residual.data != nullptr;
+    const NormStatistics statistics{mean, fast_rsqrt(group.sum(squares) * a.inverse_cols + a.eps)};
+    if (group.index == 0) Tile{a, {0, 0, 0}, row}.store_statistics(statistics);
+    const bool summed = Kind.residual && a.residual.data != nullptr;
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Tile tile{a, {group.index, block_threads(), begin, a.cols}, row};
-      typename Tile::Values z, weight, bias;
+      typename Tile::Values z;
       if (summed) tile.columns.load(z, a.sum.data, row * a.sum.stride);
       else tile.load_as_t(z, a.x);
-      tile.load_weight(weight);
-      tile.load_bias(bias);
-      tile.finish(z, weight, bias, mean, rstd);
+      Parameters parameters(a);
+      parameters.load_weight(tile.columns);
+      parameters.load_bias(tile.columns);
+      parameters.finish(tile, z, statistics);
     }
   }
 
  private:
-  LIGER_DEVICE static int columns_of(const Columns<VEC, K>& columns) {
+  // Chan, Golub and LeVeque's formula for the moments of two sets together.
+  LIGER_DEVICE static void add_batch(const Tile& tile, const typename Tile::Values& z, float& count, float& mean, float& squares) {
     int vectors = 0;
 #pragma unroll
-    for (int k = 0; k < K; ++k) vectors += columns.has(k);
-    return vectors * VEC;
+    for (int k = 0; k < K; ++k) vectors += tile.columns.has(k);
+    if (vectors == 0) return;
+    const float added = float(vectors * VEC), batch_mean = tile.sum(z) / added, delta = batch_mean - mean, share = added / (count + added);
+    squares += tile.squares(z, batch_mean) + delta * delta * count * share;
+    mean += delta * share;
+    count += added;
   }
 };
 
 // Is this instance compiled for results of type T and for this kind?
-template <class T, NormKind Kind> constexpr bool norm_forward_fits(const launch::Instance& of) {
-  return fits<T>(of) && launch::norm_forward_has({Kind.centered, Kind.two, Kind.usual}, of);
+template <class T, NormForwardKind Kind> constexpr bool norm_forward_fits(const launch::Instance& of) {
+  return fits<T>(of) && launch::norm_forward_has(Kind, of);
 }
 
 template <bool Centered> void norm_forward(const NormForward<Centered>& of, Stream stream) {
@@ -299,15 +323,16 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& of, Stre
   const bool wide = aligned(a.x, a.cols) && aligned(a.residual, a.cols) && aligned(a.sum, a.cols) && aligned(a.y, a.cols) &&
                     aligned(a.weight, a.cols) && aligned(a.bias, a.cols);
   const int wide_vec = 16 / int(size_of(a.y.dtype)), vec = wide && a.cols % wide_vec == 0 ? wide_vec : 1;
-  const bool two = a.residual.data != nullptr;
-  const bool usual = vec > 1 && a.weight.data && a.weight.dtype == a.y.dtype && (!Centered || (a.bias.data && a.bias.dtype == a.y.dtype));
-  const launch::Launch made = launch::norm_forward(device_profile(stream.device), a.rows, a.cols, vec, {Centered, two, usual});
+  const auto has_dtype = [&](const Vector& parameter) { return parameter.data && parameter.dtype == a.y.dtype; };
+  const bool same_dtype = vec > 1 && has_dtype(a.weight) && (!Centered || has_dtype(a.bias));
+  const NormForwardKind kind{.centered = Centered, .residual = a.residual.data != nullptr, .same_dtype = same_dtype};
+  const launch::Launch made = launch::norm_forward(device_profile(stream.device), a.rows, a.cols, vec, kind);
   a.inverse_cols = 1.0f / float(a.cols);
   a.as_llama = a.round_normalized && a.offset == 0;
   a.threads_per_row = made.plan.threads_per_row;
   dispatch(a.y.dtype, [&](auto tag) {
     using T = decltype(tag);
-    const auto of_kind = [&]<NormKind Kind>() {
+    const auto of_kind = [&]<NormForwardKind Kind>() {
       constexpr auto fitting = norm_forward_fits<T, Kind>;
       if (made.of(launch::norm_forward_reread))
         with_instance<launch::norm_forward_reread, fitting>(
@@ -316,9 +341,10 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& of, Stre
         with_instance<launch::norm_forward_registers, fitting>(
             made, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(made, a, stream); });
     };
-    if (!usual) of_kind.template operator()<NormKind{Centered, false, !Centered}>();
-    else if (Centered || !two) of_kind.template operator()<NormKind{Centered, true, false}>();
-    else of_kind.template operator()<NormKind{Centered, true, !Centered}>();
+    // LayerNorm has no residual. Without parameters of the result's dtype there may be one, which is decided at run time.
+    if (!same_dtype) of_kind.template operator()<NormForwardKind{Centered, !Centered, false}>();
+    else if (Centered || !kind.residual) of_kind.template operator()<NormForwardKind{Centered, false, true}>();
+    else of_kind.template operator()<NormForwardKind{Centered, !Centered, true}>();
   });
 }
 

@@ -18,7 +18,7 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
     return {.vec = vec, .max_k = max_k, .max_block = vectors <= 256 * max_k ? 256 : 512, .k = 4, .long_k = 6, .long_from = 64};
   // Two tensors: two vectors of each per thread are fastest, and eight are too many, so that rows which 512 threads would hold with more
   // than four get 1,024.
-  if (kind.two) {
+  if (kind.residual) {
     const bool large = 512 * 4 < vectors && vectors <= 1024 * 4;
     return {.vec = vec, .max_k = max_k, .max_block = large ? 1024 : 512, .k = 2};
   }
@@ -29,7 +29,7 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
 }  // namespace
 
 Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
-  const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.two ? Tunable("add_rms_norm") : Tunable("rms_norm");
+  const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.residual ? Tunable("add_rms_norm") : Tunable("rms_norm");
   const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
   LaunchPlan plan = plan_row_forward(device, rows, cols, forward_tiling(kind, cols, vec), knobs);
   plan.smem = reduction_bytes(kind.centered ? 2 : 1, plan.cluster);
@@ -225,7 +225,7 @@ const Fact mixed{"mixed"};
 Launches norm(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
   if (empty(call)) return {};
   const int vec = row_vec(call);
-  const NormForwardKind kind{.centered = centered, .two = inputs > 1, .usual = vec > 1 && !call[mixed]};
+  const NormForwardKind kind{.centered = centered, .residual = inputs > 1, .same_dtype = vec > 1 && !call[mixed]};
   return {norm_forward(device, call.rows, call.cols, vec, kind, &call.knobs)};
 }
 

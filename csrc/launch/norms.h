@@ -12,9 +12,9 @@ constexpr int cluster_threads = 512;  // the most threads of a block in a cluste
 
 // The forward.
 struct NormForwardKind {
-  bool centered;  // LayerNorm, which has a mean; else RMSNorm or add+RMSNorm
-  bool two;       // two tensors are read: x and a residual
-  bool usual;     // the usual parameters: weight, and LayerNorm's bias, are there and have the result's dtype. They get faster kernels
+  bool centered;    // LayerNorm, which has a mean; else RMSNorm or add+RMSNorm
+  bool residual;    // two tensors are read, x and a residual
+  bool same_dtype;  // the weight, and LayerNorm's bias, are there and have the result's dtype. They get faster kernels
 };
 constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // the most vectors that a thread has in registers
 // The launch bound of the registers path in clusters, from which the compiler derives how many registers a thread may have. Blocks there
@@ -22,7 +22,7 @@ constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // the most 
 // for LayerNorm, which loads weight and bias late; two if two tensors are read.
 constexpr int norm_cluster_bound(NormForwardKind kind) {
   if (kind.centered) return 1000;
-  return kind.two || !kind.usual ? cluster_threads : 768;  // a kernel for parameters that are not usual may always read two tensors
+  return kind.residual || !kind.same_dtype ? cluster_threads : 768;  // a kernel for parameters of any dtype may always read two tensors
 }
 
 inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{row_threads, 1, 4, row_threads},
@@ -33,7 +33,7 @@ inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{
 inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
 // Is this instance compiled for this kind?
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& of) {
-  return (of.vec > 1 || !kind.usual) && (!of.ahead || of.threads == norm_cluster_bound(kind));
+  return (of.vec > 1 || !kind.same_dtype) && (!of.ahead || of.threads == norm_cluster_bound(kind));
 }
 
 Launch norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormForwardKind, const Knobs* = nullptr);
