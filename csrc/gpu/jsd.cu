@@ -125,24 +125,22 @@ template <class T, int N> struct JsdBackwardKernel {
     if (row >= a.in.rows) return;
     const T* const x = row_of<T>(a.in.log_q, row);
     const T* const y = row_of<T>(a.in.log_p, row);
-    const int head = unaligned_head(x, a.in.vocab);
-    const int64_t whole = (a.in.vocab - head) / N * N;
-    const Columns<N, K> columns(index, threads, tile * threads * K * N, whole);
-    const int64_t single = index < head ? index : whole + index < a.in.vocab ? whole + index : -1;
-    const bool has_single = tile == args.tiles - 1 && single >= 0;
+    const RowParts<N> parts(a.in.vocab, unaligned_head(x, a.in.vocab), index);
+    const int head = parts.head, single = tile == args.tiles - 1 ? parts.single : -1;
+    const Columns<N, K> columns(index, threads, tile * threads * K * N, int64_t{parts.vectors} * N);
     T* const out = opaque(static_cast<T*>(args.dlog_q) + row * args.dlog_q_stride);
     if (!a.counts(row)) {
 #pragma unroll
       for (int k = 0; k < K; ++k)
         if (columns.has(k)) store<Hint::stream>(out + (head + columns.first + k * columns.step), same_value(Packed<T, N>{}, 0.f));
-      if (has_single) out[single] = from_float<T>(0.f);
+      if (single >= 0) out[single] = from_float<T>(0.f);
       return;
     }
     Packed<T, N> student[K], teacher[K];
     Packed<T, 1> one_student{}, one_teacher{};
     columns.template load<Hint::stream>(student, x + head);
     columns.template load<Hint::stream>(teacher, y + head);
-    if (has_single) load(one_student, x + single), load(one_teacher, y + single);
+    if (single >= 0) load(one_student, x + single), load(one_teacher, y + single);
     const float scale = load_one(args.grad.data, args.grad.dtype, 0) * args.counts[CrossEntropyCounts::ce_scale];
     const auto write = [&]<int M>(Packed<T, M>& of, const Packed<T, M>& to, int64_t column) {
       a.with_divergence([&]<Divergence D>() {
@@ -156,7 +154,7 @@ template <class T, int N> struct JsdBackwardKernel {
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (columns.has(k)) write(student[k], teacher[k], head + columns.first + k * columns.step);
-    if (has_single) write(one_student, one_teacher, single);
+    if (single >= 0) write(one_student, one_teacher, single);
   }
 };
 
@@ -175,10 +173,10 @@ int vec_of(const JsdRows& in, std::initializer_list<Rows> others) {
 }  // namespace
 
 void jsd_forward(const JsdForward& op, Stream stream) {
-  const launch::Launch made = launch::jsd_forward(device_profile(stream.device), op.in.rows, op.in.vocab, int(size_of(op.in.log_q.dtype)),
-                                                  vec_of(op.in, {op.in.log_p}));
   dispatch(op.in.log_q.dtype, [&](auto tag) {
     using T = decltype(tag);
+    const launch::Launch made =
+        launch::jsd_forward(device_profile(stream.device), op.in.rows, op.in.vocab, int(sizeof(T)), vec_of(op.in, {op.in.log_p}));
     with_instance<launch::jsd_forward_kernel, fits<T>>(made, [&]<Instance I>() {
       launch<JsdForwardKernel<T, I.vec>>(made, {args_of(op.in, made.plan), static_cast<float*>(op.losses), static_cast<float*>(op.counts)},
                                          stream);
@@ -188,11 +186,11 @@ void jsd_forward(const JsdForward& op, Stream stream) {
 
 void jsd_backward(const JsdBackward& op, Stream stream) {
   const Rows out{op.dlog_q.data, op.dlog_q.stride, op.dlog_q.dtype};
-  const launch::Launch made =
-      launch::jsd_backward(device_profile(stream.device), op.in.rows, op.in.vocab, vec_of(op.in, {op.in.log_p, out}));
-  const int64_t tiles = launch::ceil_div(op.in.vocab, int64_t{made.plan.threads_per_row} * launch::jsd_tile_k * made.instance.vec);
   dispatch(op.in.log_q.dtype, [&](auto tag) {
     using T = decltype(tag);
+    const launch::Launch made =
+        launch::jsd_backward(device_profile(stream.device), op.in.rows, op.in.vocab, vec_of(op.in, {op.in.log_p, out}));
+    const int64_t tiles = launch::ceil_div(op.in.vocab, int64_t{made.plan.threads_per_row} * launch::jsd_tile_k * made.instance.vec);
     with_instance<launch::jsd_backward_kernel, fits<T>>(made, [&]<Instance I>() {
       launch<JsdBackwardKernel<T, I.vec>>(
           made, {args_of(op.in, made.plan), static_cast<const float*>(op.counts), op.grad, op.dlog_q.data, op.dlog_q.stride, tiles},
