@@ -1,4 +1,4 @@
-// CUDA's words for platform.h.
+// What platform.h needs, for CUDA.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,4 +1,4 @@
-// HIP's words for platform.h. Wave width is a fact of the target: gfx9 has 64 lanes, gfx10 and later 32.
+// What platform.h needs, for HIP. How many lanes a wave has is known when code is compiled: 64 on gfx9, 32 on gfx10 and later.
 #pragma once
 #include <hip/hip_fp16.h>
 #include <hip/hip_runtime.h>
@@ -39,9 +39,9 @@ LIGER_DEVICE int warp_id() { return int(threadIdx.x / unsigned(warp_width())); }
 LIGER_DEVICE void block_barrier() { __syncthreads(); }
 // Does group_barrier() wait for less than the block?
 constexpr bool has_group_barriers = false;
-// There are no barriers of less than a block.
+// There are no barriers for less than a block: the whole block waits.
 LIGER_DEVICE void group_barrier(int, int) { block_barrier(); }
-// No clusters: every block is one of its own.
+// There are no clusters: every block is a cluster of its own.
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }
 // The position of the highest set bit of v > 0.
@@ -110,10 +110,11 @@ LIGER_DEVICE unsigned char* shared_memory() {
 LIGER_DEVICE int atomic_claim(int* flag) { return atomicCAS_system(flag, 0, 1); }
 LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
 
-// Waves that an execution unit should hold at a time: bounds a kernel's registers. Four leave 128 of them on gfx9, as blocks of 1,024
-// threads do in any case. A kernel that says how many blocks it wants on a multiprocessor (K::min_blocks) has that many waves:
-// gfx9 spreads a block's over four units. Two blocks of 256 threads (RoPE, the norms' backward) spilled up to 61 registers with 128;
-// they take 142 to 168, three waves a unit. K::min_waves: where that many waves would spill here, though not there.
+// How many waves an execution unit should hold at a time. From this number the compiler derives how many registers a thread may have: four
+// waves leave 128 of them on gfx9, which is what blocks of 1,024 threads have in any case. K::min_blocks says how many blocks a kernel
+// wants on a multiprocessor; on gfx9 the waves of a block are spread over four units. (Two blocks of 256 threads, as RoPE and the norms'
+// backward have, need 142 to 168 registers, which is three waves per unit; with 128 they spilled up to 61.) K::min_waves is for kernels
+// that would spill here with as many waves, though not on NVIDIA.
 template <class K> constexpr int waves_per_unit() {
   if constexpr (requires { K::min_waves; }) return K::min_waves;
   else if constexpr (requires { K::min_blocks; }) return K::min_blocks * K::max_threads / (4 * 64);

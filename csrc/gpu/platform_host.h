@@ -1,5 +1,5 @@
-// The host target's words for platform.h: a kernel's threads are fibres on the CPU, in warps of 32 or 64 (gpu/host/simt.h), and the
-// compiler reports every memory access of a kernel to gpu/host/memory.h. For tests; slow.
+// What platform.h needs, for the host target, on which kernels are tested without a GPU: a kernel's threads are fibres on the CPU, in warps
+// of 32 or 64 (gpu/host/simt.h), and the compiler reports every memory access of a kernel to gpu/host/memory.h. It is slow.
 #pragma once
 #include <cmath>
 #include <source_location>
@@ -103,7 +103,7 @@ LIGER_DEVICE float fast_reciprocal(float v) { return 1 / v; }
 LIGER_DEVICE int uniform(int v) { return v; }
 LIGER_DEVICE int64_t uniform(int64_t v) { return v; }
 LIGER_DEVICE bool elected() { return lane_id() == 0; }
-// One kernel after the other.
+// Kernels run one after the other here.
 LIGER_DEVICE void let_next_kernel_start() {}
 LIGER_DEVICE void wait_for_previous_kernel() {}
 
