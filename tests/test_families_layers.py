@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import warnings
 
 import pytest
 import torch
@@ -179,6 +180,13 @@ def test_nothing_is_said_of_layers_in_which_nothing_can_be_fused(name):
     folder, _, prefix = name.partition(".")
     cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{prefix}DecoderLayer")
     assert known_code.patch_of(cls) is None and known_code.is_left_alone(cls)
+
+
+def test_nothing_is_said_of_what_transformers_runs_without_a_gradient():
+    """GLM's indexer, whose rope is Llama's: a decorator of transformers' own is no replacement."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        liger_ext.apply_liger_kernel_to_instance(build("glm_moe_dsa"))
 
 
 @pytest.mark.parametrize("family", LAYERS)

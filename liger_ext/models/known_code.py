@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterable
 
@@ -39,7 +40,7 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
         kind = digests.LAYERS.get(_difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)))
     module, replacements = sys.modules[cls.__module__], {}
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    if kind is None and code is not None:
+    if kind is None and code is not None and not _is_without_gradient(cls.forward):
         ropes = {name: vars(module).get(name) for name in code.co_names if name.startswith("apply_rotary_")}
         known = {name: (rope, _known_ropes().get(_code_of(rope))) for name, rope in ropes.items()}
         replacements = {name: rope_for(rope, **how) for name, (rope, how) in known.items() if how is not None}
@@ -59,6 +60,16 @@ def is_left_alone(cls: type[nn.Module]) -> bool:
     """Whether the code is known, and nothing is to be gained."""
     codes = _difference(_text_of_layer, cls, stock_class(llama.LlamaDecoderLayer)), _code_of(cls.forward, cls)
     return not digests.LEFT_ALONE.isdisjoint(codes)
+
+
+def _is_without_gradient(forward: Callable) -> bool:
+    """Whether it is decorated so where it is defined, as indexers are, which choose what attention reads."""
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):
+        return False
+    decorators = ast.parse(textwrap.dedent(source)).body[0].decorator_list
+    return any("no_grad" in ast.unparse(decorator) for decorator in decorators)
 
 
 @functools.cache
