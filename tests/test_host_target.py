@@ -20,12 +20,14 @@ from liger_ext._load import library_folder
 
 HERE, HOST = Path(__file__).parent, library_folder() / "host"
 AHEAD = library_folder() / "ahead" / "host"  # with clusters, and copies that fetch rows ahead
+ASYNC = library_folder() / "async" / "host"  # with asynchronous copies alone, which the norms' backward uses there
 
 pytestmark = pytest.mark.skipif(
     not (HOST / "broken_kernels").exists(), reason=f"no host target in {HOST}: `make host` builds it"
 )
 WARPS = 32, 64
 TARGETS = {"warps of 32": (HOST, 32), "warps of 64": (HOST, 64), "clusters": (AHEAD, 32)}
+LIBRARIES = {**TARGETS, "asynchronous copies": (ASYNC, 32)}
 targets = pytest.mark.parametrize("target", TARGETS)
 warp_widths = pytest.mark.parametrize("warp", WARPS)
 
@@ -44,7 +46,7 @@ def run(*command, warp, **env):
 @functools.cache
 def run_on_host(file, target, *args, **env):
     """Runs a file of tests: the process, and, of host_kernels.py, the cases that each kernel ran in."""
-    library, warp = TARGETS[target]
+    library, warp = LIBRARIES[target]
     path = os.pathsep.join([str(Path(liger_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "cases.json"
@@ -57,6 +59,13 @@ def run_on_host(file, target, *args, **env):
 @pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py", "test_gpu_paths.py", "test_layouts.py"])
 def test_every_kernel(file, target):
     done, _ = run_on_host(file, target)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py"])
+def test_norms_with_asynchronous_copies(file):
+    """Ampere's and Ada's way."""
+    done, _ = run_on_host(file, "asynchronous copies", "-k", "norm and not group_norm and not cuda")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

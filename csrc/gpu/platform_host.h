@@ -14,11 +14,17 @@ namespace liger::gpu {
 
 using std::source_location;
 
-// LIGER_HOST_AHEAD: the target has what Hopper has: clusters, bulk copies and asynchronous ones (gpu/host/transfers.h).
+// LIGER_HOST_AHEAD: the target has what Hopper has: clusters, bulk copies and asynchronous ones (gpu/host/transfers.h). LIGER_HOST_ASYNC:
+// without bulk copies, so that kernels take the way that they take on Ampere.
 #if defined(LIGER_HOST_AHEAD)
 #define LIGER_HAS_CLUSTERS 1
 #define LIGER_HAS_ASYNC_COPIES
-constexpr bool may_have_clusters = true, has_bulk_copies = true, has_async_copies = true;
+constexpr bool may_have_clusters = true, has_async_copies = true;
+#if defined(LIGER_HOST_ASYNC)
+constexpr bool has_bulk_copies = false;
+#else
+constexpr bool has_bulk_copies = true;
+#endif
 #else
 constexpr bool may_have_clusters = false;
 #endif

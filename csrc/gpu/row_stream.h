@@ -133,7 +133,10 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
       jump[n] = steps.step * tensor.stride;
     }
     ring = shared<unsigned char>(shared_offset) + thread_id() * vector_bytes;
-    for (int s = 0; s < stages; ++s) request(s);
+    for (int s = 0; s < stages; ++s) {
+      if (asking >= rows) clear(s);
+      request(s);
+    }
   }
   LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
     wait_for_copies(stages - 1);
@@ -150,6 +153,13 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
   LIGER_DEVICE void release() {}
 
  private:
+  // The row is past the last one, and no copy brings it.
+  LIGER_DEVICE void clear(int s) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int k = 0; k < K; ++k) store(reinterpret_cast<T*>(place(s, n, k)), Packed<T, VEC>{});
+  }
   LIGER_DEVICE unsigned char* place(int s, int n, int k) const { return ring + ((s * N + n) * K + k) * block_threads() * vector_bytes; }
   // Each call closes one group of copies, even past the last row, because wait_for_copies() counts groups.
   LIGER_DEVICE void request(int s) {

@@ -37,7 +37,11 @@ launch::DeviceProfile profile() {
   device.vendor = launch::Vendor::host;
   device.warp = warp_width();
   device.multiprocessors = 4;
-#if defined(LIGER_HOST_AHEAD)
+#if defined(LIGER_HOST_ASYNC)
+  device.shared_per_block_optin = 163 << 10;
+  device.shared_per_multiprocessor = 164 << 10;
+  device.async_copies = true;
+#elif defined(LIGER_HOST_AHEAD)
   device.shared_per_block_optin = 227 << 10;
   device.shared_per_multiprocessor = 228 << 10;
   device.bulk_copies = device.async_copies = true;
