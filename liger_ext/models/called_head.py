@@ -45,15 +45,18 @@ def loss_in_chunks(
     chunk: int,
     num_items: int | Tensor | None,
     ignore_index: int,
+    logit_scale: float,
     options: dict[str, object],
 ) -> CrossEntropyOutput | None:
-    """As `functional.cross_entropy` of all logits. hidden_states: [rows, hidden_size]; targets: [rows].
+    """As `functional.cross_entropy` of all logits, times `logit_scale`. hidden_states: [rows, hidden_size]; targets:
+    [rows].
 
     None where the head differentiates weights that are no parameters of its own.
     """
     parameters = [p for p in head.parameters() if p.requires_grad]
     learns = torch.is_grad_enabled()
     try:
+        options = {"logit_scale": logit_scale, **options}
         made = _Chunks.apply(head, chunk, ignore_index, options, learns, hidden_states, targets, *parameters)
     except _OthersWeights:
         return None
@@ -82,6 +85,7 @@ class _Chunks(torch.autograd.Function):
         dhidden = torch.empty_like(hidden_states) if needs_hidden else None
         sums = [torch.zeros_like(p, dtype=accumulator(p.dtype)) for p in wanted]
         outputs = []
+        logit_scale, options = options["logit_scale"], {k: v for k, v in options.items() if k != "logit_scale"}
         device = hidden_states.device.type
         casts = torch.is_autocast_enabled(device)
         for first in range(0, hidden_states.shape[0], chunk):
@@ -90,7 +94,8 @@ class _Chunks(torch.autograd.Function):
             # A cached cast of a weight would belong to the graph of the first chunk.
             cast = torch.autocast(device, torch.get_autocast_dtype(device), casts, cache_enabled=False)
             with torch.set_grad_enabled(learns), cast:
-                made = functional.cross_entropy(head(x), targets[rows], None, ignore_index, reduction="sum", **options)
+                logits = head(x) if logit_scale == 1 else head(x) * logit_scale
+                made = functional.cross_entropy(logits, targets[rows], None, ignore_index, reduction="sum", **options)
             made = made if isinstance(made, CrossEntropyOutput) else CrossEntropyOutput(made)
             if first == 0 and _differentiates_more_than(made.loss, {id(t) for t in (x, *wanted)}):
                 raise _OthersWeights

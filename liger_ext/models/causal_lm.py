@@ -23,6 +23,7 @@ from liger_ext.models.loss import (
     fused_causal_lm_loss,
     liger_output,
     output_without_logits,
+    scaled,
     shift,
     softcapped,
 )
@@ -96,6 +97,7 @@ class CausalLM(Mixin):
         # Where there is no cache, transformers (4.53 on) reads documents from positions, and keeps them apart.
         may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
         undecided = arguments.get("use_cache") is None and arguments.get("past_key_values") is None
+        undecided &= not (has_labels and _is_meta(arguments))  # whose positions cannot be read
         if trains and undecided and not may_be_packed:
             arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
         if skip_logits is None:
@@ -129,11 +131,10 @@ class CausalLM(Mixin):
             output, shown = self.OUTPUT_WITHOUT_LOGITS, {}
             if options.get("memory") is None:
                 options["memory"] = self.liger_memory
-            scaled = hidden_states if scale == 1 else hidden_states * scale
-            result = fused_causal_lm_loss(scaled, self.lm_head, **loss_arguments, **options)
+            result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
         else:
             logits = self.lm_head(hidden_states)
-            logits = logits if scale == 1 else logits * scale
+            logits = scaled(logits, scale)
             logits = logits if self.LOGITS is None else logits.to(self.LOGITS)
             result = causal_lm_loss(logits, **loss_arguments, **options)
             if softcap is not None:
@@ -155,6 +156,11 @@ class CausalLM(Mixin):
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         """`results` with what a family adds to them; `arguments` are those of `self.model`."""
         return results
+
+
+def _is_meta(arguments: dict[str, object]) -> bool:
+    given = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
+    return isinstance(given, torch.Tensor) and given.is_meta
 
 
 _LOSSES = ForCausalLMLoss, causal_lm_cross_entropy

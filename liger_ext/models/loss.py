@@ -84,9 +84,10 @@ def fused_causal_lm_loss(
     num_items_in_batch: int | torch.Tensor | None = None,
     ignore_index: int = -100,
     rows: functional.CountedRows | None = None,
+    logit_scale: float = 1.0,
     **options,
 ) -> CrossEntropyOutput:
-    """The loss of `lm_head(hidden_states)` against the labels, without keeping logits.
+    """The loss of `lm_head(hidden_states) * logit_scale` against the labels, without keeping logits.
 
     Where the head is more than a linear layer (LoRA, quantised weights), it is called, for some rows at a time. Where
     hooks of the user wait for its logits, or its weight is no plain tensor in its own call, they exist as a whole.
@@ -104,18 +105,19 @@ def fused_causal_lm_loss(
     """
     call = loss_caller(lm_head)
     if call is None:
-        return _called_loss(lm_head, hidden_states, labels, shift_labels, num_items_in_batch, ignore_index, **options)
+        of_labels = labels, shift_labels, num_items_in_batch, ignore_index
+        return _called_loss(lm_head, hidden_states, *of_labels, logit_scale, **options)
 
     def loss(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> CrossEntropyOutput:
         if not is_plain_tensor(weight):
-            logits = nn.functional.linear(hidden_states, weight, bias)
+            logits = scaled(nn.functional.linear(hidden_states, weight, bias), logit_scale)
             return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options)
         return _output(
             functional.fused_linear_cross_entropy(
-                hidden_states.reshape(-1, hidden_states.shape[-1]),
+                scaled(hidden_states.reshape(-1, hidden_states.shape[-1]), logit_scale),
                 weight,
                 _targets(labels, shift_labels, ignore_index, hidden_states),
-                bias,
+                None if bias is None else scaled(bias, logit_scale),
                 ignore_index=ignore_index,
                 normalizer=num_items_in_batch,
                 rows=rows,
@@ -134,6 +136,7 @@ def _called_loss(
     shift_labels: torch.Tensor | None,
     num_items: int | torch.Tensor | None,
     ignore_index: int,
+    logit_scale: float,
     **options,
 ) -> CrossEntropyOutput:
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -143,9 +146,10 @@ def _called_loss(
         targets = _targets(labels, shift_labels, ignore_index, hidden_states)
         unused = "memory", "accum_dtype", "use_token_scaling", "ce_weight"
         of_loss = {name: option for name, option in options.items() if name not in unused}
-        result = loss_in_chunks(lm_head, flat, targets, chunk, num_items, ignore_index, of_loss)
+        result = loss_in_chunks(lm_head, flat, targets, chunk, num_items, ignore_index, logit_scale, of_loss)
     if result is None:
-        return causal_lm_loss(lm_head(hidden_states), labels, shift_labels, num_items, ignore_index, **options)
+        logits = scaled(lm_head(hidden_states), logit_scale)
+        return causal_lm_loss(logits, labels, shift_labels, num_items, ignore_index, **options)
     return result
 
 
@@ -230,6 +234,10 @@ def causal_lm_cross_entropy(
     """`causal_lm_loss` with the signature of transformers' ForCausalLMLoss, for `model.loss_function`."""
     options = {name: kwargs[name] for name in VALUE_OPTIONS if name in kwargs}
     return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options).loss
+
+
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1 else tensor * factor
 
 
 def softcapped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
