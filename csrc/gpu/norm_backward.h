@@ -60,7 +60,15 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   using Tile = Columns<VEC, K>;
   using Floats = float[K][VEC];
 
+  // Devices with bulk copies have no use for blocks of 1,024 threads, and others none for three vectors per thread.
+  static constexpr bool is_used = has_bulk_copies ? max_threads < 1024 : K != 3;
+
   static LIGER_DEVICE void run(const Args& a) {
+    if constexpr (is_used) walk(a);
+  }
+
+ private:
+  static LIGER_DEVICE void walk(const Args& a) {
     Group group(a.threads_per_row);
     const Tile columns = warp_columns<VEC, K>(group, a.cols);
     const int64_t step = a.row_step;
@@ -131,7 +139,6 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     if (a.partial) store_sums(a, group, columns, dweight, dbias);
   }
 
- private:
   // (z - mean) * rstd, for 16-bit types as one multiply-add: it rounds mean * rstd, but mean is rounded, too.
   static constexpr bool one_step = !Centered || sizeof(T) == 2;
   LIGER_DEVICE static float normalized(float z, float mean, float rstd) {
@@ -158,16 +165,19 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     const int width = int(Centered ? 2 * a.cols : a.cols), groups = group.rows_per_block();
     float* const partial = a.partial + group.team() * width;
     const Shared<float> sums = shared<float>(Group::template shared_bytes<2>());
-    float* const to = groups == 1 ? partial : &sums[group.group * width];
-    if (groups > 1) block_barrier();
+    // Called with a pointer to either kind of memory: one that may point to both makes slower accesses on AMD.
+    const auto store_own = [&](float* to) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      if (!columns.has(k)) continue;
-      float* const at = to + columns.first + k * columns.step;
-      store(at, reinterpret_cast<const Vec<float, VEC>&>(dweight[k]));
-      if constexpr (Centered) store(at + a.cols, reinterpret_cast<const Vec<float, VEC>&>(dbias[k]));
-    }
-    if (groups == 1) return;
+      for (int k = 0; k < K; ++k) {
+        if (!columns.has(k)) continue;
+        float* const at = to + columns.first + k * columns.step;
+        store(at, reinterpret_cast<const Vec<float, VEC>&>(dweight[k]));
+        if constexpr (Centered) store(at + a.cols, reinterpret_cast<const Vec<float, VEC>&>(dbias[k]));
+      }
+    };
+    if (groups == 1) return store_own(opaque(partial));
+    block_barrier();
+    store_own(&sums[group.group * width]);
     block_barrier();
     constexpr int N = VEC > 1 ? 4 : 1;
     for (int col = thread_id() * N; col < width; col += block_threads() * N) {

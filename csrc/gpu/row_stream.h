@@ -68,11 +68,11 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
     ring = shared<unsigned char>(shared_offset) + warp * stages * stage_bytes;
     mine = ring + (row_of_warp * lanes * K + share.lane) * vector_bytes;
     mbarriers = shared<Mbarrier>(shared_offset + block_threads() / warp_width() * stages * stage_bytes) + warp * stages;
-    // Columns past the last one, and rows that the ring begins with past the last one, are written by no copy: they are set to zero once.
+    // Columns past the last one are written by no copy, nor are rows past the last one where a warp has several: they are set to zero once.
     for (int s = 0; s < stages; ++s)
       for (int n = 0; n < N; ++n)
         for (int k = 0; k < K; ++k)
-          if ((k * lanes + share.lane) * vector_bytes >= bytes || steps.first + s * step >= rows)
+          if ((k * lanes + share.lane) * vector_bytes >= bytes || (!Group::whole_warps && steps.first + s * step >= rows))
             store(reinterpret_cast<T*>(mine + s * stage_bytes + n * tensor_bytes + k * lanes * vector_bytes), Packed<T, VEC>{});
     if (elected())
       for (int s = 0; s < stages; ++s) init_mbarrier(mbarriers + s);
