@@ -61,29 +61,24 @@ struct WaitForTheOtherParity : Base {
     else if (warp_id() > 0) wait_for_phase(mbarrier, 1);
   }
 };
-struct CopyOverLoads : Base {
-  static LIGER_DEVICE void run(const Args& a) {
+// Two copies to the same place, one after the other.
+struct TwoCopies : Base {
+  static LIGER_DEVICE void run(const Args& a, bool fenced, bool ordered) {
     const Shared<Mbarrier> mbarrier = one_mbarrier();
     for (int round = 0; round < 2; ++round) {
       request(a, mbarrier);
       wait_for_phase(mbarrier, round);
       a.row()[thread_id()] = shared<float>(0)[thread_id()];
-      finish_reads_before_copies();
-      if (!a.broken()) block_barrier();
+      if (fenced) finish_reads_before_copies();
+      if (ordered) block_barrier();
     }
   }
 };
-struct MissingFence : Base {
-  static LIGER_DEVICE void run(const Args& a) {
-    const Shared<Mbarrier> mbarrier = one_mbarrier();
-    for (int round = 0; round < 2; ++round) {
-      request(a, mbarrier);
-      wait_for_phase(mbarrier, round);
-      a.row()[thread_id()] = shared<float>(0)[thread_id()];
-      if (!a.broken() || thread_id() != 77) finish_reads_before_copies();
-      block_barrier();
-    }
-  }
+struct CopyOverLoads : TwoCopies {
+  static LIGER_DEVICE void run(const Args& a) { TwoCopies::run(a, true, !a.broken()); }
+};
+struct MissingFence : TwoCopies {
+  static LIGER_DEVICE void run(const Args& a) { TwoCopies::run(a, !a.broken() || thread_id() != 77, true); }
 };
 struct EndBeforeTheCopy : Base {
   static LIGER_DEVICE void run(const Args& a) {

@@ -92,35 +92,39 @@ void end_phase(Mbarrier& m) {
   m.transfer = 0;
 }
 
+// From now on transfer number `transfer` brings `bytes` to shared memory of `block`. Messages are not ordered by what orders threads.
+void reserve(int block, const void* to, int64_t bytes, uint32_t transfer, const void* code) {
+  const bool is_message = known[transfer].is_message;
+  const int64_t offset = static_cast<const unsigned char*>(to) - shared_of(block);
+  const auto name = [&] { return text("at shared memory + ", offset, block == block_of(running) ? "" : " of another block"); };
+  const auto stores = [&] { return text("a ", is_message ? "message" : "copy", " stores ", bytes, " bytes ", name()); };
+  if (offset < 0 || offset + bytes > shared_bytes)
+    report(code, text("out of bounds: ", stores(), "; the launch asked for ", shared_bytes, " bytes"));
+  const Access access{reinterpret_cast<uintptr_t>(to), bytes, true, true, code};
+  check_alignment(access, name);
+  for (int64_t at = offset; at < offset + bytes; at += granule) {
+    Cell& cell = shared_cell(block, at);
+    if (const char* const finding = cell.transfer && !is_message ? transfers::unready(cell) : nullptr)
+      report(code, text("overwritten: ", stores(), ", ", finding));
+    if (cell.unfenced > 0) report(code, text("overwritten: ", stores(), ", which threads have loaded without a fence behind it"));
+    if (!is_message) check_order(cell, access, name);
+    note(cell, access);
+    cell.transfer = transfer;
+  }
+}
 // `bytes` are on their way to shared memory of `block`, counted by mbarrier number `of`.
 void bring(int of, bool is_message, int block, unsigned char* to, const void* from, int64_t bytes, const void* code) {
   Mbarrier& m = mbarriers[of];
-  const int64_t offset = to - shared_of(block);
-  const auto name = [&] { return text("at shared memory + ", offset, block == block_of(running) ? "" : " of another block"); };
-  const char* const what = is_message ? "message" : "copy";
-  if (offset < 0 || offset + bytes > shared_bytes)
-    report(code, text("out of bounds: a ", what, " stores ", bytes, " bytes ", name(), "; the launch asked for ", shared_bytes, " bytes"));
   if (ended[block]) report(code, text("ends: a message to a block of the cluster whose threads have returned"));
-  const Access access{reinterpret_cast<uintptr_t>(to), bytes, true, true, code};
-  check_alignment(access, name);
   if (m.transfer == 0) {
     m.transfer = uint32_t(known.size());
     known.push_back({of, m.phase, is_message, false});
   }
   for (size_t w = 0; is_message && w < m.loads.size(); ++w)
     if (m.loads[w] > clocks[warp_of(running)][w])
-      report(code, text("overwritten: a message stores ", bytes, " bytes ", name(), ", while warp ", w % (most_threads / warp_size),
-                        " there may still load the one before"));
-  for (int64_t at = offset; at < offset + bytes; at += granule) {
-    Cell& cell = shared_cell(block, at);
-    if (const char* const finding = cell.transfer && !is_message ? transfers::unready(cell) : nullptr)
-      report(code, text("overwritten: a copy stores ", bytes, " bytes ", name(), ", ", finding));
-    if (cell.unfenced > 0)
-      report(code, text("overwritten: a copy stores ", bytes, " bytes ", name(), ", which threads have loaded without a fence behind it"));
-    if (!is_message) check_order(cell, access, name);
-    note(cell, access);
-    cell.transfer = m.transfer;
-  }
+      report(code, text("overwritten: a message stores ", bytes, " bytes, while warp ", w % (most_threads / warp_size),
+                        " of that block may still load the one before"));
+  reserve(block, to, bytes, m.transfer, code);
   m.copies.push_back({to, {static_cast<const unsigned char*>(from), static_cast<const unsigned char*>(from) + bytes}});
   m.arrived += bytes;
   if (m.announced && m.arrived > m.expected)
@@ -258,20 +262,7 @@ void async_copy(void* to, const void* from) {
   constexpr int bytes = 16;
   const void* const code = __builtin_return_address(0);
   load_global(from, bytes, code);
-  const int64_t offset = shared_offset(reinterpret_cast<uintptr_t>(to));
-  const auto name = [&] { return place_of(to); };
-  const Access access{reinterpret_cast<uintptr_t>(to), bytes, true, true, code};
-  if (offset < 0 || offset + bytes > shared_bytes)
-    report(code, text("out of bounds: a copy stores ", bytes, " bytes ", name(), "; the launch asked for ", shared_bytes, " bytes"));
-  check_alignment(access, name);
-  for (int64_t at = offset; at < offset + bytes; at += granule) {
-    Cell& cell = shared_cell(block_of(running), at);
-    if (cell.transfer)
-      report(code, text("overwritten: a copy stores ", bytes, " bytes ", name(), ", which a transfer may still be bringing"));
-    check_order(cell, access, name);
-    note(cell, access);
-    cell.transfer = asynchronous;
-  }
+  reserve(block_of(running), to, bytes, asynchronous, code);
   auto& groups = groups_of[running];
   if (groups.empty()) groups.emplace_back();
   const auto* const data = static_cast<const unsigned char*>(from);
