@@ -56,8 +56,8 @@ def loss_in_chunks(
     parameters = [p for p in head.parameters() if p.requires_grad]
     learns = torch.is_grad_enabled()
     try:
-        options = {"logit_scale": logit_scale, **options}
-        made = _Chunks.apply(head, chunk, ignore_index, options, learns, hidden_states, targets, *parameters)
+        fixed = head, chunk, ignore_index, logit_scale, options, learns
+        made = _Chunks.apply(*fixed, hidden_states, targets, *parameters)
     except _OthersWeights:
         return None
     loss, z_loss, accurate, predicted = made
@@ -73,19 +73,22 @@ def loss_in_chunks(
     )
 
 
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1 else tensor * factor
+
+
 class _OthersWeights(Exception):
     pass
 
 
 class _Chunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, head, chunk, ignore_index, options, learns, hidden_states, targets, *parameters):
-        needs_hidden = learns and ctx.needs_input_grad[5]
-        wanted = [p for p, needed in zip(parameters, ctx.needs_input_grad[7:], strict=True) if learns and needed]
+    def forward(ctx, head, chunk, ignore_index, logit_scale, options, learns, hidden_states, targets, *parameters):
+        needs_hidden = learns and ctx.needs_input_grad[6]
+        wanted = [p for p, needed in zip(parameters, ctx.needs_input_grad[8:], strict=True) if learns and needed]
         dhidden = torch.empty_like(hidden_states) if needs_hidden else None
         sums = [torch.zeros_like(p, dtype=accumulator(p.dtype)) for p in wanted]
         outputs = []
-        logit_scale, options = options["logit_scale"], {k: v for k, v in options.items() if k != "logit_scale"}
         device = hidden_states.device.type
         casts = torch.is_autocast_enabled(device)
         for first in range(0, hidden_states.shape[0], chunk):
@@ -94,7 +97,7 @@ class _Chunks(torch.autograd.Function):
             # A cached cast of a weight would belong to the graph of the first chunk.
             cast = torch.autocast(device, torch.get_autocast_dtype(device), casts, cache_enabled=False)
             with torch.set_grad_enabled(learns), cast:
-                logits = head(x) if logit_scale == 1 else head(x) * logit_scale
+                logits = scaled(head(x), logit_scale)
                 made = functional.cross_entropy(logits, targets[rows], None, ignore_index, reduction="sum", **options)
             made = made if isinstance(made, CrossEntropyOutput) else CrossEntropyOutput(made)
             if first == 0 and _differentiates_more_than(made.loss, {id(t) for t in (x, *wanted)}):
@@ -127,8 +130,8 @@ class _Chunks(torch.autograd.Function):
         dhidden, *sums = ctx.saved_tensors
         of_hidden = None if dhidden is None else (dhidden * dloss).to(dhidden.dtype)
         scaled = ((total * dloss).to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True))
-        of_parameters = (next(scaled) if need else None for need in ctx.needs_input_grad[7:])
-        return None, None, None, None, None, of_hidden, None, *of_parameters
+        of_parameters = (next(scaled) if need else None for need in ctx.needs_input_grad[8:])
+        return None, None, None, None, None, None, of_hidden, None, *of_parameters
 
 
 def _differentiates_more_than(loss: Tensor, known: set[int]) -> bool:

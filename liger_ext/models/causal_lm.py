@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils import can_return_tuple
 
+from liger_ext.models.called_head import scaled
 from liger_ext.models.forwards import text_of
 from liger_ext.models.loss import (
     FUSED_OPTIONS,
@@ -23,7 +24,6 @@ from liger_ext.models.loss import (
     fused_causal_lm_loss,
     liger_output,
     output_without_logits,
-    scaled,
     shift,
     softcapped,
 )
@@ -97,8 +97,9 @@ class CausalLM(Mixin):
         # Where there is no cache, transformers (4.53 on) reads documents from positions, and keeps them apart.
         may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
         undecided = arguments.get("use_cache") is None and arguments.get("past_key_values") is None
-        undecided &= not (has_labels and _is_meta(arguments))  # whose positions cannot be read
-        if trains and undecided and not may_be_packed:
+        given = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
+        is_meta = isinstance(given, torch.Tensor) and given.is_meta  # then positions cannot be read
+        if trains and undecided and not may_be_packed and not is_meta:
             arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
         if skip_logits is None:
             skip_logits = trains
@@ -120,7 +121,6 @@ class CausalLM(Mixin):
         model = operator.attrgetter(self.MODEL)(self)
         outputs = model(**arguments, **{name: passed[name] for name in self.PASSED}, return_dict=True)
         hidden_states = outputs.last_hidden_state
-        given = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
         if "logits_to_keep" not in self.PASSED or hidden_states.shape[1] == given.shape[1]:
             hidden_states = _keep(hidden_states, logits_to_keep)
         hidden_states = self._for_head(hidden_states)
@@ -156,11 +156,6 @@ class CausalLM(Mixin):
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         """`results` with what a family adds to them; `arguments` are those of `self.model`."""
         return results
-
-
-def _is_meta(arguments: dict[str, object]) -> bool:
-    given = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
-    return isinstance(given, torch.Tensor) and given.is_meta
 
 
 _LOSSES = ForCausalLMLoss, causal_lm_cross_entropy

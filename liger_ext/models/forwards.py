@@ -79,15 +79,21 @@ def find_foreign(function: Callable, module: str, qualname: str, trusted: tuple[
     return function if is_function and (defined_in, function.__qualname__) != (module, qualname) else None
 
 
-def text_of(function: Callable) -> str | None:
-    """The code of a function as text that is the same wherever the same is done: without decorators, annotations,
-    comments and the docstring. None if its source is not there to be read."""
+def definition_of(function: Callable) -> ast.FunctionDef | None:
+    """The syntax tree of a function, under the decorators around it. None if its source is not there to be read."""
     try:
         source = inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
         return None
     definition = ast.parse(textwrap.dedent(source)).body[0]
-    if not isinstance(definition, ast.FunctionDef):
+    return definition if isinstance(definition, ast.FunctionDef) else None
+
+
+def text_of(function: Callable) -> str | None:
+    """The code of a function as text that is the same wherever the same is done: without decorators, annotations,
+    comments and the docstring. None if its source is not there to be read."""
+    definition = definition_of(function)
+    if definition is None:
         return None
     definition.decorator_list, definition.returns = [], None
     if ast.get_docstring(definition) is not None:

@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import re
 import sys
-import textwrap
 import types
 from collections.abc import Callable, Iterable
 
@@ -22,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from liger_ext.models import digests, llama
 from liger_ext.models.causal_lm import renamed
 from liger_ext.models.decoder import Attention
-from liger_ext.models.forwards import find_calls, text_of
+from liger_ext.models.forwards import definition_of, find_calls, text_of
 from liger_ext.models.names import MODELS, name_of
 from liger_ext.models.patch import stands_in, stock_class
 from liger_ext.models.rope import ROPES, rope_for
@@ -64,12 +63,8 @@ def is_left_alone(cls: type[nn.Module]) -> bool:
 
 def _is_without_gradient(forward: Callable) -> bool:
     """Whether it is decorated so where it is defined, as indexers are, which choose what attention reads."""
-    try:
-        source = inspect.getsource(inspect.unwrap(forward))
-    except (OSError, TypeError):
-        return False
-    decorators = ast.parse(textwrap.dedent(source)).body[0].decorator_list
-    return any("no_grad" in ast.unparse(decorator) for decorator in decorators)
+    definition = definition_of(forward)
+    return definition is not None and any("no_grad" in ast.unparse(d) for d in definition.decorator_list)
 
 
 @functools.cache

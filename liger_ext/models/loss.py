@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
-from liger_ext.models.called_head import loss_in_chunks, rows_at_a_time
+from liger_ext.models.called_head import loss_in_chunks, rows_at_a_time, scaled
 from liger_ext.models.head import device_of, loss_caller
 from liger_ext.models.names import class_of, name_of
 from liger_ext.models.patch import is_plain_tensor
@@ -234,10 +234,6 @@ def causal_lm_cross_entropy(
     """`causal_lm_loss` with the signature of transformers' ForCausalLMLoss, for `model.loss_function`."""
     options = {name: kwargs[name] for name in VALUE_OPTIONS if name in kwargs}
     return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options).loss
-
-
-def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return tensor if factor == 1 else tensor * factor
 
 
 def softcapped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
