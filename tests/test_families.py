@@ -266,7 +266,8 @@ def test_a_wrong_entry_would_be_found(family, owner, name, value):
 def test_generates_the_same(device, family):
     model = build(family, device).eval()
     model.config.output_router_logits = False  # with which older transformers' own do not generate
-    ids = tokens(2, 9, device=device)
+    # In transformers 5.17 the gated norm of Falcon-H1 mixes the rows of a batch while it generates.
+    ids = tokens(1 if family == "falcon_h1" and TRANSFORMERS < (5, 23) else 2, 9, device=device)
     options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
 
