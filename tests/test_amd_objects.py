@@ -36,7 +36,7 @@ STREAMS = {
     "Forward": {"load"},
     "Backward": {"load", "store"},
     "InPlace": {"load", "store"},
-    "InPlaceRegisters": {"load", "store"},
+    "InPlaceHeld": {"load", "store"},
     "CountTargets": set(),
     "SumLosses": set(),
     "AddLosses": set(),

@@ -27,7 +27,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None,
 # row's own factor.
 IN_PLACE = {
     "cross_entropy": ("Backward",),
-    "cross_entropy_in_place": ("InPlace", "InPlaceRegisters"),
+    "cross_entropy_in_place": ("InPlace", "InPlaceHeld"),
     "elementwise": ("Scale",),
 }
 

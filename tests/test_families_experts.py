@@ -62,9 +62,11 @@ def test_as_the_loop_over_experts(device, implementation, dtype, activation, ski
     x = torch.randn(7, 64, device=device, dtype=dtype)
     exact = copy.deepcopy(stock).double()
     reference, expected = run(exact, x.double(), index, weights.double()), run(stock, x, index, weights)
-    for results in (reference, expected):
-        results["weights"][elsewhere] = 0.0
     found = run(ours, x, index.masked_fill(elsewhere, stock.num_experts), weights)
+    if TRANSFORMERS >= (5, 23):  # older grouped matmuls leave there what the memory held before
+        assert not found["weights"][elsewhere].any()
+    for results in (reference, expected, found):
+        results["weights"][elsewhere] = 0.0
     for name, result in found.items():
         assert result.dtype == expected[name].dtype
         bound = 3 * distance(expected[name], reference[name]) + rounding(dtype)

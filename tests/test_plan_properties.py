@@ -338,6 +338,7 @@ def sweep():
             {"per_row": True},
             {"frozen": True},
             {"chunk_classes": 1024, "full": True},
+            {"chunk_classes": 1 << 20, "chunk_rows": 0, "overlaid": True, "hidden": 64},
             *({"knobs": _C.Knobs(threads=n, block=n, cluster=n)} for n in (4, 1024)),
         ),
     )

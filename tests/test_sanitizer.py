@@ -95,7 +95,7 @@ def test_the_selection_has_every_persistent_kernel_and_every_cluster(name):
         "SoftmaxLong",
         "SoftmaxBackwardRegisters",
         "SoftmaxBackwardLong",
-        "InPlaceRegisters",
+        "InPlaceHeld",
         "GroupNormRegisters",
         "GroupNormBackwardRegisters",
     }

@@ -53,8 +53,46 @@ template <class T> struct Exp {
 };
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
 
+// tanh(t) of |t| <= 1 within 2^-22.7 of its value: t times a polynomial of t^2, whose coefficients were fitted to the relative error.
+LIGER_DEVICE float tanh_within_one(float t) {
+  const float s = t * t;
+  float p = 0.0010335268f;
+  p = fmaf(p, s, -0.006180637f);
+  p = fmaf(p, s, 0.020264039f);
+  p = fmaf(p, s, -0.05344334f);
+  p = fmaf(p, s, 0.13324876f);
+  p = fmaf(p, s, -0.3333281f);
+  p = fmaf(p, s, 0.99999994f);
+  return t * p;
+}
+// The same of |t| >= 1.
+LIGER_DEVICE float tanh_beyond_one(float t) {
+  const float magnitude = 1 - 2 * fast_reciprocal(1 + fast_exp2(fabsf(t) * (2 * log2_e)));
+  return t < 0 ? -magnitude : magnitude;
+}
+// x[j] = tanh(x[j] / softcap). Of 16-bit logits few are larger than the softcap, and for the others a polynomial takes half of the
+// instructions that tanhf does.
+template <class T, int N> LIGER_DEVICE void tanh_of_share(const LogitRows& a, float (&x)[N]) {
+  float largest = 0;
+#pragma unroll
+  for (int j = 0; j < N; ++j) x[j] *= a.inverse_softcap, largest = fmaxf(largest, fabsf(x[j]));
+  if (sizeof(T) == 4) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = tanhf(x[j]);
+  } else if (largest <= 1) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = tanh_within_one(x[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = fabsf(x[j]) > 1 ? tanh_beyond_one(x[j]) : tanh_within_one(x[j]);
+  }
+}
 // math/softcap.h's formulas with the division made on the host.
-LIGER_DEVICE float capped(const LogitRows& a, float x) { return a.softcap * tanhf(x * a.inverse_softcap); }
+template <class T, int N> LIGER_DEVICE void cap(const LogitRows& a, float (&x)[N]) {
+  tanh_of_share<T>(a, x);
+#pragma unroll
+  for (int j = 0; j < N; ++j) x[j] *= a.softcap;
+}
 LIGER_DEVICE float capped_slope(const LogitRows& a, float x) {
   const float t = x * a.inverse_softcap;
   return 1 - t * t;
@@ -126,8 +164,9 @@ template <class T, bool Full> struct LogitRow {
   LIGER_DEVICE bool here(const LogitRows& a) const { return target >= 0 && target < a.vocab; }
 
   LIGER_DEVICE float target_logit(const LogitRows& a) const {
-    const float logit = to_float(raw_logit);
-    return Full && a.softcap != 0 ? capped(a, logit) : logit;
+    float logit[1] = {to_float(raw_logit)};
+    if (Full && a.softcap != 0) cap<T>(a, logit);
+    return logit[0];
   }
   // Label smoothing sums logits relative to the target's logit, if that is finite, and to 0 otherwise.
   LIGER_DEVICE float anchor(const LogitRows& a) const {
@@ -207,15 +246,10 @@ template <class T, bool Full> struct RowStatistics {
   template <int N> LIGER_DEVICE void add(const LogitRows& a, float (&x)[N], int column, bool want_best) {
     if constexpr (Full) {
       if (want_best) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          if (x[j] > best || (x[j] != x[j] && best == best)) best = x[j], best_column = column + j;
-        }
+        const float found = largest_of(x);
+        if (found > best) take_best(x, column, [&](float value) { return value == found; });
       }
-      if (a.softcap != 0) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) x[j] = capped(a, x[j]);
-      }
+      if (a.softcap != 0) cap<T>(a, x);
       if (a.class_share != 0) {
         float w[N];
         class_weights(a, w, column);
@@ -223,9 +257,7 @@ template <class T, bool Full> struct RowStatistics {
         for (int j = 0; j < N; ++j) weighted += w[j] * (x[j] - anchor);
       }
     }
-    float top = x[0];
-#pragma unroll
-    for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
+    const float top = largest_of(x);
     if (top > max + slack) {
       sum += rounded_off;
       rounded_off = 0;
@@ -237,6 +269,8 @@ template <class T, bool Full> struct RowStatistics {
     float part = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) part += exp(x[j]);
+    if constexpr (Full)
+      if (want_best && part != part) take_best(x, column, [](float value) { return value != value; });
     const float total = sum + part;
     if constexpr (sizeof(T) == 4) rounded_off += part - (total - sum);
     sum = total;
@@ -274,6 +308,19 @@ template <class T, bool Full> struct RowStatistics {
   }
 
  private:
+  template <int N> LIGER_DEVICE static float largest_of(const float (&x)[N]) {
+    float largest = x[0];
+#pragma unroll
+    for (int j = 1; j < N; ++j) largest = fmaxf(largest, x[j]);
+    return largest;
+  }
+  // For vectors with a new best logit, which are few: the first element for which is_best. Nothing is better than a NaN.
+  template <int N, class F> LIGER_DEVICE void take_best(const float (&x)[N], int column, F is_best) {
+    if (best != best) return;
+#pragma unroll
+    for (int j = N - 1; j >= 0; --j)
+      if (is_best(x[j])) best = x[j], best_column = column + j;
+  }
   LIGER_DEVICE void rescale(float row_max, float& scaled) {
     const float own = max, own_sum = (sum + rounded_off) * Exp<T>(base()).correction(base());
     max = row_max;
@@ -322,12 +369,8 @@ template <class T> struct RowGradient {
   template <bool Full, int N> LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
     float x[N], g[N];
     widen(x, raw);
-    if constexpr (Full) {
-      if (a.softcap != 0) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) x[j] = capped(a, x[j]);
-      }
-    }
+    if constexpr (Full)
+      if (a.softcap != 0) cap<T>(a, x);
 #pragma unroll
     for (int j = 0; j < N; ++j) g[j] = scale * exp(x[j]);
     if (target >= column && target < column + N) {

@@ -104,7 +104,7 @@ struct CrossEntropyMerge {
 // fp16 gradients neither underflow nor overflow.
 struct CrossEntropyInPlace {
   CrossEntropyRows row;
-  MutableRows gradient;   // may be row.logits' own memory
+  MutableRows gradient;   // row.logits' own memory
   double gradient_scale;
   int64_t batch_rows;     // of all chunks: what row.counts are of
 };

@@ -6,20 +6,34 @@
 namespace liger::launch {
 namespace {
 
-// Path::regs if the registers of a block, or of a cluster, hold a row.
-LaunchPlan plan_held(const DeviceProfile& device, const LogitsShape& of, const Knobs& knobs) {
+constexpr Tunable in_place = "fused_linear_cross_entropy";
+Knobs in_place_knobs(const DeviceProfile& device, const LogitsShape& of, const Knobs* given) {
+  return chosen_knobs(given, device, {in_place.id, of.vec, of.rows, of.vocab});
+}
+
+// Of rows that a block, or a cluster, holds with so many vectors per thread in registers, and the others in shared memory; or none.
+std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, int registers, const Knobs& knobs) {
+  constexpr int most = 8;  // vectors of a thread where registers alone hold a row
   const int64_t vectors = of.vocab / of.vec;
-  LaunchPlan plan;
-  plan.path = Path::reread;
-  if (vectors < int64_t{8} * min_logit_threads) return plan;
-  // Of the three kernels, the one with the fewest vectors per thread that can hold the row in a cluster of blocks of 256 threads.
-  const int held = vectors <= 8 * 256 * 8 ? 8 : vectors <= 8 * 256 * 10 ? 10 : 16;
-  const RowTiling tiling{.vec = of.vec, .max_k = held, .max_block = 512, .k = 4};
-  plan = plan_row_forward(device, of.rows, vectors * of.vec, tiling, knobs, two_blocks_from);
-  if (plan.path == Path::regs) plan.k = held;
-  plan.smem = reduction_bytes(2, plan.cluster);
+  const bool clusters = device.resident_clusters[0][3] > 0;
+  if (of.vec == 1 || of.rows > int64_t{1} << 30 || vectors < int64_t{8} * min_logit_threads) return std::nullopt;
+  if (registers == held_of_full && (!clusters || of.element_bytes != 2)) return std::nullopt;
+  LaunchPlan plan =
+      plan_row_forward(device, of.rows, vectors * of.vec, {.vec = of.vec, .max_k = most, .max_block = 512, .k = 4}, knobs, two_blocks_from);
+  if (clusters && vectors > int64_t{8} * 256 * most) {
+    // Clusters of eight blocks, four blocks of 256 threads on a multiprocessor: so they fill a group of 18 multiprocessors.
+    plan.path = Path::regs;
+    plan.cluster = 8;
+    plan.block = 256;
+    plan.threads_per_row = plan.cluster * plan.block;
+    plan.grid = grid_of(std::max<int64_t>(1, of.rows) * plan.cluster);
+  }
+  plan.k = static_cast<int>(std::max<int64_t>(registers, ceil_div(vectors, plan.threads_per_row)));
+  plan.ring_offset = reduction_bytes(2, plan.cluster);
+  plan.smem = plan.ring_offset + (plan.k - registers) * plan.block * of.vec * of.element_bytes;
+  if (plan.path != Path::regs || plan.smem > shared_room(device, 1)) return std::nullopt;
   check_threads(device, plan);
-  return plan;
+  return Launch{&in_place_held, in_place_held.instance(of.vec, registers), of.rows, of.vocab, plan, in_place};
 }
 
 LaunchPlan plan_rows(const DeviceProfile& device, const LogitsShape& of, bool stash, const Knobs& knobs) {
@@ -48,21 +62,15 @@ Launch cross_entropy_backward(const DeviceProfile& device, const LogitsShape& of
 }
 
 Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& of, bool plain, const Knobs* given) {
-  constexpr Tunable tunable = "fused_linear_cross_entropy";
-  const Knobs knobs = chosen_knobs(given, device, {tunable.id, of.vec, of.rows, of.vocab});
-  if (plain && of.vec > 1) {
-    const LaunchPlan held = plan_held(device, of, knobs);
-    if (held.path == Path::regs)
-      return {&in_place_registers, in_place_registers.instance(of.vec, held.k), of.rows, of.vocab, held, tunable};
-  }
-  return {&in_place_kernel, in_place_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, true, knobs), tunable};
+  const Knobs knobs = in_place_knobs(device, of, given);
+  if (const auto made = held(device, of, plain ? held_in_registers : held_of_full, knobs)) return *made;
+  return {&in_place_kernel, in_place_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, true, knobs), in_place};
 }
 
 std::optional<Launch> cross_entropy_in_pieces(const DeviceProfile& device, const LogitsShape& of, bool plain, int pieces,
                                               const Knobs* given) {
-  const Launch made = cross_entropy_in_place(device, of, plain, given);
-  if (of.element_bytes != 2 || pieces > most_pieces || !made.of(in_place_registers)) return std::nullopt;
-  return made;
+  if (of.element_bytes != 2 || pieces > most_pieces || !plain) return std::nullopt;
+  return held(device, of, held_of_pieces, in_place_knobs(device, of, given));
 }
 
 Launch cross_entropy_statistics(const DeviceProfile& device, const LogitsShape& of) {

@@ -32,10 +32,13 @@ Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool afte
 inline constexpr Kernel cross_entropy_backward_kernel("Backward", Instance{piece_threads, 1}, Instance{piece_threads, wide});
 Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Knobs* = nullptr);
 
-// The fused loss's, which need each row twice: rows that a block's, or a cluster's, registers hold, if they have whole vectors and the loss
-// is `plain`, without options that cost registers; and all others.
-inline constexpr Kernel in_place_registers("InPlaceRegisters", Instance{row_threads, wide, 8}, Instance{256, wide, 10, none, true},
-                                           Instance{512, wide, 16, none, true});
+// The fused loss's, which need each row twice: rows that a block or a cluster of blocks holds, if they have whole vectors; and all others.
+// A thread holds so many vectors in registers: fewer of rows that lie in several matrices, and if the loss is not `plain`, that is, has
+// options that cost registers. Those are held in 16 bits alone, and only where there are clusters. What registers do not hold is in shared
+// memory: the plan's k counts the vectors of both.
+constexpr int held_in_registers = 8, held_of_pieces = 7, held_of_full = 4;
+inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
+                                      Instance{row_threads, 8, held_of_pieces}, Instance{row_threads, 8, held_of_full, none, true});
 inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
 // Of rows that lie in so many matrices, in 16 bits: the first kernel, or none.

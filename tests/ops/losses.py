@@ -272,8 +272,9 @@ def logit_tiles(launch, call, k: int = 0) -> None:
 def logit_row_held(launch, call) -> None:
     plan, (vec, k) = launch.plan, launch.instance
     check_rows(plan, launch.rows)
-    assert k == plan.k and (k == 8 or plan.cluster > 1) and plan.smem >= reduction_bytes(2, plan.cluster)
-    check_held(plan.threads_per_row, k, vec, launch.cols // vec * vec)
+    in_shared_memory = (plan.k - k) * plan.block * vec * call["element_bytes"]
+    assert plan.k >= k and plan.smem >= reduction_bytes(2, plan.cluster) + in_shared_memory
+    check_held(plan.threads_per_row, plan.k, vec, launch.cols // vec * vec)
     assert launch.cols % vec <= plan.threads_per_row
 
 
@@ -324,7 +325,7 @@ PLAN_MODELS = {
     "Forward": logit_row,
     "Backward": logit_tiles,
     "InPlace": logit_row,
-    "InPlaceRegisters": logit_row_held,
+    "InPlaceHeld": logit_row_held,
     "Statistics": logit_row,
     "Merge": one_each,
     "SumLosses": block_sum,

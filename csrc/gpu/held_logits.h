@@ -1,0 +1,184 @@
+// Rows of logits that a kernel reads, keeps, and overwrites: where a row's elements are (WholeRow, RowInPieces), and how its threads hold
+// them meanwhile (HeldLogits).
+#pragma once
+#include "gpu/cross_entropy_rows.h"
+#include "launch/cross_entropy.h"
+
+namespace liger::gpu {
+
+// A row of one matrix.
+template <class T> class WholeRow {
+ public:
+  LIGER_DEVICE WholeRow(void* matrix, int64_t stride, int row) : row_(static_cast<T*>(matrix) + row * stride) {}
+  // The addresses of elements by their column, counted from `first`. They must be asked for in ascending order.
+  LIGER_DEVICE auto from(int first) const {
+    return [begin = opaque(row_ + first)](int column) { return begin + column; };
+  }
+
+ private:
+  T* row_;
+};
+
+// A vocabulary that is cut into pieces: each piece is a range of classes, and its logits are a matrix of their own. So a row of logits lies
+// in several matrices, in the order of the classes.
+struct RowPieces {
+  static constexpr int most = launch::most_pieces;
+  int end[most];  // the column behind the piece's last one; of the last piece, a number beyond all columns
+  void* begin[most];  // where column 0 of row 0 would be in the piece's matrix
+  int64_t stride[most];
+};
+template <class T> class RowInPieces {
+ public:
+  LIGER_DEVICE RowInPieces(const RowPieces& pieces, int row) : pieces_(pieces), row_(row) {}
+  class Walk {
+   public:
+    LIGER_DEVICE Walk(const RowPieces& pieces, int row, int first) : pieces_(pieces), row_(row), first_(first) { take(0); }
+    // A search for each vector would take almost half of the kernel's time; columns ascend, so that a step suffices.
+    LIGER_DEVICE T* operator()(int column) {
+      while (first_ + column >= end_) take(piece_ + 1);
+      return begin_ + column;
+    }
+
+   private:
+    LIGER_DEVICE void take(int piece) {
+      piece_ = piece;
+      end_ = pieces_.end[piece];
+      begin_ = opaque(static_cast<T*>(pieces_.begin[piece]) + (row_ * pieces_.stride[piece] + first_));
+    }
+    const RowPieces& pieces_;
+    int row_, first_, piece_, end_;
+    T* begin_;
+  };
+  LIGER_DEVICE Walk from(int first) const { return {pieces_, row_, first}; }
+
+ private:
+  const RowPieces& pieces_;
+  int row_;
+};
+
+// A thread's part of a row: of its vectors the first K are in registers, and the others in shared memory, in places that no other thread
+// uses; and behind the row's whole vectors less than a vector of single elements, of which a thread has one at most. No thread reads or
+// writes another one's part, so no barrier is needed between the passes.
+// Vectors of registers past the end of the row are -inf, which adds nothing to a sum of exponentials and raises no maximum: so nothing
+// asks for them before the stores.
+template <class T, int N, int K, class Row> class HeldLogits {
+ public:
+  // Requests the vectors. cols: 0 if the row is not wanted. shared_offset: where the places in shared memory begin.
+  template <class Group>
+  LIGER_DEVICE HeldLogits(const Row& row, const Group& group, int cols, int shared_offset)
+      : row_(row), columns_(group.index, group.threads_per_row, cols / N * N), shared_offset_(shared_offset) {
+    auto at = row_.from(columns_.first);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      held_[k] = same_value(Packed<T, N>{}, minus_infinity());
+      if (columns_.has(k)) load<Hint::in_place>(held_[k], at(k * columns_.step));
+    }
+#pragma unroll 1
+    for (int k = K; columns_.has(k); ++k) copy_to_place(k, at(k * columns_.step));
+    close_copies();
+  }
+  // Requests the single element, of a row that is wanted.
+  template <class Group> LIGER_DEVICE void load_single(const Group& group, int cols) {
+    const int column = cols / N * N + group.index;
+    if (column < cols) single_ = column, load(last_, row_.from(column)(0));
+  }
+  // Is this one of the thread's columns? whole: of the row's whole vectors.
+  template <class Group> LIGER_DEVICE bool owns(int column, int whole, const Group& group) const {
+    return column < whole ? (column / N & (group.threads_per_row - 1)) == group.index : column == single_;
+  }
+
+  LIGER_DEVICE float largest() const {
+    float most = fmaxf(gpu::largest(held_, [](int) { return true; }), last_[0]);
+    for_each_in_shared([&](const Packed<T, N>& raw, int) {
+      const Packed<T, N> one[1] = {raw};
+      most = fmaxf(most, gpu::largest(one, [](int) { return true; }));
+    });
+    return most;
+  }
+  // The sum of f of each element, each vector's by itself first, so that the large sum is rounded fewer times. f(-inf) must be 0.
+  template <class F> LIGER_DEVICE float sum(F f) {
+    // A compiler without comparisons of pairs would keep all of the elements that the maximum widened.
+    if constexpr (!has_pairs && sizeof(T) == 2) forget_widened();
+    float total = f(last_[0]);
+#pragma unroll
+    for (int k = 0; k < K; ++k) total += sum_of(held_[k], f);
+    for_each_in_shared([&](const Packed<T, N>& raw, int) { total += sum_of(raw, f); });
+    return total;
+  }
+  // Calls f(vector, column) for each vector that the row has, and for the single element as a vector of one.
+  template <class F> LIGER_DEVICE void for_each(F f) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns_.has(k)) f(held_[k], int(columns_.first) + k * columns_.step);
+    for_each_in_shared([&](const Packed<T, N>& raw, int k) { f(raw, int(columns_.first) + k * columns_.step); });
+    if (single_ >= 0) f(last_, single_);
+  }
+  // Overwrites the row: each vector, and the single element, by f(vector, column).
+  template <class F> LIGER_DEVICE void replace(F f) {
+    forget_widened();
+    auto at = row_.from(columns_.first);
+    const int first = int(columns_.first);
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns_.has(k)) store<Hint::stream>(at(k * columns_.step), f(held_[k], first + k * columns_.step));
+    for_each_in_shared(
+        [&](const Packed<T, N>& raw, int k) { store<Hint::stream>(at(k * columns_.step), f(raw, first + k * columns_.step)); });
+    if (single_ >= 0) store(row_.from(single_)(0), f(last_, single_));
+  }
+  // For what a row hardly ever needs: calls f(vector, column, address) with each vector read from memory again, in a loop of few
+  // instructions and registers; and with the single element.
+  template <class F> LIGER_DEVICE void read_again(F f) const {
+    auto at = row_.from(columns_.first);
+#pragma unroll 1
+    for (int k = 0; columns_.has(k); ++k) {
+      T* const address = at(k * columns_.step);
+      Packed<T, N> raw;
+      load<Hint::in_place>(raw, address);
+      f(raw, int(columns_.first) + k * columns_.step, address);
+    }
+    if (single_ >= 0) f(last_, single_, row_.from(single_)(0));
+  }
+  // Sets every element of this thread's part to `value`, also of a row that was not wanted.
+  template <class Group> LIGER_DEVICE void fill(float value, const Group& group, int cols) const {
+    const Columns<N, K> all(group.index, group.threads_per_row, cols / N * N);
+    auto at = row_.from(all.first);
+#pragma unroll 1
+    for (int k = 0; all.has(k); ++k) store<Hint::stream>(at(k * all.step), same_value(Packed<T, N>{}, value));
+    const int column = cols / N * N + group.index;
+    if (column < cols) *row_.from(column)(0) = from_float<T>(value);
+  }
+
+ private:
+  LIGER_DEVICE Packed<T, N>* place(int k) const { return shared<Packed<T, N>>(shared_offset_) + ((k - K) * block_threads() + thread_id()); }
+  // Without a register on the way where the device can.
+  LIGER_DEVICE void copy_to_place(int k, const T* from) const {
+    if constexpr (has_async_copies && sizeof(Packed<T, N>) == 16) async_copy(place(k), from);
+    else load<Hint::in_place>(*place(k), from);
+  }
+  template <class F> LIGER_DEVICE void for_each_in_shared(F f) const {
+#pragma unroll 1
+    for (int k = K; columns_.has(k); ++k) {
+      wait_for_copies(0);  // inside of the loop, lest the compiler have all loads into registers wait, too
+      f(*place(k), k);
+    }
+  }
+  template <class F> LIGER_DEVICE static float sum_of(const Packed<T, N>& raw, F f) {
+    float part = 0;
+#pragma unroll
+    for (int j = 0; j < N; ++j) part += f(raw[j]);
+    return part;
+  }
+  LIGER_DEVICE void forget_widened() {
+#pragma unroll
+    for (int k = 0; k < K; ++k) forget_at_all_costs(held_[k].data);
+  }
+
+  Row row_;
+  Columns<N, K> columns_;
+  int shared_offset_;
+  Packed<T, N> held_[K];
+  Packed<T, 1> last_ = same_value(Packed<T, 1>{}, minus_infinity());
+  int single_ = -1;  // the column of the single element; -1: none
+};
+
+}  // namespace liger::gpu

@@ -1,0 +1,198 @@
+// What the in-place kernel finds out about a row that its threads hold, and the gradients that it makes of it: without options, and with
+// those that cost instructions per element.
+#pragma once
+#include "gpu/held_logits.h"
+
+namespace liger::gpu {
+
+template <class P, class F> LIGER_DEVICE P of_each(const P& raw, F f) {
+  float g[P::elements];
+#pragma unroll
+  for (int j = 0; j < P::elements; ++j) g[j] = f(raw[j]);
+  P out;
+  out.set(g);
+  return out;
+}
+
+// Maximum, and sum of exponentials relative to it: first of a thread's part of a row, relative to the thread's own maximum, and after
+// merge() of the whole row. So the threads of the row exchange values once, not twice.
+template <class T> struct HeldExponentials {
+  float max = minus_infinity(), sum = 0;
+
+  template <class Held> LIGER_DEVICE void take(Held& held) {
+    max = held.largest();
+    const Exp<T> exp(base());
+    if (!exp.far()) sum = held.sum([&](float logit) { return exp.near(logit); });
+    else
+      held.read_again([&](const auto& raw, int, const T*) {
+        for (int j = 0; j < raw.elements; ++j) sum += exp(raw[j]);
+      });
+    sum *= exp.correction(base());
+  }
+  LIGER_DEVICE void join(const float (&others)[2]) {
+    float pair[2] = {max, sum};
+    join_exponentials<bf16>(pair, others);  // of fp32, too: fast
+    max = pair[0];
+    sum = pair[1];
+  }
+  template <class Group> LIGER_DEVICE void merge(Group& group) {
+    float pair[2] = {max, sum};
+    group.reduce(pair, [](float (&to)[2], const float (&from)[2]) { join_exponentials<bf16>(to, from); });
+    max = pair[0];
+    sum = pair[1];
+  }
+  LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
+};
+
+// Overwrites a row by scale * exp(logit - base), with as few instructions per element as there can be.
+template <class T, class Held> LIGER_DEVICE void replace_by_probabilities(Held& held, const RowGradient<T>& gradient) {
+  const auto product = [&](float logit) { return gradient.scale * gradient.exp(logit); };
+  if constexpr (!Exp<T>::in_one_step) {
+    held.replace([&](const auto& raw, int) { return of_each(raw, product); });
+  } else if (gradient.scale > 0 && fabsf(gradient.exp.offset) < 1024) {
+    // The scale as part of the exponent saves a multiplication per element. Below 1024 an exponent has at least 14 bits behind the point.
+    const float exponent = gradient.exp.offset + log2f(gradient.scale);
+    held.replace([&](const auto& raw, int) { return of_each(raw, [&](float logit) { return fast_exp2(logit * log2_e + exponent); }); });
+  } else {
+    held.read_again([&](const auto& raw, int, T* address) { store(address, of_each(raw, product)); });
+  }
+}
+
+// x[j] = softcap(logit[j]) * log2(e): exponents of 2. They are what the sums, the gradients and the target's logit of a row are made of, so
+// that a probability of 1 has a loss of 0.
+template <class T, int N> LIGER_DEVICE void capped_exponents(const LogitRows& a, float (&x)[N], const Packed<T, N>& raw) {
+  widen(x, raw);
+  tanh_of_share<T>(a, x);
+#pragma unroll
+  for (int j = 0; j < N; ++j) x[j] *= a.softcap * log2_e;
+}
+template <class T> LIGER_DEVICE float capped_exponent(const LogitRows& a, float logit) {
+  float x[1];
+  Packed<T, 1> raw;
+  x[0] = logit;
+  raw.set(x);
+  capped_exponents(a, x, raw);
+  return x[0];
+}
+constexpr float ln_2 = 0.69314718055994531f;
+
+// What options need to know of a row of 16-bit logits x' (softcap(x), or x) beside its exponentials.
+template <class T> struct HeldOptions {
+  const LogitRows& a;
+  float raw_max = minus_infinity();  // of x, which predictions are made of
+  float weighted = 0;  // label smoothing: sum of w[j] * (x'[j] - anchor), of all classes if there are no weights w
+  float anchor = 0, weights = 0;  // weights: the sum of w
+  int best_column = 0;
+
+  // A thread's part of the row.
+  template <class Held> LIGER_DEVICE void take(Held& held, HeldExponentials<T>& row) {
+    raw_max = held.largest();
+    if (a.softcap == 0) row.take(held);
+    else take_capped(held, row);
+    if (a.class_share == 0 || (a.softcap != 0 && !a.class_weight.data)) return;
+    anchor = finite(row.max);
+    weighted = weights = 0;
+    held.for_each([&](const auto& raw, int column) {
+      float x[raw.elements], part = 0, of_part = raw.elements;
+      widen(x, raw);
+      if (a.class_weight.data) {
+        if (a.softcap != 0) cap<T>(a, x);
+        float w[raw.elements];
+        RowStatistics<T, true>::class_weights(a, w, column);
+        of_part = 0;
+#pragma unroll
+        for (int j = 0; j < raw.elements; ++j) part += w[j] * (x[j] - anchor), of_part += w[j];
+      } else {
+#pragma unroll
+        for (int j = 0; j < raw.elements; ++j) part += x[j] - anchor;
+      }
+      weighted += part;
+      weights += of_part;
+    });
+  }
+
+  // Of the whole row, after its exponentials have been merged. target_logit: of the thread that owns the target; afterwards all have it, if
+  // they need it.
+  template <class Held, class Group>
+  LIGER_DEVICE void merge(const Held& held, Group& group, const HeldExponentials<T>& row, bool has_target, float& target_logit,
+                          bool want_best) {
+    if (a.class_share != 0 || a.token_scaling) {
+      const float common = finite(row.max);
+      float both[2] = {weighted + weights * (anchor - common), has_target ? target_logit : minus_infinity()};
+      group.reduce(both, [](float (&to)[2], const float (&from)[2]) { to[0] += from[0], to[1] = max_nan(to[1], from[1]); });
+      target_logit = both[1];
+      weighted = both[0];
+      if (a.class_share != 0) weighted += a.counts[CrossEntropyCounts::weight] * (common - finite(target_logit));
+    }
+    if (want_best) find_best(held, group, row.sum != row.sum);
+  }
+
+  // Overwrites a row by its gradient, without what only the target's own element has.
+  template <class Held> LIGER_DEVICE void replace(Held& held, const RowGradient<T>& gradient) const {
+    const float scale = gradient.scale, soft = gradient.soft;
+    const auto of_exponent = [&](float x) {
+      const float share = x * (a.inverse_softcap * ln_2);
+      return (scale * fast_exp2(x + gradient.exp.offset) - soft) * fmaf(-share, share, 1.f);
+    };
+    const auto of_logit = [&](float x) { return scale * gradient.exp(x) - soft; };
+    if (soft != 0 && a.class_weight.data) {  // not often wanted, and therefore not made fast
+      held.read_again([&](const auto& raw, int column, T* address) { store(address, gradient.template of<true>(a, raw, column, -1)); });
+    } else if (a.softcap != 0) {
+      held.replace([&](auto raw, int) {
+        float x[raw.elements];
+        capped_exponents(a, x, raw);
+#pragma unroll
+        for (int j = 0; j < raw.elements; ++j) x[j] = of_exponent(x[j]);
+        raw.set(x);
+        return raw;
+      });
+    } else {
+      held.replace([&](const auto& raw, int) { return of_each(raw, of_logit); });
+    }
+  }
+
+ private:
+  LIGER_DEVICE static float finite(float v) { return fabsf(v) < __builtin_inff() ? v : 0.f; }
+  // Sums are relative to the largest exponent, and then to `row.max`, which is the same but for its rounding.
+  template <class Held> LIGER_DEVICE void take_capped(Held& held, HeldExponentials<T>& row) {
+    const float top = raw_max == minus_infinity() ? 0.f : capped_exponent<T>(a, raw_max);
+    held.for_each([&](const auto& raw, int) {
+      float x[raw.elements], part = 0, distance = 0;
+      capped_exponents(a, x, raw);
+#pragma unroll
+      for (int j = 0; j < raw.elements; ++j) {
+        part += fast_exp2(x[j] - top);
+        distance += x[j] - top;
+      }
+      row.sum += part;
+      weighted += distance;
+      weights += raw.elements;
+    });
+    weighted *= ln_2;
+    if (raw_max != minus_infinity()) row.max = top * ln_2;
+    row.sum *= fast_exp2(fmaf(-row.base(), log2_e, top));
+    anchor = row.base();
+  }
+  // The first NaN, or if there is none the first of the largest logits. Most threads know by their maximum that it is not theirs.
+  template <class Held, class Group> LIGER_DEVICE void find_best(const Held& held, Group& group, bool may_have_nan) {
+    constexpr int behind_all = 1 << 30;
+    float tops[2] = {raw_max, 0};
+    group.reduce(tops, [](float (&to)[2], const float (&from)[2]) { to[0] = fmaxf(to[0], from[0]); });
+    int found = INT_MAX;
+    if (may_have_nan || raw_max == tops[0])
+      held.for_each([&](const auto& raw, int column) {
+#pragma unroll
+        for (int j = raw.elements - 1; j >= 0; --j) {
+          const float x = raw[j];
+          const int at = x != x ? column + j : x == tops[0] ? behind_all + column + j : INT_MAX;
+          found = at < found ? at : found;
+        }
+      });
+    float columns[2] = {bit_cast<float>(found), 0};
+    group.reduce(columns,
+                 [](float (&to)[2], const float (&from)[2]) { to[0] = bit_cast<int>(to[0]) < bit_cast<int>(from[0]) ? to[0] : from[0]; });
+    best_column = bit_cast<int>(columns[0]) & (behind_all - 1);
+  }
+};
+
+}  // namespace liger::gpu
