@@ -62,6 +62,12 @@ def test_every_kernel(file, target):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_rows_that_are_held():
+    """In clusters, with all options, and with values that are no numbers."""
+    done, _ = run_on_host("test_held_logits.py", "clusters", "-m", "not cuda")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_layout():
     done, _ = run_on_host("test_layouts.py", "warps of 32")
     assert done.returncode == 0, done.stdout + done.stderr
