@@ -52,6 +52,23 @@ def test_saved_tensors_may_be_offloaded(device, example):
 
 
 @each_example
+def test_tensors_made_under_inference_mode(device, example):
+    """Autograd does not save them: what is frozen may be one all the same."""
+    arguments = example.arguments(device, torch.float32)
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        frozen = arguments | {name: value.detach()}
+        if not leaves_of(frozen):
+            continue
+        with torch.inference_mode():
+            inference = value.detach().clone()
+        assert inference.is_inference()
+        found, expected = gradients(example, arguments | {name: inference}), gradients(example, frozen)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
+
+
+@each_example
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_are_never_written(device, example, dtype):
     arguments = example.arguments(device, dtype)

@@ -154,6 +154,10 @@ def test_embeddings_as_input(device, dtype):
     model = build(device=device, dtype=dtype).train()
     embeddings = torch.randn(2, 9, 64, device=device).to(dtype)
     compare(model, dict(inputs_embeds=embeddings, labels=tokens(2, 9, device=device)))
+    with torch.inference_mode():  # a frozen encoder's, or those of a prefix that is made once
+        embeddings = embeddings.detach().clone()
+    for memory in ("fast", "auto", "low"):
+        compare(model, dict(inputs_embeds=embeddings, labels=tokens(2, 9, device=device)), memory=memory)
 
 
 @dtypes

@@ -45,6 +45,7 @@ from liger_ext.models.linear import (
 from liger_ext.models.patch import is_plain_tensor
 from liger_ext.models.recompute import is_exported
 from liger_ext.ops._checks import CASTING_MODES
+from liger_ext.ops._register import applied
 
 _rms_norm = torch.ops.liger_ext.rms_norm.default
 _add_rms_norm = torch.ops.liger_ext.add_rms_norm.default
@@ -68,7 +69,7 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[Parts], memory: str) 
         memory: one of the levels above.
     """
     scalings, parameters = parameters_of(x, linears)
-    return _NormLinears.apply(norm.liger_arguments()[1], scalings, memory, x, norm.weight, *parameters)
+    return applied(_NormLinears.apply, norm.liger_arguments()[1], scalings, memory, x, norm.weight, *parameters)
 
 
 def norm_mlp(
@@ -85,7 +86,7 @@ def norm_mlp(
     """
     scalings, parameters = parameters_of(stream, mlp)
     eps = norm.liger_arguments()[1]
-    return _NormMLP.apply(eps, scalings, memory, is_read, attention, stream, norm.weight, *parameters)
+    return applied(_NormMLP.apply, eps, scalings, memory, is_read, attention, stream, norm.weight, *parameters)
 
 
 def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
@@ -94,7 +95,7 @@ def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
     if linears is None:
         return layer(x)
     scalings, parameters = parameters_of(x, linears)
-    return _Adapted.apply(scalings, x, *parameters)
+    return applied(_Adapted.apply, scalings, x, *parameters)
 
 
 _PARAMETERS = "float[] scalings, Tensor?[] parameters"

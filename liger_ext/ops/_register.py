@@ -185,7 +185,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(name, args)
         if torch.is_grad_enabled() and any_requires_grad(*args):
-            return Function.apply(*args)
+            return applied(Function.apply, *args)
         with below_autograd():
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
@@ -206,7 +206,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
 
     def run(records, args):
         if records:
-            return apply(*args)
+            return applied(apply, *args)
         try:
             with below_autograd():
                 return op(*args)
@@ -216,6 +216,20 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         raise failed
 
     return call
+
+
+def applied(apply: Callable, *args):
+    """``apply(*args)`` of an autograd.Function. Autograd does not save tensors that were made under inference_mode:
+    where there are some, their copies take their places."""
+    if torch.compiler.is_compiling():
+        return apply(*args)
+    try:
+        return apply(*args)
+    except RuntimeError:
+        made_there = [isinstance(arg, torch.Tensor) and arg.is_inference() for arg in args]
+        if torch.is_inference_mode_enabled() or not any(made_there):
+            raise
+    return apply(*(arg.clone() if inference else arg for arg, inference in zip(args, made_there, strict=True)))
 
 
 def _refuse_double_backward(name: str) -> Callable:
