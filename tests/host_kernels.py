@@ -214,13 +214,14 @@ def test_logits_in_more_than_64_kib(vocab, dtype):
 @pytest.mark.skipif(not ahead_target(), reason="no clusters, and no copies that fetch rows ahead")
 @dtypes
 def test_rows_of_clusters(dtype, monkeypatch):
-    """Longer than a cluster holds, and so long that it holds them with the most vectors per thread."""
+    """Longer than the registers of a cluster hold; of the fused loss, longer than a cluster holds at all."""
     wide = 16 // dtype.itemsize
     for op in ("rms_norm", "add_rms_norm", "layer_norm"):
         row_op(op, 2, 33_000 * wide, dtype)
         row_op(op, 2, 33_000 * wide, dtype, weight_dtype=torch.float32 if dtype != torch.float32 else torch.bfloat16)
     judge("group_norm", RECORDS["group_norm"].inputs(Make(dtype), Size(2, 33_000 * wide)))
     row_op("softmax", 40, 16 * wide, dtype)
+    fused_loss(1, 130_000 * wide, dtype, hidden=2)
     for vectors in (18_000, 22_000):
         fused_loss(2, vectors * wide, dtype, hidden=2)
         monkeypatch.setattr(_chunks, "WORTH_OVERLAYING", 0)
