@@ -26,21 +26,6 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
   return {.vec = vec, .max_k = max_k, .max_block = 512, .k = 4, .long_k = 5, .long_from = 32};
 }
 
-}  // namespace
-
-Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
-  const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.residual ? Tunable("add_rms_norm") : Tunable("rms_norm");
-  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
-  LaunchPlan plan = plan_row_forward(device, rows, cols, forward_tiling(kind, cols, vec), knobs);
-  plan.smem = reduction_bytes(kind.centered ? 2 : 1, plan.cluster);
-  check_threads(device, plan);
-  if (plan.path == Path::reread) return {&norm_forward_reread, norm_forward_reread.instance(vec), rows, cols, plan, tunable};
-  const int k = vec == 1 ? 4 : plan.k, bound = plan.cluster > 1 ? norm_cluster_bound(kind) : row_threads;
-  return {&norm_forward_registers, norm_forward_registers.instance(vec, k, bound), rows, cols, plan, tunable};
-}
-
-namespace {
-
 // How many blocks of the persistent backward are on a multiprocessor at a time.
 int resident_blocks(const LaunchPlan& plan, const Knobs& knobs) {
   return knobs.resident > 0 ? std::min(knobs.resident, 4) : plan.block <= 256 ? 2 : 1;
@@ -73,39 +58,6 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   plan.grid = grid_of(ceil_div(rows, groups));
   return plan;
 }
-
-}  // namespace
-
-LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
-  const int64_t vectors = ceil_div(cols, vec);
-  LaunchPlan plan;
-  if (vec > 1 && device.warp < vectors && vectors <= 2 * 512 && knobs.cluster <= 1) {
-    plan = norm_warps(device, rows, cols, vec, centered, knobs);
-  } else {
-    // Parts of warps, single elements, and rows of a cluster. With a second set of sums, or with the addresses of single elements, threads
-    // of a block of 1,024 would not have enough registers; where there are clusters, blocks of 512 are faster.
-    const int max_block = centered || vec == 1 || device.bulk_copies ? 512 : 1024, k = vec == 1 ? 4 : 2;
-    Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
-    several.block = std::min(knobs.block, 512);
-    const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
-    plan =
-        plan_row(device, rows, cols,
-                 {.vec = vec, .max_k = k, .max_block = max_block, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k},
-                 several);
-    plan = clustered(device, plan, rows, cols, k, 512, knobs);
-    plan.k = k;
-  }
-  // What a multiprocessor holds of blocks of each size. Grids that give all blocks the same number of rows take no longer and leave fewer
-  // partial rows.
-  const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
-                                            : int64_t{device.multiprocessors} * resident_blocks(plan, knobs);
-  const int64_t teams = plan.grid / plan.cluster;
-  plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
-  plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
-  return plan;
-}
-
-namespace {
 
 Tunable backward_tunable(NormBackwardKind kind) {
   if (kind.centered) return "layer_norm_backward";
@@ -200,6 +152,46 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
 }
 
 }  // namespace
+
+Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
+  const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.residual ? Tunable("add_rms_norm") : Tunable("rms_norm");
+  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
+  LaunchPlan plan = plan_row_forward(device, rows, cols, forward_tiling(kind, cols, vec), knobs);
+  plan.smem = reduction_bytes(kind.centered ? 2 : 1, plan.cluster);
+  check_threads(device, plan);
+  if (plan.path == Path::reread) return {&norm_forward_reread, norm_forward_reread.instance(vec), rows, cols, plan, tunable};
+  const int k = vec == 1 ? 4 : plan.k, bound = plan.cluster > 1 ? norm_cluster_bound(kind) : row_threads;
+  return {&norm_forward_registers, norm_forward_registers.instance(vec, k, bound), rows, cols, plan, tunable};
+}
+
+LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
+  const int64_t vectors = ceil_div(cols, vec);
+  LaunchPlan plan;
+  if (vec > 1 && device.warp < vectors && vectors <= 2 * 512 && knobs.cluster <= 1) {
+    plan = norm_warps(device, rows, cols, vec, centered, knobs);
+  } else {
+    // Parts of warps, single elements, and rows of a cluster. With a second set of sums, or with the addresses of single elements, threads
+    // of a block of 1,024 would not have enough registers; where there are clusters, blocks of 512 are faster.
+    const int max_block = centered || vec == 1 || device.bulk_copies ? 512 : 1024, k = vec == 1 ? 4 : 2;
+    Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
+    several.block = std::min(knobs.block, 512);
+    const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
+    plan =
+        plan_row(device, rows, cols,
+                 {.vec = vec, .max_k = k, .max_block = max_block, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k},
+                 several);
+    plan = clustered(device, plan, rows, cols, k, 512, knobs);
+    plan.k = k;
+  }
+  // What a multiprocessor holds of blocks of each size. Grids that give all blocks the same number of rows take no longer and leave fewer
+  // partial rows.
+  const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
+                                            : int64_t{device.multiprocessors} * resident_blocks(plan, knobs);
+  const int64_t teams = plan.grid / plan.cluster;
+  plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
+  plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
+  return plan;
+}
 
 NormBackwardLaunches norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind,
                                    const Knobs* given) {
