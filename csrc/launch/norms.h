@@ -49,9 +49,10 @@ struct NormBackwardKind {
 // block, or cluster, writes one partial row.
 LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& = {});
 inline constexpr Kernel norm_backward_rows("NormBackwardRows", Instance{512, wide, 2}, Instance{512, wide, 4});
-inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide, 2}, Instance{512, wide, 4});
-constexpr int few_tile_vectors = 4;  // columns of a tile: 64 bytes of a row, two sectors
-constexpr int64_t few_tiles(int64_t cols, int vec) { return ceil_div(cols, few_tile_vectors * vec); }
+// threads: of a row of a tile of columns, with a vector each. Four: 64 bytes, two sectors. Eight: half as many tiles.
+inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide, 2, 4}, Instance{512, wide, 2, 8},
+                                          Instance{512, wide, 4, 4});
+constexpr int64_t few_tiles(int64_t cols, const Instance& of) { return ceil_div(cols, of.threads * of.vec); }
 // threads: of a row in a block, as far as the compiler knows them. 0: a part of a warp, or single elements; whole_warps: any number of
 // warps; 512: blocks of a cluster; 1024: devices without clusters.
 constexpr int whole_warps = 1;

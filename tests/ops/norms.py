@@ -203,13 +203,14 @@ def norm_backward_registers(launch, call) -> None:
 
 
 def norm_backward_few(launch, call) -> None:
-    """Blocks that take rows, and behind them blocks that take tiles of four vectors of columns, of all rows."""
-    plan, (vec, k) = launch.plan, launch.instance
-    tiles, groups, sums = ceil_div(launch.cols, 4 * vec), groups_of(plan), len(call["record"].parameters)
+    """Blocks that take tiles of columns, of all rows, and behind them blocks that take rows."""
+    plan, (vec, k, vectors) = launch.plan, launch.instance
+    tiles, groups, sums = ceil_div(launch.cols, vectors * vec), groups_of(plan), len(call["record"].parameters)
+    assert vectors in (4, 8) and plan.warp % vectors == 0
     assert plan.partial_rows == 0 and k == plan.k
     assert (plan.grid - tiles - 1) * groups < launch.rows <= (plan.grid - tiles) * groups
     check_held(plan.threads_per_row, k, vec, launch.cols)
-    assert plan.smem >= max(reduction_bytes(sums), plan.block // plan.warp * sums * 4 * vec * 4)
+    assert plan.smem >= max(reduction_bytes(sums), plan.block // plan.warp * sums * vectors * vec * 4)
 
 
 def norm_backward_means(launch, call) -> None:
