@@ -16,6 +16,7 @@ from plan_model import (
     check_held,
     check_ranges,
     check_ring,
+    check_rows,
     check_shares,
     groups_of,
     reduction_bytes,
@@ -71,8 +72,9 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         quick = cols in (1024, 1003)
         yield "add_rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x residual", r, c)
     # Rows enough for persistent blocks: of a part of a warp, of three vectors per thread, of 512 threads and of 1,024.
-    for vectors in (8, 704, 1024, 2048):
-        many, cols = 18 if vectors > 8 else 90, vectors * 16 // dtype.itemsize
+    # And for the forward's rows of two vectors for each of eight threads, and of whole warps.
+    for vectors in (8, 16, 704, 1024, 2048):
+        many, cols = 18 if vectors > 16 else 90, vectors * 16 // dtype.itemsize
         yield "rms_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x", r, c)
         yield "layer_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x", r, c, centered=True)
         yield "add_rms_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x residual", r, c)
@@ -174,7 +176,21 @@ LARGE = {
 # Which elements a launch takes --------------------------------------------------------------------------------------
 
 
-WHOLE_WARPS, ROW_WARPS_BYTES = 1, 512  # csrc/launch/norms.h
+WHOLE_WARPS, FORWARD_LANES, ROW_WARPS_BYTES = 1, 8, 512  # csrc/launch/norms.h
+
+
+def norm_forward_registers(launch, call) -> None:
+    plan, (vec, k, threads) = launch.plan, launch.instance
+    if threads == FORWARD_LANES:
+        assert plan.threads_per_row == FORWARD_LANES and plan.block <= 512
+    elif threads == WHOLE_WARPS:  # a row has the block to itself, and each of its warps a place for the sum
+        assert plan.threads_per_row == plan.block and plan.block % plan.warp == 0
+        assert 2 * 4 * ceil_div(plan.block // plan.warp, 8) * 8 <= plan.smem <= ROW_WARPS_BYTES
+    else:
+        assert (threads < 1024) == (plan.cluster > 1)  # there is a kernel of its own for clusters
+    assert k == plan.k or vec == 1
+    check_rows(plan, launch.rows)
+    check_held(plan.threads_per_row, k, vec, launch.cols)
 
 
 def norm_backward_registers(launch, call) -> None:
@@ -226,7 +242,7 @@ def norm_backward_tiles(launch, call) -> None:
 
 
 PLAN_MODELS = {
-    "NormForwardRegisters": row_registers,
+    "NormForwardRegisters": norm_forward_registers,
     "NormForwardReread": row_reread,
     "NormBackwardRegisters": norm_backward_registers,
     "NormBackwardFew": norm_backward_few,
