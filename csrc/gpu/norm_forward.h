@@ -2,7 +2,8 @@
 //
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
-// Registers path: the threads of a row hold it, up to 8 vectors each, all loads in flight before the first use. What a block cannot hold,
+// Registers path: the threads of a row hold it, up to 8 vectors each, all loads in flight before the first use. They are a power of two;
+// or, of rows far from a power of two, the whole warps of a block, so that none of them waits idly (RowWarps). What a block cannot hold,
 // the blocks of a cluster do, where the device has them; the hardware starts them as others end, which keeps the memory busier than
 // persistent ones do. Re-read path, for longer rows: one pass for the statistics (LayerNorm merges batches by Chan's formula), a second
 // for the result, both by the same thread, so that the second mostly hits the L2. On an H200 instructions are the second limit: there

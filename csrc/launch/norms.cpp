@@ -28,10 +28,10 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
 
 // Whole warps with three vectors per thread in place of a power of two of threads, of which many would have a vector less than the others,
 // or none. Not where a power of two of vectors is at least 7/8 full, nor where few rows get more threads. Share of the copy on an H100,
-// before and after: RMSNorm 8192x5120 0.95 0.99, 12345x2560 0.96 0.97, 32768x5120 0.99 1.00; add+RMSNorm, and 3,072 and 6,144 columns, the
-// same within 0.01; RMSNorm 8192x3584 (7/8) 1.00 0.99. Shorter and longer rows, and fp32, were not measured.
+// before and after: 8192x5120 0.95 0.99, 12345x2560 0.96 0.97, 32768x5120 0.99 1.00, 3,072 and 6,144 columns the same within 0.01;
+// 8192x3584 (7/8) 1.00 0.99. Two tensors (add+RMSNorm) win nothing there. Shorter and longer rows, and fp32, were not measured.
 bool in_whole_warps(const DeviceProfile& device, NormForwardKind kind, int64_t rows, int64_t vectors, int vec, const Knobs& knobs) {
-  if (kind.centered || !kind.same_dtype || vec != 8 || few_rows(device, rows)) return false;
+  if (kind.centered || kind.residual || !kind.same_dtype || vec != 8 || few_rows(device, rows)) return false;
   if (std::max({knobs.threads, knobs.block, knobs.cluster}) > 0) return false;
   return 256 < vectors && vectors <= 256 * forward_warps_k && 8 * vectors < 7 * next_pow2(vectors);
 }

@@ -44,8 +44,7 @@ inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{
 inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
 // Is this instance compiled for this kind?
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& of) {
-  if (of.threads == whole_warps) return !kind.centered && kind.same_dtype;
-  if (of.threads == forward_lanes) return !kind.centered && kind.same_dtype && !kind.residual;
+  if (of.threads == whole_warps || of.threads == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
   return (of.vec > 1 || !kind.same_dtype) && (!of.ahead || of.threads == norm_cluster_bound(kind));
 }
 
