@@ -53,7 +53,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   // With 1024 threads each has 64 registers: enough for one row and its sums, while weights are loaded where they are used.
   static constexpr bool holds_weight = max_threads < 1024;
   enum { dy, z, dsum, inputs = Residual ? 3 : 2 };
-  using Group = std::conditional_t<in_warps, RowWarps, RowGroupOf<Threads == launch::whole_warps ? 0 : Threads, true, Threads == 0>>;
+  using Group = std::conditional_t<in_warps, RowWarps<false>, RowGroupOf<in_warps ? 0 : Threads, true, Threads == 0>>;
   // The last argument: asynchronous copies by each thread (Ampere, Ada). LayerNorm has more to compute per element, and is slower with
   // them.
   using Stream = RowStream<Group, T, VEC, K, inputs, holds_weight ? 2 : 0, !Centered>;

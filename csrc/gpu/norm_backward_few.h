@@ -8,10 +8,13 @@
 
 namespace liger::gpu {
 
-template <class T, int VEC, int K, bool Centered> struct NormBackwardFew {
+// Tile: threads of a row of a tile, with a vector each.
+template <class T, int VEC, int K, int Tile, bool Centered> struct NormBackwardFew {
   using Args = NormBackwardArgs;
-  static constexpr int max_threads = launch::norm_backward_few.instance(VEC, K).max_threads;
-  static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
+  static constexpr int max_threads = launch::norm_backward_few.instance(VEC, K, Tile).max_threads;
+  // With two vectors per thread 64 registers are enough, and two blocks of 512 threads fit on a multiprocessor; with four a thread has as
+  // many registers as there are.
+  static constexpr int min_blocks = K == 2 ? 2 : 1;
 
   static LIGER_DEVICE void run(const Args& a) {
     // Blocks of tiles start first, since each has the most to do.
@@ -20,7 +23,7 @@ template <class T, int VEC, int K, bool Centered> struct NormBackwardFew {
   }
 
  private:
-  static constexpr int vectors = launch::few_tile_vectors, at_once = Centered ? 2 : 4;  // vectors of a tile; rows whose loads are in flight
+  static constexpr int vectors = Tile, at_once = Centered ? 2 : 4;  // vectors of a tile; rows whose loads are in flight
   // Neighbouring threads have a row's vectors of the tile, and then the next row's. Each thread adds up its vector of every `lines`th row,
   // the threads of a warp add up theirs by shuffles, and the warps of the block theirs in shared memory.
   static LIGER_DEVICE void sum_tile(const Args& a, int64_t tile) {

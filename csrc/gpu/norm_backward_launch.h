@@ -62,7 +62,7 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
     with_instance<launch::norm_backward_tiles>(main, [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(main, a, stream); });
   } else {
     a.threads_per_row = plan.threads_per_row;
-    a.tile_blocks = launch::few_tiles(a.cols, main.instance.vec);
+    if (main.of(launch::norm_backward_few)) a.tile_blocks = launch::few_tiles(a.cols, main.instance);
     a.stages = plan.stages;
     a.ring_offset = plan.ring_offset;
     a.row_step = int64_t{plan.grid / plan.cluster} * std::max(1, plan.block / plan.threads_per_row);
@@ -70,7 +70,7 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
       using T = decltype(tag);
       if (main.of(launch::norm_backward_few))
         with_instance<launch::norm_backward_few, fits<T>>(
-            main, [&]<Instance I>() { launch<NormBackwardFew<T, I.vec, I.k, Centered>>(main, a, stream); });
+            main, [&]<Instance I>() { launch<NormBackwardFew<T, I.vec, I.k, I.threads, Centered>>(main, a, stream); });
       else if (main.of(launch::norm_backward_rows))
         with_instance<launch::norm_backward_rows, fits<T>>(
             main, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(main, a, stream); });

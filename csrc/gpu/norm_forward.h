@@ -2,14 +2,15 @@
 //
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
-// Registers path: the threads of a row hold it, up to 8 vectors each, all loads in flight before the first use. What a block cannot hold,
+// Registers path: the threads of a row hold it, up to 8 vectors each, all loads in flight before the first use. They are a power of two;
+// or, of rows far from a power of two, the whole warps of a block, so that none of them waits idly (RowWarps). What a block cannot hold,
 // the blocks of a cluster do, where the device has them; the hardware starts them as others end, which keeps the memory busier than
 // persistent ones do. Re-read path, for longer rows: one pass for the statistics (LayerNorm merges batches by Chan's formula), a second
 // for the result, both by the same thread, so that the second mostly hits the L2. On an H200 instructions are the second limit: there
 // are kernels of their own for parameters of the result's dtype, and short rows pay for every branch before their first load.
 #pragma once
 #include "gpu/device.h"
-#include "gpu/rows.h"
+#include "gpu/row_warps.h"
 #include "kernels/norms.h"
 #include "launch/norms.h"
 
@@ -200,18 +201,24 @@ template <class T, int VEC, int K, NormForwardKind Kind, bool WithRow>
 using NormParameters =
     std::conditional_t<Kind.same_dtype, TypedParameters<T, VEC, K, Kind.centered, WithRow>, AnyParameters<VEC, Kind.centered>>;
 
-// Threads: the launch bound. The instances for clusters have a smaller bound, so that a thread has registers for more than the row.
+// Threads: the launch bound. The instances for clusters have a smaller bound, so that a thread has registers for more than the row. Or:
+// launch::whole_warps, rows of any number of warps, one per block; launch::forward_lanes, rows of that many threads.
 template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct NormForwardRegisters {
-  static constexpr bool Centered = Kind.centered, clusters = Threads < launch::row_threads;
+  static constexpr bool Centered = Kind.centered, in_warps = Threads == launch::whole_warps, in_lanes = Threads == launch::forward_lanes,
+                        clusters = !in_warps && !in_lanes && Threads < launch::row_threads;
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Kind>;
   using Parameters = NormParameters<T, VEC, K, Kind, (K <= 4 || (clusters && !Centered))>;
-  static constexpr int max_threads = launch::norm_forward_registers.instance(VEC, K, Threads).max_threads;
+  using Group = std::conditional_t<in_warps, RowWarps<true>, RowGroupOf<in_lanes ? Threads : 0, clusters>>;
+  static constexpr int max_threads = launch::norm_forward_registers.instance(VEC, K, Threads).max_threads,
+                       min_blocks = in_warps   ? launch::forward_warps_blocks
+                                    : in_lanes ? launch::forward_lanes_blocks
+                                               : 1;
 
   static LIGER_DEVICE void run(const Args& a) {
-    RowGroupOf<0, clusters> group(a.threads_per_row);
+    Group group(a.threads_per_row);
     const int64_t row = group.first_row();
-    const bool live = row < a.rows;
+    const bool live = in_warps || row < a.rows;
     const Tile tile{a, {group.index, group.threads_per_row, live ? int(a.cols) : 0}, row};
     typename Tile::Values z;
     tile.load_input(z);

@@ -1,4 +1,6 @@
 // Rows of whole warps: RowWarps, the threads that share one row if they are whole warps of a block, of any number, and sums over them.
+// OneRow: a row has its block to itself. It then waits at the block's own barrier: one whose number the compiler does not know makes
+// NVIDIA's reserve all 16, so that at most four blocks fit on a multiprocessor.
 //
 // Each warp sums by shuffles, and writes its sums to shared memory. Behind a barrier of the row's threads, each of them adds up the sums
 // of all warps, in the same order, so that all get the same bits. Successive sums use two buffers in turn, as in RowGroupOf (rows.h).
@@ -8,16 +10,20 @@
 
 namespace liger::gpu {
 
-struct RowWarps {
+template <bool OneRow> struct RowWarps {
   static constexpr bool whole_warps = true;
   // index: this thread's number in its row. group: which of the block's rows, of which there are `groups`, is this thread's.
   int threads_per_row, warps, group, groups, index, turn = 0;
 
   LIGER_DEVICE explicit RowWarps(int threads) : threads_per_row(threads), warps(threads / warp_width()) {
-    const int warp = uniform(warp_id());
-    group = warp / warps;
-    groups = block_threads() / threads;
-    index = (warp - group * warps) * warp_width() + lane_id();
+    if constexpr (OneRow) {
+      group = 0, groups = 1, index = thread_id();
+    } else {
+      const int warp = uniform(warp_id());
+      group = warp / warps;
+      groups = block_threads() / threads;
+      index = (warp - group * warps) * warp_width() + lane_id();
+    }
   }
   template <int N> static constexpr int shared_bytes() { return launch::row_warps_floats * int(sizeof(float)); }
   LIGER_DEVICE int rows_per_block() const { return groups; }
@@ -26,6 +32,11 @@ struct RowWarps {
   LIGER_DEVICE int64_t teams() const { return grid_blocks(); }
   LIGER_DEVICE int64_t first_row() const { return block_id() * groups + group; }
 
+  LIGER_DEVICE float sum(float v) {
+    float one[1] = {v};
+    sum(one);
+    return one[0];
+  }
   // Replaces each value by its sum over the threads of the row, all of which call it together; without group barriers, all of the block.
   template <int N> LIGER_DEVICE void sum(float (&v)[N]) {
     static_assert(N <= 2);
@@ -48,7 +59,8 @@ struct RowWarps {
     ++turn;
     if ((lane_id() & (warp_width() / N - 1)) == 0) sums[index / warp_width() * N + upper] = mine;
     if (index < pitch - used) sums[used + index] = 0;  // in place of warps that the row does not have
-    group_barrier(group, threads_per_row);
+    if constexpr (OneRow) block_barrier();
+    else group_barrier(group, threads_per_row);
 #pragma unroll
     for (int n = 0; n < N; ++n) v[n] = 0;
 #pragma unroll 1

@@ -141,6 +141,9 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
     if (width >= warp_width()) {
 #pragma unroll
       for (int mask = warp_width() / 2; mask > 0; mask /= 2) step(mask);
+    } else if constexpr (Threads > 0 && !whole_warps) {
+#pragma unroll
+      for (int mask = Threads / 2; mask > 0; mask /= 2) step(mask);
     } else {
 #pragma unroll 1
       for (int mask = width / 2; mask > 0; mask /= 2) step(mask);

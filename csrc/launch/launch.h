@@ -43,7 +43,7 @@ constexpr bool any_instance(const Instance&) { return true; }
 
 struct Kernel {
   const char* name;  // of its struct in csrc/gpu
-  Instance instances[16];  // all of them; unused entries have max_threads 0
+  Instance instances[20];  // all of them; unused entries have max_threads 0
 
   template <class... All> constexpr explicit Kernel(const char* name, All... all) : name(name) {
     int count = 0;

@@ -9,6 +9,7 @@ namespace liger::launch {
 constexpr int row_warps_floats = 2 * 64;
 
 constexpr int cluster_threads = 512;  // the most threads of a block in a cluster
+constexpr int whole_warps = 1;        // an instance's `threads`: a row has any number of whole warps
 
 // The forward.
 struct NormForwardKind {
@@ -25,14 +26,25 @@ constexpr int norm_cluster_bound(NormForwardKind kind) {
   return kind.residual || !kind.same_dtype ? cluster_threads : 768;  // a kernel for parameters of any dtype may always read two tensors
 }
 
+// 16-bit rows of RMSNorm whose vectors are far from a power of two: whole warps, with three vectors per thread. Two blocks of 640 threads
+// leave a thread 48 registers, which are enough.
+constexpr int forward_warps_k = 3, forward_warps_bound = 640, forward_warps_blocks = 2;
+// 16-bit rows of RMSNorm of two vectors for each of eight threads, whose number the compiler knows: heads of queries and keys, of 128
+// columns. Three blocks of 512 threads: 40 registers.
+constexpr int forward_lanes = 8, forward_lanes_k = 2, forward_lanes_bound = 512, forward_lanes_blocks = 3;
+
+// threads: the launch bound; or whole_warps, or forward_lanes.
 inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{row_threads, 1, 4, row_threads},
                                                Instance{row_threads, wide, 1, row_threads}, Instance{row_threads, wide, 2, row_threads},
                                                Instance{row_threads, wide, 4, row_threads}, Instance{row_threads, wide, 8, row_threads},
+                                               Instance{forward_warps_bound, 8, forward_warps_k, whole_warps},
+                                               Instance{forward_lanes_bound, 8, forward_lanes_k, forward_lanes},
                                                Instance{cluster_threads, wide, 8, cluster_threads, true}, Instance{768, wide, 8, 768, true},
                                                Instance{1000, wide, 8, 1000, true});
 inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
 // Is this instance compiled for this kind?
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& of) {
+  if (of.threads == whole_warps || of.threads == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
   return (of.vec > 1 || !kind.same_dtype) && (!of.ahead || of.threads == norm_cluster_bound(kind));
 }
 
@@ -49,12 +61,12 @@ struct NormBackwardKind {
 // block, or cluster, writes one partial row.
 LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& = {});
 inline constexpr Kernel norm_backward_rows("NormBackwardRows", Instance{512, wide, 2}, Instance{512, wide, 4});
-inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide, 2}, Instance{512, wide, 4});
-constexpr int few_tile_vectors = 4;  // columns of a tile: 64 bytes of a row, two sectors
-constexpr int64_t few_tiles(int64_t cols, int vec) { return ceil_div(cols, few_tile_vectors * vec); }
+// threads: of a row of a tile of columns, with a vector each. Four: 64 bytes, two sectors. Eight: half as many tiles.
+inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide, 2, 4}, Instance{512, wide, 2, 8},
+                                          Instance{512, wide, 4, 4});
+constexpr int64_t few_tiles(int64_t cols, const Instance& of) { return ceil_div(cols, of.threads * of.vec); }
 // threads: of a row in a block, as far as the compiler knows them. 0: a part of a warp, or single elements; whole_warps: any number of
 // warps; 512: blocks of a cluster; 1024: devices without clusters.
-constexpr int whole_warps = 1;
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
                                                 Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps, true},
                                                 Instance{512, wide, 2, 512}, Instance{1024, wide, 2, 1024});

@@ -16,6 +16,7 @@ from plan_model import (
     check_held,
     check_ranges,
     check_ring,
+    check_rows,
     check_shares,
     groups_of,
     reduction_bytes,
@@ -71,8 +72,9 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         quick = cols in (1024, 1003)
         yield "add_rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x residual", r, c)
     # Rows enough for persistent blocks: of a part of a warp, of three vectors per thread, of 512 threads and of 1,024.
-    for vectors in (8, 704, 1024, 2048):
-        many, cols = 18 if vectors > 8 else 90, vectors * 16 // dtype.itemsize
+    # And for the forward's rows of two vectors for each of eight threads, and of whole warps.
+    for vectors in (8, 16, 704, 1024, 2048):
+        many, cols = 18 if vectors > 16 else 90, vectors * 16 // dtype.itemsize
         yield "rms_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x", r, c)
         yield "layer_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x", r, c, centered=True)
         yield "add_rms_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x residual", r, c)
@@ -174,7 +176,21 @@ LARGE = {
 # Which elements a launch takes --------------------------------------------------------------------------------------
 
 
-WHOLE_WARPS, ROW_WARPS_BYTES = 1, 512  # csrc/launch/norms.h
+WHOLE_WARPS, FORWARD_LANES, ROW_WARPS_BYTES = 1, 8, 512  # csrc/launch/norms.h
+
+
+def norm_forward_registers(launch, call) -> None:
+    plan, (vec, k, threads) = launch.plan, launch.instance
+    if threads == FORWARD_LANES:
+        assert plan.threads_per_row == FORWARD_LANES and plan.block <= 512
+    elif threads == WHOLE_WARPS:  # a row has the block to itself, and each of its warps a place for the sum
+        assert plan.threads_per_row == plan.block and plan.block % plan.warp == 0
+        assert 2 * 4 * ceil_div(plan.block // plan.warp, 8) * 8 <= plan.smem <= ROW_WARPS_BYTES
+    else:
+        assert (threads < 1024) == (plan.cluster > 1)  # there is a kernel of its own for clusters
+    assert k == plan.k or vec == 1
+    check_rows(plan, launch.rows)
+    check_held(plan.threads_per_row, k, vec, launch.cols)
 
 
 def norm_backward_registers(launch, call) -> None:
@@ -203,13 +219,14 @@ def norm_backward_registers(launch, call) -> None:
 
 
 def norm_backward_few(launch, call) -> None:
-    """Blocks that take rows, and behind them blocks that take tiles of four vectors of columns, of all rows."""
-    plan, (vec, k) = launch.plan, launch.instance
-    tiles, groups, sums = ceil_div(launch.cols, 4 * vec), groups_of(plan), len(call["record"].parameters)
+    """Blocks that take tiles of columns, of all rows, and behind them blocks that take rows."""
+    plan, (vec, k, vectors) = launch.plan, launch.instance
+    tiles, groups, sums = ceil_div(launch.cols, vectors * vec), groups_of(plan), len(call["record"].parameters)
+    assert vectors in (4, 8) and plan.warp % vectors == 0
     assert plan.partial_rows == 0 and k == plan.k
     assert (plan.grid - tiles - 1) * groups < launch.rows <= (plan.grid - tiles) * groups
     check_held(plan.threads_per_row, k, vec, launch.cols)
-    assert plan.smem >= max(reduction_bytes(sums), plan.block // plan.warp * sums * 4 * vec * 4)
+    assert plan.smem >= max(reduction_bytes(sums), plan.block // plan.warp * sums * vectors * vec * 4)
 
 
 def norm_backward_means(launch, call) -> None:
@@ -225,7 +242,7 @@ def norm_backward_tiles(launch, call) -> None:
 
 
 PLAN_MODELS = {
-    "NormForwardRegisters": row_registers,
+    "NormForwardRegisters": norm_forward_registers,
     "NormForwardReread": row_reread,
     "NormBackwardRegisters": norm_backward_registers,
     "NormBackwardFew": norm_backward_few,
