@@ -158,13 +158,13 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
 
 const Planned forward{"fused_linear_cross_entropy",
                       fused_loss,
-                      {&fill_kernel, &in_place_held, &in_place_kernel, &cross_entropy_forward_kernel, &statistics_kernel,
-                       &merge_kernel, &cross_entropy_backward_kernel, &scale_kernel, &count_targets_kernel, &sum_losses_kernel,
-                       &add_losses_kernel, &partial_columns_kernel, &sum_columns_kernel}};
+                      {&fill_kernel, &in_place_held, &in_place_kernel, &cross_entropy_forward_kernel, &statistics_kernel, &merge_kernel,
+                       &cross_entropy_backward_kernel, &scale_kernel, &count_targets_kernel, &sum_losses_kernel, &add_losses_kernel,
+                       &partial_columns_kernel, &sum_columns_kernel}};
 const Planned backward{"fused_linear_cross_entropy_backward",
                        fused_loss_gradient,
-                       {&product_kernel, &scale_kernel, &fill_kernel, &in_place_held, &in_place_kernel, &statistics_kernel,
-                        &merge_kernel, &cross_entropy_backward_kernel, &partial_columns_kernel, &sum_columns_kernel}};
+                       {&product_kernel, &scale_kernel, &fill_kernel, &in_place_held, &in_place_kernel, &statistics_kernel, &merge_kernel,
+                        &cross_entropy_backward_kernel, &partial_columns_kernel, &sum_columns_kernel}};
 
 }  // namespace
 }  // namespace liger::launch
