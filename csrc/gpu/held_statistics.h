@@ -5,6 +5,9 @@
 
 namespace liger::gpu {
 
+// The number of a vector's elements, as a constant.
+template <class P> constexpr int elements_of = std::remove_cvref_t<P>::elements;
+
 template <class P, class F> LIGER_DEVICE P of_each(const P& raw, F f) {
   float g[P::elements];
 #pragma unroll
@@ -25,7 +28,7 @@ template <class T> struct HeldExponentials {
     if (!exp.far()) sum = held.sum([&](float logit) { return exp.near(logit); });
     else
       held.read_again([&](const auto& raw, int, const T*) {
-        for (int j = 0; j < raw.elements; ++j) sum += exp(raw[j]);
+        for (int j = 0; j < elements_of<decltype(raw)>; ++j) sum += exp(raw[j]);
       });
     sum *= exp.correction(base());
   }
@@ -93,18 +96,18 @@ template <class T> struct HeldOptions {
     anchor = finite(row.max);
     weighted = weights = 0;
     held.for_each([&](const auto& raw, int column) {
-      float x[raw.elements], part = 0, of_part = raw.elements;
+      float x[elements_of<decltype(raw)>], part = 0, of_part = elements_of<decltype(raw)>;
       widen(x, raw);
       if (a.class_weight.data) {
         if (a.softcap != 0) cap<T>(a, x);
-        float w[raw.elements];
+        float w[elements_of<decltype(raw)>];
         RowStatistics<T, true>::class_weights(a, w, column);
         of_part = 0;
 #pragma unroll
-        for (int j = 0; j < raw.elements; ++j) part += w[j] * (x[j] - anchor), of_part += w[j];
+        for (int j = 0; j < elements_of<decltype(raw)>; ++j) part += w[j] * (x[j] - anchor), of_part += w[j];
       } else {
 #pragma unroll
-        for (int j = 0; j < raw.elements; ++j) part += x[j] - anchor;
+        for (int j = 0; j < elements_of<decltype(raw)>; ++j) part += x[j] - anchor;
       }
       weighted += part;
       weights += of_part;
@@ -139,10 +142,10 @@ template <class T> struct HeldOptions {
       held.read_again([&](const auto& raw, int column, T* address) { store(address, gradient.template of<true>(a, raw, column, -1)); });
     } else if (a.softcap != 0) {
       held.replace([&](auto raw, int) {
-        float x[raw.elements];
+        float x[elements_of<decltype(raw)>];
         capped_exponents(a, x, raw);
 #pragma unroll
-        for (int j = 0; j < raw.elements; ++j) x[j] = of_exponent(x[j]);
+        for (int j = 0; j < elements_of<decltype(raw)>; ++j) x[j] = of_exponent(x[j]);
         raw.set(x);
         return raw;
       });
@@ -157,16 +160,16 @@ template <class T> struct HeldOptions {
   template <class Held> LIGER_DEVICE void take_capped(Held& held, HeldExponentials<T>& row) {
     const float top = raw_max == minus_infinity() ? 0.f : capped_exponent<T>(a, raw_max);
     held.for_each([&](const auto& raw, int) {
-      float x[raw.elements], part = 0, distance = 0;
+      float x[elements_of<decltype(raw)>], part = 0, distance = 0;
       capped_exponents(a, x, raw);
 #pragma unroll
-      for (int j = 0; j < raw.elements; ++j) {
+      for (int j = 0; j < elements_of<decltype(raw)>; ++j) {
         part += fast_exp2(x[j] - top);
         distance += x[j] - top;
       }
       row.sum += part;
       weighted += distance;
-      weights += raw.elements;
+      weights += elements_of<decltype(raw)>;
     });
     weighted *= ln_2;
     if (raw_max != minus_infinity()) row.max = top * ln_2;
@@ -182,7 +185,7 @@ template <class T> struct HeldOptions {
     if (may_have_nan || raw_max == tops[0])
       held.for_each([&](const auto& raw, int column) {
 #pragma unroll
-        for (int j = raw.elements - 1; j >= 0; --j) {
+        for (int j = elements_of<decltype(raw)> - 1; j >= 0; --j) {
           const float x = raw[j];
           const int at = x != x ? column + j : x == tops[0] ? behind_all + column + j : INT_MAX;
           found = at < found ? at : found;
