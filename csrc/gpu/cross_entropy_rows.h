@@ -76,7 +76,7 @@ template <class T, int N> LIGER_DEVICE void tanh_of_share(const LogitRows& a, fl
   float largest = 0;
 #pragma unroll
   for (int j = 0; j < N; ++j) x[j] *= a.inverse_softcap, largest = fmaxf(largest, fabsf(x[j]));
-  if (sizeof(T) == 4) {
+  if (sizeof(T) == 4 || !may_have_clusters) {  // AMD's scalar registers have no room for the coefficients
 #pragma unroll
     for (int j = 0; j < N; ++j) x[j] = tanhf(x[j]);
   } else if (largest <= 1) {
