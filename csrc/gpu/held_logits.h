@@ -74,7 +74,7 @@ template <class T, int N, int K, class Row> class HeldLogits {
       if (columns_.has(k)) load<Hint::in_place>(held_[k], at(k * columns_.step));
     }
 #pragma unroll 1
-    for (int k = K; columns_.has(k); ++k) copy_to_place(k, at(k * columns_.step));
+    for (int k = K; columns_.has(k); ++k) copy_to_shared<Hint::in_place>(place(k), at(k * columns_.step));
     close_copies();
   }
   // Requests the single element, of a row that is wanted.
@@ -150,11 +150,6 @@ template <class T, int N, int K, class Row> class HeldLogits {
 
  private:
   LIGER_DEVICE Packed<T, N>* place(int k) const { return shared<Packed<T, N>>(shared_offset_) + ((k - K) * block_threads() + thread_id()); }
-  // Without a register on the way where the device can.
-  LIGER_DEVICE void copy_to_place(int k, const T* from) const {
-    if constexpr (has_async_copies && sizeof(Packed<T, N>) == 16) async_copy(place(k), from);
-    else load<Hint::in_place>(*place(k), from);
-  }
   template <class F> LIGER_DEVICE void for_each_in_shared(F f) const {
 #pragma unroll 1
     for (int k = K; columns_.has(k); ++k) {

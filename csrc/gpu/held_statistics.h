@@ -61,20 +61,16 @@ template <class T, class Held> LIGER_DEVICE void replace_by_probabilities(Held& 
   }
 }
 
-// x[j] = softcap(logit[j]) * log2(e): exponents of 2. They are what the sums, the gradients and the target's logit of a row are made of, so
+// x[j] = softcap(x[j]) * log2(e): exponents of 2. They are what the sums, the gradients and the target's logit of a row are made of, so
 // that a probability of 1 has a loss of 0.
-template <class T, int N> LIGER_DEVICE void capped_exponents(const LogitRows& a, float (&x)[N], const Packed<T, N>& raw) {
-  widen(x, raw);
+template <class T, int N> LIGER_DEVICE void capped_exponents(const LogitRows& a, float (&x)[N]) {
   tanh_of_share<T>(a, x);
 #pragma unroll
   for (int j = 0; j < N; ++j) x[j] *= a.softcap * log2_e;
 }
 template <class T> LIGER_DEVICE float capped_exponent(const LogitRows& a, float logit) {
-  float x[1];
-  Packed<T, 1> raw;
-  x[0] = logit;
-  raw.set(x);
-  capped_exponents(a, x, raw);
+  float x[1] = {logit};
+  capped_exponents<T>(a, x);
   return x[0];
 }
 constexpr float ln_2 = 0.69314718055994531f;
@@ -89,9 +85,12 @@ template <class T> struct HeldOptions {
 
   // A thread's part of the row.
   template <class Held> LIGER_DEVICE void take(Held& held, HeldExponentials<T>& row) {
-    raw_max = held.largest();
-    if (a.softcap == 0) row.take(held);
-    else take_capped(held, row);
+    if (a.softcap == 0) {
+      row.take(held);
+      raw_max = row.max;
+    } else {
+      take_capped(held, row);
+    }
     if (a.class_share == 0 || (a.softcap != 0 && !a.class_weight.data)) return;
     anchor = finite(row.max);
     weighted = weights = 0;
@@ -143,7 +142,8 @@ template <class T> struct HeldOptions {
     } else if (a.softcap != 0) {
       held.replace([&](auto raw, int) {
         float x[elements_of<decltype(raw)>];
-        capped_exponents(a, x, raw);
+        widen(x, raw);
+        capped_exponents<T>(a, x);
 #pragma unroll
         for (int j = 0; j < elements_of<decltype(raw)>; ++j) x[j] = of_exponent(x[j]);
         raw.set(x);
@@ -158,10 +158,12 @@ template <class T> struct HeldOptions {
   LIGER_DEVICE static float finite(float v) { return fabsf(v) < __builtin_inff() ? v : 0.f; }
   // Sums are relative to the largest exponent, and then to `row.max`, which is the same but for its rounding.
   template <class Held> LIGER_DEVICE void take_capped(Held& held, HeldExponentials<T>& row) {
+    raw_max = held.largest();
     const float top = raw_max == minus_infinity() ? 0.f : capped_exponent<T>(a, raw_max);
     held.for_each([&](const auto& raw, int) {
       float x[elements_of<decltype(raw)>], part = 0, distance = 0;
-      capped_exponents(a, x, raw);
+      widen(x, raw);
+      capped_exponents<T>(a, x);
 #pragma unroll
       for (int j = 0; j < elements_of<decltype(raw)>; ++j) {
         part += fast_exp2(x[j] - top);

@@ -184,9 +184,9 @@ template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void store(T* to, 
 
 // Copies a vector to shared memory, without a register where the device can. This thread may read it there once it has closed its copies
 // and waited for them (close_copies, wait_for_copies).
-template <class V, class T> LIGER_DEVICE void copy_to_shared(V* to, const T* from) {
+template <Hint H = Hint::stream, class V, class T> LIGER_DEVICE void copy_to_shared(V* to, const T* from) {
   if constexpr (has_async_copies && sizeof(V) == 16) async_copy(to, from);
-  else load<Hint::stream>(*to, from);
+  else load<H>(*to, from);
 }
 
 // Calls f with a value of the element type that `dtype` names (in device code; fp64 has no GPU path). f takes the type from it by
