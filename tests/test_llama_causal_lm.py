@@ -246,19 +246,6 @@ def test_tuples(device, training):
     torch.testing.assert_close(result[0], expected[0])
 
 
-@pytest.mark.parametrize("asked", [None, True, False])
-def test_a_training_step_has_a_cache_only_where_one_is_asked_for(device, asked):
-    model, batch = patched(build(device=device).train()), batch_of(device)
-    for skip_logits in (None, False):
-        step = model(**batch, use_cache=asked, skip_logits=skip_logits)
-        assert (step.past_key_values is not None) == (asked is True)
-    cache = model.eval()(batch["input_ids"], use_cache=True).past_key_values
-    assert model(**batch, use_cache=asked).past_key_values is not None or asked is False
-    longer = model.train()(**batch, past_key_values=cache, use_cache=asked).past_key_values
-    assert cache.get_seq_length() == 2 * batch["input_ids"].shape[1]
-    assert longer is cache or asked is False  # which transformers 4 obeys here
-
-
 @dtypes
 def test_hidden_states_and_attentions(device, dtype):
     stock = build(device=device, dtype=dtype, attn_implementation="eager").eval()

@@ -1,9 +1,7 @@
 """Patched models that are named, printed, saved, copied and pickled: as stock ones."""
 
 import copy
-import dataclasses
 import io
-import pickle
 
 import pytest
 import torch
@@ -63,19 +61,3 @@ def test_load_in_this_process():
     torch.save(model, buffer)
     buffer.seek(0)
     assert classes(torch.load(buffer, weights_only=False)) == classes(model)
-
-
-def test_output_without_logits():
-    """Whoever reads logits that were not made is told how to get them; what goes through an output is not."""
-    model, batch = patched(build(tie_word_embeddings=False)).train(), batch_of("cpu")
-    output = model(**batch)
-    with pytest.raises(AttributeError, match=r"no logits: .*model\(\.\.\., skip_logits=False\)"):
-        output.logits  # noqa: B018
-    assert getattr(output, "logits", None) is None and output.get("logits") is None and "logits=" not in repr(output)
-    assert isinstance(output, type(build()(**batch)))
-    leaves, spec = torch.utils._pytree.tree_flatten(output)
-    copies = [pickle.loads(pickle.dumps(output)), torch.utils._pytree.tree_unflatten(leaves, spec)]
-    for same in [*copies, dataclasses.replace(output), type(output)(dict(output)), copy.copy(output)]:
-        assert type(same) is type(output) and list(same) == ["loss"] and same.loss == output.loss
-    assert [field.name for field in dataclasses.fields(output)][:2] == ["loss", "past_key_values"]
-    assert model(**batch, skip_logits=False).logits.shape == (*batch["labels"].shape, model.config.vocab_size)

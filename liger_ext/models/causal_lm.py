@@ -23,7 +23,7 @@ from liger_ext.models.loss import (
     counted_rows,
     fused_causal_lm_loss,
     liger_output,
-    output_without_logits,
+    output_without,
     shift,
     softcapped,
 )
@@ -72,7 +72,7 @@ class CausalLM(Mixin):
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
             if hasattr(stock, name):
                 getattr(stock, name)()
-        cls.OUTPUT, cls.OUTPUT_WITHOUT_LOGITS = liger_output(output), output_without_logits(output)
+        cls.OUTPUT, cls.OUTPUT_WITHOUT = liger_output(output), _outputs_without(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         """transformers' forward, but in training with labels the loss comes from the hidden states: no logits exist.
@@ -85,24 +85,16 @@ class CausalLM(Mixin):
             max_rows: at most how many positions of the batch have a target that is not ignored (`count_rows`). In a
                 graph of torch.compile the loss then takes as many rows, not all.
 
-        A training step with labels returns no cache of keys and values (`past_key_values`) unless `use_cache=True` asks
-        for it, or `position_ids` come without an `attention_mask`, and `return_dict=False` leaves out of the tuple what
-        is None: the logits, and the cache. The loss of labels that are all ignored is 0; transformers gives NaN. A loss
-        of the user's own (`model.loss_function`) is obeyed: it gets logits, as it must, and all arguments that it would
-        get unpatched.
+        A training step that makes no logits makes no cache of keys and values (`past_key_values`) either, unless
+        `use_cache=True` asks for it, or `position_ids` come without an `attention_mask`. Reading what was not made is
+        an error, and the tuple of `return_dict=False` has no place for it. The loss of labels that are all ignored is
+        0; transformers gives NaN. A loss of the user's own (`model.loss_function`) is obeyed: it gets logits, as it
+        must, and all arguments that it would get unpatched.
         """
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
-        trains = self.training and has_labels
-        # Where there is no cache, transformers (4.53 on) reads documents from positions, and keeps them apart.
-        may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
-        undecided = arguments.get("use_cache") is None and arguments.get("past_key_values") is None
-        given = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
-        is_meta = isinstance(given, torch.Tensor) and given.is_meta  # then positions cannot be read
-        if trains and undecided and not may_be_packed and not is_meta:
-            arguments["use_cache"] = False  # transformers' default copies every key and value into a cache
         if skip_logits is None:
-            skip_logits = trains
+            skip_logits = self.training and has_labels
         if self.loss_function not in _LOSSES:
             return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
@@ -116,6 +108,8 @@ class CausalLM(Mixin):
         if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
             loss_arguments |= counted_rows(self.lm_head, **loss_arguments, max_rows=max_rows)
         passed = {"labels": labels, "logits_to_keep": logits_to_keep}
+        given = _given_to(arguments)
+        spared = skip_logits and self.training and _spare_cache(self, arguments) and "past_key_values" in self.COPIED
         if self.TAKES is not None:
             arguments = {name: value for name, value in arguments.items() if name in self.TAKES}
         model = operator.attrgetter(self.MODEL)(self)
@@ -128,7 +122,7 @@ class CausalLM(Mixin):
         if softcap is not None:
             options["softcap"] = softcap
         if skip_logits:
-            output, shown = self.OUTPUT_WITHOUT_LOGITS, {}
+            output, shown = self.OUTPUT_WITHOUT[spared], {}
             if options.get("memory") is None:
                 options["memory"] = self.liger_memory
             result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
@@ -145,7 +139,7 @@ class CausalLM(Mixin):
             token_accuracy=result.token_accuracy,
             predicted_tokens=result.predicted_tokens,
             **shown,
-            **{name: getattr(outputs, name) for name in self.COPIED},
+            **{name: getattr(outputs, name) for name in self.COPIED if not (spared and name == "past_key_values")},
         )
         return output(**self._results(results, arguments))
 
@@ -245,7 +239,7 @@ class CausalLMInside(Mixin):
     def look_at(cls, stock: type[nn.Module]) -> None:
         cls.forward = _forward_like(stock, cls._forward.__doc__)
         output, _ = _output_of(stock)
-        cls.OUTPUT, cls.OUTPUT_WITHOUT_LOGITS = liger_output(output), output_without_logits(output)
+        cls.OUTPUT, cls.OUTPUT_WITHOUT = liger_output(output), _outputs_without(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         """transformers' forward, as that of `LlamaForCausalLM` here."""
@@ -269,9 +263,40 @@ class CausalLMInside(Mixin):
         if shift_labels is None:
             given["shift_labels"] = shift(labels, given.get("ignore_index", -100))
         given.pop("labels", None)
+        spared = self.training and _spare_cache(inner, arguments)  # here: stock's forward reads the cache
         outputs = super().forward(**arguments, **given, skip_logits=True, return_dict=True)
-        results = dict(outputs)
-        return self.OUTPUT_WITHOUT_LOGITS(loss=results.pop("logits"), **results)  # the first that it was given
+        results = {name: value for name, value in outputs.items() if not (spared and name == "past_key_values")}
+        return self.OUTPUT_WITHOUT[spared](loss=results.pop("logits"), **results)  # the first that it was given
+
+
+def _outputs_without(output: type[ModelOutput]) -> dict[bool, type[ModelOutput]]:
+    """What a step returns that makes no logits, by whether a cache is spared, too."""
+    return {False: output_without(output, "logits"), True: output_without(output, "logits", "past_key_values")}
+
+
+def _given_to(arguments: dict[str, object]) -> torch.Tensor | None:
+    """The tokens, or what stands for them."""
+    embeds = arguments.get("inputs_embeds")
+    return arguments.get("input_ids") if embeds is None else embeds
+
+
+def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
+    """Has a training step make no cache of keys and values, of which transformers' default makes a copy, where the
+    caller has not decided. Returns whether an unpatched model's would be of use."""
+    if arguments.get("use_cache") is not None or arguments.get("past_key_values") is not None:
+        return False
+    # Where there is no cache, transformers (4.53 on) reads documents from positions, and keeps them apart.
+    if arguments.get("position_ids") is not None and arguments.get("attention_mask") is None:
+        return False
+    given = _given_to(arguments)
+    if isinstance(given, torch.Tensor) and given.is_meta:  # then positions cannot be read
+        return False
+    arguments["use_cache"] = False
+    model = operator.attrgetter(head.MODEL)(head)
+    is_checkpointed = any(
+        getattr(m, "gradient_checkpointing", False) for m in (model, getattr(model, "language_model", None))
+    )
+    return bool(getattr(head.config.get_text_config(), "use_cache", False)) and not is_checkpointed
 
 
 def renamed(text: str) -> str:

@@ -1,6 +1,7 @@
 """The causal language model's loss, from hidden states or logits, with the meaning of transformers' ForCausalLMLoss."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
 from typing import ClassVar
 
@@ -49,31 +50,66 @@ def liger_output(cls: type[ModelOutput]) -> type[ModelOutput]:
     return make_dataclass(f"Liger{cls.__name__}", fields, bases=(cls,), namespace=names)
 
 
+class _Without:
+    """Those of `output_without`: the fields that they do not have are `without`."""
+
+    without: ClassVar[tuple[str, ...]] = ()
+
+    def __getitem__(self, key: str | int | slice) -> object:
+        """A field by its name, or one or several of the places in the tuple that an unpatched model returns."""
+        if isinstance(key, str):
+            if key in self.without:
+                raise KeyError(_WHY_NOT_MADE[key])
+            return super().__getitem__(key)
+        places = [name for name in self.__dataclass_fields__ if name in self.without or name in self.keys()]
+        chosen = places[key]
+        for name in chosen if isinstance(key, slice) else [chosen]:
+            if name in self.without:
+                raise IndexError(_WHY_NOT_MADE[name])
+        return tuple(self[name] for name in chosen) if isinstance(key, slice) else self[chosen]
+
+
 @functools.cache
-def output_without_logits(cls: type[ModelOutput]) -> type[ModelOutput]:
-    """`liger_output` of a step that made no logits. Reading them raises, and no field has their name: what goes through
-    an output field by field (DistributedDataParallel, FSDP, pickle) never reads them."""
-    names = {"__module__": __name__, "__qualname__": name_of(cls) + _WITHOUT_LOGITS}
-    field = ("logits", ClassVar[None], property(_no_logits))
-    return make_dataclass(liger_output(cls).__name__, [field], bases=(liger_output(cls),), namespace=names)
+def output_without(cls: type[ModelOutput], *names: str) -> type[ModelOutput]:
+    """`liger_output` of a step that did not make what an unpatched model returns as `names`: logits, past_key_values.
 
-
-_WITHOUT_LOGITS = "__without_logits"
-
-
-def _no_logits(output: ModelOutput) -> None:
-    raise AttributeError(
-        "this output has no logits: with labels, a patched model in training computes the loss without them. For the "
-        "logits, call model(..., skip_logits=False); where they are optional, getattr(output, 'logits', None) is None"
+    Reading one raises an error that says how to get it. No field has its name: what goes through an output field by
+    field (DistributedDataParallel, FSDP, pickle) never reads it.
+    """
+    names_of_class = {"__module__": __name__, "__qualname__": name_of(cls) + _WITHOUT + _AND.join(names)}
+    fields = [(name, ClassVar[None], property(_not_made(name))) for name in names]
+    return make_dataclass(
+        liger_output(cls).__name__,
+        fields,
+        bases=(_Without, liger_output(cls)),
+        namespace={**names_of_class, "without": names},
     )
+
+
+_WITHOUT, _AND = "__without_", "_and_"
+_WHY_NOT_MADE = {
+    "logits": "this output has no logits: with labels, a patched model in training computes the loss without them. For "
+    "the logits, call model(..., skip_logits=False); where they are optional, getattr(output, 'logits', None) is None",
+    "past_key_values": "this output has no past_key_values: with labels, a patched model in training makes no cache of "
+    "keys and values unless it is asked for one. For the cache, call model(..., use_cache=True); where it is optional, "
+    "getattr(output, 'past_key_values', None) is None",
+}
+
+
+def _not_made(name: str) -> Callable[[ModelOutput], None]:
+    def read(output: ModelOutput) -> None:
+        raise AttributeError(_WHY_NOT_MADE[name])
+
+    return read
 
 
 def __getattr__(name: str) -> object:
     """Classes that the two functions above make: pickled outputs look for them."""
-    cls = class_of(name.removesuffix(_WITHOUT_LOGITS))
+    base, _, missing = name.partition(_WITHOUT)
+    cls = class_of(base)
     if cls is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return output_without_logits(cls) if name.endswith(_WITHOUT_LOGITS) else liger_output(cls)
+    return output_without(cls, *missing.split(_AND)) if missing else liger_output(cls)
 
 
 def fused_causal_lm_loss(
