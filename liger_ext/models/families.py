@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext.models import llama
 from liger_ext.models.causal_lm import CausalLM, CausalLMInside
+from liger_ext.models.classes import stock_class
 from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.experts import Experts
 from liger_ext.models.head import Linear, heads_of
@@ -27,7 +28,7 @@ from liger_ext.models.mlp import MLP
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, UNITS, folder_of
 from liger_ext.models.names import MODELS, class_of
 from liger_ext.models.norms import LayerNorm, Norm
-from liger_ext.models.patch import PatchHandle, on_construction, record_change, stock_class, swap_classes
+from liger_ext.models.patch import PatchHandle, on_construction, record_change, swap_classes
 from liger_ext.models.warn import warn
 
 
