@@ -4,11 +4,13 @@ import copy
 import functools
 import gc
 import os
+import re
 import sys
 import warnings
 import weakref
 
 import family_models
+import numpy as np
 import pytest
 import torch
 from cases import RecordCalls, python
@@ -152,27 +154,28 @@ def test_handles_in_any_order():
 LOSS_OF_LOGITS = dict(cross_entropy=True, fused_linear_cross_entropy=False)
 
 
-@pytest.mark.filterwarnings("ignore:.*patched by an earlier call")
+@pytest.mark.filterwarnings("ignore:.* by an earlier call")
 @pytest.mark.parametrize("first_reverted", [0, 1])
 @pytest.mark.parametrize("options", [
-    ({}, {}), (dict(rope=False), {}), ({}, dict(rope=False)), (LOSS_OF_LOGITS, LOSS_OF_LOGITS), ({}, LOSS_OF_LOGITS)
+    ({}, {}), (dict(rope=False), {}), ({}, dict(rope=False)), (LOSS_OF_LOGITS, LOSS_OF_LOGITS), ({}, LOSS_OF_LOGITS),
+    (dict(memory="low"), dict(memory="fast")), (dict(rope=False, memory="low"), dict(memory="auto")),
 ])  # fmt: skip
 def test_two_handles_on_one_model(options, first_reverted):
     """Each of them has what it asked for until it is reverted, in whichever order."""
 
-    def state():
-        return classes(model), model.loss_function
+    def state(model=None):
+        model = model or both_patched
+        levels = [module.liger_memory for module in model.modules() if hasattr(type(module), "liger_memory")]
+        return classes(model), model.loss_function, levels
 
     def alone(options):
-        copied = patched(stock, **options)
-        return classes(copied), copied.loss_function
+        return state(patched(stock, **options))
 
     stock = build()
-    model = copy.deepcopy(stock)
+    model = both_patched = copy.deepcopy(stock)
     before = traces(model)
     handles = [apply_liger_kernel_to_llama(model=model, **each) for each in options]
-    both = classes(patched(patched(stock, **options[0]), **options[1]))
-    assert classes(model) == both
+    assert state() == state(patched(patched(stock, **options[0]), **options[1]))
     handles[first_reverted].revert()
     assert state() == alone(options[1 - first_reverted])
     handles[first_reverted].revert()  # counts once
@@ -181,13 +184,7 @@ def test_two_handles_on_one_model(options, first_reverted):
     assert traces(model) == before
 
 
-def test_a_second_call_that_asks_for_less_says_that_it_undoes_nothing():
-    model = patched(build())
-    with pytest.warns(UserWarning, match="LlamaForCausalLM, LlamaRMSNorm, LlamaDecoderLayer: patched by an earlier"):
-        apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False, rms_norm=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*patched by an earlier call")
+@pytest.mark.filterwarnings("ignore:.* by an earlier call")
 def test_handles_on_models_built_patched():
     """They stay patched, whatever other handles ask for, add and take back."""
     with apply_liger_kernel_to_llama(rope=False) as first:
@@ -306,10 +303,13 @@ def test_both_cross_entropies_are_an_error():
     assert global_state() == before
 
 
-def test_an_option_that_is_no_bool_is_an_error():
+@pytest.mark.parametrize("value", ["no", 1, 0, 1.0, None, torch.tensor(True), np.True_], ids=repr)
+@pytest.mark.parametrize("name, family", [("rms_norm", "llama"), ("cross_entropy", "llama"), ("geglu", "gemma")])
+def test_a_switch_that_is_no_bool_is_an_error(name, family, value):
     before = global_state()
-    with pytest.raises(TypeError, match="rms_norm is 'no', expected True or False"):
-        apply_liger_kernel_to_llama(rms_norm="no")
+    message = f"{name} is {value!r}, of {type(value)}, expected Python's True or False"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        getattr(liger_ext, f"apply_liger_kernel_to_{family}")(**{name: value})
     assert global_state() == before
 
 

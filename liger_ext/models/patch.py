@@ -118,16 +118,20 @@ def record_change(
     """Notes that `handle` wants `change`; `undo(module)` is called with the last handle that does. It returns False if
     it cannot undo it, and is then called again with the next handle that wants the same.
 
-    Without `undo`, the change was found in place. If no handle has made it, it is there to stay.
+    Without `undo`, the change was found in place. If no handle has made it, or one has that is None, it stays.
     """
-    if handle is None:
-        return
     changes = _changes.setdefault(module, {})
     if undo is not None:
         changes[change] = _Change(undo)
     if change in changes:
         changes[change].handles += 1
-        handle.callback(_withdraw, weakref.ref(module), change)
+        if handle is not None:
+            handle.callback(_withdraw, weakref.ref(module), change)
+
+
+def changes_of(module: nn.Module) -> Iterable[object]:
+    """Those that are recorded, in the order in which they were made."""
+    return _changes.get(module, {}).keys()
 
 
 def on_construction(cls: type[nn.Module], patch: Callable[[nn.Module], object], handle: PatchHandle) -> None:
