@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import RecordCalls, python
-from llama_models import batch_of, build, config, one_thread, patched, step, tokens  # noqa: F401
+from llama_models import batch_of, build, checkpoint_layers, config, one_thread, patched, step  # noqa: F401
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -82,6 +82,20 @@ def test_revert_is_complete():
     assert all(torch.equal(expected[name], result[name]) for name in expected)
     handle.revert()  # harmless
     assert traces(model) == before
+
+
+@pytest.mark.parametrize("when", ["before the patch", "after it"])
+def test_revert_is_complete_where_layers_are_checkpointed(when):
+    stock, model = build().train(), build().train()
+    for one in (stock, model) if when == "before the patch" else (stock,):
+        checkpoint_layers(one, False)
+    handle = apply_liger_kernel_to_llama(model=model)
+    if when == "after it":
+        checkpoint_layers(model, False)
+    handle.revert()
+    assert traces(model) == traces(stock)
+    expected, result = step(stock, batch_of("cpu")), step(model, batch_of("cpu"))
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
 def test_the_loss_function_is_restored():

@@ -72,6 +72,8 @@ def stands_in(module: types.ModuleType, **replacements: object) -> Callable[[typ
 class Mixin:
     """What patches of several classes do. Each is a class of two bases: the mixin, and the class that it replaces."""
 
+    OWN_STATE: tuple[str, ...] = ()  # attributes that only patched instances have
+
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
         mixin = cls.__bases__[0]
@@ -294,6 +296,8 @@ def _restore_class(module: nn.Module, patched: type[nn.Module], original: type[n
     if not _set_class(module, cls):
         warn(f"the forward of this {name} was wrapped after patching, and keeps the patch")
         return False
+    for attribute in getattr(patched, "OWN_STATE", ()):
+        module.__dict__.pop(attribute, None)
     return True
 
 
