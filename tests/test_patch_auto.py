@@ -118,20 +118,6 @@ def test_a_model_without_a_type_is_left_alone(config):
     assert type(model) is nn.Linear and model.__dict__ == before
 
 
-@pytest.mark.parametrize(
-    "model", [None, "llama", [build()], LlamaForCausalLM, config()], ids=lambda m: type(m).__name__
-)
-@pytest.mark.parametrize(
-    "function", [apply_liger_kernel_to_instance, lambda model: apply_liger_kernel("llama", model=model)]
-)
-def test_what_is_no_model_is_an_error(function, model):
-    if model is None and function is not apply_liger_kernel_to_instance:
-        function(model).revert()  # all models that are built meanwhile
-    else:
-        with pytest.raises(TypeError, match=r"^model is .*, of <class '.*'>, expected a model, which is an nn\.Module"):
-            function(model)
-
-
 @pytest.mark.usefixtures("new_look")
 def test_warnings_name_the_line_that_led_to_them(monkeypatch):
     known = {code: cls for code, cls in digests.MODULES.items() if cls is not experts.BatchedExperts}

@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 import weakref
+from collections.abc import Callable
 
 from torch import nn
 
@@ -78,5 +79,16 @@ def _is_same(one: dict[str, object], other: dict[str, object]) -> bool:
 
 @functools.cache
 def _stack(cls: type[nn.Module], patch: type[nn.Module]) -> type[nn.Module]:
-    """`patch` on top of `cls`, a subclass of what `patch` replaces."""
-    return type(cls)(cls.__name__, (patch, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    """`patch` on top of `cls`, a subclass of what `patch` replaces. Pickles have these two, and make it again."""
+
+    def __reduce_ex__(self, protocol):
+        make, (made, *arguments), *rest = super(stacked, self).__reduce_ex__(protocol)
+        return (_make, (make, cls, patch, *arguments), *rest) if made is stacked else (make, (made, *arguments), *rest)
+
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": __reduce_ex__}
+    stacked = type(cls)(cls.__name__, (patch, cls), namespace)
+    return stacked
+
+
+def _make(make: Callable, cls: type[nn.Module], patch: type[nn.Module], *arguments: object) -> object:
+    return make(_stack(cls, patch), *arguments)

@@ -40,7 +40,8 @@ def apply(
     names = {switch: unit if switch == "swiglu" else switch for switch in switches}
     for switch, value in switches.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{names[switch]} is {value!r:.80}, of {type(value)}, expected Python's True or False")
+            hint = "; a model is given by its name, model=..." if isinstance(value, nn.Module) else ""
+            raise TypeError(f"{names[switch]} is {_shown(value)}, expected Python's True or False{hint}")
     fused_loss, cross_entropy = switches["fused_linear_cross_entropy"], switches["cross_entropy"]
     if cross_entropy and fused_loss:
         raise ValueError("cross_entropy and fused_linear_cross_entropy exclude each other: set one of them to False")
@@ -109,8 +110,12 @@ def check_model(model: nn.Module) -> None:
         TypeError: it is no module.
     """
     if not isinstance(model, nn.Module):
-        value = repr(model).partition("\n")[0]
-        raise TypeError(f"model is {value:.80}, of {type(model)}, expected a model, which is an nn.Module")
+        raise TypeError(f"model is {_shown(model)}, expected a model, which is an nn.Module")
+
+
+def _shown(value: object) -> str:
+    line = repr(value).partition("\n")[0]
+    return f"{line:.80}, of {type(value)}"
 
 
 def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
