@@ -8,10 +8,11 @@ import test_families_images as images
 import torch
 from llama_models import TRANSFORMERS, assert_as_good, build, one_thread, step, tokens  # noqa: F401
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import AutoConfig
 
 import liger_ext
-from liger_ext.models import auto
+from liger_ext.models import auto, norms
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, folder_of
 
 # Of Liger-Kernel 0.8.5: the arguments by position, without those of the first line; and the functions.
@@ -119,6 +120,21 @@ def test_norms_of_towers(device, dtype):
             found = block(x)
     torch.testing.assert_close(found, expected)
     assert type(block) is nn.LayerNorm
+
+
+@images_are_known
+def test_norms_of_towers_that_are_parametrized():
+    model = images.build("qwen2_vl")
+    norm, other = model.model.visual.blocks[0].norm1, model.model.visual.blocks[0].norm2
+    parametrize.register_parametrization(norm, "weight", nn.Identity())
+    other.__class__ = type("Other", (nn.LayerNorm,), {})
+    handles = [liger_ext.apply_liger_kernel_to_qwen2_vl(model=model) for _ in range(2)]
+    assert isinstance(norm, norms.LayerNorm) and not isinstance(other, norms.LayerNorm)
+    handles[0].revert()
+    parametrize.remove_parametrizations(norm, "weight")
+    assert type(norm) is norms.LayerNorm
+    handles[1].revert()
+    assert type(norm) is nn.LayerNorm
 
 
 @images_are_known

@@ -21,13 +21,16 @@ def stock_class(patch: type[nn.Module]) -> type[nn.Module]:
     return patch.__bases__[-1]
 
 
-def with_patch(cls: type[nn.Module], patch: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module]]:
-    """What is swapped to patch modules of `cls`: the topmost of its ancestors that PyTorch has not made, itself
-    included, and what takes the place of that one."""
-    stock = stock_class(patch)
+def written_class(cls: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
+    """`cls`, a subclass of `stock`; the first of its ancestors that somebody has written, if PyTorch has made it."""
     while _is_made_by_torch(cls):
         cls = next(base for base in cls.__bases__ if issubclass(base, stock))
-    return cls, patch if cls is stock else _stack(cls, patch)
+    return cls
+
+
+def with_patch(cls: type[nn.Module], patch: type[nn.Module]) -> type[nn.Module]:
+    """What takes the place of `cls`, which somebody has written, in a patched module."""
+    return patch if cls is stock_class(patch) else _stack(cls, patch)
 
 
 def with_ancestor(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module] | None:

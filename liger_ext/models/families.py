@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext.models import llama
 from liger_ext.models.causal_lm import CausalLM, CausalLMInside
-from liger_ext.models.classes import stock_class
+from liger_ext.models.classes import stock_class, written_class
 from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.earlier import leave_out, set_memory, tell, were_left_out
 from liger_ext.models.experts import Experts
@@ -119,11 +119,11 @@ def _shown(value: object) -> str:
 
 
 def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules that `patch` is for: of MLPs those with an activation of ours, and no subclasses of nn.LayerNorm."""
+    """The modules that `patch` is for: of MLPs those with an activation of ours, and no nn.LayerNorm of others."""
     stock = stock_class(patch)
-    if patch is LayerNorm:
-        return [module for module in modules if type(module) in (stock, patch)]
     taken = [module for module in modules if isinstance(module, stock)]
+    if patch is LayerNorm:
+        return [module for module in taken if written_class(type(module), stock) in (stock, patch)]
     return [m for m in taken if patch.unit_of(m) is not None] if issubclass(patch, MLP | Experts) else taken
 
 

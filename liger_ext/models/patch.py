@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from liger_ext.models.calls import know_forward, only_forward_runs
-from liger_ext.models.classes import inherits_forward, stock_class, with_ancestor, with_patch
+from liger_ext.models.classes import inherits_forward, stock_class, with_ancestor, with_patch, written_class
 from liger_ext.models.forwards import describe, find_foreign, leads_to, methods_called, rewrap, with_globals
 from liger_ext.models.warn import warn
 
@@ -265,15 +265,16 @@ def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle |
     if issubclass(cls, patch):
         record_change(module, patch, handle)
         return
-    below, patched = with_patch(cls, patch)
+    written = written_class(cls, original)
+    patched = with_patch(written, patch)
     for name in _methods_replaced(patch):
         if inspect.getattr_static(cls, name) is not inspect.getattr_static(original, name):
             warn(f"{cls.__name__} has a {name} of its own and is not patched")
             return
-    if not inherits_forward(cls, original) or not _set_class(module, with_ancestor(cls, below, patched)):
+    if not inherits_forward(cls, original) or not _set_class(module, with_ancestor(cls, written, patched)):
         warn(f"{cls.__name__} has a forward of its own and is not patched")
         return
-    record_change(module, patch, handle, functools.partial(_restore_class, patched=patched, original=below))
+    record_change(module, patch, handle, functools.partial(_restore_class, patched=patched, original=written))
 
 
 @functools.cache
