@@ -70,6 +70,20 @@ def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
     assert_same_step(model, expected)
 
 
+def test_a_class_that_was_reset_by_hand():
+    """Belongs to the handle that patches it again."""
+    model = build()
+    mlp = MODULES["MLP"](model)
+    stock = type(mlp)
+    handles = [apply_liger_kernel_to_llama(model=model)]
+    mlp.__class__ = stock
+    handles.append(apply_liger_kernel_to_llama(model=model))
+    handles[0].revert()
+    assert type(mlp) is llama.LlamaMLP
+    handles[1].revert()
+    assert type(mlp) is stock
+
+
 class Halved(nn.Module):
     def forward(self, weight):
         return weight * 0.5

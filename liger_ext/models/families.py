@@ -58,13 +58,16 @@ def apply(
         classes = stock_classes(modules)
         _warn_of_unknown(classes, wanted)
         patches = [patch for patch in (*map(patch_of, classes), LayerNorm) if patch]
-        for patch, kind in {patch: kind for kind in wanted for patch in patches if issubclass(patch, kind)}.items():
+        known = {patch: kind for kind in wanted for patch in patches if issubclass(patch, kind)}
+        for patch, kind in known.items():
             taken, name = _taken(patch, modules), names.get(_SWITCHES.get(kind))
             if wanted[kind]:
-                added += [name] if were_left_out(taken, patch) else []
+                if were_left_out(taken, patch):
+                    added.append(name)
                 swap_classes(taken, patch, handle)
             else:
-                kept += [name] if any(isinstance(module, patch) for module in taken) else []
+                if any(isinstance(module, patch) for module in taken):
+                    kept.append(name)
                 leave_out(taken, patch, handle)
         if fused_loss:
             models = (module for module in modules if isinstance(module, CausalLM))

@@ -128,7 +128,7 @@ def record_change(
     if change in changes:
         changes[change].handles += 1
         if handle is not None:
-            handle.callback(_withdraw, weakref.ref(module), change)
+            handle.callback(_withdraw, weakref.ref(module), change, changes[change])
 
 
 def changes_of(module: nn.Module) -> Iterable[object]:
@@ -250,11 +250,10 @@ class _Change:
 _changes: weakref.WeakKeyDictionary[nn.Module, dict[object, _Change]] = weakref.WeakKeyDictionary()
 
 
-def _withdraw(reference: weakref.ref, change: object) -> None:
+def _withdraw(reference: weakref.ref, change: object, recorded: _Change) -> None:
     module = reference()
-    if module is None:
+    if module is None or _changes[module].get(change) is not recorded:  # undone by hand, and made again
         return
-    recorded = _changes[module][change]
     recorded.handles -= 1
     if recorded.handles == 0 and recorded.undo(module) is not False:
         del _changes[module][change]
