@@ -8,10 +8,11 @@ import test_families_images as images
 import torch
 from llama_models import TRANSFORMERS, assert_as_good, build, one_thread, step, tokens  # noqa: F401
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import AutoConfig
 
 import liger_ext
-from liger_ext.models import auto
+from liger_ext.models import auto, norms
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, folder_of
 
 # Of Liger-Kernel 0.8.5: the arguments by position, without those of the first line; and the functions.
@@ -46,11 +47,12 @@ def test_names_and_arguments():
         parameters = inspect.signature(function).parameters
         by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert by_position == arguments, name
-        assert everything <= parameters.keys()
+        unit = next((name for name in ("geglu", "relu_squared") if name in arguments), "swiglu")
+        assert parameters.keys() == everything | {unit, *arguments}, name
         assert {n: p.default for n, p in parameters.items() if p.default is not True} == {
             "cross_entropy": False,
             "model": None,
-            "memory": "auto",
+            "memory": None,
         }
 
 
@@ -70,7 +72,7 @@ def test_can_be_called(model_type):
 @pytest.mark.parametrize("family, unit", [("gemma", "geglu"), ("nemotron", "relu_squared"), ("mistral", "swiglu")])
 def test_bad_arguments_are_named(family, unit):
     function = getattr(liger_ext, f"apply_liger_kernel_to_{family}")
-    with pytest.raises(TypeError, match=f"{unit} is 3, expected True or False"):
+    with pytest.raises(TypeError, match=f"{unit} is 3, of <class 'int'>, expected Python's True or False"):
         function(**{unit: 3})
     with pytest.raises(ValueError, match="cross_entropy and fused_linear_cross_entropy exclude each other"):
         function(cross_entropy=True)
@@ -118,6 +120,21 @@ def test_norms_of_towers(device, dtype):
             found = block(x)
     torch.testing.assert_close(found, expected)
     assert type(block) is nn.LayerNorm
+
+
+@images_are_known
+def test_norms_of_towers_that_are_parametrized():
+    model = images.build("qwen2_vl")
+    norm, other = model.model.visual.blocks[0].norm1, model.model.visual.blocks[0].norm2
+    parametrize.register_parametrization(norm, "weight", nn.Identity())
+    other.__class__ = type("Other", (nn.LayerNorm,), {})
+    handles = [liger_ext.apply_liger_kernel_to_qwen2_vl(model=model) for _ in range(2)]
+    assert isinstance(norm, norms.LayerNorm) and not isinstance(other, norms.LayerNorm)
+    handles[0].revert()
+    parametrize.remove_parametrizations(norm, "weight")
+    assert type(norm) is norms.LayerNorm
+    handles[1].revert()
+    assert type(norm) is nn.LayerNorm
 
 
 @images_are_known

@@ -8,17 +8,16 @@ import sys
 import warnings
 import weakref
 
-import family_models
 import pytest
 import torch
 from cases import RecordCalls, python
-from llama_models import batch_of, build, config, one_thread, patched, step, tokens  # noqa: F401
+from llama_models import batch_of, build, checkpoint_layers, config, one_thread, patched, step  # noqa: F401
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import liger_ext
-from liger_ext import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen2
+from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models import forwards
 
 PATCHED = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
@@ -80,6 +79,20 @@ def test_revert_is_complete():
     assert all(torch.equal(expected[name], result[name]) for name in expected)
     handle.revert()  # harmless
     assert traces(model) == before
+
+
+@pytest.mark.parametrize("when", ["before the patch", "after it"])
+def test_revert_is_complete_where_layers_are_checkpointed(when):
+    stock, model = build().train(), build().train()
+    for one in (stock, model) if when == "before the patch" else (stock,):
+        checkpoint_layers(one, False)
+    handle = apply_liger_kernel_to_llama(model=model)
+    if when == "after it":
+        checkpoint_layers(model, False)
+    handle.revert()
+    assert traces(model) == traces(stock)
+    expected, result = step(stock, batch_of("cpu")), step(model, batch_of("cpu"))
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
 def test_the_loss_function_is_restored():
@@ -152,27 +165,28 @@ def test_handles_in_any_order():
 LOSS_OF_LOGITS = dict(cross_entropy=True, fused_linear_cross_entropy=False)
 
 
-@pytest.mark.filterwarnings("ignore:.*patched by an earlier call")
+@pytest.mark.filterwarnings("ignore:.* by an earlier call")
 @pytest.mark.parametrize("first_reverted", [0, 1])
 @pytest.mark.parametrize("options", [
-    ({}, {}), (dict(rope=False), {}), ({}, dict(rope=False)), (LOSS_OF_LOGITS, LOSS_OF_LOGITS), ({}, LOSS_OF_LOGITS)
+    ({}, {}), (dict(rope=False), {}), ({}, dict(rope=False)), (LOSS_OF_LOGITS, LOSS_OF_LOGITS), ({}, LOSS_OF_LOGITS),
+    (dict(memory="low"), dict(memory="fast")), (dict(rope=False, memory="low"), dict(memory="auto")),
 ])  # fmt: skip
 def test_two_handles_on_one_model(options, first_reverted):
     """Each of them has what it asked for until it is reverted, in whichever order."""
 
-    def state():
-        return classes(model), model.loss_function
+    def state(model=None):
+        model = model or both_patched
+        levels = [module.liger_memory for module in model.modules() if hasattr(type(module), "liger_memory")]
+        return classes(model), model.loss_function, levels
 
     def alone(options):
-        copied = patched(stock, **options)
-        return classes(copied), copied.loss_function
+        return state(patched(stock, **options))
 
     stock = build()
-    model = copy.deepcopy(stock)
+    model = both_patched = copy.deepcopy(stock)
     before = traces(model)
     handles = [apply_liger_kernel_to_llama(model=model, **each) for each in options]
-    both = classes(patched(patched(stock, **options[0]), **options[1]))
-    assert classes(model) == both
+    assert state() == state(patched(patched(stock, **options[0]), **options[1]))
     handles[first_reverted].revert()
     assert state() == alone(options[1 - first_reverted])
     handles[first_reverted].revert()  # counts once
@@ -181,13 +195,7 @@ def test_two_handles_on_one_model(options, first_reverted):
     assert traces(model) == before
 
 
-def test_a_second_call_that_asks_for_less_says_that_it_undoes_nothing():
-    model = patched(build())
-    with pytest.warns(UserWarning, match="LlamaForCausalLM, LlamaRMSNorm, LlamaDecoderLayer: patched by an earlier"):
-        apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False, rms_norm=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*patched by an earlier call")
+@pytest.mark.filterwarnings("ignore:.* by an earlier call")
 def test_handles_on_models_built_patched():
     """They stay patched, whatever other handles ask for, add and take back."""
     with apply_liger_kernel_to_llama(rope=False) as first:
@@ -297,35 +305,6 @@ def test_no_warning_in_the_usual_case():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         apply_liger_kernel_to_llama(model=build()).revert()
-
-
-def test_both_cross_entropies_are_an_error():
-    before = global_state()
-    with pytest.raises(ValueError, match="exclude each other"):
-        apply_liger_kernel_to_llama(cross_entropy=True)
-    assert global_state() == before
-
-
-def test_an_option_that_is_no_bool_is_an_error():
-    before = global_state()
-    with pytest.raises(TypeError, match="rms_norm is 'no', expected True or False"):
-        apply_liger_kernel_to_llama(rms_norm="no")
-    assert global_state() == before
-
-
-def test_a_model_without_llama_is_an_error():
-    with pytest.raises(ValueError, match="Linear holds no llama model"):
-        apply_liger_kernel_to_llama(model=nn.Linear(2, 2))
-
-
-def test_a_model_of_another_family_is_an_error():
-    qwen2 = family_models.build("qwen2")
-    before = classes(qwen2)
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM holds no llama model"):
-        apply_liger_kernel_to_llama(model=qwen2)
-    with pytest.raises(ValueError, match="LlamaForCausalLM holds no qwen2 model"):
-        apply_liger_kernel_to_qwen2(model=build())
-    assert classes(qwen2) == before
 
 
 def test_with_globals_keeps_decorators():

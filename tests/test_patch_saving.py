@@ -8,7 +8,7 @@ import torch
 import transformers
 from cases import python
 from llama_models import batch_of, build, one_thread, patched  # noqa: F401
-from test_patch import PATCHED, classes
+from test_patch import PATCHED, NoForward, classes
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -61,3 +61,14 @@ def test_load_in_this_process():
     torch.save(model, buffer)
     buffer.seek(0)
     assert classes(torch.load(buffer, weights_only=False)) == classes(model)
+
+
+def test_a_class_of_the_users():
+    """Which a patch lies on top of, and which pickles find by its name."""
+    model = patched(NoForward(build().config).train())
+    assert type(model).__bases__[1] is NoForward
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        loaded = pickle.loads(pickle.dumps(model, protocol))
+        assert classes(loaded) == classes(model) and loaded.extra() == model.extra()
+    assert torch.equal(loaded(**batch_of("cpu")).loss, model(**batch_of("cpu")).loss)
+    assert classes(copy.deepcopy(model)) == classes(model)

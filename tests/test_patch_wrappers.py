@@ -248,17 +248,46 @@ def test_accelerate_device_hooks(order):
     assert model(**batch_of("cpu")).logits is not None and not ops(model, **batch_of("cpu"))
 
 
-def test_inside_another_module():
-    class Wrapper(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
+class Holder(nn.Module):
+    """A wrapper of the user's, with a config that says nothing."""
 
-    wrapper = Wrapper(build().train())
-    handle = apply_liger_kernel_to_llama(model=wrapper)
-    assert type(wrapper.inner) is llama.LlamaForCausalLM
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.config = inner, {"model_type": "no attribute"}
+
+
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "torch.compile": torch.compile,
+    "Sequential": nn.Sequential,
+    "ModuleDict": lambda model: nn.ModuleDict({"other": nn.Linear(2, 2), "policy": model}),
+    "in a wrapper": lambda model: nn.Sequential(nn.DataParallel(Holder(model))),
+}
+
+
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("function", [apply_liger_kernel_to_llama, apply_liger_kernel_to_instance])
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_inside_another_module(wrap, function):
+    model, expected = build().train(), patched(build())
+    before = [type(module) for module in model.modules()]
+    wrapper = wrap(model)
+    handle = function(model=wrapper, memory="low")
+    assert [type(module) for module in model.modules()] == [type(module) for module in expected.modules()]
+    assert model.liger_memory == "low"
     handle.revert()
-    assert type(wrapper.inner) is modeling_llama.LlamaForCausalLM
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_models_of_several_families_in_one_module():
+    llamas, qwen2s = build(), family_models.build("qwen2")
+    model = nn.ModuleList([nn.Linear(2, 2), qwen2s, llamas])
+    with apply_liger_kernel_to_instance(model, rope=False):
+        assert [type(m.model.norm).__module__.partition(".")[0] for m in (qwen2s, llamas)] == ["liger_ext"] * 2
+        assert type(llamas.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+    with apply_liger_kernel_to_instance(llamas.model.layers):  # as a pipeline's stage may hold them
+        assert type(llamas.model.layers[0]) is llama.LlamaDecoderLayer
 
 
 def test_a_distributed_weight_is_not_plain(mesh):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from liger_ext.models.families import holds_known_code, patch_function
+from liger_ext.models.families import check_model, holds_known_code, patch_function
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF
 from liger_ext.models.patch import PatchHandle
 from liger_ext.models.warn import warn
@@ -31,18 +31,28 @@ def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
 
 
 def apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
-    """Patches `model`, of transformers or a PEFT wrapper: what of it runs code that liger_ext knows, whatever its type.
+    """Patches `model`: what of it runs code that liger_ext knows, whatever its type. It is of transformers, or holds
+    such models: a wrapper of PEFT, DataParallel or DistributedDataParallel, nn.Sequential, ...
 
     The options are those of `apply_liger_kernel_to_<model_type>`, or of `apply_liger_kernel_to_llama` where there is
-    none. A model without a `config.model_type`, or of which nothing is known, is left alone, with a warning.
+    none; of several models in one wrapper the first has the type. A model that has no `config.model_type`, nor holds
+    one that has, or of which nothing is known, is left alone, with a warning.
+
+    Raises:
+        TypeError: `model` is no module.
     """
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    check_model(model)
+    model_type = next((found for found in map(_model_type, model.modules()) if found is not None), None)
     if model_type is None:
         warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(FUNCTION_OF)})")
         return PatchHandle()
     if model_type in FUNCTION_OF or not holds_known_code(model):
         return apply_liger_kernel(model_type, model=model, **options)
     return _patch(model_type, model=model, **options)
+
+
+def _model_type(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):

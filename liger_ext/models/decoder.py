@@ -48,6 +48,7 @@ class DecoderLayer(Mixin):
     """
 
     liger_memory = "auto"
+    OWN_STATE = ("_checkpoint_function",)
     INPUT_NORM, ATTENTION = "input_layernorm", "self_attn"
     NORM, FEED_FORWARD = "post_attention_layernorm", "mlp"  # the MLP, and the norm of its input
 

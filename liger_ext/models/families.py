@@ -18,7 +18,9 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext.models import llama
 from liger_ext.models.causal_lm import CausalLM, CausalLMInside
+from liger_ext.models.classes import stock_class, written_class
 from liger_ext.models.decoder import Attention, DecoderLayer
+from liger_ext.models.earlier import leave_out, set_memory, tell, were_left_out
 from liger_ext.models.experts import Experts
 from liger_ext.models.head import Linear, heads_of
 from liger_ext.models.known_code import is_left_alone, patch_of, patch_of_llamas, stock_classes
@@ -27,68 +29,59 @@ from liger_ext.models.mlp import MLP
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, UNITS, folder_of
 from liger_ext.models.names import MODELS, class_of
 from liger_ext.models.norms import LayerNorm, Norm
-from liger_ext.models.patch import PatchHandle, on_construction, record_change, stock_class, swap_classes
+from liger_ext.models.patch import PatchHandle, on_construction, record_change, swap_classes
 from liger_ext.models.warn import warn
 
 
 def apply(
-    model_type: str,
-    model: nn.Module | None,
-    rope: bool,
-    cross_entropy: bool,
-    fused_linear_cross_entropy: bool,
-    rms_norm: bool,
-    swiglu: bool,
-    fused_add_rms_norm: bool,
-    memory: str,
-    layer_norm: bool = False,
-    unit: str = "swiglu",
+    model_type: str, *, model: nn.Module | None, memory: str | None, unit: str = "swiglu", **switches: bool
 ) -> PatchHandle:
     """What `apply_liger_kernel_to_llama` says, of models of `model_type`, whose function calls `swiglu` `unit`."""
-    for name, value in {name: value for name, value in locals().items() if name not in _NOT_SWITCHES}.items():
-        if value not in (True, False):
-            raise TypeError(f"{unit if name == 'swiglu' else name} is {value!r}, expected True or False")
-    if cross_entropy and fused_linear_cross_entropy:
+    names = {switch: unit if switch == "swiglu" else switch for switch in switches}
+    for switch, value in switches.items():
+        if not isinstance(value, bool):
+            hint = "; a model is given by its name, model=..." if isinstance(value, nn.Module) else ""
+            raise TypeError(f"{names[switch]} is {_shown(value)}, expected Python's True or False{hint}")
+    fused_loss, cross_entropy = switches["fused_linear_cross_entropy"], switches["cross_entropy"]
+    if cross_entropy and fused_loss:
         raise ValueError("cross_entropy and fused_linear_cross_entropy exclude each other: set one of them to False")
-    if memory not in MEMORY_LEVELS:
+    if memory is not None and memory not in MEMORY_LEVELS:
         raise ValueError(f"memory is {memory!r}, expected {', '.join(map(repr, MEMORY_LEVELS))}")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"model is {model!r:.80}, expected a model or None")
-    wanted = {
-        Attention: rope,
-        CausalLM: fused_linear_cross_entropy,
-        CausalLMInside: fused_linear_cross_entropy,
-        Norm: rms_norm,
-        MLP: swiglu,
-        Experts: swiglu,
-        DecoderLayer: rms_norm and fused_add_rms_norm,
-        modeling_llama.LlamaModel: llama.create_causal_mask is not None,
-    }
+    if model is not None:
+        check_model(model)
+    wanted = {kind: switches[switch] for kind, switch in _SWITCHES.items() if switch in switches}
+    wanted[DecoderLayer] &= switches["rms_norm"]
+    wanted[modeling_llama.LlamaModel] = llama.create_causal_mask is not None
 
     def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
-        modules = list(root.modules())
+        modules, added, kept = list(root.modules()), [], []
         classes = stock_classes(modules)
-        patches = [patch for patch in map(patch_of, classes) if patch]
-        known = {patch: ask for kind, ask in wanted.items() for patch in patches if issubclass(patch, kind)}
-        kept = [p.__name__ for p, ask in known.items() if not ask and any(isinstance(m, p) for m in modules)]
-        if kept:
-            names = ", ".join(kept)
-            warn(f"{names}: patched by an earlier call, and stays so: revert its handle first")
         _warn_of_unknown(classes, wanted)
-        for patch in (patch for patch, ask in known.items() if ask):
-            swap_classes(filter(_takes(patch), modules), patch, handle)
-        if layer_norm:
-            swap_classes((m for m in modules if type(m) in (nn.LayerNorm, LayerNorm)), LayerNorm, handle)
-        if fused_linear_cross_entropy:
+        patches = [patch for patch in (*map(patch_of, classes), LayerNorm) if patch]
+        known = {patch: kind for kind in wanted for patch in patches if issubclass(patch, kind)}
+        for patch, kind in known.items():
+            taken, name = _taken(patch, modules), names.get(_SWITCHES.get(kind))
+            if wanted[kind]:
+                if were_left_out(taken, patch):
+                    added.append(name)
+                swap_classes(taken, patch, handle)
+            else:
+                if any(isinstance(module, patch) for module in taken):
+                    kept.append(name)
+                leave_out(taken, patch, handle)
+        if fused_loss:
             models = (module for module in modules if isinstance(module, CausalLM))
             swap_classes([head for model in models for head in heads_of(model)], Linear, handle)
+        for model in (m for m in modules if hasattr(m, "lm_head") and isinstance(m, PreTrainedModel)):
+            if cross_entropy:
+                _replace_loss(model, handle)
+            elif _has_our_loss(model):
+                kept.append("cross_entropy")
+        set_memory(modules, memory, handle)
         for module in modules:
-            if hasattr(module, "liger_memory"):
-                _set_memory(module, memory, handle)
             if isinstance(module, DecoderLayer):
                 module.adopt_checkpoint_function()
-            if cross_entropy and hasattr(module, "lm_head") and isinstance(module, PreTrainedModel):
-                _replace_loss(module, handle)
+        tell(added, kept)
 
     with PatchHandle() as handle:  # a failure on the way undoes what was done
         if model is None:
@@ -101,14 +94,40 @@ def apply(
         return handle.pop_all()
 
 
-_NOT_SWITCHES = ("model_type", "model", "memory", "unit")
+# Which switch is for which modules.
+_SWITCHES = {
+    Attention: "rope",
+    CausalLM: "fused_linear_cross_entropy",
+    CausalLMInside: "fused_linear_cross_entropy",
+    Norm: "rms_norm",
+    LayerNorm: "layer_norm",
+    MLP: "swiglu",
+    Experts: "swiglu",
+    DecoderLayer: "fused_add_rms_norm",
+}
 
 
-def _takes(patch: type[nn.Module]) -> Callable[[nn.Module], bool]:
-    """Which modules of the class that `patch` replaces are to be patched: of MLPs those with an activation of ours."""
-    if not issubclass(patch, MLP | Experts):
-        return lambda module: True
-    return lambda module: isinstance(module, stock_class(patch)) and patch.unit_of(module) is not None
+def check_model(model: nn.Module) -> None:
+    """
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {_shown(model)}, expected a model, which is an nn.Module")
+
+
+def _shown(value: object) -> str:
+    line = repr(value).partition("\n")[0]
+    return f"{line:.80}, of {type(value)}"
+
+
+def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
+    """The modules that `patch` is for: of MLPs those with an activation of ours, and no nn.LayerNorm of others."""
+    stock = stock_class(patch)
+    taken = [module for module in modules if isinstance(module, stock)]
+    if patch is LayerNorm:
+        return [module for module in taken if written_class(type(module), stock) in (stock, patch)]
+    return [m for m in taken if patch.unit_of(m) is not None] if issubclass(patch, MLP | Experts) else taken
 
 
 def holds_known_code(model: nn.Module, model_type: str | None = None) -> bool:
@@ -195,13 +214,6 @@ def _models_of(model_type: str) -> list[type[nn.Module]]:
         raise ImportError(f"this version of transformers has no {name}; upgrade transformers") from error
     defined = [cls for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == name]
     return [c for c in defined if issubclass(c, PreTrainedModel) and {"__init__", "forward"} <= vars(c).keys()]
-
-
-def _set_memory(module: nn.Module, level: str, handle: PatchHandle | None) -> None:
-    """The level of the last patch counts, until all are undone."""
-    first = "liger_memory" not in module.__dict__
-    module.liger_memory = level
-    record_change(module, "memory", handle, (lambda module: delattr(module, "liger_memory")) if first else None)
 
 
 def _replace_loss(model: nn.Module, handle: PatchHandle | None) -> None:

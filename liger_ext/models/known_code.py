@@ -20,10 +20,11 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext.models import digests, llama
 from liger_ext.models.causal_lm import renamed
+from liger_ext.models.classes import stock_class
 from liger_ext.models.decoder import Attention
 from liger_ext.models.forwards import definition_of, find_calls, text_of
 from liger_ext.models.names import MODELS, name_of
-from liger_ext.models.patch import stands_in, stock_class
+from liger_ext.models.patch import stands_in
 from liger_ext.models.rope import ROPES, rope_for
 
 

@@ -103,7 +103,7 @@ def apply_liger_kernel_to_llama(
     model: nn.Module | None = None,
     *,
     fused_add_rms_norm: bool = True,
-    memory: str = "auto",
+    memory: str | None = None,
 ) -> PatchHandle:
     """Makes Hugging Face Llama train with liger_ext: one model, or all that are built from now on.
 
@@ -120,33 +120,33 @@ def apply_liger_kernel_to_llama(
         model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
             `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
         fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.
-        memory: how much a training step keeps for its backward. `"fast"`: what transformers' modules keep. `"auto"`:
-            without what is made again at little cost, the norms' outputs and silu(gate) * up; the fused loss has an
-            `"auto"` of its own. `"low"`: the outputs of gate and up are made again, too, by a second run of their
-            matmuls, and on a GPU the logits exist in chunks of a quarter of the head's gradient in fp32. `"min"`: the
-            chunks are half as large, and with gradient checkpointing (transformers 4.53 on) the layers' inputs wait in
-            pinned host memory, which must be large enough. Results are the same. The levels need `fused_add_rms_norm`,
-            `swiglu` for the MLP's share and `rope` for the attention's. The argument `memory` of a model's forward is
-            that of its loss alone.
+        memory: how much a training step keeps for its backward. None: the level that this model has by an earlier call,
+            or `"auto"`. `"fast"`: what transformers' modules keep. `"auto"`: without what is made again at little cost,
+            the norms' outputs and silu(gate) * up; the fused loss has an `"auto"` of its own. `"low"`: the outputs of
+            gate and up are made again, too, by a second run of their matmuls, and on a GPU the logits exist in chunks
+            of a quarter of the head's gradient in fp32. `"min"`: the chunks are half as large, and with gradient
+            checkpointing (transformers 4.53 on) the layers' inputs wait in pinned host memory, which must be large
+            enough. Results are the same. The levels need `fused_add_rms_norm`, `swiglu` for the MLP's share and `rope`
+            for the attention's. The argument `memory` of a model's forward is that of its loss alone.
 
     Returns:
         A handle, whose `.revert()` undoes the patch. As a context manager it reverts at the end.
 
     Raises:
         ValueError: both cross entropies are asked for, `model` holds no Llama, or `memory` is another word.
-        TypeError: `model` is no module, or an option is neither True nor False.
+        TypeError: `model` is no module, or a switch is neither True nor False (1, 0 and numpy's are neither).
         ImportError: transformers is older than 4.51.3.
     """
     from liger_ext.models.families import apply  # made of the classes above
 
     return apply(
         "llama",
-        model,
-        rope,
-        cross_entropy,
-        fused_linear_cross_entropy,
-        rms_norm,
-        swiglu,
-        fused_add_rms_norm,
-        memory,
+        model=model,
+        memory=memory,
+        rope=rope,
+        cross_entropy=cross_entropy,
+        fused_linear_cross_entropy=fused_linear_cross_entropy,
+        rms_norm=rms_norm,
+        swiglu=swiglu,
+        fused_add_rms_norm=fused_add_rms_norm,
     )

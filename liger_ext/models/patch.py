@@ -15,8 +15,7 @@ Other code replaces things, too, and what it does is kept or named (`liger_ext.m
 - A `forward` or a global that it has put in place of transformers' own is not hidden by ours: that patch is not made.
 - A wrapper that it has put on an instance's `forward` follows when the class is swapped, if it can be seen through.
 
-Other libraries swap classes as well: FSDP2's `fully_shard` puts `FSDP<Name>` on top of a module's class. Patching after
-it puts our class on top of theirs; undoing a patch that lies below theirs rebuilds their class without ours.
+Other libraries swap classes as well, FSDP2 among them: `liger_ext.models.classes` says how a patch goes below theirs.
 """
 
 import contextlib
@@ -33,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from liger_ext.models.calls import know_forward, only_forward_runs
+from liger_ext.models.classes import inherits_forward, stock_class, with_ancestor, with_patch, written_class
 from liger_ext.models.forwards import describe, find_foreign, leads_to, methods_called, rewrap, with_globals
 from liger_ext.models.warn import warn
 
@@ -69,13 +69,10 @@ def stands_in(module: types.ModuleType, **replacements: object) -> Callable[[typ
     return remember
 
 
-def stock_class(patch: type[nn.Module]) -> type[nn.Module]:
-    """The class that `patch` replaces: its only base, or the last, behind a mixin of ours."""
-    return patch.__bases__[-1]
-
-
 class Mixin:
     """What patches of several classes do. Each is a class of two bases: the mixin, and the class that it replaces."""
+
+    OWN_STATE: tuple[str, ...] = ()  # attributes that only patched instances have
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,18 +117,23 @@ def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: P
 def record_change(
     module: nn.Module, change: object, handle: PatchHandle | None, undo: Callable[[nn.Module], object] | None = None
 ) -> None:
-    """Notes that `handle` wants `change`; `undo(module)` is called with the last handle that does.
+    """Notes that `handle` wants `change`; `undo(module)` is called with the last handle that does. It returns False if
+    it cannot undo it, and is then called again with the next handle that wants the same.
 
-    Without `undo`, the change was found in place. If no handle has made it, it is there to stay.
+    Without `undo`, the change was found in place. If no handle has made it, or one has that is None, it stays.
     """
-    if handle is None:
-        return
     changes = _changes.setdefault(module, {})
     if undo is not None:
         changes[change] = _Change(undo)
     if change in changes:
         changes[change].handles += 1
-        handle.callback(_withdraw, weakref.ref(module), change)
+        if handle is not None:
+            handle.callback(_withdraw, weakref.ref(module), change, changes[change])
+
+
+def changes_of(module: nn.Module) -> Iterable[object]:
+    """Those that are recorded, in the order in which they were made."""
+    return _changes.get(module, {}).keys()
 
 
 def on_construction(cls: type[nn.Module], patch: Callable[[nn.Module], object], handle: PatchHandle) -> None:
@@ -248,15 +250,13 @@ class _Change:
 _changes: weakref.WeakKeyDictionary[nn.Module, dict[object, _Change]] = weakref.WeakKeyDictionary()
 
 
-def _withdraw(reference: weakref.ref, change: object) -> None:
+def _withdraw(reference: weakref.ref, change: object, recorded: _Change) -> None:
     module = reference()
-    if module is None:
+    if module is None or _changes[module].get(change) is not recorded:  # undone by hand, and made again
         return
-    recorded = _changes[module][change]
     recorded.handles -= 1
-    if recorded.handles == 0:
+    if recorded.handles == 0 and recorded.undo(module) is not False:
         del _changes[module][change]
-        recorded.undo(module)
 
 
 def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle | None) -> None:
@@ -264,15 +264,16 @@ def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle |
     if issubclass(cls, patch):
         record_change(module, patch, handle)
         return
-    patched = patch if cls is original else _stack(cls, patch)
+    written = written_class(cls, original)
+    patched = with_patch(written, patch)
     for name in _methods_replaced(patch):
         if inspect.getattr_static(cls, name) is not inspect.getattr_static(original, name):
             warn(f"{cls.__name__} has a {name} of its own and is not patched")
             return
-    if not _inherits_forward(cls, original) or not _set_class(module, patched):
+    if not inherits_forward(cls, original) or not _set_class(module, with_ancestor(cls, written, patched)):
         warn(f"{cls.__name__} has a forward of its own and is not patched")
         return
-    record_change(module, patch, handle, functools.partial(_restore_class, patched=patched, original=cls))
+    record_change(module, patch, handle, functools.partial(_restore_class, patched=patched, original=written))
 
 
 @functools.cache
@@ -287,10 +288,17 @@ def _methods_replaced(patch: type[nn.Module]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*methods_called(original), *shadowed)))
 
 
-def _restore_class(module: nn.Module, patched: type[nn.Module], original: type[nn.Module]) -> None:
-    if not _set_class(module, _without(type(module), patched, original)):
-        name = type(module).__name__
+def _restore_class(module: nn.Module, patched: type[nn.Module], original: type[nn.Module]) -> bool:
+    name, cls = type(module).__name__, with_ancestor(type(module), patched, original)
+    if cls is None:
+        warn(f"{name} is derived from a patched class, and keeps the patch")
+        return False
+    if not _set_class(module, cls):
         warn(f"the forward of this {name} was wrapped after patching, and keeps the patch")
+        return False
+    for attribute in getattr(patched, "OWN_STATE", ()):
+        module.__dict__.pop(attribute, None)
+    return True
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -327,29 +335,3 @@ def _drop_bound_forward(module: nn.Module) -> None:
     own = module.__dict__.get("forward")
     if isinstance(own, types.MethodType) and own.__self__ is module and leads_to(type(module).forward, own.__func__):
         del module.__dict__["forward"]
-
-
-def _inherits_forward(cls: type, base: type) -> bool:
-    """Whether `cls.forward` is `base`'s, or that one wrapped again by GradientCheckpointingLayer for a subclass."""
-    ours, theirs = cls.forward, base.forward
-    same_code = getattr(ours, "__code__", ours) is getattr(theirs, "__code__", theirs)
-    return same_code and inspect.unwrap(ours) is inspect.unwrap(theirs)
-
-
-@functools.cache
-def _stack(cls: type[nn.Module], patch: type[nn.Module]) -> type[nn.Module]:
-    """`patch` on top of `cls`, a subclass of what `patch` replaces."""
-    return type(cls)(cls.__name__, (patch, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-
-
-@functools.cache
-def _without(cls: type[nn.Module], patched: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """`cls` with `patched` in its ancestry replaced by `original`."""
-    if cls is patched:
-        return original
-    if patched not in cls.__mro__:
-        return cls
-    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    if _inherits_forward(cls, patched):
-        namespace.pop("forward", None)  # it wraps the patch's forward; making the class wraps the original's
-    return type(cls)(cls.__name__, tuple(_without(base, patched, original) for base in cls.__bases__), namespace)

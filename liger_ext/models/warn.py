@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-_OTHERS = ("liger_ext", "transformers", "torch")
+_OTHERS = ("liger_ext", "transformers", "torch", "contextlib")
 
 
 def warn(message: str) -> None:

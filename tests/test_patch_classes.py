@@ -1,0 +1,146 @@
+"""Patches together with classes that others have put on top of a module's, or below: a user's, and those that PyTorch
+makes (FSDP2's are in test_patch_wrappers.py)."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from llama_models import batch_of, build, one_thread, patched, step  # noqa: F401
+from torch import nn
+from torch.nn.utils import parametrize
+
+from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.models import classes, head, llama
+
+MODULES = {
+    "model": lambda model: model,
+    "layer": lambda model: model.model.layers[0],
+    "attention": lambda model: model.model.layers[0].self_attn,
+    "MLP": lambda model: model.model.layers[0].mlp,
+    "norm": lambda model: model.model.layers[0].input_layernorm,
+    "last norm": lambda model: model.model.norm,
+    "head": lambda model: model.lm_head,
+}
+
+
+def put_on_top(module):
+    """A class of the user's, whose methods find those below by `super()` without arguments."""
+
+    class Mine(type(module)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+        @property
+        def device_of_mine(self):
+            return super().extra_repr()
+
+    module.__class__ = Mine
+    return Mine
+
+
+def assert_same_step(model, expected):
+    found = step(model, batch_of("cpu"))
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
+    model = build(tie_word_embeddings=False).train()
+    expected = step(copy.deepcopy(model), batch_of("cpu"))
+    module, others = MODULES[name](model), copy.deepcopy(model)
+    stock = type(module)
+    handle = apply_liger_kernel_to_llama(model=model)
+    patch = type(module)
+    mine = put_on_top(module)
+    with pytest.warns(UserWarning, match="Mine is derived from a patched class, and keeps the patch") as record:
+        handle.revert()
+    assert [warning.filename for warning in record] == [__file__]
+    assert type(module) is mine and mine.__bases__ == (patch,)
+    for one, other in zip(model.modules(), others.modules(), strict=True):
+        assert one is module or type(one) is type(other)  # all else is as it was
+    assert module.device_of_mine == stock.extra_repr(module)
+    assert_same_step(model, expected)
+    # What could not be undone is undone by the next handle, once it can.
+    module.__class__ = patch
+    apply_liger_kernel_to_llama(model=model).revert()
+    assert type(module) is stock
+    assert_same_step(model, expected)
+
+
+def test_a_class_that_was_reset_by_hand():
+    """Belongs to the handle that patches it again."""
+    model = build()
+    mlp = MODULES["MLP"](model)
+    stock = type(mlp)
+    handles = [apply_liger_kernel_to_llama(model=model)]
+    mlp.__class__ = stock
+    handles.append(apply_liger_kernel_to_llama(model=model))
+    handles[0].revert()
+    assert type(mlp) is llama.LlamaMLP
+    handles[1].revert()
+    assert type(mlp) is stock
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight * 0.5
+
+
+def parametrize_some(model):
+    for name in PARAMETRIZED:
+        parametrize.register_parametrization(MODULES[name](model), "weight", Halved())
+
+
+def remove_parametrizations(model):
+    for name in PARAMETRIZED:
+        parametrize.remove_parametrizations(MODULES[name](model), "weight")
+
+
+PARAMETRIZED = "norm", "last norm", "head"
+
+
+@pytest.mark.parametrize("order", [
+    "parametrize patch", "parametrize patch revert", "parametrize patch remove", "parametrize patch remove revert",
+    "parametrize patch revert remove", "parametrize patch revert patch remove revert", "patch parametrize remove",
+    "patch parametrize remove revert", "patch parametrize revert", "patch parametrize revert remove",
+    "patch parametrize patch revert remove", "parametrize patch remove parametrize revert",
+])  # fmt: skip
+def test_parametrizations_in_any_order(order):
+    stock = build(tie_word_embeddings=False).train()
+    model, handles = copy.deepcopy(stock), []
+    for action in order.split():
+        if action == "patch":
+            handles.append(apply_liger_kernel_to_llama(model=model))
+        elif action == "revert":
+            while handles:
+                handles.pop().revert()
+        else:
+            for one in (stock, model):
+                {"parametrize": parametrize_some, "remove": remove_parametrizations}[action](one)
+        assert_same_step(model, step(stock, batch_of("cpu")))
+    for norm in (MODULES[name](model) for name in ("norm", "last norm")):
+        assert isinstance(norm, llama.LlamaRMSNorm) is bool(handles)
+    assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in stock.modules()]
+    if not handles and not order.count("parametrize") > order.count("remove"):
+        assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_a_class_of_torchs_is_found_again():
+    """The one that PyTorch made, if it is still the same: modules of one class are of one class again."""
+    stock = nn.Linear(2, 2)
+    parametrize.register_parametrization(stock, "weight", Halved())
+    made = type(stock)
+    copied = classes.with_ancestor(made, nn.Linear, head.Linear)
+    assert copied is classes.with_ancestor(made, nn.Linear, head.Linear) and copied.__bases__ == (head.Linear,)
+    assert classes.with_ancestor(copied, head.Linear, nn.Linear) is made
+    parametrize.register_parametrization(stock, "bias", Halved())  # which adds to the class
+    changed = classes.with_ancestor(made, nn.Linear, head.Linear)
+    assert changed is not copied and {"weight", "bias"} <= vars(changed).keys()
+    assert classes.with_ancestor(copied, head.Linear, nn.Linear) is not made
+    alive = weakref.ref(changed)
+    del changed
+    gc.collect()
+    assert alive() is None
