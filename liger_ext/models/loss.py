@@ -1,7 +1,7 @@
 """The causal language model's loss, from hidden states or logits, with the meaning of transformers' ForCausalLMLoss."""
 
 import functools
-from collections.abc import Callable
+from collections import OrderedDict
 from dataclasses import dataclass, make_dataclass
 from typing import ClassVar
 
@@ -58,13 +58,13 @@ class _Without:
     def __getitem__(self, key: str | int | slice) -> object:
         """A field by its name, or one or several of the places in the tuple that an unpatched model returns."""
         if isinstance(key, str):
-            if key in self.without:
+            if key in self.without and key not in self.keys():
                 raise KeyError(_WHY_NOT_MADE[key])
             return super().__getitem__(key)
         places = [name for name in self.__dataclass_fields__ if name in self.without or name in self.keys()]
         chosen = places[key]
         for name in chosen if isinstance(key, slice) else [chosen]:
-            if name in self.without:
+            if name not in self.keys():
                 raise IndexError(_WHY_NOT_MADE[name])
         return tuple(self[name] for name in chosen) if isinstance(key, slice) else self[chosen]
 
@@ -77,7 +77,7 @@ def output_without(cls: type[ModelOutput], *names: str) -> type[ModelOutput]:
     field (DistributedDataParallel, FSDP, pickle) never reads it.
     """
     names_of_class = {"__module__": __name__, "__qualname__": name_of(cls) + _WITHOUT + _AND.join(names)}
-    fields = [(name, ClassVar[None], property(_not_made(name))) for name in names]
+    fields = [(name, ClassVar[None], _not_made(name)) for name in names]
     return make_dataclass(
         liger_output(cls).__name__,
         fields,
@@ -96,11 +96,23 @@ _WHY_NOT_MADE = {
 }
 
 
-def _not_made(name: str) -> Callable[[ModelOutput], None]:
-    def read(output: ModelOutput) -> None:
+def _not_made(name: str) -> property:
+    """What was not made can be set, as any field: users who are done with logits set them to None."""
+
+    def read(output: ModelOutput) -> object:
+        if name in output.__dict__:
+            return output.__dict__[name]
         raise AttributeError(_WHY_NOT_MADE[name])
 
-    return read
+    def write(output: ModelOutput, value: object) -> None:
+        output.__dict__[name] = value
+        if value is not None:
+            OrderedDict.__setitem__(output, name, value)
+
+    def delete(output: ModelOutput) -> None:
+        output.__dict__.pop(name, None)
+
+    return property(read, write, delete)
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""One provider trains the LoRA adapters of one model, in a process of its own: time of a step, and peak memory."""
+"""One provider trains one model, or LoRA adapters of it, in a process of its own: time of a step, peak memory, loss."""
 
 from __future__ import annotations
 
@@ -24,22 +24,20 @@ WARM_UP, STEPS = 3, 11
 class Measured:
     step: Timing
     peak: int  # bytes
-    loss: float
+    loss: float  # of the last step
 
 
 def measure(
-    config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, autocast: bool, say: Callable
-) -> Measured:
-    """autocast: the adapters are in fp32, as PEFT makes them of 16-bit weights, and the step runs under autocast."""
-    import peft
-
+    config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, say: Callable,
+    lora: bool = False, autocast: bool = False,
+) -> Measured:  # fmt: skip
+    """lora: adapters train, and nothing else; with autocast they are in fp32, as PEFT makes them of 16-bit weights."""
     place, kind = torch.device(device), suite.DTYPES[dtype]
     meter = Meter(place)
     empty = 0 if place.type == "cuda" else meter.reset()
     say("making model and data")
     model = models.build(config, place, kind)
-    adapter = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, adapter, autocast_adapter_dtype=autocast).train()
+    adapted = _with_adapters(model, autocast) if lora else model
     trained = models.on_request(device)[provider](model)
     if trained is not model:  # compiled: a call of it is compiled, and that of PEFT's wrapper is not
         adapted = trained
@@ -65,3 +63,10 @@ def measure(
         wait(place)
         samples.append((time.perf_counter() - start) * 1e6)
     return Measured(Timing.of(samples[WARM_UP:]), meter.peak() - empty, loss.item())
+
+
+def _with_adapters(model: torch.nn.Module, autocast: bool) -> torch.nn.Module:
+    import peft
+
+    adapter = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, adapter, autocast_adapter_dtype=autocast).train()
