@@ -85,13 +85,13 @@ struct HeldArgs {
   template <class T> LIGER_DEVICE WholeRow<T> logits(int row) const { return {const_cast<void*>(rows.logits), rows.stride, row}; }
   LIGER_DEVICE int columns() const { return int(rows.vocab); }
 };
-struct HeldPiecesArgs : HeldArgs {
-  RowPieces pieces;
-  int columns_of_pieces;
-  const float* others;  // statistics of the classes that are in no piece; nullptr: there are none
+struct HeldChunksArgs : HeldArgs {
+  ChunkMatrices chunks;
+  int columns_of_chunks;
+  const float* others;  // statistics of the classes that are in no chunk; nullptr: there are none
 
-  template <class T> LIGER_DEVICE RowInPieces<T> logits(int row) const { return {pieces, row}; }
-  LIGER_DEVICE int columns() const { return columns_of_pieces; }
+  template <class T> LIGER_DEVICE RowInChunks<T> logits(int row) const { return {chunks, row}; }
+  LIGER_DEVICE int columns() const { return columns_of_chunks; }
 };
 
 // A row whose target is ignored need not be loaded. But waiting for the target first costs 1 to 3 % of the row's time, so it is done only
@@ -102,9 +102,9 @@ LIGER_DEVICE bool is_wanted(const HeldArgs& args, int row) {
 }
 
 // Rows that registers and shared memory hold. K: vectors of a thread in registers. Full: with options that cost instructions per element,
-// or whose gradient depends on the target's logit (token scaling). Pieces: rows lie in several matrices.
-template <class T, int N, int K, bool Full, bool Pieces> struct InPlaceHeld {
-  using Args = std::conditional_t<Pieces, HeldPiecesArgs, HeldArgs>;
+// or whose gradient depends on the target's logit (token scaling). Chunked: rows lie in several matrices.
+template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
+  using Args = std::conditional_t<Chunked, HeldChunksArgs, HeldArgs>;
   static constexpr int max_threads = launch::in_place_held.instance(N, K).max_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
@@ -136,7 +136,7 @@ template <class T, int N, int K, bool Full, bool Pieces> struct InPlaceHeld {
       exponentials.merge(group);
       target_logit = raw_target[0];
     }
-    if constexpr (Pieces) {
+    if constexpr (Chunked) {
       using Slots = CrossEntropyStatistics;
       if (args.others && row.valid) {
         const auto of = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };
@@ -169,12 +169,12 @@ template <class T, int N, int K, bool Full, bool Pieces> struct InPlaceHeld {
 
 float load_at_once_from(int64_t batch_rows) { return float(batch_rows) * 15 / 16; }
 
-std::optional<launch::Launch> launch_in_pieces(const CrossEntropyInPieces& op, Stream stream) {
+std::optional<launch::Launch> launch_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   bool vectors = true;
-  for (int i = 0; i < op.count; ++i) vectors &= aligned(op.pieces[i].logits, 0);
+  for (int i = 0; i < op.count; ++i) vectors &= aligned(op.chunks[i].logits, 0);
   const bool plain = !costly_options(row.options) && !row.accuracy && !row.predicted && !row.options.token_scaling;
-  return launch::cross_entropy_in_pieces(device_profile(stream.device), logits_shape(row, vectors, !plain), plain, op.count);
+  return launch::cross_entropy_in_chunks(device_profile(stream.device), logits_shape(row, vectors, !plain), plain, op.count);
 }
 
 }  // namespace
@@ -197,37 +197,37 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const HeldArgs args{rows, out, float(op.gradient_scale), load_at_once_from(op.batch_rows), made.plan.ring_offset};
   dispatch(row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr auto whole = [](const Instance& of) { return fits<T>(of) && of.k != launch::held_of_pieces; };
+    constexpr auto whole = [](const Instance& of) { return fits<T>(of) && of.k != launch::held_of_chunks; };
     with_instance<launch::in_place_held, whole>(
         made, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, I.k == launch::held_of_full, false>>(made, args, stream); });
   });
 }
 
-bool cross_entropy_takes_pieces(const CrossEntropyInPieces& op, Stream stream) { return launch_in_pieces(op, stream).has_value(); }
+bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) { return launch_in_chunks(op, stream).has_value(); }
 
-void cross_entropy_in_pieces(const CrossEntropyInPieces& op, Stream stream) {
+void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
-  const launch::Launch made = launch_in_pieces(op, stream).value();
-  HeldPiecesArgs args{};
+  const launch::Launch made = launch_in_chunks(op, stream).value();
+  HeldChunksArgs args{};
   args.rows = logit_rows(row, op.classes, made.plan, stream);
   args.rows.vocab = op.classes;
   args.out = row_outputs(row);
   args.gradient_scale = float(op.gradient_scale);
   args.at_once_from = load_at_once_from(op.batch_rows);
   args.shared_offset = made.plan.ring_offset;
-  args.columns_of_pieces = int(row.vocab);
+  args.columns_of_chunks = int(row.vocab);
   args.others = static_cast<const float*>(op.others);
   for (int i = 0; i < op.count; ++i) {
-    const MutableRows& logits = op.pieces[i].logits;
-    args.pieces.end[i] = i + 1 < op.count ? int(op.pieces[i + 1].first) : INT_MAX;
-    args.pieces.begin[i] = static_cast<char*>(logits.data) - op.pieces[i].first * size_of(logits.dtype);
-    args.pieces.stride[i] = logits.stride;
+    const MutableRows& logits = op.chunks[i].logits;
+    args.chunks.end[i] = i + 1 < op.count ? int(op.chunks[i + 1].first) : INT_MAX;
+    args.chunks.begin[i] = static_cast<char*>(logits.data) - op.chunks[i].first * size_of(logits.dtype);
+    args.chunks.stride[i] = logits.stride;
   }
   dispatch(row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr auto in_pieces = [](const Instance& of) { return fits<T>(of) && of.k == launch::held_of_pieces; };
+    constexpr auto in_chunks = [](const Instance& of) { return fits<T>(of) && of.k == launch::held_of_chunks; };
     if constexpr (sizeof(T) == 2)
-      with_instance<launch::in_place_held, in_pieces>(
+      with_instance<launch::in_place_held, in_chunks>(
           made, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, false, true>>(made, args, stream); });
   });
 }

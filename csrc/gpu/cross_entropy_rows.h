@@ -145,7 +145,7 @@ template <class T, bool Full> struct LogitRow {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
-  // For a piece of the vocabulary (a range of classes). `target` is the target's column in the piece, if it is one of its classes (`here`);
+  // For a chunk of the vocabulary (a range of classes). `target` is the target's column in the chunk, if it is one of its classes (`here`);
   // otherwise the logit of the first column is read, as an anchor.
   LIGER_DEVICE LogitRow(const LogitRows& a, const Classes& of, int64_t row, bool reports, bool reads_logit) : row(row), live(row < a.rows) {
     data = opaque(static_cast<const T*>(a.logits) + row * a.stride);

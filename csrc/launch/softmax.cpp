@@ -31,7 +31,7 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
   const bool one_wanted = std::max(knobs.threads, knobs.block) > 0 && vectors <= 1024 * k;
   const bool one = vectors <= (few ? most_in_block_of_few : most_in_block) || one_wanted;
   if (of.vec == 1 || (one && knobs.cluster <= 1)) return 1;
-  // Of 256 threads, so many that their registers hold the row; of few rows, so many that each of their threads has a vector.
+  // Blocks of 256 threads: as few as hold the row in registers or, if there are few rows, as many as leave each thread one vector.
   const int64_t holding = next_pow2(ceil_div(vectors, 256 * k)), most = next_pow2(ceil_div(vectors, 256));
   const int64_t wanted = knobs.cluster > 1 ? std::clamp(next_pow2(knobs.cluster), holding, most) : few ? most : holding;
   int64_t blocks = 1;
