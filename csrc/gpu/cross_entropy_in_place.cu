@@ -20,12 +20,14 @@ struct InPlaceArgs {
   LogitRows rows;
   RowOutputs out;
   float gradient_scale;
+  int shared_offset;  // where the threads' places in shared memory begin, bytes
+};
+struct SlotArgs : InPlaceArgs {
   int slots;  // how many vectors a thread keeps in shared memory
-  int shared_offset;  // where they begin, bytes
 };
 
 template <class T, int N, bool Full> struct InPlace {
-  using Args = InPlaceArgs;
+  using Args = SlotArgs;
   static constexpr int max_threads = launch::in_place_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
@@ -75,12 +77,8 @@ template <class T, int N, bool Full> struct InPlace {
   }
 };
 
-struct HeldArgs {
-  LogitRows rows;
-  RowOutputs out;
-  float gradient_scale;
+struct HeldArgs : InPlaceArgs {
   float at_once_from;  // if at least this many targets of the batch are classes (not ignored), a row is loaded before its target is known
-  int shared_offset;  // where the threads' places in shared memory begin
 
   template <class T> LIGER_DEVICE WholeRow<T> logits(int row) const { return {const_cast<void*>(rows.logits), rows.stride, row}; }
   LIGER_DEVICE int columns() const { return int(rows.vocab); }
@@ -167,6 +165,10 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
   }
 };
 
+// vocab: of all classes, also of those that are not here.
+InPlaceArgs in_place_args(const CrossEntropyRows& row, int64_t vocab, double gradient_scale, const launch::Launch& made, Stream stream) {
+  return {logit_rows(row, vocab, made.plan, stream), row_outputs(row), float(gradient_scale), made.plan.ring_offset};
+}
 float load_at_once_from(int64_t batch_rows) { return float(batch_rows) * 15 / 16; }
 
 std::optional<launch::Launch> launch_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
@@ -181,20 +183,17 @@ std::optional<launch::Launch> launch_in_chunks(const CrossEntropyInChunks& op, S
 
 void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
-  require(op.gradient.data == row.logits.data && op.gradient.dtype == row.logits.dtype && op.gradient.stride == row.logits.stride, row.op,
-          ": the gradient of the logits must take their place");
   if (row.rows == 0 || row.vocab == 0) return;
   const bool full = costly_options(row.options) || row.accuracy || row.predicted;
   const launch::Launch made = launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, vectors_fit(row), full),
                                                              !full && !row.options.token_scaling);
-  const LogitRows rows = logit_rows(row, row.vocab, made.plan, stream);
-  const RowOutputs out = row_outputs(row);
+  const InPlaceArgs common = in_place_args(row, row.vocab, op.gradient_scale, made, stream);
   if (made.of(launch::in_place_kernel)) {
-    const InPlaceArgs args{rows, out, float(op.gradient_scale), made.plan.k, made.plan.ring_offset};
+    const SlotArgs args{common, made.plan.k};
     return with_logits<launch::in_place_kernel>(
         made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() { launch<InPlace<T, I.vec, Full>>(made, args, stream); });
   }
-  const HeldArgs args{rows, out, float(op.gradient_scale), load_at_once_from(op.batch_rows), made.plan.ring_offset};
+  const HeldArgs args{common, load_at_once_from(op.batch_rows)};
   dispatch(row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr auto whole = [](const Instance& of) { return fits<T>(of) && of.k != launch::held_of_chunks; };
@@ -208,15 +207,11 @@ bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   const launch::Launch made = launch_in_chunks(op, stream).value();
-  HeldChunksArgs args{};
-  args.rows = logit_rows(row, op.classes, made.plan, stream);
+  HeldChunksArgs args{{in_place_args(row, op.classes, op.gradient_scale, made, stream), load_at_once_from(op.batch_rows)},
+                      {},
+                      int(row.vocab),
+                      static_cast<const float*>(op.others)};
   args.rows.vocab = op.classes;
-  args.out = row_outputs(row);
-  args.gradient_scale = float(op.gradient_scale);
-  args.at_once_from = load_at_once_from(op.batch_rows);
-  args.shared_offset = made.plan.ring_offset;
-  args.columns_of_chunks = int(row.vocab);
-  args.others = static_cast<const float*>(op.others);
   for (int i = 0; i < op.count; ++i) {
     const MutableRows& logits = op.chunks[i].logits;
     args.chunks.end[i] = i + 1 < op.count ? int(op.chunks[i + 1].first) : INT_MAX;

@@ -105,9 +105,10 @@ struct CrossEntropyMerge {
 // fp16 gradients neither underflow nor overflow.
 struct CrossEntropyInPlace {
   CrossEntropyRows row;
-  MutableRows gradient;   // row.logits' own memory
   double gradient_scale;
   int64_t batch_rows;     // of all chunks: what row.counts are of
+
+  MutableRows gradient() const { return {const_cast<void*>(row.logits.data), row.logits.stride, row.logits.dtype}; }
 };
 
 // The same of rows that lie in several matrices, each of some classes: from class `first`, a multiple of 64, in their order.

@@ -30,7 +30,7 @@ class CrossEntropyLoss {
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows* results, bool gradient) const {
     CrossEntropyRows args = rows_of(rows, head_.all_classes(), logits, counts);
     if (results) results->point(args, rows.first);
-    if (gradient) cross_entropy_in_place({args, logits, gradient_scale, head_.rows}, head_.scope);
+    if (gradient) cross_entropy_in_place({args, gradient_scale, head_.rows}, head_.scope);
     else cross_entropy_forward(args, head_.scope);
   }
 

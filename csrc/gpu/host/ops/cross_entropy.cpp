@@ -66,7 +66,7 @@ void cross_entropy_backward(const CrossEntropyBackward& a, Stream stream) {
   gpu::raise_reported_targets();
 }
 void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream stream) {
-  const Buffers buffers = logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, a.gradient);
+  const Buffers buffers = logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, a.gradient());
   gpu::cross_entropy_in_place(a, stream);
   gpu::raise_reported_targets();
 }
