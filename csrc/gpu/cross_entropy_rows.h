@@ -339,7 +339,7 @@ struct LossGradients {
     z = ce_scale == 0 ? ce : ce * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
     if (ce_scale == 0) ce = 0;
   }
-  // Of a mean's or sum's gradient, or of each row's.
+  // From the gradient of the loss: one number, of a mean or a sum, or a number per row.
   LIGER_DEVICE LossGradients(const LogitRows& a, const Rows& grad, int64_t row) {
     const float g = load_one(grad.data, grad.dtype, row * grad.stride);
     ce = g * a.counts[CrossEntropyCounts::ce_scale];

@@ -126,7 +126,7 @@ struct Moments {
         for (int i = 0; i < VEC; ++i) of_batch += (x[k][i] - batch_mean) * (x[k][i] - batch_mean);
     join(here, batch_mean, of_batch);
   }
-  // Of all threads, which have `total` elements together.
+  // Replaces this thread's moments by those of all threads of the row, which have `total` elements together.
   LIGER_DEVICE void merge(RowGroup& group, float total) {
     const float all = group.sum(count * mean) / total;
     squares = group.sum(squares + count * (mean - all) * (mean - all));

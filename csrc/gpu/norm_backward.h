@@ -29,12 +29,12 @@ struct NormBackwardArgs {
   MutableVector dweight, dbias;
   float offset;
   float inverse_cols = 0;
-  float* partial = nullptr;     // [partial rows, cols]: sums for dweight; LayerNorm: [partial rows, 2 * cols], dbias behind them
-  float* row_means = nullptr;   // [rows, 2]: mean(g), mean(g * n); only for norm_backward_reread.h
+  float* partial = nullptr;  // [partial rows, cols]: sums for dweight; LayerNorm: [partial rows, 2 * cols], dbias behind them
+  float* row_means = nullptr;  // [rows, 2]: mean(g), mean(g * n); only for norm_backward_reread.h
   int threads_per_row = 0, stages = 0, ring_offset = 0;
-  int64_t row_step = 0;         // rows that all blocks together have at a time
-  int64_t rows_per_block = 0;   // only for norm_backward_reread.h's second kernel
-  int64_t tile_blocks = 0;      // only for few rows: the first blocks, which take columns; the others take rows
+  int64_t row_step = 0;  // rows that all blocks together have at a time
+  int64_t rows_per_block = 0;  // only for norm_backward_reread.h's second kernel
+  int64_t tile_blocks = 0;  // only for few rows: the first blocks, which take columns; the others take rows
 };
 
 // The factors of VEC columns: weight + offset, or 1 if there is no weight.

@@ -11,7 +11,8 @@ Knobs in_place_knobs(const DeviceProfile& device, const LogitsShape& of, const K
   return chosen_knobs(given, device, {in_place.id, of.vec, of.rows, of.vocab});
 }
 
-// Of rows that a block, or a cluster, holds, with `registers` vectors of each thread in registers and the others in shared memory; or none.
+// The launch for rows that a block, or a cluster, holds, with `registers` vectors of each thread in registers and the others in shared
+// memory; or none.
 std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, int registers, const Knobs& knobs) {
   constexpr int most = 8;  // vectors of a thread where registers alone hold a row
   const int64_t vectors = of.vocab / of.vec;

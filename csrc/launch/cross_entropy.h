@@ -41,7 +41,7 @@ inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide,
                                       Instance{row_threads, 8, held_of_chunks}, Instance{row_threads, 8, held_of_full, none, true});
 inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
-// Of 16-bit rows that lie in `chunks` matrices, one for each chunk of the vocabulary: InPlaceHeld, or none.
+// The launch of InPlaceHeld for 16-bit rows that lie in `chunks` matrices, one for each chunk of the vocabulary; or none.
 inline constexpr int most_vocabulary_chunks = 16;
 std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile&, const LogitsShape&, bool plain, int chunks, const Knobs* = nullptr);
 

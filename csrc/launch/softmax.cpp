@@ -43,10 +43,10 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
 // Rows of which each has a block, or a part of one: four vectors per thread, and more where that would take more than 2,048 / k threads; in
 // calls of few rows one vector, if that is possible.
 LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
-  const int usual_block = static_cast<int>(most_in_block) / k;
-  const bool few = few_rows(device, of.rows), large = few || of.vec == 1 || std::max(knobs.threads, knobs.block) > usual_block;
+  const int preferred_block = static_cast<int>(most_in_block) / k;
+  const bool few = few_rows(device, of.rows), large = few || of.vec == 1 || std::max(knobs.threads, knobs.block) > preferred_block;
   LaunchPlan plan =
-      plan_row(device, of.rows, of.cols, {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : usual_block, .k = few ? 1 : 4}, knobs);
+      plan_row(device, of.rows, of.cols, {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : preferred_block, .k = few ? 1 : 4}, knobs);
   plan.smem = reduction_bytes(2);
   return plan;
 }

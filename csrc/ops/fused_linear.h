@@ -184,7 +184,7 @@ class Backward {
                                                  });
     from_sums(sums.dx, sums.dweight, sums.rest, sums.dbias);
   }
-  // Of no rows.
+  // The gradients of a call that has no rows.
   void zeros();
 
   Tensor dx, dweight, dbias;
@@ -192,7 +192,7 @@ class Backward {
  private:
   Tensor new_dweight() const;
   MutableRows dweight_rows() const { return {dweight.data_ptr(), head_.hidden, head_.weight}; }
-  // Of every result; of dweight, where x is scaled for it; what x is scaled by.
+  // The factors of every result, of dweight (where x is scaled for it), and of that x.
   const void* alpha() const { return scales_.data_ptr(); }
   const void* dweight_alpha() const { return per_row_ ? scale_at(1) : alpha(); }
   const void* x_scale() const { return scale_at(2); }
