@@ -114,8 +114,8 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     float mean, rstd;
   };
   using RowSums = float[Centered ? 2 : 1];  // of g * n over a row's columns, and for LayerNorm of g
-  // Does each row have a barrier to itself? Otherwise the rows of a block share the block's.
-  static constexpr bool own_barriers = Threads >= 512 || (in_warps && has_group_barriers);
+  // Is each row alone with its number of iterations? Not where a warp may have several rows, or the rows of a block share its barrier.
+  static constexpr bool own_pace = Threads >= 512 || (in_warps && has_group_barriers);
 
   static LIGER_DEVICE void walk(const Args& a) {
     Group group(a.threads_per_row);
@@ -132,7 +132,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
       Inputs in;
       stream.take(in);
       if (a.stages == 1) stream.release();  // else nothing would be in flight until the row's sums are there
-      const bool live = own_barriers || row < a.rows;
+      const bool live = own_pace || row < a.rows;
       if (!live) clear(in);
       const Statistics of = next;
       next = statistics(a, row + step);
@@ -151,7 +151,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     if (a.partial) sums.store(a, group, columns);
   }
 
-  // g = dy * weight
+  // g = dy * weight, for a second time where it has not been kept.
   LIGER_DEVICE static void multiply(Floats& g, const Packed<T, VEC> (&dy)[K], const Floats& weight) {
 #pragma unroll
     for (int k = 0; k < K; ++k)
@@ -211,9 +211,9 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     }
   }
 
-  // Threads that meet at a barrier make the same number of iterations: those of a row, or all of a block, whose first row then decides.
-  // Its other rows may be past the last one.
-  LIGER_DEVICE static int64_t end_of_rows(int64_t rows, const Group& group) { return own_barriers ? rows : rows + group.group; }
+  // Threads that meet at a shuffle or a barrier make the same number of iterations: those of a row, or all of a block, whose first row then
+  // decides. Its other rows may be past the last one.
+  LIGER_DEVICE static int64_t end_of_rows(int64_t rows, const Group& group) { return own_pace ? rows : rows + group.group; }
   LIGER_DEVICE static RowSteps<inputs> steps(const Args& a, int64_t row) {
     if constexpr (Residual) return {row, a.row_step, a.rows, a.cols, {a.dy, a.z, a.dsum}};
     else return {row, a.row_step, a.rows, a.cols, {a.dy, a.z}};
