@@ -80,8 +80,8 @@ inline std::vector<OverlaidChunk> overlaid_chunks(int64_t rows, int64_t hidden, 
   return chunks;
 }
 
-// An estimate of the time of the matmuls that write and read the chunks: waves of tiles over an H200's multiprocessors, for tiles of
-// the size that cuBLAS mostly takes, and a fixed cost per chunk.
+// An estimate of the time of the matmuls that write and read the chunks: waves of tiles of 128 x 256 over an H200's multiprocessors, and a
+// fixed cost per chunk.
 inline double overlaid_cost(int64_t rows, int64_t hidden, const std::vector<OverlaidChunk>& chunks) {
   constexpr int64_t multiprocessors = 132, tile_rows = 128, tile_cols = 256;
   const auto waves = [](int64_t a, int64_t b) {
