@@ -175,7 +175,7 @@ def test_fused_loss(rows, vocab, reduction, dtype):
 
 
 @dtypes
-def test_fused_loss_in_pieces(dtype):
+def test_fused_loss_in_vocabulary_chunks(dtype):
     """Rows of one vector more than a block takes."""
     fused_loss(3, 8200, dtype, bias=normal(8200, dtype=dtype, seed=5).requires_grad_())
     fused_loss(3, 1025, dtype, memory=2)

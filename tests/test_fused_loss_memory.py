@@ -74,11 +74,11 @@ def ways(run):
     return [a[names.index("gradients")] for op, a in calls(run).items() if op == "fused_linear_cross_entropy"]
 
 
-# Pieces ---------------------------------------------------------------------------------------------------------------
+# Chunks of the vocabulary ---------------------------------------------------------------------------------------------
 
 
 @given(hidden=st.integers(1, 5000), more=st.floats(0.01, 20), vocab=st.integers(64, 300_000), share=st.floats(0, 1))
-def test_what_a_piece_makes_lies_where_others_were(hidden, more, vocab, share):
+def test_what_a_chunk_makes_lies_where_others_were(hidden, more, vocab, share):
     """A history of dweight's memory: each class's gradient is there when its matmul reads it, and each class's dweight
     is written once, where nothing waits."""
     rows = max(1, int(hidden * more))
@@ -86,15 +86,15 @@ def test_what_a_piece_makes_lies_where_others_were(hidden, more, vocab, share):
     inside = _C.overlaid_classes(rows, hidden, vocab)
     stored = vocab if share == 1 else min(inside + int((vocab - inside) * share) // 64 * 64, vocab)
     sizes = rows, hidden, vocab, stored
-    pieces = _C.overlaid_pieces(*sizes)
-    classes = sorted((p.first, p.first + p.classes) for p in pieces)
+    chunks = _C.overlaid_chunks(*sizes)
+    classes = sorted((p.first, p.first + p.classes) for p in chunks)
     assert classes[0][0] == 0 and classes[-1][1] == vocab
     assert all(a[1] == b[0] for a, b in itertools.pairwise(classes))
     room = {"dweight": vocab * hidden, "rest": _C.overlaid_rest(*sizes), "spare": _C.overlaid_spare(*sizes)}
-    waiting = [p for p in pieces if not p.again]
-    assert sum(p.classes for p in waiting) == stored and pieces[: len(waiting)] == waiting
+    waiting = [p for p in chunks if not p.again]
+    assert sum(p.classes for p in waiting) == stored and chunks[: len(waiting)] == waiting
     aside = None
-    for nth, p in enumerate(pieces):
+    for nth, p in enumerate(chunks):
         end = p.offset + rows * _C.padded_vocab(p.classes)
         assert p.offset % 64 == 0 and p.first % 64 == 0 and end <= room[p.place]
         made = p.first * hidden, (p.first + p.classes) * hidden
@@ -103,7 +103,7 @@ def test_what_a_piece_makes_lies_where_others_were(hidden, more, vocab, share):
             assert made[1] - made[0] <= room["spare"]
             continue
         # Neither its own gradient nor one that still waits lies where its dweight is written.
-        there = [p] if p.again else [q for q in waiting if pieces.index(q) >= nth]
+        there = [p] if p.again else [q for q in waiting if chunks.index(q) >= nth]
         for q in there:
             if q.place == "dweight":
                 assert q.offset >= made[1] or q.offset + rows * _C.padded_vocab(q.classes) <= made[0]
@@ -112,11 +112,11 @@ def test_what_a_piece_makes_lies_where_others_were(hidden, more, vocab, share):
     assert aside is None or aside[1] - aside[0] <= max(vocab * 23 // 200, 64) * hidden
 
 
-def test_pieces_of_a_llama():
+def test_chunks_of_a_llama():
     """8,192 tokens: a fourteenth of dweight is set aside, and there are four matmuls of each kind."""
-    pieces = _C.overlaid_pieces(8192, 4096, 128_256, 128_256)
-    assert [p.classes for p in pieces] == [9472, 18_944, 35_712, 64_128]
-    least = _C.overlaid_pieces(8192, 4096, 128_256, 64_128)
+    chunks = _C.overlaid_chunks(8192, 4096, 128_256, 128_256)
+    assert [p.classes for p in chunks] == [9472, 18_944, 35_712, 64_128]
+    least = _C.overlaid_chunks(8192, 4096, 128_256, 64_128)
     assert [p.classes for p in least if not p.again] == [4160, 8320, 16_640, 33_280, 1728]
 
 

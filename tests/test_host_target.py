@@ -145,7 +145,7 @@ BROKEN = {
         None,
         "uncovered: the launch declares 2 rows of 128 columns, its threads touch 384 elements at out",
     ),
-    "OtherMatrixDeclared": (None, "uncovered: the launch declares 3 rows of 136 columns", "elements of no buffer"),
+    "OtherMatrixDeclared": (None, "uncovered: the launch declares 3 rows of 136 columns", "no buffer of which"),
     "TooManyThreads": (0, "launched with 128 threads, compiled for at most 64"),
     "PartOfAWarp": (0, "threads, which is no multiple of the warp's {warp}"),
     "TooMuchSharedMemory": (0, "launched with 65540 bytes of shared memory; the device has 65536"),

@@ -5,7 +5,7 @@
 
 namespace liger::LIGER_BACKEND {
 
-// Of the matmuls, of losses and statistics, and of the sum of dweight over chunks.
+// The dtypes of the matmuls, of losses and statistics, and of the sum of dweight over chunks.
 struct HeadDtypes {
   Dtype compute, acc, accum;
 };

@@ -33,7 +33,7 @@ inline void append(std::string& text, const ShapeText& shape) {
 }
 inline ShapeText shape_text(const Tensor& t) { return {t}; }
 
-// Of a tensor, or of an argument that is a dtype itself; throws where kernels take no such dtype on the device of `like`.
+// The dtype of a tensor, or of an argument that is a dtype itself. Throws if kernels do not take it on the device of `like`.
 inline Dtype check_dtype(const char* op, const ScalarType& type, const char* name, const Tensor& like, const char* is = " is ") {
   const std::optional<Dtype> found = kernel_dtype(type);
   const bool float64 = takes_float64(like);
@@ -43,7 +43,7 @@ inline Dtype check_dtype(const char* op, const ScalarType& type, const char* nam
 }
 inline Dtype check_dtype(const char* op, const Tensor& t, const char* name) { return check_dtype(op, type_of(t), name, t, " has dtype "); }
 
-// Of a tensor that a check has passed.
+// The dtype of a tensor that a check has passed.
 inline Dtype dtype_of(const Tensor& t, const char* name) { return check_dtype("liger_ext", t, name); }
 
 // torch's dispatcher lets None pass for a tensor.

@@ -91,12 +91,13 @@ template <> [[gnu::flatten]] void run(const CrossEntropyInPlace& a, int64_t begi
     using T = decltype(t);
     using A = accumulator_of<T>;
     const LossFactors factors = LossFactors::unreduced(static_cast<const A*>(a.row.counts), a.gradient_scale);
+    const MutableRows gradient = a.gradient();
     for_each_row<A, T>(
-        a.row, begin, end, [&](int64_t i) { write_zeros<A>(row<T>(a.gradient, i), a.row.vocab); },
+        a.row, begin, end, [&](int64_t i) { write_zeros<A>(row<T>(gradient, i), a.row.vocab); },
         [&](int64_t i, const In<T>& x, const auto& softcap, const LogSumExp& lse, double x_target, const auto& weight,
             const Formula<A>& formula) {
           const Slopes slopes = formula.slopes(a.row.target[i], lse, formula.token_scale(lse, x_target), factors);
-          write_gradient<A>(x, row<T>(a.gradient, i), a.row.vocab, a.row.target[i], softcap, lse, slopes, weight);
+          write_gradient<A>(x, row<T>(gradient, i), a.row.vocab, a.row.target[i], softcap, lse, slopes, weight);
         });
   });
 }

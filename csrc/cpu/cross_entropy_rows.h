@@ -162,7 +162,7 @@ template <class A, class F> LIGER_INLINE void with_class_weight(const Vector& v,
 template <class A> struct RowResults {
   const CrossEntropyRows& a;
 
-  // Of a row that does not count.
+  // The results of a row whose target is ignored.
   void ignored(int64_t i) const {
     for (void* array : {a.ce, a.z, a.lse}) put(array, i, 0);
     put(a.lse, a.rows + i, 0);

@@ -102,7 +102,6 @@ void cross_entropy_backward(const CrossEntropyBackward& a, Stream) {
 
 void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream) {
   check_targets(a.row, a.row.vocab);
-  check_gradient_dtype(a.row.op, a.gradient.dtype, a.row.logits.dtype);
   parallel_items(a, a.row.rows, a.row.vocab);
 }
 
@@ -111,11 +110,11 @@ void cross_entropy_statistics(const CrossEntropyStatistics& a, Stream) {
   parallel_items(a, a.row.rows, a.row.vocab);
 }
 
-bool cross_entropy_takes_pieces(const CrossEntropyInPieces&, Stream) { return false; }
-void cross_entropy_in_pieces(const CrossEntropyInPieces&, Stream) {}
+bool cross_entropy_takes_chunks(const CrossEntropyInChunks&, Stream) { return false; }
+void cross_entropy_in_chunks(const CrossEntropyInChunks&, Stream) {}
 void cross_entropy_merge(const CrossEntropyMerge& a, Stream) {
   check_targets(a.row, a.row.vocab);
-  parallel_items(a, a.row.rows, a.pieces * CrossEntropyStatistics::slots);
+  parallel_items(a, a.row.rows, a.chunks * CrossEntropyStatistics::slots);
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t slice = 256;  // columns of half a row
 
-// Of `slice` pairs: [0] what belongs to their first elements, [1] to their second ones.
+// Values for `slice` pairs: [0] those for their first elements, [1] those for their second ones.
 template <class A> struct Pairs {
   alignas(vector_bytes) A of[2][slice];
   A* operator[](int i) { return of[i]; }

@@ -20,12 +20,14 @@ struct InPlaceArgs {
   LogitRows rows;
   RowOutputs out;
   float gradient_scale;
+  int shared_offset;  // where the threads' places in shared memory begin, bytes
+};
+struct SlotArgs : InPlaceArgs {
   int slots;  // how many vectors a thread keeps in shared memory
-  int shared_offset;  // where they begin, bytes
 };
 
 template <class T, int N, bool Full> struct InPlace {
-  using Args = InPlaceArgs;
+  using Args = SlotArgs;
   static constexpr int max_threads = launch::in_place_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
@@ -75,23 +77,19 @@ template <class T, int N, bool Full> struct InPlace {
   }
 };
 
-struct HeldArgs {
-  LogitRows rows;
-  RowOutputs out;
-  float gradient_scale;
+struct HeldArgs : InPlaceArgs {
   float at_once_from;  // if at least this many targets of the batch are classes (not ignored), a row is loaded before its target is known
-  int shared_offset;  // where the threads' places in shared memory begin
 
   template <class T> LIGER_DEVICE WholeRow<T> logits(int row) const { return {const_cast<void*>(rows.logits), rows.stride, row}; }
   LIGER_DEVICE int columns() const { return int(rows.vocab); }
 };
-struct HeldPiecesArgs : HeldArgs {
-  RowPieces pieces;
-  int columns_of_pieces;
-  const float* others;  // statistics of the classes that are in no piece; nullptr: there are none
+struct HeldChunksArgs : HeldArgs {
+  ChunkMatrices chunks;
+  int columns_of_chunks;
+  const float* others;  // statistics of the classes that are in no chunk; nullptr: there are none
 
-  template <class T> LIGER_DEVICE RowInPieces<T> logits(int row) const { return {pieces, row}; }
-  LIGER_DEVICE int columns() const { return columns_of_pieces; }
+  template <class T> LIGER_DEVICE RowInChunks<T> logits(int row) const { return {chunks, row}; }
+  LIGER_DEVICE int columns() const { return columns_of_chunks; }
 };
 
 // A row whose target is ignored need not be loaded. But waiting for the target first costs 1 to 3 % of the row's time, so it is done only
@@ -102,9 +100,9 @@ LIGER_DEVICE bool is_wanted(const HeldArgs& args, int row) {
 }
 
 // Rows that registers and shared memory hold. K: vectors of a thread in registers. Full: with options that cost instructions per element,
-// or whose gradient depends on the target's logit (token scaling). Pieces: rows lie in several matrices.
-template <class T, int N, int K, bool Full, bool Pieces> struct InPlaceHeld {
-  using Args = std::conditional_t<Pieces, HeldPiecesArgs, HeldArgs>;
+// or whose gradient depends on the target's logit (token scaling). Chunked: rows lie in several matrices.
+template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
+  using Args = std::conditional_t<Chunked, HeldChunksArgs, HeldArgs>;
   static constexpr int max_threads = launch::in_place_held.instance(N, K).max_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
@@ -136,7 +134,7 @@ template <class T, int N, int K, bool Full, bool Pieces> struct InPlaceHeld {
       exponentials.merge(group);
       target_logit = raw_target[0];
     }
-    if constexpr (Pieces) {
+    if constexpr (Chunked) {
       using Slots = CrossEntropyStatistics;
       if (args.others && row.valid) {
         const auto of = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };
@@ -167,67 +165,64 @@ template <class T, int N, int K, bool Full, bool Pieces> struct InPlaceHeld {
   }
 };
 
+// vocab: of all classes, also of those that are not here.
+InPlaceArgs in_place_args(const CrossEntropyRows& row, int64_t vocab, double gradient_scale, const launch::Launch& made, Stream stream) {
+  return {logit_rows(row, vocab, made.plan, stream), row_outputs(row), float(gradient_scale), made.plan.ring_offset};
+}
 float load_at_once_from(int64_t batch_rows) { return float(batch_rows) * 15 / 16; }
 
-std::optional<launch::Launch> launch_in_pieces(const CrossEntropyInPieces& op, Stream stream) {
+std::optional<launch::Launch> launch_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   bool vectors = true;
-  for (int i = 0; i < op.count; ++i) vectors &= aligned(op.pieces[i].logits, 0);
+  for (int i = 0; i < op.count; ++i) vectors &= aligned(op.chunks[i].logits, 0);
   const bool plain = !costly_options(row.options) && !row.accuracy && !row.predicted && !row.options.token_scaling;
-  return launch::cross_entropy_in_pieces(device_profile(stream.device), logits_shape(row, vectors, !plain), plain, op.count);
+  return launch::cross_entropy_in_chunks(device_profile(stream.device), logits_shape(row, vectors, !plain), plain, op.count);
 }
 
 }  // namespace
 
 void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
-  require(op.gradient.data == row.logits.data && op.gradient.dtype == row.logits.dtype && op.gradient.stride == row.logits.stride, row.op,
-          ": the gradient of the logits must take their place");
   if (row.rows == 0 || row.vocab == 0) return;
   const bool full = costly_options(row.options) || row.accuracy || row.predicted;
   const launch::Launch made = launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, vectors_fit(row), full),
                                                              !full && !row.options.token_scaling);
-  const LogitRows rows = logit_rows(row, row.vocab, made.plan, stream);
-  const RowOutputs out = row_outputs(row);
+  const InPlaceArgs common = in_place_args(row, row.vocab, op.gradient_scale, made, stream);
   if (made.of(launch::in_place_kernel)) {
-    const InPlaceArgs args{rows, out, float(op.gradient_scale), made.plan.k, made.plan.ring_offset};
+    const SlotArgs args{common, made.plan.k};
     return with_logits<launch::in_place_kernel>(
         made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() { launch<InPlace<T, I.vec, Full>>(made, args, stream); });
   }
-  const HeldArgs args{rows, out, float(op.gradient_scale), load_at_once_from(op.batch_rows), made.plan.ring_offset};
+  const HeldArgs args{common, load_at_once_from(op.batch_rows)};
   dispatch(row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr auto whole = [](const Instance& of) { return fits<T>(of) && of.k != launch::held_of_pieces; };
+    constexpr auto whole = [](const Instance& of) { return fits<T>(of) && of.k != launch::held_of_chunks; };
     with_instance<launch::in_place_held, whole>(
         made, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, I.k == launch::held_of_full, false>>(made, args, stream); });
   });
 }
 
-bool cross_entropy_takes_pieces(const CrossEntropyInPieces& op, Stream stream) { return launch_in_pieces(op, stream).has_value(); }
+bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) { return launch_in_chunks(op, stream).has_value(); }
 
-void cross_entropy_in_pieces(const CrossEntropyInPieces& op, Stream stream) {
+void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
-  const launch::Launch made = launch_in_pieces(op, stream).value();
-  HeldPiecesArgs args{};
-  args.rows = logit_rows(row, op.classes, made.plan, stream);
+  const launch::Launch made = launch_in_chunks(op, stream).value();
+  HeldChunksArgs args{{in_place_args(row, op.classes, op.gradient_scale, made, stream), load_at_once_from(op.batch_rows)},
+                      {},
+                      int(row.vocab),
+                      static_cast<const float*>(op.others)};
   args.rows.vocab = op.classes;
-  args.out = row_outputs(row);
-  args.gradient_scale = float(op.gradient_scale);
-  args.at_once_from = load_at_once_from(op.batch_rows);
-  args.shared_offset = made.plan.ring_offset;
-  args.columns_of_pieces = int(row.vocab);
-  args.others = static_cast<const float*>(op.others);
   for (int i = 0; i < op.count; ++i) {
-    const MutableRows& logits = op.pieces[i].logits;
-    args.pieces.end[i] = i + 1 < op.count ? int(op.pieces[i + 1].first) : INT_MAX;
-    args.pieces.begin[i] = static_cast<char*>(logits.data) - op.pieces[i].first * size_of(logits.dtype);
-    args.pieces.stride[i] = logits.stride;
+    const MutableRows& logits = op.chunks[i].logits;
+    args.chunks.end[i] = i + 1 < op.count ? int(op.chunks[i + 1].first) : INT_MAX;
+    args.chunks.begin[i] = static_cast<char*>(logits.data) - op.chunks[i].first * size_of(logits.dtype);
+    args.chunks.stride[i] = logits.stride;
   }
   dispatch(row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr auto in_pieces = [](const Instance& of) { return fits<T>(of) && of.k == launch::held_of_pieces; };
+    constexpr auto in_chunks = [](const Instance& of) { return fits<T>(of) && of.k == launch::held_of_chunks; };
     if constexpr (sizeof(T) == 2)
-      with_instance<launch::in_place_held, in_pieces>(
+      with_instance<launch::in_place_held, in_chunks>(
           made, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, false, true>>(made, args, stream); });
   });
 }

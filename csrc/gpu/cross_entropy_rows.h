@@ -145,7 +145,7 @@ template <class T, bool Full> struct LogitRow {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
-  // For a piece of the vocabulary (a range of classes). `target` is the target's column in the piece, if it is one of its classes (`here`);
+  // For a chunk of the vocabulary (a range of classes). `target` is the target's column in the chunk, if it is one of its classes (`here`);
   // otherwise the logit of the first column is read, as an anchor.
   LIGER_DEVICE LogitRow(const LogitRows& a, const Classes& of, int64_t row, bool reports, bool reads_logit) : row(row), live(row < a.rows) {
     data = opaque(static_cast<const T*>(a.logits) + row * a.stride);
@@ -339,7 +339,7 @@ struct LossGradients {
     z = ce_scale == 0 ? ce : ce * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
     if (ce_scale == 0) ce = 0;
   }
-  // Of a mean's or sum's gradient, or of each row's.
+  // From the gradient of the loss: one number, of a mean or a sum, or a number per row.
   LIGER_DEVICE LossGradients(const LogitRows& a, const Rows& grad, int64_t row) {
     const float g = load_one(grad.data, grad.dtype, row * grad.stride);
     ce = g * a.counts[CrossEntropyCounts::ce_scale];

@@ -1,7 +1,7 @@
 // The small passes between the fused loss's matmuls. All but the last are bound by memory: each element is read once and written
 // once, in vectors of eight elements (one element where rows are not aligned), several in flight a thread.
 //
-// scale_cast, fill_rows: a row is cut into pieces of one block each. What is left behind a row's last whole vector is taken one
+// scale_cast, fill_rows: a row is cut into tiles of one block each. What is left behind a row's last whole vector is taken one
 // element a thread by the row's last block. column_sum: a thread owns a vector of columns and a share of the rows; the shares
 // are fp32 partial rows that column_sum.h adds up.
 #include "gpu/column_sum.h"
@@ -13,16 +13,16 @@
 namespace liger::gpu {
 namespace {
 
-constexpr int width = launch::piece_vec;     // elements of a vector, of any dtype
-constexpr int in_flight = launch::piece_k;  // vectors a thread reads before it uses the first
+constexpr int width = launch::block_tile_vec;     // elements of a vector, of any dtype
+constexpr int in_flight = launch::block_tile_k;  // vectors a thread reads before it uses the first
 
 // Which vectors of which row are this thread's.
-struct Piece {
+struct BlockTile {
   int64_t row, first;   // first: the first vector; the next is one block further
   int64_t vectors;      // in the row
   int64_t tail;         // column of the single element that this thread takes, or -1
 
-  LIGER_DEVICE Piece(int64_t cols, int n, int64_t blocks_per_row) {
+  LIGER_DEVICE BlockTile(int64_t cols, int n, int64_t blocks_per_row) {
     row = quotient(block_id(), blocks_per_row);
     const int64_t block = block_id() - row * blocks_per_row;
     first = block * block_threads() * in_flight + thread_id();
@@ -53,24 +53,24 @@ template <class T, int N> struct Scale {
   static constexpr int max_threads = launch::scale_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
-    const Piece piece(a.cols, N, a.blocks_per_row);
+    const BlockTile tile(a.cols, N, a.blocks_per_row);
     float factor = a.scale ? *a.scale : 1.f;
-    if (a.row_scale.data) factor *= load_one(a.row_scale.data, a.row_scale.dtype, piece.row * a.row_scale.stride);
-    const T* in = static_cast<const T*>(a.in.data) + piece.row * a.in.stride;
-    const int64_t out = piece.row * a.out.stride;
+    if (a.row_scale.data) factor *= load_one(a.row_scale.data, a.row_scale.dtype, tile.row * a.row_scale.stride);
+    const T* in = static_cast<const T*>(a.in.data) + tile.row * a.in.stride;
+    const int64_t out = tile.row * a.out.stride;
     Packed<T, N> raw[in_flight];
 #pragma unroll
     for (int k = 0; k < in_flight; ++k)
-      if (piece.vector(k) < piece.vectors) load<Hint::in_place>(raw[k], in + piece.vector(k) * N);
+      if (tile.vector(k) < tile.vectors) load<Hint::in_place>(raw[k], in + tile.vector(k) * N);
 #pragma unroll
     for (int k = 0; k < in_flight; ++k) {
-      if (piece.vector(k) >= piece.vectors) continue;
+      if (tile.vector(k) >= tile.vectors) continue;
       float values[N];
 #pragma unroll
       for (int j = 0; j < N; ++j) values[j] = raw[k][j] * factor;
-      store_as<N>(a.out.data, a.out.dtype, out + piece.vector(k) * N, values);
+      store_as<N>(a.out.data, a.out.dtype, out + tile.vector(k) * N, values);
     }
-    if (piece.tail >= 0) store_one(a.out.data, a.out.dtype, out + piece.tail, to_float(in[piece.tail]) * factor);
+    if (tile.tail >= 0) store_one(a.out.data, a.out.dtype, out + tile.tail, to_float(in[tile.tail]) * factor);
   }
 };
 
@@ -83,18 +83,18 @@ template <class T, int N> struct Fill {
   static constexpr int max_threads = launch::fill_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
-    const Piece piece(a.cols, N, a.blocks_per_row);
-    T* matrix = static_cast<T*>(a.matrix.data) + piece.row * a.matrix.stride;
+    const BlockTile tile(a.cols, N, a.blocks_per_row);
+    T* matrix = static_cast<T*>(a.matrix.data) + tile.row * a.matrix.stride;
 #pragma unroll
     for (int k = 0; k < in_flight; ++k) {
-      if (piece.vector(k) >= piece.vectors) continue;
+      if (tile.vector(k) >= tile.vectors) continue;
       float values[N];
-      load_any<N>(values, a.values.data, a.values.dtype, piece.vector(k) * N);
+      load_any<N>(values, a.values.data, a.values.dtype, tile.vector(k) * N);
       Packed<T, N> packed;
       packed.set(values);
-      store(matrix + piece.vector(k) * N, packed);
+      store(matrix + tile.vector(k) * N, packed);
     }
-    if (piece.tail >= 0) matrix[piece.tail] = from_float<T>(load_one(a.values.data, a.values.dtype, piece.tail));
+    if (tile.tail >= 0) matrix[tile.tail] = from_float<T>(load_one(a.values.data, a.values.dtype, tile.tail));
   }
 };
 
@@ -188,7 +188,8 @@ void scale_cast(const ScaleCast& op, Stream stream) {
     flat.in.stride = flat.out.stride = 0;
   }
   const bool wide = aligned(flat.in, 0) && aligned(flat.out, 0);
-  const launch::Launch made = launch::pieces(device_profile(stream.device), launch::scale_kernel, flat.rows, flat.cols, wide ? width : 1);
+  const launch::Launch made =
+      launch::block_tiles(device_profile(stream.device), launch::scale_kernel, flat.rows, flat.cols, wide ? width : 1);
   dispatch(op.in.dtype, [&](auto tag) {
     with_instance<launch::scale_kernel>(made, [&]<Instance I>() {
       launch<Scale<decltype(tag), I.vec>>(
@@ -200,7 +201,7 @@ void scale_cast(const ScaleCast& op, Stream stream) {
 void fill_rows(const FillRows& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
   const bool wide = aligned(op.matrix, 0) && aligned(op.values, 0);
-  const launch::Launch made = launch::pieces(device_profile(stream.device), launch::fill_kernel, op.rows, op.cols, wide ? width : 1);
+  const launch::Launch made = launch::block_tiles(device_profile(stream.device), launch::fill_kernel, op.rows, op.cols, wide ? width : 1);
   dispatch(op.matrix.dtype, [&](auto tag) {
     with_instance<launch::fill_kernel>(made, [&]<Instance I>() {
       launch<Fill<decltype(tag), I.vec>>(made, {op.cols, made.plan.grid / op.rows, op.matrix, op.values}, stream);

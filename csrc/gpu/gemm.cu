@@ -126,7 +126,7 @@ int64_t leading_dimension(int64_t stride, int64_t rows, int64_t cols) {
   return std::max({stride, cols, int64_t{1}});
 }
 
-// Of a matrix with this number of rows and columns before it is transposed.
+// The leading dimension of a matrix that has this number of rows and columns before it is transposed.
 int64_t leading_dimension(const Matrix& x, int64_t rows, int64_t cols) {
   return x.transposed ? leading_dimension(x.stride, cols, rows) : leading_dimension(x.stride, rows, cols);
 }

@@ -24,7 +24,7 @@ struct GroupNormBackwardArgs {
   launch::RowParts parts;
   int threads_per_row = 0;
 
-  // Of the nth partial row of a sample, `rows` in all; channel: of the sample.
+  // Stores a channel's sums in the nth of a sample's `rows` partial rows. channel: its number in the sample.
   LIGER_DEVICE void store_partial(int64_t sample, int64_t rows, int64_t nth, int64_t channel, const float (&sums)[2]) const {
     const int64_t all = of.groups * of.channels;
     float* const to = partial + (sample * rows + nth) * 2 * all + channel;

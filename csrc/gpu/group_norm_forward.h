@@ -56,9 +56,9 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
   using Args = GroupNormForwardArgs;
   static constexpr int max_threads = launch::group_norm_registers.instance(VEC, K).max_threads,
                        min_blocks = VEC > 1 && K == launch::group_norm_k ? 2 : 1, min_waves = max_threads / 256;
-  // Vectors whose parameters are loaded together; of two before the row's exchange, so that their latency is the row's.
-  static constexpr int Together = K < 4 ? K : 4;
-  static constexpr bool early = VEC == 1 || K < 4;
+  static constexpr int Together = K < 4 ? K : 4;  // vectors whose parameters are loaded together
+  // The parameters are loaded with the row, before its moments are made: the thread waits for both at once.
+  static constexpr bool with_row = VEC == 1 || K < 4;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroupOf<0, (VEC > 1 && K == launch::group_norm_k)> group(a.threads_per_row);
     const int64_t row = group.first_row(), first_channel = a.of.first_channel(row);
@@ -75,7 +75,7 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
       load_channels(weight, a.weight, 1, of, channel_of);
       load_channels(bias, a.bias, 0, of, channel_of);
     };
-    if constexpr (early) load_parameters(columns);
+    if constexpr (with_row) load_parameters(columns);
     held_moments<sizeof(T) == 4>(group, columns, x, a.of, mean, variance);
     const float rstd = fast_rsqrt(variance + a.eps);
     if constexpr (K >= 4)
@@ -85,7 +85,7 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
       a.mean[row] = mean;
       a.rstd[row] = rstd;
     }
-    if constexpr (early) {
+    if constexpr (with_row) {
       write_normalised(a, columns, x, row, mean, rstd, weight, bias, channel_of);
     } else {
 #pragma unroll
@@ -126,7 +126,7 @@ struct Moments {
         for (int i = 0; i < VEC; ++i) of_batch += (x[k][i] - batch_mean) * (x[k][i] - batch_mean);
     join(here, batch_mean, of_batch);
   }
-  // Of all threads, which have `total` elements together.
+  // Replaces this thread's moments by those of all threads of the row, which have `total` elements together.
   LIGER_DEVICE void merge(RowGroup& group, float total) {
     const float all = group.sum(count * mean) / total;
     squares = group.sum(squares + count * (mean - all) * (mean - all));

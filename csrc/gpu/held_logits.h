@@ -1,4 +1,4 @@
-// Rows of logits that a kernel reads, keeps, and overwrites: where a row's elements are (WholeRow, RowInPieces), and how its threads hold
+// Rows of logits that a kernel reads, keeps, and overwrites: where a row's elements are (WholeRow, RowInChunks), and how its threads hold
 // them meanwhile (HeldLogits).
 #pragma once
 #include "gpu/cross_entropy_rows.h"
@@ -19,40 +19,40 @@ template <class T> class WholeRow {
   T* row_;
 };
 
-// A vocabulary that is cut into pieces: each piece is a range of classes, and its logits are a matrix of their own. So a row of logits lies
-// in several matrices, in the order of the classes.
-struct RowPieces {
-  static constexpr int most = launch::most_pieces;
-  int end[most];  // the column behind the piece's last one; of the last piece, a number beyond all columns
-  void* begin[most];  // where column 0 of row 0 would be in the piece's matrix
+// The matrices of a vocabulary that is cut into chunks: each chunk is a range of classes, and its logits are a matrix of their own. So a
+// row of logits lies in several matrices, in the order of the classes.
+struct ChunkMatrices {
+  static constexpr int most = launch::most_vocabulary_chunks;
+  int end[most];  // the column behind the chunk's last one; of the last chunk, a number beyond all columns
+  void* begin[most];  // where column 0 of row 0 would be in the chunk's matrix
   int64_t stride[most];
 };
-template <class T> class RowInPieces {
+template <class T> class RowInChunks {
  public:
-  LIGER_DEVICE RowInPieces(const RowPieces& pieces, int row) : pieces_(pieces), row_(row) {}
+  LIGER_DEVICE RowInChunks(const ChunkMatrices& chunks, int row) : chunks_(chunks), row_(row) {}
   class Walk {
    public:
-    LIGER_DEVICE Walk(const RowPieces& pieces, int row, int first) : pieces_(pieces), row_(row), first_(first) { take(0); }
+    LIGER_DEVICE Walk(const ChunkMatrices& chunks, int row, int first) : chunks_(chunks), row_(row), first_(first) { take(0); }
     // A search for each vector would take almost half of the kernel's time; columns ascend, so that a step suffices.
     LIGER_DEVICE T* operator()(int column) {
-      while (first_ + column >= end_) take(piece_ + 1);
+      while (first_ + column >= end_) take(chunk_ + 1);
       return begin_ + column;
     }
 
    private:
-    LIGER_DEVICE void take(int piece) {
-      piece_ = piece;
-      end_ = pieces_.end[piece];
-      begin_ = opaque(static_cast<T*>(pieces_.begin[piece]) + (row_ * pieces_.stride[piece] + first_));
+    LIGER_DEVICE void take(int chunk) {
+      chunk_ = chunk;
+      end_ = chunks_.end[chunk];
+      begin_ = opaque(static_cast<T*>(chunks_.begin[chunk]) + (row_ * chunks_.stride[chunk] + first_));
     }
-    const RowPieces& pieces_;
-    int row_, first_, piece_, end_;
+    const ChunkMatrices& chunks_;
+    int row_, first_, chunk_, end_;
     T* begin_;
   };
-  LIGER_DEVICE Walk from(int first) const { return {pieces_, row_, first}; }
+  LIGER_DEVICE Walk from(int first) const { return {chunks_, row_, first}; }
 
  private:
-  const RowPieces& pieces_;
+  const ChunkMatrices& chunks_;
   int row_;
 };
 

@@ -113,8 +113,8 @@ template <class T> struct HeldOptions {
     });
   }
 
-  // Of the whole row, after its exponentials have been merged. target_logit: of the thread that owns the target; afterwards all have it, if
-  // they need it.
+  // Makes these the whole row's, after its exponentials have been merged. target_logit: of the thread that owns the target; afterwards all
+  // have it, if they need it.
   template <class Held, class Group>
   LIGER_DEVICE void merge(const Held& held, Group& group, const HeldExponentials<T>& row, bool has_target, float& target_logit,
                           bool want_best) {

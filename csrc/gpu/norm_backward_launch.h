@@ -1,8 +1,9 @@
-// The launches of the norms' backward: the path that fits a call (norm_backward.h, norm_backward_rows.h), then the sums.
+// The launches of the norms' backward: the path that fits a call (norm_backward.h and the files named like it), then the sums.
 #pragma once
 #include "gpu/column_sum.h"
 #include "gpu/norm_backward.h"
 #include "gpu/norm_backward_few.h"
+#include "gpu/norm_backward_reread.h"
 #include "gpu/norm_backward_rows.h"
 
 namespace liger::gpu {

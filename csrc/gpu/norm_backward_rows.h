@@ -7,8 +7,8 @@
 
 namespace liger::gpu {
 
-// dz of the rows of this block, before which so many blocks have none. Weight: of a thread's vectors, Packed<T, VEC> if the weight is of
-// z's type, or else float[VEC].
+// dz of the rows of this block. blocks_before: how many blocks of the grid come first and have no rows. Weight: of a thread's vectors,
+// Packed<T, VEC> if the weight is of z's type, or else float[VEC].
 template <class T, int VEC, int K, bool Centered, class Weight>
 LIGER_DEVICE void norm_backward_row(const NormBackwardArgs& a, int64_t blocks_before = 0) {
   using Values = Packed<T, VEC>[K];

@@ -18,7 +18,7 @@ template <class T, int N> LIGER_DEVICE void join_exponentials(float (&a)[N], con
 template <class T> struct Exponentials {
   float max, sum;
 
-  // Of the vectors k of a row for which has(k).
+  // Over the vectors k of a row for which has(k).
   template <int VEC, int K, class F> LIGER_DEVICE Exponentials(const Packed<T, VEC> (&x)[1][K], F has) : max(largest(x[0], has)) {
     sum = sum_of(x[0], has);
   }

@@ -295,9 +295,9 @@ template <class K> void launch(const launch::Launch& made, const typename K::Arg
   config.attrs = attributes;
   if (plan.cluster > 1) attributes[config.numAttrs++] = cluster_attribute(plan.cluster);
   if (plan.pdl) {
-    cudaLaunchAttribute& early = attributes[config.numAttrs++];
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
   }
   if (const auto code = cudaLaunchKernelExC(&config, function, parameters)) throw_launch_error(code, "launching a kernel");
 }

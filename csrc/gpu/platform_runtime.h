@@ -74,7 +74,7 @@ inline void check(cudaError_t code, const char* what) {
   if (code != cudaSuccess) throw_launch_error(code, what);
 }
 inline void clear_last_error() { cudaGetLastError(); }
-// Of a call that does nothing.
+// The error that an earlier call has left, as a call that does nothing returns it.
 inline int standing_error() { return cudaFree(nullptr); }
 inline bool is_missing_code(int code) {
   return code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion;

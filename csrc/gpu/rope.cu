@@ -16,7 +16,7 @@
 namespace liger::gpu {
 namespace {
 
-// Of two words: the first elements and the second ones of pairs that alternate in them, or the other way round.
+// In two words that hold interleaved pairs: the first elements of all pairs go to `a` and the second ones to `b`, or the other way round.
 template <class T> LIGER_DEVICE void regroup(uint32_t& a, uint32_t& b) {
   if constexpr (sizeof(T) == 2) {
     const uint32_t low = (a & 0xffff) | b << 16;
@@ -24,7 +24,7 @@ template <class T> LIGER_DEVICE void regroup(uint32_t& a, uint32_t& b) {
     a = low;
   }
 }
-// Of two vectors of interleaved pairs: all first elements, and all second ones.
+// In two vectors that hold interleaved pairs: the first elements of all pairs go to `a`, and the second ones to `b`.
 template <class T, int VEC> LIGER_DEVICE void split(Packed<T, VEC>& a, Packed<T, VEC>& b) {
   constexpr int words = Packed<T, VEC>::words;
   Packed<T, VEC> first, second;
@@ -132,7 +132,7 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
       gpu::load<H>(of, from + low);
     }
   }
-  // Of a row with both elements of each pair, interleaved (In) or `apart`.
+  // Loads both elements of each of a row's pairs, which are interleaved (In), or `apart` elements from each other.
   template <bool In, bool Out, Hint H, class E>
   LIGER_DEVICE static void load_both(Packed<E, VEC>& first, Packed<E, VEC>& second, const E* from, int low, int half, int apart) {
     if constexpr (In) {

@@ -39,6 +39,29 @@ template <int N> struct RowSteps {
   int64_t first, step, rows, cols;
   Rows tensors[N];
 };
+// The row of them that a stream requests next, and where in each tensor the stream's columns of it begin. Addresses count in T, or in
+// bytes.
+template <class Unit, int N> struct NextRow {
+  int64_t row, step, rows;
+  int64_t pitch[N], jump[N];  // from one row of the tensor to the next, and from one row of these to the next
+  const Unit* at[N];
+
+  LIGER_DEVICE NextRow(const RowSteps<N>& steps, int64_t first_row, int64_t first_column, int64_t units_per_element = 1)
+      : row(first_row), step(steps.step), rows(steps.rows) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      pitch[n] = steps.tensors[n].stride * units_per_element;
+      jump[n] = step * pitch[n];
+      at[n] = static_cast<const Unit*>(steps.tensors[n].data) + (row * pitch[n] + first_column * units_per_element);
+    }
+  }
+  LIGER_DEVICE bool exists() const { return row < rows; }
+  LIGER_DEVICE void advance() {
+    row += step;
+#pragma unroll
+    for (int n = 0; n < N; ++n) at[n] += jump[n];
+  }
+};
 
 // In all three implementations, take(out) gives this thread's vectors of the next row, and zeros past the last column. Vectors of a row
 // past the last one are not set. release() makes room for another row in its place. All lanes of a warp call them together.
@@ -46,177 +69,165 @@ template <int N> struct RowSteps {
 // A warp's ring buffer: its vectors of `stages` rows in shared memory, [stages][N][K * lanes of a warp].
 template <class Group, class T, int VEC, int K, int N> class RingStream {
   static constexpr int vector_bytes = VEC * int(sizeof(T)), tensor_bytes = K * warp_width() * vector_bytes, stage_bytes = N * tensor_bytes;
-  unsigned char *ring, *mine;  // the warp's buffer, and this thread's first vector in it
-  Mbarrier* mbarriers;  // one per stage: a counter of the bytes that have arrived (platform_cuda.h)
-  const unsigned char* at[N];  // the warp's columns of the row that is requested next
-  int64_t pitch[N];  // bytes between neighbouring rows
-  int64_t asking, step, rows;  // asking: the number of the row that is requested next
-  int stages, stage = 0, parity = 0, lanes, bytes;
 
  public:
   LIGER_DEVICE RingStream(const Group& group, const RowSteps<N>& steps, int stages, int shared_offset)
-      : step(steps.step), rows(steps.rows), stages(stages), lanes(group.lanes()) {
-    const WarpShare share(group, steps.cols / VEC);
-    const int warp = uniform(warp_id()), row_of_warp = lane_id() / lanes;
-    asking = uniform(steps.first - row_of_warp);
-    bytes = uniform(int(share.end - share.begin)) * vector_bytes;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      pitch[n] = steps.tensors[n].stride * int64_t(sizeof(T));
-      at[n] = static_cast<const unsigned char*>(steps.tensors[n].data) + (asking * pitch[n] + uniform(share.begin) * vector_bytes);
-    }
-    ring = shared<unsigned char>(shared_offset) + warp * stages * stage_bytes;
-    mine = ring + (row_of_warp * lanes * K + share.lane) * vector_bytes;
-    mbarriers = shared<Mbarrier>(shared_offset + block_threads() / warp_width() * stages * stage_bytes) + warp * stages;
-    // Columns past the last one are written by no copy, nor are rows past the last one where a warp has several: they are set to zero once.
-    for (int s = 0; s < stages; ++s)
-      for (int n = 0; n < N; ++n)
-        for (int k = 0; k < K; ++k)
-          if ((k * lanes + share.lane) * vector_bytes >= bytes || (!Group::whole_warps && steps.first + s * step >= rows))
-            store(reinterpret_cast<T*>(mine + s * stage_bytes + n * tensor_bytes + k * lanes * vector_bytes), Packed<T, VEC>{});
-    if (elected())
-      for (int s = 0; s < stages; ++s) init_mbarrier(mbarriers + s);
-    warp_barrier();
-    for (int s = 0; s < stages; ++s) request(s);
-  }
+      : RingStream(group, WarpShare(group, steps.cols / VEC), steps, stages, shared_offset) {}
   LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
-    wait_for_phase(mbarriers + stage, parity);
-    const unsigned char* const from = mine + stage * stage_bytes;
+    wait_for_phase(arrivals_ + stage_, parity_);
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int k = 0; k < K; ++k) load(out[n][k], reinterpret_cast<const T*>(from + n * tensor_bytes + k * lanes * vector_bytes));
+      for (int k = 0; k < K; ++k) load(out[n][k], place(stage_, n, k));
   }
   LIGER_DEVICE void release() {
     finish_reads_before_copies();
     warp_barrier();  // of all lanes
-    request(stage);
-    if (++stage == stages) stage = 0, parity ^= 1;
+    request(stage_);
+    if (++stage_ == stages_) stage_ = 0, parity_ ^= 1;
   }
 
  private:
-  // Requests the next row, or those of all groups of lanes, into stage s.
-  LIGER_DEVICE void request(int s) {
+  LIGER_DEVICE RingStream(const Group& group, const WarpShare& share, const RowSteps<N>& steps, int stages, int shared_offset)
+      : lanes_(share.lanes),
+        stages_(stages),
+        bytes_(uniform(int(share.end - share.begin)) * vector_bytes),
+        next_(steps, uniform(steps.first - lane_id() / lanes_), uniform(share.begin) * VEC, sizeof(T)) {
+    const int warps = block_threads() / warp_width(), warp = uniform(warp_id());
+    ring_ = shared<unsigned char>(shared_offset) + warp * stages * stage_bytes;
+    own_ = ring_ + (lane_id() / lanes_ * lanes_ * K + share.lane) * vector_bytes;
+    arrivals_ = shared<Mbarrier>(shared_offset + warps * stages * stage_bytes) + warp * stages;
+    clear_what_no_copy_writes(share, steps);
+    if (elected())
+      for (int s = 0; s < stages; ++s) init_mbarrier(arrivals_ + s);
+    warp_barrier();
+    for (int s = 0; s < stages; ++s) request(s);
+  }
+  // Columns past the last one, and rows past the last one where a warp has several, are zeros.
+  LIGER_DEVICE void clear_what_no_copy_writes(const WarpShare& share, const RowSteps<N>& steps) {
+    for (int s = 0; s < stages_; ++s)
+      for (int n = 0; n < N; ++n)
+        for (int k = 0; k < K; ++k)
+          if ((k * lanes_ + share.lane) * vector_bytes >= bytes_ || (!Group::whole_warps && steps.first + s * steps.step >= steps.rows))
+            store(place(s, n, k), Packed<T, VEC>{});
+  }
+  // This thread's vector k of tensor n.
+  LIGER_DEVICE T* place(int stage, int n, int k) const {
+    return reinterpret_cast<T*>(own_ + stage * stage_bytes + n * tensor_bytes + k * lanes_ * vector_bytes);
+  }
+  // Requests the next row, or, where a warp has several, its next rows.
+  LIGER_DEVICE void request(int stage) {
     // A warp may wait for a row past the last one, if other rows of its block are not past it: then nothing is copied, but announced.
-    const int64_t left = rows - asking;
-    const int warp_rows = warp_width() / lanes, live = left <= 0 || bytes == 0 ? 0 : left < warp_rows ? int(left) : warp_rows;
+    const int64_t left = next_.rows - next_.row;
+    const int warp_rows = warp_width() / lanes_, live = left <= 0 || bytes_ == 0 ? 0 : left < warp_rows ? int(left) : warp_rows;
     if (elected()) {
-      unsigned char* const to = ring + s * stage_bytes;
-      expect_bytes(mbarriers + s, live * bytes * N);
+      unsigned char* const to = ring_ + stage * stage_bytes;
+      expect_bytes(arrivals_ + stage, live * bytes_ * N);
 #pragma unroll 1
       for (int row = 0; row < live; ++row)
 #pragma unroll
         for (int n = 0; n < N; ++n)
-          bulk_copy(to + n * tensor_bytes + row * lanes * K * vector_bytes, at[n] + row * pitch[n], bytes, mbarriers + s);
+          bulk_copy(to + n * tensor_bytes + row * lanes_ * K * vector_bytes, next_.at[n] + row * next_.pitch[n], bytes_, arrivals_ + stage);
     }
-    asking += step;
-#pragma unroll
-    for (int n = 0; n < N; ++n) at[n] += step * pitch[n];
+    next_.advance();
   }
+
+  int lanes_, stages_, bytes_;  // lanes_: of the warp, that share a row; bytes_: of the warp's columns of one row of one tensor
+  NextRow<unsigned char, N> next_;  // where a warp has several rows, the first of them
+  unsigned char *ring_, *own_;  // the warp's buffer, and this thread's first vector in it
+  Mbarrier* arrivals_;  // for each stage a counter of the bytes that have arrived (platform_cuda.h)
+  int stage_ = 0, parity_ = 0;  // of the row that is taken next
 };
 
 template <class Group, class T, int VEC, int K, int N> class AsyncStream {
   static constexpr int vector_bytes = VEC * int(sizeof(T));
-  unsigned char* ring;  // this thread's place in [stages][N][K][threads of the block] vectors
-  const T* at[N];  // this thread's columns of the row that is requested next
-  int64_t jump[N], asking, step, rows;
-  Columns<VEC, K> columns;
-  int stages, stage = 0;
 
  public:
   LIGER_DEVICE AsyncStream(const Group& group, const RowSteps<N>& steps, int stages, int shared_offset)
-      : asking(steps.first), step(steps.step), rows(steps.rows), columns(warp_columns<VEC, K>(group, steps.cols)), stages(stages) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const Rows& tensor = steps.tensors[n];
-      at[n] = static_cast<const T*>(tensor.data) + (steps.first * tensor.stride + columns.first);
-      jump[n] = steps.step * tensor.stride;
-    }
-    ring = shared<unsigned char>(shared_offset) + thread_id() * vector_bytes;
+      : columns_(warp_columns<VEC, K>(group, steps.cols)), stages_(stages), next_(steps, steps.first, columns_.first) {
+    ring_ = shared<unsigned char>(shared_offset) + thread_id() * vector_bytes;
     for (int s = 0; s < stages; ++s) {
-      if (asking >= rows) clear(s);
+      if (!next_.exists()) clear(s);
       request(s);
     }
   }
   LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
-    wait_for_copies(stages - 1);
+    wait_for_copies(stages_ - 1);
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         out[n][k] = {};
-        if (columns.has(k)) load(out[n][k], reinterpret_cast<const T*>(place(stage, n, k)));
+        if (columns_.has(k)) load(out[n][k], place(stage_, n, k));
       }
-    request(stage);
-    if (++stage == stages) stage = 0;
+    request(stage_);
+    if (++stage_ == stages_) stage_ = 0;
   }
   LIGER_DEVICE void release() {}
 
  private:
   // The row is past the last one, and no copy brings it.
-  LIGER_DEVICE void clear(int s) {
+  LIGER_DEVICE void clear(int stage) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int k = 0; k < K; ++k) store(reinterpret_cast<T*>(place(s, n, k)), Packed<T, VEC>{});
+      for (int k = 0; k < K; ++k) store(place(stage, n, k), Packed<T, VEC>{});
   }
-  LIGER_DEVICE unsigned char* place(int s, int n, int k) const { return ring + ((s * N + n) * K + k) * block_threads() * vector_bytes; }
+  LIGER_DEVICE T* place(int stage, int n, int k) const {
+    return reinterpret_cast<T*>(ring_ + ((stage * N + n) * K + k) * block_threads() * vector_bytes);
+  }
   // Each call closes one group of copies, even past the last row, because wait_for_copies() counts groups.
-  LIGER_DEVICE void request(int s) {
+  LIGER_DEVICE void request(int stage) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
+    for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (asking < rows && columns.has(k)) async_copy(place(s, n, k), at[n] + k * columns.step);
-      at[n] += jump[n];
-    }
+        if (next_.exists() && columns_.has(k)) async_copy(place(stage, n, k), next_.at[n] + k * columns_.step);
     close_copies();
-    asking += step;
+    next_.advance();
   }
+
+  Columns<VEC, K> columns_;
+  int stages_, stage_ = 0;
+  NextRow<T, N> next_;
+  unsigned char* ring_;  // this thread's place in [stages][N][K][threads of the block] vectors
 };
 
 // The first `Ahead` tensors are loaded one row ahead, the others when the row is taken.
 template <class Group, class T, int VEC, int K, int N, int Ahead> class RegisterStream {
-  const T* at[N];  // the row to fetch next
-  int64_t jump[N], taking, step, rows;
-  Columns<VEC, K> columns;
-  Packed<T, VEC> next[N][K];
-
  public:
   LIGER_DEVICE RegisterStream(const Group& group, const RowSteps<N>& steps, int, int)
-      : taking(steps.first), step(steps.step), rows(steps.rows), columns(warp_columns<VEC, K>(group, steps.cols)) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const Rows& tensor = steps.tensors[n];
-      at[n] = static_cast<const T*>(tensor.data) + (steps.first * tensor.stride + columns.first);
-      jump[n] = steps.step * tensor.stride;
-    }
-    fetch<0, Ahead>(next, taking);
+      : columns_(warp_columns<VEC, K>(group, steps.cols)), ahead_(steps, steps.first, columns_.first), taken_(ahead_) {
+    fetch<0, Ahead>(next_, ahead_);
   }
   LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
 #pragma unroll
     for (int n = 0; n < Ahead; ++n)
 #pragma unroll
-      for (int k = 0; k < K; ++k) out[n][k] = next[n][k];
-    fetch<Ahead, N>(out, taking);
-    taking += step;
-    fetch<0, Ahead>(next, taking);
+      for (int k = 0; k < K; ++k) out[n][k] = next_[n][k];
+    fetch<Ahead, N>(out, taken_);
+    fetch<0, Ahead>(next_, ahead_);
   }
   LIGER_DEVICE void release() {}
 
  private:
-  template <int From, int To> LIGER_DEVICE void fetch(Packed<T, VEC> (&out)[N][K], int64_t row) {
+  // The tensors from From to To of a row.
+  template <int From, int To> LIGER_DEVICE void fetch(Packed<T, VEC> (&out)[N][K], NextRow<T, N>& of) {
 #pragma unroll
     for (int n = From; n < To; ++n) {
-      const T* const from = opaque(at[n]);
+      const T* const from = opaque(of.at[n]);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         out[n][k] = {};
-        if (row < rows && columns.has(k)) load<Hint::stream>(out[n][k], from + k * columns.step);
+        if (of.exists() && columns_.has(k)) load<Hint::stream>(out[n][k], from + k * columns_.step);
       }
-      at[n] += jump[n];
     }
+    of.advance();
   }
+
+  Columns<VEC, K> columns_;
+  NextRow<T, N> ahead_, taken_;  // of the tensors that are loaded one row ahead, and of the others
+  Packed<T, VEC> next_[N][K];
 };
 
 // The implementation for this device. Rows that are read by single elements (VEC == 1) may be unaligned, which copies to shared memory

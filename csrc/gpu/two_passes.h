@@ -86,12 +86,12 @@ template <class T, int VEC, int K, int N> class LongRow {
     close_copies();
 #pragma unroll
     for (int n = 0; n < N; ++n) columns_.template load<Hint::stream>(held_[n], a.in[n].data, int64_t{row_} * a.in[n].stride + parts_.head);
-    if constexpr (single_early) load_single(single_);
+    if constexpr (single_with_row) load_single(single_);
   }
   template <class Statistic> LIGER_DEVICE Statistic statistic() {
     Statistic found(held_, [&](int k) { return columns_.has(k); });
     const auto add = [&](const auto& vectors, auto has) { found.add(vectors, has); };
-    if constexpr (!single_early) load_single(single_);
+    if constexpr (!single_with_row) load_single(single_);
     if (parts_.single >= 0) add(single_, always);
     for_each_kept([&](const auto& kept, int) { add(kept, always); });
     for_each_left([&](const auto& left, Column, const auto& columns) { add(left, [&](int k) { return columns.has(k); }); });
@@ -100,7 +100,7 @@ template <class T, int VEC, int K, int N> class LongRow {
   template <class F> LIGER_DEVICE void map(const MutableRows& out, F f) {
     forget_widened(held_);
     Packed<T, 1> single[N][1];
-    if constexpr (single_early) load_single(single);  // again, because registers are scarce between the passes
+    if constexpr (single_with_row) load_single(single);  // again, because registers are scarce between the passes
     T* const row = static_cast<T*>(out.data) + (int64_t{row_} * out.stride + parts_.head);
     T* const to = opaque(row + columns_.first);
 #pragma unroll
@@ -112,16 +112,16 @@ template <class T, int VEC, int K, int N> class LongRow {
       for (int k = 0; k < batch; ++k)
         if (columns.has(k)) store_mapped<Hint::stream>(to + begin + k * columns.step, left, k, f);
     });
-    if constexpr (!single_early) load_single(single);
+    if constexpr (!single_with_row) load_single(single);
     if (parts_.single >= 0) store_mapped<Hint::keep>(row + (parts_.single - parts_.head), single, 0, f);
   }
 
  private:
   static constexpr bool has_edges = VEC > 1;
   static constexpr int batch = VEC == 1 ? 4 : 1;  // vectors of a row's rest that a thread loads before it uses them
-  // Are single elements loaded with the vectors? Two fp32 matrices leave no registers for them, since their statistic keeps rounding
+  // Are single elements loaded with the row's vectors? Two fp32 matrices leave no registers for them, since their statistic keeps rounding
   // errors.
-  static constexpr bool single_early = N * sizeof(T) < 8;
+  static constexpr bool single_with_row = N * sizeof(T) < 8;
   static constexpr auto always = [](int) { return true; };
 
   // A column. The planner gives vectors to rows of less than 2^30 columns alone.

@@ -78,22 +78,23 @@ struct CrossEntropyBackward {
   double gradient_scale;  // without grad: CrossEntropyInPlace's gradient is written
 };
 
-// A vocabulary in pieces, such as blocks of columns or the shards of several devices: each piece's statistics, their merge to what a pass
-// over whole rows gives, and each piece's gradient by CrossEntropyBackward. A row's statistics of a piece, with w of its classes:
+// A vocabulary that is cut into chunks: ranges of classes that are processed one after another, or the shards of several devices. Each
+// chunk has its statistics; merged, they give what a pass over whole rows gives; and each chunk's gradient is made by CrossEntropyBackward.
+// A row's statistics in a chunk, with w of its classes:
 //   maximum = max(x'), sum = sum(exp(x' - maximum)), target = x'[y], or 0 where y is not among its classes,
 //   weighted = sum(w * (x' - anchor)) and weights = sum(w) with label smoothing, best = max(x) where predictions are wanted.
 struct CrossEntropyStatistics {
   enum Slot { maximum, sum, target, weighted, anchor, weights, best, slots };
-  CrossEntropyRows row;   // vocab, logits, class_weight: the piece's; no results, no counts
+  CrossEntropyRows row;   // vocab, logits, class_weight: the chunk's; no results, no counts
   Classes classes;
   void* statistics;       // [slots, rows] of A
   int64_t* best_class;    // [rows]; nullptr: no predictions
 };
 struct CrossEntropyMerge {
   CrossEntropyRows row;   // vocab, class_weight: of all classes; no logits; the results
-  int64_t pieces;
-  const void* statistics;      // [pieces, slots, rows] of A
-  const int64_t* best_class;   // [pieces, rows], if accuracy or predictions are wanted
+  int64_t chunks;
+  const void* statistics;      // [chunks, slots, rows] of A
+  const int64_t* best_class;   // [chunks, rows], if accuracy or predictions are wanted
   Dtype accumulator;
   void* token;                 // [rows] of A, or nullptr: the probability of each target
 };
@@ -104,23 +105,24 @@ struct CrossEntropyMerge {
 // fp16 gradients neither underflow nor overflow.
 struct CrossEntropyInPlace {
   CrossEntropyRows row;
-  MutableRows gradient;   // row.logits' own memory
   double gradient_scale;
   int64_t batch_rows;     // of all chunks: what row.counts are of
+
+  MutableRows gradient() const { return {const_cast<void*>(row.logits.data), row.logits.stride, row.logits.dtype}; }
 };
 
 // The same of rows that lie in several matrices, each of some classes: from class `first`, a multiple of 64, in their order.
-struct LogitsPiece {
+struct LogitsChunk {
   int64_t first;
   MutableRows logits;
 };
-struct CrossEntropyInPieces {
-  CrossEntropyRows row;  // without logits; vocab: of the pieces
-  int64_t classes;       // of the vocabulary, which may have others behind the pieces'
+struct CrossEntropyInChunks {
+  CrossEntropyRows row;  // without logits; vocab: of the chunks
+  int64_t classes;       // of the vocabulary, which may have others behind the chunks'
   const void* others;    // their CrossEntropyStatistics, [slots, rows] of A; nullptr: there are none
   double gradient_scale;
   int64_t batch_rows;
-  const LogitsPiece* pieces;
+  const LogitsChunk* chunks;
   int count;
 };
 
@@ -144,8 +146,8 @@ void cross_entropy_forward(const CrossEntropyRows&, Stream);
 void cross_entropy_backward(const CrossEntropyBackward&, Stream);
 void cross_entropy_in_place(const CrossEntropyInPlace&, Stream);
 // Does a kernel take such rows at once? Else statistics and merge are to be taken.
-bool cross_entropy_takes_pieces(const CrossEntropyInPieces&, Stream);
-void cross_entropy_in_pieces(const CrossEntropyInPieces&, Stream);
+bool cross_entropy_takes_chunks(const CrossEntropyInChunks&, Stream);
+void cross_entropy_in_chunks(const CrossEntropyInChunks&, Stream);
 void cross_entropy_statistics(const CrossEntropyStatistics&, Stream);
 void cross_entropy_merge(const CrossEntropyMerge&, Stream);
 void cross_entropy_reduce(const CrossEntropyReduce&, Stream);

@@ -18,7 +18,7 @@ struct RopeHeads {
   int64_t out_batch, out_head, out_seq;
 };
 
-// Of what goes into the forward, and of what comes out.
+// How pairs lie in what goes into the forward, and in what comes out.
 enum class RopeLayout : int32_t { halves, interleaved, interleaved_to_halves };
 
 struct Rope {

@@ -11,7 +11,8 @@ Knobs in_place_knobs(const DeviceProfile& device, const LogitsShape& of, const K
   return chosen_knobs(given, device, {in_place.id, of.vec, of.rows, of.vocab});
 }
 
-// Of rows that a block, or a cluster, holds with so many vectors per thread in registers, and the others in shared memory; or none.
+// The launch for rows that a block, or a cluster, holds, with `registers` vectors of each thread in registers and the others in shared
+// memory; or none.
 std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, int registers, const Knobs& knobs) {
   constexpr int most = 8;  // vectors of a thread where registers alone hold a row
   const int64_t vectors = of.vocab / of.vec;
@@ -67,10 +68,10 @@ Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& of
   return {&in_place_kernel, in_place_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, true, knobs), in_place};
 }
 
-std::optional<Launch> cross_entropy_in_pieces(const DeviceProfile& device, const LogitsShape& of, bool plain, int pieces,
+std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile& device, const LogitsShape& of, bool plain, int chunks,
                                               const Knobs* given) {
-  if (of.element_bytes != 2 || pieces > most_pieces || !plain) return std::nullopt;
-  return held(device, of, held_of_pieces, in_place_knobs(device, of, given));
+  if (of.element_bytes != 2 || chunks > most_vocabulary_chunks || !plain) return std::nullopt;
+  return held(device, of, held_of_chunks, in_place_knobs(device, of, given));
 }
 
 Launch cross_entropy_statistics(const DeviceProfile& device, const LogitsShape& of) {

@@ -29,26 +29,26 @@ inline constexpr Kernel cross_entropy_forward_kernel("Forward", Instance{logits_
                                                      Instance{logits_row_threads, wide, none, logits_row_threads});
 Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool after_counts, const Knobs* = nullptr);
 
-inline constexpr Kernel cross_entropy_backward_kernel("Backward", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+inline constexpr Kernel cross_entropy_backward_kernel("Backward", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Knobs* = nullptr);
 
 // The fused loss's, which need each row twice: rows that a block or a cluster of blocks holds, if they have whole vectors; and all others.
-// A thread holds so many vectors in registers: fewer of rows that lie in several matrices, and if the loss is not `plain`, that is, has
-// options that cost registers. Those are held in 16 bits alone, and only where there are clusters. What registers do not hold is in shared
-// memory: the plan's k counts the vectors of both.
-constexpr int held_in_registers = 8, held_of_pieces = 7, held_of_full = 4;
+// The constants are how many vectors a thread holds in registers: fewer of rows that lie in several matrices (chunks of the vocabulary),
+// and if the loss is not `plain`, that is, has options that cost registers. Rows of those two kinds are held in 16 bits alone, and only
+// where there are clusters. What registers do not hold is in shared memory: the plan's k counts the vectors of both.
+constexpr int held_in_registers = 8, held_of_chunks = 7, held_of_full = 4;
 inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
-                                      Instance{row_threads, 8, held_of_pieces}, Instance{row_threads, 8, held_of_full, none, true});
+                                      Instance{row_threads, 8, held_of_chunks}, Instance{row_threads, 8, held_of_full, none, true});
 inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
-// Of rows that lie in so many matrices, in 16 bits: the first kernel, or none.
-inline constexpr int most_pieces = 16;
-std::optional<Launch> cross_entropy_in_pieces(const DeviceProfile&, const LogitsShape&, bool plain, int pieces, const Knobs* = nullptr);
+// The launch of InPlaceHeld for 16-bit rows that lie in `chunks` matrices, one for each chunk of the vocabulary; or none.
+inline constexpr int most_vocabulary_chunks = 16;
+std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile&, const LogitsShape&, bool plain, int chunks, const Knobs* = nullptr);
 
-// Of a piece of the vocabulary, and the merge of all pieces, which takes a thread for each row.
+// The statistics of one chunk of the vocabulary, and the merge of all chunks, which has a thread for each row.
 inline constexpr Kernel statistics_kernel("Statistics", Instance{logits_threads, 1}, Instance{logits_threads, wide});
 Launch cross_entropy_statistics(const DeviceProfile&, const LogitsShape&);
-inline constexpr Kernel merge_kernel("Merge", Instance{piece_threads});
+inline constexpr Kernel merge_kernel("Merge", Instance{independent_threads});
 Launch cross_entropy_merge(const DeviceProfile&, int64_t rows);
 
 // Sums over rows, three fp64 values a warp, in one block.
@@ -56,7 +56,7 @@ inline constexpr Kernel count_targets_kernel("CountTargets", Instance{row_thread
 Launch count_targets(const DeviceProfile&, int64_t rows, int64_t vocab);
 // The end of a loss: SumLosses or, where each row's loss is its own (reduction "none"), AddLosses.
 inline constexpr Kernel sum_losses_kernel("SumLosses", Instance{row_threads});
-inline constexpr Kernel add_losses_kernel("AddLosses", Instance{piece_threads});
+inline constexpr Kernel add_losses_kernel("AddLosses", Instance{independent_threads});
 Launch sum_losses(const DeviceProfile&, int64_t rows);
 Launch add_losses(const DeviceProfile&, int64_t rows);
 

@@ -18,8 +18,8 @@ Launch row_tiles(const DeviceProfile& device, const Kernel& kernel, Tunable tuna
   return {&kernel, kernel.instance(vec), rows, cols, plan, tunable};
 }
 
-Launch pieces(const DeviceProfile& device, const Kernel& kernel, int64_t rows, int64_t cols, int vec) {
-  const LaunchPlan plan = plan_pieces(device, rows, ceil_div(cols, vec), piece_k);
+Launch block_tiles(const DeviceProfile& device, const Kernel& kernel, int64_t rows, int64_t cols, int vec) {
+  const LaunchPlan plan = plan_block_tiles(device, rows, ceil_div(cols, vec), block_tile_k);
   check_threads(device, plan);
   return {&kernel, kernel.instance(vec), rows, cols, plan};
 }

@@ -9,20 +9,21 @@ namespace liger::launch {
 Launch row_tiles(const DeviceProfile&, const Kernel& kernel, Tunable, int64_t rows, int64_t cols, int vec, int k, bool contiguous,
                  const Knobs* = nullptr);
 
-constexpr int piece_k = 4;    // vectors that a thread loads before it uses the first one
-constexpr int piece_vec = 8;  // elements per vector, for any dtype; 1 is used where rows are not aligned
+constexpr int block_tile_k = 4;    // vectors that a thread loads before it uses the first one
+constexpr int block_tile_vec = 8;  // elements per vector, for any dtype; 1 is used where rows are not aligned
 
-inline constexpr Kernel scale_kernel("Scale", Instance{piece_threads, 1}, Instance{piece_threads, piece_vec});
-inline constexpr Kernel fill_kernel("Fill", Instance{piece_threads, 1}, Instance{piece_threads, piece_vec});
+inline constexpr Kernel scale_kernel("Scale", Instance{independent_threads, 1}, Instance{independent_threads, block_tile_vec});
+inline constexpr Kernel fill_kernel("Fill", Instance{independent_threads, 1}, Instance{independent_threads, block_tile_vec});
 // A launch of one of these two kernels. For `scale`, rows without gaps that have no factors of their own are processed as one long row.
-Launch pieces(const DeviceProfile&, const Kernel&, int64_t rows, int64_t cols, int vec);
+Launch block_tiles(const DeviceProfile&, const Kernel&, int64_t rows, int64_t cols, int vec);
 
 // Sums over ranges of rows: plan.partial_rows rows of fp32 sums, which sum_columns adds up.
-inline constexpr Kernel partial_columns_kernel("PartialColumns", Instance{piece_threads, 1}, Instance{piece_threads, piece_vec});
+inline constexpr Kernel partial_columns_kernel("PartialColumns", Instance{independent_threads, 1},
+                                               Instance{independent_threads, block_tile_vec});
 Launch partial_columns(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
 // Adds up partial rows; their columns come in two groups (dweight's and dbias's).
-inline constexpr Kernel sum_columns_kernel("SumColumns", Instance{piece_threads});
+inline constexpr Kernel sum_columns_kernel("SumColumns", Instance{independent_threads});
 Launch sum_columns(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
 // The product of `factors` numbers.
@@ -30,8 +31,9 @@ inline constexpr Kernel product_kernel("Product", Instance{row_threads});
 Launch product(const DeviceProfile&, int64_t factors);
 
 // k: vectors per thread.
-inline constexpr Kernel stream_copy_kernel("StreamCopyKernel", Instance{piece_threads, none, 1}, Instance{piece_threads, none, 2},
-                                           Instance{piece_threads, none, 4}, Instance{piece_threads, none, 8});
+inline constexpr Kernel stream_copy_kernel("StreamCopyKernel", Instance{independent_threads, none, 1},
+                                           Instance{independent_threads, none, 2}, Instance{independent_threads, none, 4},
+                                           Instance{independent_threads, none, 8});
 Launch stream_copy(const DeviceProfile&, int64_t vectors, int k);
 
 }  // namespace liger::launch

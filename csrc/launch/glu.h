@@ -6,8 +6,8 @@ namespace liger::launch {
 
 constexpr int glu_k = 2;  // vectors of each tensor that a thread loads before it uses the first one
 
-inline constexpr Kernel glu_forward("GluForwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
-inline constexpr Kernel glu_backward("GluBackwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+inline constexpr Kernel glu_forward("GluForwardKernel", Instance{independent_threads, 1}, Instance{independent_threads, wide});
+inline constexpr Kernel glu_backward("GluBackwardKernel", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
 // `kernel` is one of the kernels above; silu: SwiGLU, else GeGLU. The other arguments are those of row_tiles (elementwise.h).
 Launch glu(const DeviceProfile&, const Kernel& kernel, bool silu, int64_t rows, int64_t cols, int vec, bool contiguous,

@@ -7,7 +7,7 @@ namespace liger::launch {
 namespace {
 
 // How many elements a block loads before it uses the first one: a batch.
-constexpr int64_t batch(int vec) { return int64_t{piece_threads} * group_norm_part_k * vec; }
+constexpr int64_t batch(int vec) { return int64_t{independent_threads} * group_norm_part_k * vec; }
 // The least number of elements of a part: a batch, or several if each multiprocessor would otherwise have many blocks one after another,
 // since a block's sums take as long as a batch.
 int64_t part_elements(const DeviceProfile& device, const GroupNormRows& of, int vec) {

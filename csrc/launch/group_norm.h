@@ -19,12 +19,14 @@ constexpr int group_norm_part_k = 4, group_norm_part_blocks = 3;
 
 inline constexpr Kernel group_norm_registers("GroupNormRegisters", Instance{row_threads, 1, 4}, Instance{row_threads, wide, 2},
                                              Instance{row_threads, wide, 4}, Instance{group_norm_k_threads, wide, 8});
-inline constexpr Kernel group_norm_moments("GroupNormMoments", Instance{piece_threads, 1}, Instance{piece_threads, wide});
-inline constexpr Kernel group_norm_apply("GroupNormApply", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+inline constexpr Kernel group_norm_moments("GroupNormMoments", Instance{independent_threads, 1}, Instance{independent_threads, wide});
+inline constexpr Kernel group_norm_apply("GroupNormApply", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 inline constexpr Kernel group_norm_backward_registers("GroupNormBackwardRegisters", Instance{row_threads, 1, 4},
                                                       Instance{row_threads, wide, 2}, Instance{row_threads, wide, 4});
-inline constexpr Kernel group_norm_backward_sums("GroupNormBackwardSums", Instance{piece_threads, 1}, Instance{piece_threads, wide});
-inline constexpr Kernel group_norm_backward_apply("GroupNormBackwardApply", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+inline constexpr Kernel group_norm_backward_sums("GroupNormBackwardSums", Instance{independent_threads, 1},
+                                                 Instance{independent_threads, wide});
+inline constexpr Kernel group_norm_backward_apply("GroupNormBackwardApply", Instance{independent_threads, 1},
+                                                  Instance{independent_threads, wide});
 
 // How a long row is cut: into spans (whole channels, or parts of one), and these into parts of `part` elements, of which each is processed
 // by a block. The last ones are shorter.

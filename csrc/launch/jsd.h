@@ -9,7 +9,7 @@ namespace liger::launch {
 constexpr int jsd_in_flight = 2, jsd_tile_k = 2;
 
 inline constexpr Kernel jsd_forward_kernel("JsdForwardKernel", Instance{512, 1}, Instance{512, wide});
-inline constexpr Kernel jsd_backward_kernel("JsdBackwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+inline constexpr Kernel jsd_backward_kernel("JsdBackwardKernel", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
 // `vec`: elements per access; 1 where the rows of the tensors begin at different offsets from addresses that are multiples of 16.
 Launch jsd_forward(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, const Knobs* = nullptr);

@@ -18,7 +18,7 @@ namespace liger::launch {
 
 // Launch bounds (the most threads of a block) that several kernels have.
 constexpr int row_threads = 1024;  // kernels in which the threads of a row work together: they hold it in registers, or loop over it
-constexpr int piece_threads = 256;  // kernels whose threads are independent of each other
+constexpr int independent_threads = 256;  // kernels whose threads are independent of each other
 
 // Bytes of dynamic shared memory for reductions of `values` floats at a time over the threads of a row (RowGroup in gpu/rows.h): two
 // mbarriers of 8 bytes (counters of messages in a cluster), and two buffers of `values` floats for each of up to 32 warps per block.

@@ -73,7 +73,7 @@ inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instanc
 // LayerNorm has a second set of sums (dbias), which leaves no registers for blocks of 1,024 threads.
 constexpr bool norm_backward_has(bool centered, const Instance& of) { return !centered || of.max_threads < 1024; }
 inline constexpr Kernel norm_backward_means("NormBackwardMeans", Instance{row_threads, 1}, Instance{row_threads, wide});
-inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
 struct NormBackwardLaunches {
   Launch means;  // NormBackwardMeans, which runs before NormBackwardTiles if dz is wanted

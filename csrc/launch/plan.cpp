@@ -53,7 +53,7 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   plan.vec = tiling.vec;
   const int max_block = std::min(tiling.max_block, device.max_block_threads);
   const int64_t vectors = std::max<int64_t>(1, ceil_div(cols, tiling.vec));
-  // At least so many threads that together they read 128 bytes at a time.
+  // At least as many threads as read 128 bytes together.
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
   const auto most_k = [&](int64_t threads) {
     return tiling.long_k > 0 && threads >= tiling.long_from ? std::min(tiling.long_k, tiling.max_k) : tiling.k;
@@ -216,7 +216,7 @@ LaunchPlan plan_block_sum(const DeviceProfile& device, int64_t n, int bytes) {
   return plan;
 }
 
-LaunchPlan plan_pieces(const DeviceProfile& device, int64_t rows, int64_t vectors, int per_thread) {
+LaunchPlan plan_block_tiles(const DeviceProfile& device, int64_t rows, int64_t vectors, int per_thread) {
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.k = per_thread;

@@ -42,8 +42,8 @@ struct LaunchPlan {
 // plans have.
 void check_threads(const DeviceProfile&, const LaunchPlan&);
 
-// How plan_row spreads a row over threads: the smallest power of two of them of which each has at most `k` vectors, as far as a block has
-// so many threads.
+// How plan_row spreads a row over threads: the smallest power of two of them of which each has at most `k` vectors, but no more than
+// max_block.
 struct RowTiling {
   int vec = 1;            // elements per access; 1 where alignment forbids more
   int max_k = 4;          // the most vectors of a thread if the block has too few threads for `k`: what its registers hold
@@ -90,9 +90,9 @@ LaunchPlan plan_elementwise(const DeviceProfile&, int64_t work, int per_thread, 
 LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads = 1,
                           const Knobs& = {});
 
-// Rotary embedding: a position's threads are `lanes` side by side in a head times slots for heads of q and of k, so many that
-// each has at most heads_per_thread heads; threads_per_row is their product, and blocks may begin anywhere in it. The plan is for the first
-// `positions`, in blocks of fewer than 2^31 threads together.
+// Rotary embedding: a position's threads are `lanes` side by side in a head times slots for heads of q and of k, as many as
+// it takes for each to have at most heads_per_thread heads; threads_per_row is their product, and blocks may begin anywhere in it. The plan
+// is for the first `positions`, in blocks of fewer than 2^31 threads together.
 struct RopePlan {
   LaunchPlan launch;
   int64_t positions = 1;
@@ -119,6 +119,6 @@ LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int el
 LaunchPlan plan_block_sum(const DeviceProfile&, int64_t n, int bytes);
 
 // Rows of `vectors` independent vectors each, of which each thread processes `per_thread`; a row has grid / rows blocks.
-LaunchPlan plan_pieces(const DeviceProfile&, int64_t rows, int64_t vectors, int per_thread);
+LaunchPlan plan_block_tiles(const DeviceProfile&, int64_t rows, int64_t vectors, int per_thread);
 
 }  // namespace liger::launch

@@ -6,8 +6,10 @@ namespace liger::launch {
 
 constexpr int relu_squared_k = 4;  // vectors of each tensor that a thread loads before it uses the first one
 
-inline constexpr Kernel relu_squared_forward("ReluSquaredForwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
-inline constexpr Kernel relu_squared_backward("ReluSquaredBackwardKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
+inline constexpr Kernel relu_squared_forward("ReluSquaredForwardKernel", Instance{independent_threads, 1},
+                                             Instance{independent_threads, wide});
+inline constexpr Kernel relu_squared_backward("ReluSquaredBackwardKernel", Instance{independent_threads, 1},
+                                              Instance{independent_threads, wide});
 
 // `kernel` is one of the two kernels above. The other arguments are those of row_tiles (elementwise.h).
 Launch relu_squared(const DeviceProfile&, const Kernel& kernel, int64_t rows, int64_t cols, int vec, bool contiguous,

@@ -6,9 +6,9 @@ namespace liger::launch {
 
 constexpr int rope_heads_in_flight = 2;
 
-inline constexpr Kernel rope_kernel("RopeKernel", Instance{piece_threads, 1}, Instance{piece_threads, wide});
-// Of whole vectors, where pairs are interleaved before the rotation, or behind it, or both.
-inline constexpr Kernel rope_interleaved_kernel("RopeInterleavedKernel", Instance{piece_threads, wide});
+inline constexpr Kernel rope_kernel("RopeKernel", Instance{independent_threads, 1}, Instance{independent_threads, wide});
+// For whole vectors whose pairs are interleaved before the rotation, after it, or both.
+inline constexpr Kernel rope_interleaved_kernel("RopeInterleavedKernel", Instance{independent_threads, wide});
 
 struct RopeShape {
   int64_t positions, q_heads, k_heads, head_dim, rotary_dim;

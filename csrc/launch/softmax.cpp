@@ -31,7 +31,7 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
   const bool one_wanted = std::max(knobs.threads, knobs.block) > 0 && vectors <= 1024 * k;
   const bool one = vectors <= (few ? most_in_block_of_few : most_in_block) || one_wanted;
   if (of.vec == 1 || (one && knobs.cluster <= 1)) return 1;
-  // Of 256 threads, so many that their registers hold the row; of few rows, so many that each of their threads has a vector.
+  // Blocks of 256 threads: as few as hold the row in registers or, if there are few rows, as many as leave each thread one vector.
   const int64_t holding = next_pow2(ceil_div(vectors, 256 * k)), most = next_pow2(ceil_div(vectors, 256));
   const int64_t wanted = knobs.cluster > 1 ? std::clamp(next_pow2(knobs.cluster), holding, most) : few ? most : holding;
   int64_t blocks = 1;
@@ -43,10 +43,10 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
 // Rows of which each has a block, or a part of one: four vectors per thread, and more where that would take more than 2,048 / k threads; in
 // calls of few rows one vector, if that is possible.
 LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
-  const int usual_block = static_cast<int>(most_in_block) / k;
-  const bool few = few_rows(device, of.rows), large = few || of.vec == 1 || std::max(knobs.threads, knobs.block) > usual_block;
+  const int preferred_block = static_cast<int>(most_in_block) / k;
+  const bool few = few_rows(device, of.rows), large = few || of.vec == 1 || std::max(knobs.threads, knobs.block) > preferred_block;
   LaunchPlan plan =
-      plan_row(device, of.rows, of.cols, {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : usual_block, .k = few ? 1 : 4}, knobs);
+      plan_row(device, of.rows, of.cols, {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : preferred_block, .k = few ? 1 : 4}, knobs);
   plan.smem = reduction_bytes(2);
   return plan;
 }

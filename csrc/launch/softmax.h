@@ -4,7 +4,8 @@
 
 namespace liger::launch {
 
-// The most vectors of each input that a thread has in registers: eight of x, or four of dy and four of y. Clusters always have so many.
+// The most vectors of each input that a thread has in registers: eight of x, or four of dy and four of y. In clusters every thread
+// has that many.
 constexpr int softmax_forward_k = 8, softmax_backward_k = 4;
 
 // Rows of whole vectors that registers hold; and rows of any length at any address, which have shared memory, too.

@@ -11,7 +11,7 @@
 
 struct _object;   // PyObject
 
-// Of torch 2.13 and newer; null where the torch that runs is older.
+// torch has it from 2.13 on; null where the torch that runs is older.
 extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
 
 // As in torch/csrc/Exceptions.h, which needs Python's headers. Which of std's exceptions the bindings of torch know depends on its

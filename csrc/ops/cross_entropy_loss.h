@@ -1,5 +1,5 @@
-// Cross entropy as the loss of a head (fused_linear.h): what becomes of rows of logits, whole, or in pieces of the vocabulary. The head's
-// classes may be a shard of a larger vocabulary, one of its pieces (sharded_vocabulary.cpp).
+// Cross entropy as the loss of a head (fused_linear.h): what becomes of rows of logits, whole, or in chunks of the vocabulary. The head's
+// classes may be a shard of a larger vocabulary, which counts as one of its chunks (sharded_vocabulary.cpp).
 #pragma once
 #include "launch/chunks.h"
 #include "ops/head.h"
@@ -30,53 +30,54 @@ class CrossEntropyLoss {
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows* results, bool gradient) const {
     CrossEntropyRows args = rows_of(rows, head_.all_classes(), logits, counts);
     if (results) results->point(args, rows.first);
-    if (gradient) cross_entropy_in_place({args, logits, gradient_scale, head_.rows}, head_.scope);
+    if (gradient) cross_entropy_in_place({args, gradient_scale, head_.rows}, head_.scope);
     else cross_entropy_forward(args, head_.scope);
   }
 
-  // The same of all rows, which lie in several matrices, in the order of their classes, up to `classes`; or false, and nothing is done.
-  // others: the statistics of the other classes, and kept: what their gradient is made of (Pieces); or neither.
-  bool in_pieces(const std::vector<LogitsPiece>& pieces, int64_t classes, const void* others, const Tensor& counts, const LossRows* results,
+  // The same of all rows, which lie in several matrices, one for each chunk of the first `classes` classes, in their order; or false, and
+  // nothing is done. others: the statistics of the other classes, and kept: what their gradient is made of (VocabularyChunks); or neither.
+  bool in_chunks(const std::vector<LogitsChunk>& chunks, int64_t classes, const void* others, const Tensor& counts, const LossRows* results,
                  const OptionalTensor& kept) const {
     CrossEntropyRows args = rows_of(head_.all_rows(), {0, classes}, {}, counts);
     args.logits.dtype = head_.compute;
     if (results) results->point(args, 0);
     args.lse = kept ? kept->data_ptr() : nullptr;
-    const CrossEntropyInPieces op{args, head_.vocab, others, gradient_scale, head_.rows, pieces.data(), int(pieces.size())};
-    const bool taken = cross_entropy_takes_pieces(op, head_.scope);
-    if (taken) cross_entropy_in_pieces(op, head_.scope);
+    const CrossEntropyInChunks op{args, head_.vocab, others, gradient_scale, head_.rows, chunks.data(), int(chunks.size())};
+    const bool taken = cross_entropy_takes_chunks(op, head_.scope);
+    if (taken) cross_entropy_in_chunks(op, head_.scope);
     return taken;
   }
 
-  // Rows of logits in pieces: first the statistics of each piece, then, merged, the losses, then the gradient of each piece.
-  class Pieces {
+  // Rows whose logits come in chunks of the vocabulary: first the statistics of each chunk, then their merge, which gives the losses, then
+  // the gradient of each chunk.
+  class VocabularyChunks {
    public:
-    // pieces: at most so many. kept: memory for what gradient() needs, or, where it is to be called alone, that; else it is made here.
-    // statistics, best_class: likewise for what merge() needs (kernels/cross_entropy.h).
-    Pieces(const CrossEntropyLoss& loss, Range rows, int64_t pieces, const Tensor& counts, const LossRows* results,
-           const OptionalTensor& kept = {}, const OptionalTensor& statistics = {}, const OptionalTensor& best_class = {})
+    // chunks: how many there are at most. kept: memory for what gradient() needs, or, where it is to be called alone, what it needs;
+    // without it, memory is allocated here. statistics, best_class: likewise for what merge() needs (kernels/cross_entropy.h).
+    VocabularyChunks(const CrossEntropyLoss& loss, Range rows, int64_t chunks, const Tensor& counts, const LossRows* results,
+                     const OptionalTensor& kept = {}, const OptionalTensor& statistics = {}, const OptionalTensor& best_class = {})
         : loss_(loss), rows_(rows), counts_(counts), results_(loss.rows_of(rows, {0, loss.shard_.all}, {}, counts)) {
       if (results) results->point(results_, rows.first);
       const bool predictions = results_.accuracy || results_.predicted;
       const Head& head = loss.head_;
       statistics_ =
-          statistics ? *statistics : allocate(head.scope, {pieces, CrossEntropyStatistics::slots, rows.count}, head.acc, loss.target);
-      best_class_ = best_class ? *best_class : allocate(head.scope, {predictions ? pieces : 0, rows.count}, ScalarType::Long, loss.target);
+          statistics ? *statistics : allocate(head.scope, {chunks, CrossEntropyStatistics::slots, rows.count}, head.acc, loss.target);
+      best_class_ = best_class ? *best_class : allocate(head.scope, {predictions ? chunks : 0, rows.count}, ScalarType::Long, loss.target);
       kept_ =
           kept ? *kept : allocate(head.scope, {launch::kept_for_gradients(rows.count, loss.options.token_scaling)}, head.acc, loss.target);
       results_.lse = kept_.data_ptr();
     }
 
-    void statistics(int64_t piece, Range classes, const MutableRows& logits) const {
+    void statistics(int64_t chunk, Range classes, const MutableRows& logits) const {
       cross_entropy_statistics({loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), classes_of(classes),
-                                const_cast<void*>(statistics_of(piece)), best_classes() ? best_classes() + piece * rows_.count : nullptr},
+                                const_cast<void*>(statistics_of(chunk)), best_classes() ? best_classes() + chunk * rows_.count : nullptr},
                                loss_.head_.scope);
     }
-    const void* statistics_of(int64_t piece) const {
-      return at(statistics_.data_ptr(), piece * CrossEntropyStatistics::slots * rows_.count, loss_.head_.acc);
+    const void* statistics_of(int64_t chunk) const {
+      return at(statistics_.data_ptr(), chunk * CrossEntropyStatistics::slots * rows_.count, loss_.head_.acc);
     }
-    void merge(int64_t pieces) const {
-      cross_entropy_merge({results_, pieces, statistics_.data_ptr(), best_classes(), loss_.head_.acc, token()}, loss_.head_.scope);
+    void merge(int64_t chunks) const {
+      cross_entropy_merge({results_, chunks, statistics_.data_ptr(), best_classes(), loss_.head_.acc, token()}, loss_.head_.scope);
     }
     void gradient(Range classes, const MutableRows& logits) const {
       CrossEntropyBackward args = backward_of(loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), kept_, logits);

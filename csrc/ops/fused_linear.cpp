@@ -15,10 +15,10 @@ RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest) {
   return {head.scope, head.vocab, head.hidden, head.sum, head.sum_sizes().rows, memory.data_ptr(), rest.data_ptr(), memory};
 }
 
-MutableRows Overlaid::where(const launch::OverlaidPiece& piece, const Tensor& dweight, const Tensor& rest, const Tensor& spare) const {
-  using Place = launch::OverlaidPiece::Place;
-  const Tensor& memory = piece.place == Place::dweight ? dweight : piece.place == Place::rest ? rest : spare;
-  return {at(memory.data_ptr(), piece.offset, head_.compute), launch::padded_vocab(piece.classes), head_.compute};
+MutableRows Overlaid::where(const launch::OverlaidChunk& chunk, const Tensor& dweight, const Tensor& rest, const Tensor& spare) const {
+  using Place = launch::OverlaidChunk::Place;
+  const Tensor& memory = chunk.place == Place::dweight ? dweight : chunk.place == Place::rest ? rest : spare;
+  return {at(memory.data_ptr(), chunk.offset, head_.compute), launch::padded_vocab(chunk.classes), head_.compute};
 }
 
 GradientSums::GradientSums(const Head& head, const Schedule& schedule, bool wanted, const Tensor& dweight)
@@ -29,13 +29,13 @@ GradientSums::GradientSums(const Head& head, const Schedule& schedule, bool want
   dx = sum(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? head.acc : head.compute);
   rest = sum(schedule.dweight, {head.sum_sizes().rest}, head.sum);
   dbias = sum(schedule.dbias, {head.vocab}, head.acc);
-  if (wanted && schedule.dx && schedule.in_pieces(head)) chunk_dx_ = sum(true, {schedule.rows, head.hidden}, head.acc);
+  if (wanted && schedule.dx && schedule.cuts_vocabulary(head)) chunk_dx_ = sum(true, {schedule.rows, head.hidden}, head.acc);
 }
 
 void GradientSums::add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const {
   if (schedule_.dx) {
     const MutableRows out = mutable_rows(dx);
-    if (!schedule_.in_pieces(head_)) {
+    if (!schedule_.cuts_vocabulary(head_)) {
       head_.input_gradient(rows, classes, gradient, out, nullptr, false);
     } else {
       const MutableRows sum = mutable_rows(chunk_dx_);
@@ -136,8 +136,8 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std
     if (schedule_.dbias) head_.bias_gradient(classes, head_.rows, gradient, row_grad_, bias_sum, false);
     head_.weight_gradient({0, classes.count}, head_.rows, gradient, x, to, dweight_alpha(), false);
   };
-  bool sets_aside = in_place_ && overlaid.pieces[0].place == launch::OverlaidPiece::Place::dweight && !overlaid.pieces[0].again;
-  const Range first = {overlaid.pieces[0].first, sets_aside ? overlaid.pieces[0].classes : 0};
+  bool sets_aside = in_place_ && overlaid.chunks[0].place == launch::OverlaidChunk::Place::dweight && !overlaid.chunks[0].again;
+  const Range first = {overlaid.chunks[0].first, sets_aside ? overlaid.chunks[0].classes : 0};
   overlaid.for_each_stored([&](Range classes, const MutableRows& gradient) {
     make_dweight(classes, readable(gradient), sets_aside ? aside : from_row(out, classes.first));
     sets_aside = false;
@@ -146,10 +146,10 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std
 
   // Who may not write dweight may not write the rest, either.
   const Tensor scratch = allocate(head_.scope, {in_place_ || overlaid.all_stored() ? 0 : rest.numel()}, head_.compute, scales_);
-  for (const launch::OverlaidPiece& piece : overlaid.pieces) {
-    if (!piece.again) continue;
-    const Range classes{piece.first, piece.classes};
-    const MutableRows gradient = overlaid.where(piece, dweight, in_place_ ? rest : scratch, spare);
+  for (const launch::OverlaidChunk& chunk : overlaid.chunks) {
+    if (!chunk.again) continue;
+    const Range classes{chunk.first, chunk.classes};
+    const MutableRows gradient = overlaid.where(chunk, dweight, in_place_ ? rest : scratch, spare);
     make_again(classes, gradient);
     add_to_dx(classes, readable(gradient));
     make_dweight(classes, readable(gradient), from_row(out, classes.first));

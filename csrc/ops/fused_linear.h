@@ -1,15 +1,15 @@
-// A head and its loss without the logits: chunks of rows go through one buffer, whole or in pieces of the vocabulary. A chunk's logits
-// are a matmul; the loss turns them into their gradient in place; the gradients of x, weight and bias are matmuls of that. Nothing waits
-// for the host: denominators and loss scale stay in device memory and multiply the results of the matmuls, so what is stored in 16 bits is
-// never scaled by 1/N.
+// A head and its loss without the logits: chunks of rows go through one buffer, whole or cut into chunks of the vocabulary. A chunk's
+// logits are a matmul; the loss turns them into their gradient in place; the gradients of x, weight and bias are matmuls of that. Nothing
+// waits for the host: denominators and loss scale stay in device memory and multiply the results of the matmuls, so what is stored in 16
+// bits is never scaled by 1/N.
 //
-// Whole rows: the loss reads the logits once. Where the buffer is too small for 128 of them, pieces: a first round of matmuls for each
-// piece's statistics, and after their merge a second round for the gradient.
+// Of whole rows the loss reads the logits once. Where the buffer is too small for 128 of them, the vocabulary is cut: a first round of
+// matmuls gives each vocabulary chunk's statistics, and after their merge a second round the gradient.
 //
 // The ways to the gradients (launch/chunks.h), which the caller chooses:
 //   deferred     the gradient of all logits is saved and the backward runs the matmuls, with alpha = grad_output * scale. No fp32 copy of
 //                dweight exists, and per-row losses cost nothing extra.
-//   overlaid     the same, where the gradient of the logits waits in the memory that becomes dweight, and in a rest, in pieces of the
+//   overlaid     the same, where the gradient of the logits waits in the memory that becomes dweight, and in a rest, in chunks of the
 //                vocabulary (launch/chunks.h); dx is a sum over them. Of classes beyond chunk_classes it is made again in the backward.
 //   accumulated  the forward adds up unreduced dx, dweight, dbias; the backward scales them. The fp32 sum of a 16-bit dweight lies half in
 //                dweight's memory, half in a rest: the backward makes of the one what belongs there, and then what the other holds.
@@ -40,40 +40,40 @@ struct Schedule {
   int64_t rows, classes;
   bool dx_is_term = false;  // of a sum over shards of the vocabulary: in the accumulator's dtype, for the sum to be rounded once
 
-  bool in_pieces(const Head& head) const { return classes < head.vocab; }
+  bool cuts_vocabulary(const Head& head) const { return classes < head.vocab; }
   // The buffer's rows begin aligned.
   int64_t stride() const { return launch::padded_vocab(classes); }
 };
 
-// chunk_rows, chunk_classes: at most so many rows, in the fewest equal chunks, and classes.
+// chunk_rows, chunk_classes: the most rows of a chunk, of which there are as few equal ones as possible, and the most classes.
 Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes);
 
-// The losses of all rows into `results`, unless it is null, and, if wanted, use(rows, classes, gradient) with each chunk's, or piece's,
-// gradient of the logits, which lies in the buffer.
+// The losses of all rows into `results`, unless it is null, and, if wanted, use(rows, classes, gradient) with the
+// gradient of each chunk's logits, of all classes or of a vocabulary chunk, which lies in the buffer.
 template <class Loss, class Results, class Use>
 void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule, const MutableRows& buffer, const Tensor& counts,
                     const Results* results, bool gradient, Use use) {
   for (int64_t first = 0; first < head.rows; first += schedule.rows) {
     const Range rows{first, std::min(schedule.rows, head.rows - first)};
-    if (!schedule.in_pieces(head)) {
+    if (!schedule.cuts_vocabulary(head)) {
       head.logits(rows, head.all_classes(), buffer);
       loss.whole(rows, buffer, counts, results, gradient);
       if (gradient) use(rows, head.all_classes(), readable(buffer));
       continue;
     }
-    const auto for_each_piece = [&](auto f) {
+    const auto for_each_vocabulary_chunk = [&](auto f) {
       for (int64_t begin = 0; begin < head.vocab; begin += schedule.classes) {
         const Range classes{begin, std::min(schedule.classes, head.vocab - begin)};
         head.logits(rows, classes, buffer);
         f(classes);
       }
     };
-    const typename Loss::Pieces pieces(loss, rows, (head.vocab + schedule.classes - 1) / schedule.classes, counts, results);
-    for_each_piece([&](Range classes) { pieces.statistics(classes.first / schedule.classes, classes, buffer); });
-    pieces.merge((head.vocab + schedule.classes - 1) / schedule.classes);
+    const typename Loss::VocabularyChunks chunks(loss, rows, (head.vocab + schedule.classes - 1) / schedule.classes, counts, results);
+    for_each_vocabulary_chunk([&](Range classes) { chunks.statistics(classes.first / schedule.classes, classes, buffer); });
+    chunks.merge((head.vocab + schedule.classes - 1) / schedule.classes);
     if (!gradient) continue;
-    for_each_piece([&](Range classes) {
-      pieces.gradient(classes, buffer);
+    for_each_vocabulary_chunk([&](Range classes) {
+      chunks.gradient(classes, buffer);
       use(rows, classes, readable(buffer));
     });
   }
@@ -82,11 +82,11 @@ void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule
 // The sum of dweight over chunks (checks/head.h). memory: that which becomes dweight.
 RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest);
 
-// Gradients without scale, summed over chunks and pieces; those not wanted are empty. dweight and rest: of weight_sum.
+// Gradients without scale, summed over chunks of rows and of the vocabulary; those not wanted are empty. dweight and rest: of weight_sum.
 class GradientSums {
  public:
   GradientSums(const Head& head, const Schedule& schedule, bool wanted, const Tensor& dweight);
-  // A chunk's, or piece's, share. x: the chunk's; row_scale: of the rows of dbias, or none.
+  // The share of a chunk of rows, or of one of its vocabulary chunks. x: the chunk's; row_scale: of the rows of dbias, or none.
   void add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const;
 
   Tensor dx, dweight, rest, dbias;
@@ -94,7 +94,7 @@ class GradientSums {
  private:
   const Head& head_;
   const Schedule& schedule_;
-  Tensor chunk_dx_;  // of pieces: a chunk's rows, in the accumulator's dtype
+  Tensor chunk_dx_;  // if the vocabulary is cut: the rows of one chunk, in the accumulator's dtype
 };
 
 // The gradient of the logits in the memory that becomes dweight, and in a rest.
@@ -103,7 +103,7 @@ class Overlaid {
   // schedule.classes: how many are stored.
   Overlaid(const Head& head, const Schedule& schedule, const Tensor& memory, const Tensor& rest)
       : set_aside(launch::overlaid_aside(head.rows, head.hidden, head.vocab, schedule.classes)),
-        pieces(launch::overlaid_pieces(head.rows, head.hidden, head.vocab, schedule.classes, set_aside)),
+        chunks(launch::overlaid_chunks(head.rows, head.hidden, head.vocab, schedule.classes, set_aside)),
         head_(head),
         stored_(schedule.classes),
         memory_(memory),
@@ -111,16 +111,17 @@ class Overlaid {
 
   bool all_stored() const { return stored_ == head_.vocab; }
 
-  // The losses of all rows into `results`, and the gradient of the logits. kept: what the backward makes the others of (Loss::Pieces).
+  // The losses of all rows into `results`, and the gradient of the logits. kept: what the backward makes the others of
+  // (Loss::VocabularyChunks).
   template <class Loss>
   void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results, const OptionalTensor& kept) const {
     const Range all = head_.all_rows();
     // The others' logits lie where the stored ones will.
     const int64_t at_a_time = head_.vocab * head_.hidden / head_.rows / 64 * 64;
     const int64_t others = all_stored() ? 0 : (head_.vocab - stored_ + at_a_time - 1) / at_a_time;
-    const auto is_stored = [](const launch::OverlaidPiece& piece) { return !piece.again; };
-    const int64_t stored = std::count_if(pieces.begin(), pieces.end(), is_stored);
-    const typename Loss::Pieces of(loss, all, others + stored, counts, results, kept);
+    const auto is_stored = [](const launch::OverlaidChunk& chunk) { return !chunk.again; };
+    const int64_t stored = std::count_if(chunks.begin(), chunks.end(), is_stored);
+    const typename Loss::VocabularyChunks of(loss, all, others + stored, counts, results, kept);
     int64_t nth = 0;
     for (int64_t first = stored_; first < head_.vocab; first += at_a_time) {
       const Range classes{first, std::min(at_a_time, head_.vocab - first)};
@@ -128,29 +129,29 @@ class Overlaid {
       head_.logits(all, classes, logits);
       of.statistics(nth++, classes, logits);
     }
-    std::vector<LogitsPiece> by_class;
+    std::vector<LogitsChunk> by_class;
     for_each_stored([&](Range classes, const MutableRows& logits) {
       head_.logits(all, classes, logits);
       by_class.push_back({classes.first, logits});
     });
-    std::sort(by_class.begin(), by_class.end(), [](const LogitsPiece& a, const LogitsPiece& b) { return a.first < b.first; });
+    std::sort(by_class.begin(), by_class.end(), [](const LogitsChunk& a, const LogitsChunk& b) { return a.first < b.first; });
     const void* const of_others = others > 0 ? of.statistics_of(0) : nullptr;
-    if (stored > 0 && others <= 1 && loss.in_pieces(by_class, std::min(stored_, head_.vocab), of_others, counts, results, kept)) return;
+    if (stored > 0 && others <= 1 && loss.in_chunks(by_class, std::min(stored_, head_.vocab), of_others, counts, results, kept)) return;
     for_each_stored([&](Range classes, const MutableRows& logits) { of.statistics(nth++, classes, logits); });
     of.merge(nth);
     for_each_stored([&](Range classes, const MutableRows& logits) { of.gradient(classes, logits); });
   }
 
-  // f(classes, their gradient) of each stored piece, in the order in which dweight is made.
+  // f(classes, their gradient) of each stored chunk, in the order in which dweight is made.
   template <class F> void for_each_stored(F f) const {
-    for (const launch::OverlaidPiece& piece : pieces)
-      if (!piece.again) f(Range{piece.first, piece.classes}, where(piece, memory_, rest_, memory_));
+    for (const launch::OverlaidChunk& chunk : chunks)
+      if (!chunk.again) f(Range{chunk.first, chunk.classes}, where(chunk, memory_, rest_, memory_));
   }
-  // A piece's gradient.
-  MutableRows where(const launch::OverlaidPiece& piece, const Tensor& dweight, const Tensor& rest, const Tensor& spare) const;
+  // A chunk's gradient.
+  MutableRows where(const launch::OverlaidChunk& chunk, const Tensor& dweight, const Tensor& rest, const Tensor& spare) const;
 
   const int64_t set_aside;
-  const std::vector<launch::OverlaidPiece> pieces;
+  const std::vector<launch::OverlaidChunk> chunks;
 
  private:
   const Head& head_;
@@ -183,7 +184,7 @@ class Backward {
                                                  });
     from_sums(sums.dx, sums.dweight, sums.rest, sums.dbias);
   }
-  // Of no rows.
+  // The gradients of a call that has no rows.
   void zeros();
 
   Tensor dx, dweight, dbias;
@@ -191,7 +192,7 @@ class Backward {
  private:
   Tensor new_dweight() const;
   MutableRows dweight_rows() const { return {dweight.data_ptr(), head_.hidden, head_.weight}; }
-  // Of every result; of dweight, where x is scaled for it; what x is scaled by.
+  // The factors of every result, of dweight (where x is scaled for it), and of that x.
   const void* alpha() const { return scales_.data_ptr(); }
   const void* dweight_alpha() const { return per_row_ ? scale_at(1) : alpha(); }
   const void* x_scale() const { return scale_at(2); }

@@ -102,10 +102,10 @@ BackwardResult backward_of(const char* op, bool in_place, const Tensor& dloss, c
       backward.by_recomputing(loss, counts);
       break;
     case Gradients::overlaid: {
-      const CrossEntropyLoss::Pieces pieces(loss, head.all_rows(), 0, counts, nullptr, kept_of(counts));
+      const CrossEntropyLoss::VocabularyChunks chunks(loss, head.all_rows(), 0, counts, nullptr, kept_of(counts));
       backward.from_overlaid(dweight, saved, [&](Range classes, const MutableRows& out) {
         head.logits(head.all_rows(), classes, out);
-        pieces.gradient(classes, out);
+        chunks.gradient(classes, out);
       });
     }
   }

@@ -27,7 +27,7 @@ class Head {
        std::optional<ScalarType> compute_dtype);
 
   void logits(Range rows, Range classes, const MutableRows& out) const;
-  // Of the gradient of such logits, times *alpha (1 if null), and added to what is there if `accumulate`:
+  // What the gradient of such logits gives, times *alpha (1 if null); it is added to what is there if `accumulate`:
   //   dx[rows] = gradient @ weight[classes],  dweight[classes] = gradient^T @ x,  dbias[classes] = column sums of row_scale * gradient.
   void input_gradient(Range rows, Range classes, const Rows& gradient, const MutableRows& dx, const void* alpha, bool accumulate) const;
   void weight_gradient(Range classes, int64_t rows, const Rows& gradient, const Rows& x, const MutableRows& dweight, const void* alpha,
@@ -46,7 +46,7 @@ class Head {
 
   const Scope& scope;
   int64_t rows = 0, hidden = 0, vocab = 0;
-  // Of the matmuls, of losses, of the sum of dweight over chunks, and of weight.
+  // The dtypes of the matmuls, of losses, of the sum of dweight over chunks, and of weight.
   Dtype compute{}, acc{}, sum{}, weight{};
 
  private:

@@ -28,7 +28,7 @@ inline CrossEntropyBackward backward_of(const CrossEntropyRows& of, const Tensor
           .classes = {0, of.vocab}};
 }
 
-// The counts' memory, with so many `more` elements behind them, and how they are made; cross_entropy_counts, or the reduction, does that.
+// The counts' memory, with `more` elements behind them, and how they are made; cross_entropy_counts, or the reduction, does that.
 struct Counts {
   Tensor values;
   CrossEntropyCounts how;

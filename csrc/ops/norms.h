@@ -27,7 +27,7 @@ struct NormGradients {
   }
 };
 
-// Of norms over rows; z is what was normalised.
+// The gradients of norms over rows; z is what was normalised.
 template <bool Centered>
 void norm_gradients(const Scope& scope, const Tensor& dy, const OptionalTensor& dsum, const Tensor& z, const OptionalTensor& given_weight,
                     const OptionalTensor& given_mean, const Tensor& given_rstd, double offset, const NormGradients& out) {

@@ -1,5 +1,5 @@
 // The fused loss of a vocabulary that is sharded over processes: what each of them does, between the collectives of
-// liger_ext/ops/_sharded_vocabulary.py. A shard is a piece of the vocabulary (kernels/cross_entropy.h).
+// liger_ext/ops/_sharded_vocabulary.py. Each shard counts as a chunk of the vocabulary (kernels/cross_entropy.h).
 //   statistics   the shard's, of all rows. Its logits are kept where all exist at once and their gradient is wanted.
 //   [gather]
 //   losses_      all shards' statistics, merged: the same for each process. Logits that were kept become their gradient.
@@ -13,7 +13,7 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-// So many values of each of a chunk's rows, between a matrix of the chunk and one of all rows.
+// Copies `values` numbers of each of a chunk's rows between a matrix of the chunk and one of all rows.
 void copy_values(const Head& head, int64_t values, int64_t rows, void* from, int64_t from_stride, void* to, int64_t to_stride) {
   scale_cast({values, rows, {from, from_stride, head.acc}, {to, to_stride, head.acc}, nullptr, {}}, head.scope);
 }
@@ -40,7 +40,8 @@ StatisticsResult statistics_op(Tensor x, Tensor weight, Tensor target, OptionalT
     const Range rows{first, std::min(schedule.rows, head.rows - first)};
     const MutableRows made{logits.data_ptr(), schedule.stride(), head.compute};
     head.logits(rows, head.all_classes(), made);
-    CrossEntropyLoss::Pieces(loss, rows, 1, nothing, nullptr, nothing, of_chunk, torch::stable::narrow(best_class, 1, first, rows.count))
+    CrossEntropyLoss::VocabularyChunks(loss, rows, 1, nothing, nullptr, nothing, of_chunk,
+                                       torch::stable::narrow(best_class, 1, first, rows.count))
         .statistics(0, head.all_classes(), made);
     copy_values(head, slots, rows.count, of_chunk.data_ptr(), rows.count, at(statistics.data_ptr(), first, head.acc), head.rows);
   }
@@ -63,7 +64,8 @@ LossesResult losses_op(Tensor logits, Tensor statistics, Tensor best_class, Tens
   LossRows losses(scope, x, head.rows, head.acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
   const Tensor kept = allocate(scope, {launch::kept_for_gradients(head.rows, use_token_scaling)}, head.acc, x);
   if (head.rows > 0) {
-    const CrossEntropyLoss::Pieces shards(loss, head.all_rows(), statistics.size(0), counts.values, &losses, kept, statistics, best_class);
+    const CrossEntropyLoss::VocabularyChunks shards(loss, head.all_rows(), statistics.size(0), counts.values, &losses, kept, statistics,
+                                                    best_class);
     shards.merge(statistics.size(0));
     if (logits.numel() > 0) shards.gradient(head.all_classes(), {logits.data_ptr(), logits.stride(0), head.compute});
   }
@@ -84,7 +86,7 @@ class MergedLoss : public CrossEntropyLoss {
 
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows*, bool) const {
     copy_values(head_, values_, rows.count, at(kept_.data_ptr(), rows.first, head_.acc), head_.rows, of_chunk_.data_ptr(), rows.count);
-    Pieces(*this, rows, 0, counts, nullptr, of_chunk_).gradient(head_.all_classes(), logits);
+    VocabularyChunks(*this, rows, 0, counts, nullptr, of_chunk_).gradient(head_.all_classes(), logits);
   }
 
  private:

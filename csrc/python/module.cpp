@@ -201,16 +201,16 @@ void bind_plans(py::module_& m) {
       .value("recomputed", Gradients::recomputed)
       .value("overlaid", Gradients::overlaid);
   m.def("gradients_of", &gradients_of, py::arg("input"), py::arg("parameters"), py::arg("at_once"), py::arg("per_row"));
-  py::class_<OverlaidPiece>(m, "OverlaidPiece", "See csrc/launch/chunks.h.")
-      .def_readonly("first", &OverlaidPiece::first)
-      .def_readonly("classes", &OverlaidPiece::classes)
-      .def_readonly("offset", &OverlaidPiece::offset)
-      .def_property_readonly("place", [](const OverlaidPiece& p) { return std::array{"dweight", "rest", "spare"}[size_t(p.place)]; })
-      .def_readonly("again", &OverlaidPiece::again);
+  py::class_<OverlaidChunk>(m, "OverlaidChunk", "See csrc/launch/chunks.h.")
+      .def_readonly("first", &OverlaidChunk::first)
+      .def_readonly("classes", &OverlaidChunk::classes)
+      .def_readonly("offset", &OverlaidChunk::offset)
+      .def_property_readonly("place", [](const OverlaidChunk& p) { return std::array{"dweight", "rest", "spare"}[size_t(p.place)]; })
+      .def_readonly("again", &OverlaidChunk::again);
   m.def(
-      "overlaid_pieces",
+      "overlaid_chunks",
       [](int64_t rows, int64_t hidden, int64_t vocab, int64_t stored) {
-        return overlaid_pieces(rows, hidden, vocab, stored, overlaid_aside(rows, hidden, vocab, stored));
+        return overlaid_chunks(rows, hidden, vocab, stored, overlaid_aside(rows, hidden, vocab, stored));
       },
       py::arg("rows"), py::arg("hidden"), py::arg("vocab"), py::arg("stored"));
   m.def("overlaid_classes", &overlaid_classes<int64_t>, py::arg("rows"), py::arg("hidden"), py::arg("vocab"));

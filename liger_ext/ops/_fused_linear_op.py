@@ -184,7 +184,7 @@ def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
 @register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
 def _forward_flops(x_shape, weight_shape, *args, **_) -> int:
     gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
-    # If the vocabulary is cut into pieces, logits are made twice: for their statistics, and for their gradient.
+    # If the vocabulary is cut into chunks, logits are made twice: for their statistics, and for their gradient.
     again = gradients == _ACCUMULATED and chunk_classes < weight_shape[0]
     return _matmul_flops(x_shape, weight_shape, 1 + again + (gradients == _ACCUMULATED) * (need_dx + need_dweight))
 

@@ -16,7 +16,7 @@ _ONCE = 1 << 18  # an allowance for tensors that are small in any call: counts, 
 _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
     int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
 )
-_STATISTICS = len(_C.VocabularyStatistics.__members__)  # numbers per row and piece of the vocabulary
+_STATISTICS = len(_C.VocabularyStatistics.__members__)  # numbers per row and chunk of the vocabulary
 # Column sums for dbias (csrc/launch/plan.cpp, plan_row_ranges) are made over ranges of rows: at most this many ranges,
 # and this many bytes unless there is a single range.
 _COLUMN_SUM_RANGES, _COLUMN_SUM_BYTES = 1216, 10 * _MIB
@@ -126,25 +126,25 @@ def _overlaid(call: Call, way: Plan, sizes: _Sizes) -> list[int]:
     rest, spare = (of(*cut) * sizes.compute_size for of in (_C.overlaid_rest, _C.overlaid_spare))
     # Classes whose gradient is not stored are made again in the backward, this many at a time.
     at_a_time = max(64, call.vocab * call.hidden // call.rows // 64 * 64)
-    pieces = sum(not piece.again for piece in _pieces(call, way)) + -(-(call.vocab - stored) // at_a_time)
-    forward = sizes.casts + sizes.dweight + rest + _statistics(call, call.rows, pieces, sizes)
+    chunks = sum(not chunk.again for chunk in _overlaid_chunks(call, way)) + -(-(call.vocab - stored) // at_a_time)
+    forward = sizes.casts + sizes.dweight + rest + _statistics(call, call.rows, chunks, sizes)
     # The fp32 sum of dx: its first rows lie in dx's own memory, the others in the spare, if dx is done before the spare
     # is needed for something else.
     in_dx = min(call.rows, call.rows * sizes.x_size // sizes.acc)
     sum_rest = (call.rows - in_dx) * call.hidden * sizes.acc if call.dx else 0
     beside = max(spare, sum_rest) if all_stored else spare + sum_rest
     scaled = sizes.x * sizes.compute_size if sizes.scales_x else 0
-    sums = sizes.dbias_sum + sizes.column_sums(call, call.rows, _largest_piece(call, way))
+    sums = sizes.dbias_sum + sizes.column_sums(call, call.rows, _largest_chunk(call, way))
     backward = sizes.casts + sizes.dweight + rest + sizes.dx + beside + scaled + sizes.dbias + sums
     return [forward, backward]
 
 
-def _pieces(call: Call, way: Plan) -> list[_C.OverlaidPiece]:
-    return _C.overlaid_pieces(call.rows, call.hidden, call.vocab, min(way.classes, call.vocab))
+def _overlaid_chunks(call: Call, way: Plan) -> list[_C.OverlaidChunk]:
+    return _C.overlaid_chunks(call.rows, call.hidden, call.vocab, min(way.classes, call.vocab))
 
 
-def _largest_piece(call: Call, way: Plan) -> int:
-    return max(piece.classes for piece in _pieces(call, way))
+def _largest_chunk(call: Call, way: Plan) -> int:
+    return max(chunk.classes for chunk in _overlaid_chunks(call, way))
 
 
 def _deferred(call: Call, way: Plan, sizes: _Sizes) -> list[int]:
@@ -176,9 +176,9 @@ def _in_chunks(call: Call, way: Plan, sizes: _Sizes) -> list[int]:
     return [sizes.casts + chunk]
 
 
-def _statistics(call: Call, rows: int, pieces: int, sizes: _Sizes) -> int:
-    """Bytes of the statistics of all rows in each piece of the vocabulary."""
-    return rows * pieces * (_STATISTICS * sizes.acc + 8)
+def _statistics(call: Call, rows: int, chunks: int, sizes: _Sizes) -> int:
+    """Bytes of the statistics of all rows in each chunk of the vocabulary."""
+    return rows * chunks * (_STATISTICS * sizes.acc + 8)
 
 
 def _matmul_scratch(call: Call, way: Plan) -> int:
@@ -186,7 +186,7 @@ def _matmul_scratch(call: Call, way: Plan) -> int:
     if call.gpu_bytes is not None or call.dtype.itemsize != 2:
         return 0
     if way.gradients == _OVERLAID:
-        rows, classes = call.rows, _largest_piece(call, way)
+        rows, classes = call.rows, _largest_chunk(call, way)
     else:
         rows, classes = _C.equal_chunks(call.rows, way.rows), min(way.classes, call.vocab)
     rows, hidden, classes = (_C.padded_vocab(n) for n in (rows, call.hidden, classes))

@@ -1,4 +1,4 @@
-"""The fused loss of a head whose classes are sharded over processes, each of which has a piece of the vocabulary.
+"""The fused loss of a head whose classes are sharded over processes, each of which has a part of the vocabulary.
 
 Every process makes the logits of its shard and, of each row, their statistics: maximum, sum of exponentials, the
 target's logit. They are gathered, a few numbers of each row, and merged, by the same kernel everywhere, so that losses

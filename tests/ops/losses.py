@@ -107,12 +107,13 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
             (150, 8, 1051),
             {"memory": 1 << 20, "reduction": "none", "lse_square_scale": 1e-4},
         ),
-        ("pieces", True, (9, 8, 1051, True), chunks),
-        ("pieces, all", True, (130, 8, 2500, True, True), options | results | chunks),
-        ("pieces, tokens scaled", False, (5, 8, 2048), chunks | {"use_token_scaling": True, "lse_square_scale": 1e-2}),
-        ("pieces per token", False, (130, 7, 1100, True), chunks | {"reduction": "none", "label_smoothing": 0.1}),
-        ("pieces, offset class weights", True, (9, 8, 1100, True, True), options | chunks | {"layout": "offset"}),
-        ("pieces, odd vocabulary", False, (3, 8, 2051), chunks | {"ce_weight": class_weights(2051)("cpu", dtype)}),
+        # split: the vocabulary is cut into chunks, too
+        ("split", True, (9, 8, 1051, True), chunks),
+        ("split, all", True, (130, 8, 2500, True, True), options | results | chunks),
+        ("split, tokens scaled", False, (5, 8, 2048), chunks | {"use_token_scaling": True, "lse_square_scale": 1e-2}),
+        ("split per token", False, (130, 7, 1100, True), chunks | {"reduction": "none", "label_smoothing": 0.1}),
+        ("split, offset class weights", True, (9, 8, 1100, True, True), options | chunks | {"layout": "offset"}),
+        ("split, odd vocabulary", False, (3, 8, 2051), chunks | {"ce_weight": class_weights(2051)("cpu", dtype)}),
         (
             "held in registers, few ignored",
             False,
@@ -300,7 +301,7 @@ def one_each(launch, call) -> None:
     check_tiles(launch.plan.grid, launch.plan.block, launch.rows)
 
 
-def pieces(launch, call) -> None:
+def block_tiles(launch, call) -> None:
     plan, vec, in_flight = launch.plan, launch.instance[0], 4
     blocks_per_row, vectors = plan.grid // launch.rows, launch.cols // vec
     assert plan.grid == blocks_per_row * launch.rows
@@ -330,8 +331,8 @@ PLAN_MODELS = {
     "Merge": one_each,
     "SumLosses": block_sum,
     "AddLosses": one_each,
-    "Fill": pieces,
-    "Scale": pieces,
+    "Fill": block_tiles,
+    "Scale": block_tiles,
     "PartialColumns": partial_columns,
     "Product": scalar,
 }

@@ -15,7 +15,7 @@ using gpu::simt::Content;
 
 constexpr int64_t f32 = sizeof(float), i64 = sizeof(int64_t);
 
-// n elements of so many bytes.
+// n elements of `bytes` bytes each.
 inline Buffer in(const char* name, const void* data, int64_t n, int64_t element) {
   return {name, data, n * element, Content::input, {}, element};
 }

@@ -196,7 +196,7 @@ void check_launch(int64_t rows, int64_t cols) {
     }
   if (!any)
     throw std::runtime_error(text("host target: uncovered: the launch declares ", rows, " rows of ", cols,
-                                  " columns, its threads touch so many elements of no buffer\n  kernel ", launched.back()));
+                                  " columns, there is no buffer of which its threads touch as many elements\n  kernel ", launched.back()));
 }
 void begin_blocks() {
   at_block_barrier();

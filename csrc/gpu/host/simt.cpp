@@ -1,16 +1,12 @@
 #include "gpu/host/simt.h"
 
-#include <setjmp.h>
-#include <sys/mman.h>
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <new>
 #include <stdexcept>
 #include <utility>
 
+#include "gpu/host/fibres.h"
 #include "gpu/host/kernels.h"
 #include "gpu/host/memory.h"
 #include "gpu/host/transfers.h"
@@ -19,20 +15,10 @@
 namespace liger::gpu::simt {
 namespace {
 
-#if defined(LIGER_HOST_AHEAD)
-constexpr int max_threads = most_blocks * most_threads;  // at a time
-#else
-constexpr int max_threads = most_threads;
-#endif
-// A frame of a kernel is a few KiB; the lowest page of each stack is a guard.
-constexpr size_t stack_bytes = 256 << 10, page_bytes = 4096;
-
 enum class Stop { none, returned, block_barrier, group_barrier, warp_barrier, shuffle, phase, cluster_barrier };
 constexpr int max_groups = 15;  // CUDA's barriers of a block, but for the block's own
 
 struct Thread {
-  jmp_buf resume_at;
-  bool exists = false;  // as a fibre that waits, for its next collective or for its next kernel
   Stop stop = Stop::none;
   std::source_location where;
   uint32_t bits = 0;    // of a shuffle
@@ -67,7 +53,7 @@ std::string stop_text(const Thread& t) {
   }
 }
 
-// One launch at a time; a fibre is resumed and suspended by longjmp, ucontext only starts it.
+// One launch at a time. A thread is a fibre, which waits for its next collective or for its next kernel.
 class Machine {
  public:
   Place place{};
@@ -82,8 +68,8 @@ class Machine {
     KnownKernel& known = known_kernels()[kernel.known];
     ++known.launches;
     launched += text(plan.grid, " ", plan.block, " ", plan.smem, " ", known.name, "\n");
-    make_stacks();
-    memory::begin_launch(known.name, kernel.args, kernel.args_bytes, stacks_, stack_bytes * max_threads, warp_, plan.smem);
+    fibres_.make_stacks();
+    memory::begin_launch(known.name, kernel.args, kernel.args_bytes, fibres_.stacks(), Fibres::stacks_bytes(), warp_, plan.smem);
     struct End {
       ~End() { memory::end_launch(); }
     } end;
@@ -98,7 +84,7 @@ class Machine {
     Thread& t = running();
     t.stop = stop;
     t.where = where;
-    if (!_setjmp(t.resume_at)) _longjmp(scheduler_, 1);
+    fibres_.suspend(running_id());
   }
   void group_barrier(int group, int threads, const std::source_location& where) {
     running().group = group;
@@ -122,12 +108,12 @@ class Machine {
   [[noreturn]] void report(const void* code, const std::string& finding) {
     finding_ = described(finding);
     finding_code_ = code;
-    running().exists = false;
-    _longjmp(scheduler_, 1);
+    fibres_.abandon(running_id());
   }
 
  private:
-  Thread& running() { return threads_[place.rank * most_threads + place.thread]; }
+  int running_id() const { return place.rank * most_threads + place.thread; }
+  Thread& running() { return threads_[running_id()]; }
   // Makes a thread, numbered through the blocks of a cluster (gpu/host/cells.h), the one that findings are about.
   void choose(int id) {
     const int rank = id / most_threads;
@@ -148,7 +134,8 @@ class Machine {
   // Threads in the middle of a kernel are given up: their fibres start anew.
   [[noreturn]] void throw_finding(const std::string& finding) {
     memory::begin_thread(-1);
-    for (Thread& t : threads_) t.exists = t.exists && t.stop == Stop::returned;
+    for (int id = 0; id < max_threads; ++id)
+      if (threads_[id].stop != Stop::returned) fibres_.start_anew(id);
     throw std::runtime_error(finding);
   }
 
@@ -164,14 +151,6 @@ class Machine {
     for (int i = 1; i < 4; ++i) has_clusters |= plan.cluster == 1 << i && profile().resident_clusters[0][i] > 0;
     if (plan.grid < 1 || !has_clusters || plan.grid % plan.cluster != 0)
       fail(0, text("launched with ", plan.grid, " blocks in clusters of ", plan.cluster));
-  }
-
-  void make_stacks() {
-    if (stacks_ != nullptr) return;
-    void* const made = mmap(nullptr, stack_bytes * max_threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (made == MAP_FAILED) throw std::bad_alloc();
-    stacks_ = static_cast<unsigned char*>(made);
-    for (int t = 0; t < max_threads; ++t) mprotect(stacks_ + t * stack_bytes, page_bytes, PROT_NONE);
   }
 
   // All threads of the blocks that run, or of one of them: f(first thread of each warp).
@@ -352,17 +331,7 @@ class Machine {
   // Runs a thread until it stops.
   void resume(int id) {
     choose(id);
-    if (!_setjmp(scheduler_)) {
-      Thread& t = threads_[id];
-      if (t.exists) _longjmp(t.resume_at, 1);
-      t.exists = true;
-      ucontext_t context;
-      getcontext(&context);
-      context.uc_stack.ss_sp = stacks_ + id * stack_bytes;
-      context.uc_stack.ss_size = stack_bytes;
-      makecontext(&context, &Machine::fibre, 0);
-      setcontext(&context);
-    }
+    fibres_.resume(id);
     memory::begin_thread(-1);
     if (!finding_.empty()) {
       const std::string finding = finding_ + source_of(finding_code_);
@@ -370,16 +339,14 @@ class Machine {
       throw_finding(finding);
     }
   }
-  // A fibre outlives its kernel: the next one that has this thread runs on it.
-  static void fibre();
+  static void run_kernels();  // the body of a fibre
 
   std::mutex mutex_;
   const Kernel* kernel_ = nullptr;
   int warp_ = 32, block_threads_ = 0, blocks_ = 1;  // blocks_: that run at a time, of a cluster
   int64_t first_block_ = 0, kernel_grid_ = 1;
   Thread threads_[max_threads];
-  unsigned char* stacks_ = nullptr;
-  jmp_buf scheduler_;
+  Fibres fibres_{run_kernels};
   std::source_location since_;
   std::string finding_;
   const void* finding_code_ = nullptr;
@@ -387,7 +354,7 @@ class Machine {
 
 Machine machine;
 
-void Machine::fibre() {
+void Machine::run_kernels() {
   for (;;) {
     machine.kernel_->run(machine.kernel_->args);
     machine.suspend(Stop::returned, {});

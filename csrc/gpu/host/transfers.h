@@ -21,7 +21,8 @@ namespace liger::gpu::simt::transfers {
 void begin_blocks(int blocks);  // a block, or all of a cluster
 void at_collective(int warp);  // of which all threads have arrived at a shuffle, a barrier or a wait
 void at_block_barrier(int first_warp, int end_warp);
-void at_cluster_barrier(int over);  // so many are over, behind which mbarriers that were initialised before it may be used by all blocks
+// `over` cluster barriers have been passed. Behind one, all blocks may use the mbarriers that were initialised before it.
+void at_cluster_barrier(int over);
 void check(const uint64_t* mbarrier, const void* code);  // may the running thread wait for its phases? It does, before `code`
 bool complete(const uint64_t* mbarrier, int parity);  // may it go on?
 void waited(const uint64_t* mbarrier, int warp);  // it goes on

@@ -7,8 +7,8 @@ decltype(cpu::cross_entropy_counts) cross_entropy_counts;
 decltype(cpu::cross_entropy_forward) cross_entropy_forward;
 decltype(cpu::cross_entropy_backward) cross_entropy_backward;
 decltype(cpu::cross_entropy_in_place) cross_entropy_in_place;
-decltype(cpu::cross_entropy_takes_pieces) cross_entropy_takes_pieces;
-decltype(cpu::cross_entropy_in_pieces) cross_entropy_in_pieces;
+decltype(cpu::cross_entropy_takes_chunks) cross_entropy_takes_chunks;
+decltype(cpu::cross_entropy_in_chunks) cross_entropy_in_chunks;
 decltype(cpu::cross_entropy_statistics) cross_entropy_statistics;
 decltype(cpu::cross_entropy_merge) cross_entropy_merge;
 decltype(cpu::cross_entropy_reduce) cross_entropy_reduce;
@@ -24,9 +24,9 @@ void cross_entropy_counts(const CrossEntropyCounts& a, Stream stream) {
 
 namespace {
 
-// The weights of all classes, of which a piece's are a part.
-Vector all_weights(const Vector& piece, const Classes& of) {
-  return {piece.data ? static_cast<const float*>(piece.data) - of.first : nullptr, piece.dtype};
+// The weights of all classes, of which a chunk's are a part.
+Vector all_weights(const Vector& chunk, const Classes& of) {
+  return {chunk.data ? static_cast<const float*>(chunk.data) - of.first : nullptr, chunk.dtype};
 }
 
 // What the passes over logits have in common; `gradient` may be empty, and may lie in the logits' memory.
@@ -66,13 +66,13 @@ void cross_entropy_backward(const CrossEntropyBackward& a, Stream stream) {
   gpu::raise_reported_targets();
 }
 void cross_entropy_in_place(const CrossEntropyInPlace& a, Stream stream) {
-  const Buffers buffers = logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, a.gradient);
+  const Buffers buffers = logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, a.gradient());
   gpu::cross_entropy_in_place(a, stream);
   gpu::raise_reported_targets();
 }
 
-bool cross_entropy_takes_pieces(const CrossEntropyInPieces& a, Stream stream) { return gpu::cross_entropy_takes_pieces(a, stream); }
-void cross_entropy_in_pieces(const CrossEntropyInPieces& a, Stream stream) {
+bool cross_entropy_takes_chunks(const CrossEntropyInChunks& a, Stream stream) { return gpu::cross_entropy_takes_chunks(a, stream); }
+void cross_entropy_in_chunks(const CrossEntropyInChunks& a, Stream stream) {
   const CrossEntropyRows& row = a.row;
   std::vector<Buffer> buffers{in("target", row.target, row.rows, i64),
                               optional(in("weight", row.class_weight, row.vocab)),
@@ -82,13 +82,13 @@ void cross_entropy_in_pieces(const CrossEntropyInPieces& a, Stream stream) {
                               out("lse", row.lse, 2 * row.rows, f32),
                               optional(in("others", a.others, CrossEntropyStatistics::slots * row.rows, f32))};
   for (int i = 0; i < a.count; ++i) {
-    const int64_t end = i + 1 < a.count ? a.pieces[i + 1].first : row.vocab;
-    Buffer piece = matrix("piece", a.pieces[i].logits, row.rows, end - a.pieces[i].first, Content::both);
-    piece.each = 0;
-    buffers.push_back(piece);
+    const int64_t end = i + 1 < a.count ? a.chunks[i + 1].first : row.vocab;
+    Buffer chunk = matrix("chunk", a.chunks[i].logits, row.rows, end - a.chunks[i].first, Content::both);
+    chunk.each = 0;
+    buffers.push_back(chunk);
   }
   const Buffers watched(buffers);
-  gpu::cross_entropy_in_pieces(a, stream);
+  gpu::cross_entropy_in_chunks(a, stream);
   gpu::raise_reported_targets();
 }
 
@@ -107,8 +107,8 @@ void cross_entropy_merge(const CrossEntropyMerge& a, Stream stream) {
   };
   const Buffers buffers =
       logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, {},
-                    optional_rows(in("statistics", a.statistics, a.pieces * Slots::slots * a.row.rows, f32), of_predictions),
-                    in("best class", a.best_class, a.pieces * a.row.rows, i64), out("token", a.token, a.row.rows, f32));
+                    optional_rows(in("statistics", a.statistics, a.chunks * Slots::slots * a.row.rows, f32), of_predictions),
+                    in("best class", a.best_class, a.chunks * a.row.rows, i64), out("token", a.token, a.row.rows, f32));
   gpu::cross_entropy_merge(a, stream);
   gpu::raise_reported_targets();
 }

@@ -1,5 +1,6 @@
-// Cross entropy of a vocabulary in pieces: the statistics of a piece of each row, bound as cross_entropy.cpp's first pass, and their merge,
-// a few numbers of each row. The gradient of a piece is that of cross_entropy.cpp.
+// Cross entropy of a vocabulary that is cut into chunks (ranges of classes): the statistics of each row in one chunk, which are bound by
+// what bounds cross_entropy.cpp's first pass, and their merge, which reads a few numbers per row. The gradient is made by
+// cross_entropy.cpp.
 #include "cpu/cross_entropy_rows.h"
 
 namespace liger::cpu::LIGER_ISA {
@@ -60,19 +61,19 @@ template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
         if (a.token != nullptr) static_cast<A*>(a.token)[i] = 1;
         continue;
       }
-      const auto of = [&](int64_t piece, Slots::Slot slot) {
-        return static_cast<const A*>(a.statistics)[(piece * Slots::slots + slot) * a.row.rows + i];
+      const auto of = [&](int64_t chunk, Slots::Slot slot) {
+        return static_cast<const A*>(a.statistics)[(chunk * Slots::slots + slot) * a.row.rows + i];
       };
       RowSums<A> merged;
       double target = 0;
-      for (int64_t piece = 0; piece < a.pieces; ++piece) {
-        merged.shift = std::max(merged.shift, of(piece, Slots::maximum));
-        target += of(piece, Slots::target);
+      for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
+        merged.shift = std::max(merged.shift, of(chunk, Slots::maximum));
+        target += of(chunk, Slots::target);
       }
       const double anchor = Formula<A>::anchor(target);
-      for (int64_t piece = 0; piece < a.pieces; ++piece) {
-        merged.exponentials += of(piece, Slots::sum) * __builtin_exp(double(of(piece, Slots::maximum)) - double(merged.shift));
-        merged.weighted += of(piece, Slots::weighted) + (of(piece, Slots::anchor) - anchor) * of(piece, Slots::weights);
+      for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
+        merged.exponentials += of(chunk, Slots::sum) * __builtin_exp(double(of(chunk, Slots::maximum)) - double(merged.shift));
+        merged.weighted += of(chunk, Slots::weighted) + (of(chunk, Slots::anchor) - anchor) * of(chunk, Slots::weights);
       }
       const LogSumExp lse = merged.lse();
       results.losses(i, formula, lse, target, merged.weighted);
@@ -80,9 +81,9 @@ template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
       if (!results.want_prediction()) continue;
       A best = of(0, Slots::best);  // NaN is the largest, and of equal ones the first
       int64_t best_class = a.best_class[i];
-      for (int64_t piece = 1; piece < a.pieces; ++piece) {
-        const A other = of(piece, Slots::best);
-        const int64_t at = a.best_class[piece * a.row.rows + i];
+      for (int64_t chunk = 1; chunk < a.chunks; ++chunk) {
+        const A other = of(chunk, Slots::best);
+        const int64_t at = a.best_class[chunk * a.row.rows + i];
         const bool larger = other > best || (other != other && best == best), equal = other == best || (other != other && best != best);
         if (larger || (equal && at < best_class)) best = other, best_class = at;
       }

@@ -1,8 +1,8 @@
-// Cross entropy of a vocabulary that is cut into pieces, chunks of one process or shards of several: the statistics of one piece of each
-// row, and their merge into each row's loss and log-sum-exp.
+// Cross entropy of a vocabulary that is cut into chunks (ranges of classes), of one process or shards of several: the statistics of each
+// row in one chunk, and their merge into each row's loss and log-sum-exp.
 //
-// Statistics are bound by memory: the piece is read once, by the threads of a row as in cross_entropy.cu. The merge is bound by latency:
-// one thread per row reads a few numbers per piece. The gradient of a piece is made by cross_entropy.cu's Backward.
+// Statistics are bound by memory: the chunk is read once, by the threads of a row as in cross_entropy.cu. The merge is bound by latency:
+// one thread per row reads a few numbers per chunk. The gradient of a chunk is made by cross_entropy.cu's Backward.
 #include "gpu/cross_entropy_launch.h"
 
 namespace liger::gpu {
@@ -65,7 +65,7 @@ struct Merge {
   struct Args {
     LogitRows rows;
     RowOutputs out;
-    int64_t pieces;
+    int64_t chunks;
     const float* statistics;
     const int64_t* best_class;
     float* token;
@@ -76,15 +76,15 @@ struct Merge {
     const LogitRows& a = args.rows;
     const LogitRow<float, true> row(a, block_id() * block_threads() + thread_id(), true, false);
     if (!row.live) return;
-    const auto of = [&](int64_t piece, Slots::Slot slot) { return args.statistics[(piece * Slots::slots + slot) * a.rows + row.row]; };
+    const auto of = [&](int64_t chunk, Slots::Slot slot) { return args.statistics[(chunk * Slots::slots + slot) * a.rows + row.row]; };
     float max = minus_infinity(), target = 0, best = minus_infinity();
     int64_t best_class = INT_MAX;
-    for (int64_t piece = 0; piece < args.pieces; ++piece) {
-      max = fmaxf(max, of(piece, Slots::maximum));
-      target += of(piece, Slots::target);
+    for (int64_t chunk = 0; chunk < args.chunks; ++chunk) {
+      max = fmaxf(max, of(chunk, Slots::maximum));
+      target += of(chunk, Slots::target);
       if (!args.best_class) continue;
-      const float other = of(piece, Slots::best);  // NaN is the largest, and of equal ones the first
-      const int64_t at = args.best_class[piece * a.rows + row.row];
+      const float other = of(chunk, Slots::best);  // NaN is the largest, and of equal ones the first
+      const int64_t at = args.best_class[chunk * a.rows + row.row];
       const bool larger = other > best || (other != other && best == best), equal = other == best || (other != other && best != best);
       if (larger || (equal && at < best_class)) best = other, best_class = at;
     }
@@ -92,9 +92,9 @@ struct Merge {
     merged.max = max;
     merged.best_column = int(best_class);
     double sum = 0, weighted = 0;
-    for (int64_t piece = 0; piece < args.pieces; ++piece) {
-      sum += double(of(piece, Slots::sum)) * double(expf(of(piece, Slots::maximum) - merged.base()));
-      weighted += of(piece, Slots::weighted) + double(of(piece, Slots::anchor) - merged.anchor) * double(of(piece, Slots::weights));
+    for (int64_t chunk = 0; chunk < args.chunks; ++chunk) {
+      sum += double(of(chunk, Slots::sum)) * double(expf(of(chunk, Slots::maximum) - merged.base()));
+      weighted += of(chunk, Slots::weighted) + double(of(chunk, Slots::anchor) - merged.anchor) * double(of(chunk, Slots::weights));
     }
     merged.sum = float(sum);
     merged.weighted = float(weighted);
@@ -122,7 +122,7 @@ void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
   if (op.row.rows == 0) return;
   const launch::Launch made = launch::cross_entropy_merge(device_profile(stream.device), op.row.rows);
   launch<Merge>(made,
-                {logit_rows(op.row, op.row.vocab, made.plan, stream), row_outputs(op.row), op.pieces,
+                {logit_rows(op.row, op.row.vocab, made.plan, stream), row_outputs(op.row), op.chunks,
                  static_cast<const float*>(op.statistics), op.best_class, static_cast<float*>(op.token)},
                 stream);
 }

@@ -1,4 +1,4 @@
-"""The fused loss with a budget below 128 rows of logits: statistics, merge and gradient of the vocabulary in pieces."""
+"""The fused loss with a budget below 128 rows of logits: statistics, merge and gradient of the vocabulary in chunks."""
 
 import random
 
@@ -11,9 +11,9 @@ from liger_ext import functional as F
 from liger_ext.testing import judge
 
 
-def test_pieces_of_the_vocabulary(device):
-    """A budget below 128 rows of logits: classes piece by piece, whatever the options; and predictions of equal logits
-    in two pieces are the first."""
+def test_chunks_of_the_vocabulary(device):
+    """A budget below 128 rows of logits: classes chunk by chunk, whatever the options; and predictions of equal logits
+    in two chunks are the first."""
     rng = random.Random(0)
     for dtype in dtypes_of(device):
         for seed, vocab in enumerate((1025, 2048, 3001, 5000)):
@@ -38,8 +38,8 @@ def test_pieces_of_the_vocabulary(device):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_pieces_of_values_that_are_no_numbers(device, value):
-    """Row 0 has one in a piece without its target: what whole rows give."""
+def test_chunks_of_values_that_are_no_numbers(device, value):
+    """Row 0 has one in a chunk without its target: what whole rows give."""
     x, weight = torch.eye(4, device=device)[:3], normal(2100, 4, device=device)
     weight[1700, 0] = value
     inputs = {"x": x, "weight": weight, "target": torch.tensor([5, 6, -100], device=device), "reduction": "none"}
@@ -49,5 +49,5 @@ def test_pieces_of_values_that_are_no_numbers(device, value):
         out = F.fused_linear_cross_entropy(**made, memory=memory, return_predicted_tokens=True)
         out.loss.nansum().backward()
         results.append((out.loss, out.predicted_tokens, made["x"].grad, made["weight"].grad))
-    for pieces, whole in zip(*results, strict=True):
-        torch.testing.assert_close(pieces, whole, equal_nan=True, rtol=1e-4, atol=1e-5)
+    for chunks, whole in zip(*results, strict=True):
+        torch.testing.assert_close(chunks, whole, equal_nan=True, rtol=1e-4, atol=1e-5)
