@@ -208,6 +208,14 @@ def test_as_many_labels_as_positions():
         patched(build().train())(**batch_of("cpu"), logits_to_keep=4)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_labels_with_a_dimension_too_many(device, training):
+    """Their last dimension would be shifted, and no label left."""
+    model, batch = patched(build(device=device).train(training)), batch_of(device)
+    with pytest.raises(ValueError, match=r"labels have shape \[3, 11, 1\], expected \[batch, sequence\]"):
+        model(**{**batch, "labels": batch["labels"].unsqueeze(-1)}, skip_logits=True)
+
+
 @pytest.mark.parametrize("items", [None, 9])
 def test_all_labels_ignored(device, items):
     model = patched(build(device=device).train())

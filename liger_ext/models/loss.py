@@ -290,7 +290,13 @@ def softcapped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 def shift(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Each position's label is that of the position after it; the last one's is ignored."""
+    """Each position's label is that of the position after it; the last one's is ignored.
+
+    Raises:
+        ValueError: labels with more dimensions than batch and sequence, of which the last one would be shifted.
+    """
+    if labels.dim() > 2:
+        raise ValueError(f"labels have shape {list(labels.shape)}, expected [batch, sequence]")
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
