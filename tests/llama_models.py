@@ -185,15 +185,15 @@ def assert_as_good(patched: Mapping[str, Tensor], stock: Mapping[str, Tensor], r
     assert set(patched) | {"logits"} == set(stock) | {"logits"}
     ours = {name: distance(result, reference[name]) for name, result in patched.items()}
     theirs = {name: distance(stock[name], reference[name]) for name in patched}
-    # A gradient of a few numbers may be exact by luck: in fp32 what is usual among the others counts, too; twice that
-    # for a handful of numbers, each of which is a sum over all positions.
+    # A gradient of a few numbers may be exact by luck: in fp32 what is usual among the others counts, too; of a handful
+    # of numbers, each a sum over all positions that cancels, the distance may be twice as far.
     usual = statistics.median([theirs[name] for name in theirs.keys() - {"loss", "logits"}] or [0.0])
     for name, result in patched.items():
         assert result.dtype == stock[name].dtype, name
         assert result.shape == stock[name].shape, name
         by_luck = result.dtype is torch.float32 and name not in ("loss", "logits")
-        of_others = usual * (2 if result.numel() <= 32 else 1) if by_luck else 0
-        bound = FACTOR_OF_ONE * max(theirs[name], of_others) + rounding(result.dtype)
+        factor = FACTOR_OF_ONE * (2 if by_luck and result.numel() <= 32 else 1)
+        bound = factor * max(theirs[name], usual if by_luck else 0) + rounding(result.dtype)
         if name == "loss" and "logits" in stock:
             # One number may be good by luck: errors of the logits are what it is made of.
             error = (stock["logits"].double() - reference["logits"]).square().mean().sqrt()
