@@ -52,27 +52,8 @@ LIGER_DEVICE bool elected() { return lane_id() == 0; }
 LIGER_DEVICE void let_next_kernel_start() {}
 LIGER_DEVICE void wait_for_previous_kernel() {}
 LIGER_DEVICE void warp_barrier() { __builtin_amdgcn_wave_barrier(); }
-// The value of the lane whose number differs in the bits of `mask`. __shfl_xor takes it through LDS; the lanes of a row of 16 can read
-// each other's registers (data parallel primitives), where the mask is known when code is compiled.
-template <int Control> LIGER_DEVICE int from_lane(int v) { return __builtin_amdgcn_update_dpp(0, v, Control, 0xf, 0xf, true); }
-LIGER_DEVICE int shfl_xor(int v, int mask) {
-  constexpr int quad_1032 = 0xb1, quad_2301 = 0x4e;
-  if (__builtin_constant_p(mask)) {
-    if (mask == 1) return from_lane<quad_1032>(v);
-    if (mask == 2) return from_lane<quad_2301>(v);
-#if defined(__GFX9__)
-    constexpr int quad_3210 = 0x1b, row_half_mirror = 0x141, row_mirror = 0x140;
-    if (mask == 4) return from_lane<quad_3210>(from_lane<row_half_mirror>(v));
-    if (mask == 8) return from_lane<row_half_mirror>(from_lane<row_mirror>(v));
-#else
-    constexpr int row_xor = 0x160;
-    if (mask == 4) return from_lane<row_xor | 4>(v);
-    if (mask == 8) return from_lane<row_xor | 8>(v);
-#endif
-  }
-  return __shfl_xor(v, mask, warp_width());
-}
-LIGER_DEVICE float shfl_xor(float v, int mask) { return bit_cast<float>(shfl_xor(bit_cast<int>(v), mask)); }
+LIGER_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor(v, mask, warp_width()); }
+LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor(v, mask, warp_width()); }
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // One instruction, 1 ulp; results below the normal range become 0.
 LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
