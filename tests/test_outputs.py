@@ -151,6 +151,12 @@ def test_truncated_backpropagation(device, family):
         losses(model)
 
 
+@pytest.mark.parametrize("value", ["no", 0, 1])
+def test_skip_logits_is_a_bool(value):
+    with pytest.raises(TypeError, match=f"skip_logits is {value!r}, expected True, False or None"):
+        patched(build())(**batch_of("cpu"), skip_logits=value)
+
+
 class Reader(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -38,6 +38,8 @@ def _forward_like(stock: type[nn.Module], doc: str) -> Callable[..., ModelOutput
     @can_return_tuple
     def forward(self, *args, skip_logits: bool | None = None, **kwargs) -> ModelOutput:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if skip_logits is not None and not isinstance(skip_logits, bool):
+            raise TypeError(f"skip_logits is {skip_logits!r}, expected True, False or None")
         as_tuple = arguments.pop("return_dict", None) is False  # one that was not given by its name
         output = self._forward(arguments, skip_logits)
         return output.to_tuple() if as_tuple and isinstance(output, ModelOutput) else output
