@@ -306,7 +306,7 @@ def test_memory_levels_run_only_where_they_are_asked_for(monkeypatch):
             self.asked = memory
 
     levels = Levels()
-    monkeypatch.setattr(models, "apply_liger_kernel_to_llama", levels)
+    monkeypatch.setattr(models, "apply_liger_kernel_to_instance", levels)
     settings = suite.Settings("cpu", "fp32", ("liger_ext memory=low",))
     assert train.chosen_providers(settings) == ["liger_ext memory=low"]
     models.on_request("cpu")["liger_ext memory=low"](torch.nn.Identity())
