@@ -4,60 +4,28 @@ that people train; forward, backward, fused AdamW. Each provider in a process of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from liger_ext._timing import Timing
-
 from . import suite
-from .children import ask_each
-from .models import COMPILED, FAMILIES_CPU, FAMILIES_CUDA, STOCK
-from .train import chosen_models, chosen_providers
+from .models import FAMILIES_CPU, FAMILIES_CUDA, STOCK
+from .steps import Steps, eager_providers, measured
+from .train import chosen_models
 
 
-@dataclass
-class Family:
-    model: str
-    provider: str
-    tokens: int
-    step: Timing | None = None
-    peak_mib: float | None = None
-    loss: float | None = None  # of the last step
-    error: str = ""
-
-
-def run(settings: suite.Settings) -> Iterator[Family]:
+def run(settings: suite.Settings) -> Iterator[Steps]:
     models = chosen_models(settings, FAMILIES_CPU if settings.device == "cpu" else FAMILIES_CUDA)
-    wanted = chosen_providers(settings)
-    if not settings.providers:
-        wanted = [provider for provider in wanted if COMPILED not in provider]
-    cases = [(model, provider) for model in models for provider in wanted]
-    requests = []
-    for model, provider in cases:
-        config, batch, seq = models[model]
-        request = dict(
-            task="step", config=config, batch=batch, seq=seq, provider=provider, device=settings.device,
-            dtype=settings.dtype,
-        )  # fmt: skip
-        requests.append((f"{model}, {provider}", request))
-    for (model, provider), answer in zip(cases, ask_each(requests, settings.device == "cuda"), strict=True):
-        _, batch, seq = models[model]
-        record = Family(model, provider, batch * seq, error=answer.get("error", ""))
-        if "result" in answer:
-            result = answer["result"]
-            record.step, record.peak_mib = Timing(**result["step"]), result["peak"] / 2**20
-            record.loss = result["loss"]
-        yield record
+    providers = eager_providers(settings)
+    cases = (
+        (Steps(model, provider, batch * seq), {}) for model, (_, batch, seq) in models.items() for provider in providers
+    )
+    return measured(settings, models, cases)
 
 
-def line(record: Family) -> str:
-    name = f"{record.model}, {record.provider}"
-    if record.step is None:
-        return f"{name}: {record.error}"
-    return f"{name}: {suite.duration(record.step)}, {record.peak_mib:,.0f} MiB, loss {record.loss:.4f}"
+def line(record: Steps) -> str:
+    return record.line
 
 
-def table(records: list[Family], settings: suite.Settings) -> suite.Grid:
+def table(records: list[Steps], settings: suite.Settings) -> suite.Grid:
     """Shares of the time and memory of Hugging Face's step beside the figures."""
     grid = suite.Grid(
         f"{settings.dtype}: training steps of a few layers of other families",
@@ -76,5 +44,5 @@ def table(records: list[Family], settings: suite.Settings) -> suite.Grid:
     return grid
 
 
-def draw(records: list[Family], settings: suite.Settings, folder: Path) -> list[Path]:
+def draw(records: list[Steps], settings: suite.Settings, folder: Path) -> list[Path]:
     return []

@@ -7,61 +7,39 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from liger_ext._timing import Timing
-
 from . import suite
-from .children import ask_each
-from .models import COMPILED, MODELS_CPU, MODELS_CUDA
-from .train import chosen_models, chosen_providers
+from .models import MODELS_CPU, MODELS_CUDA
+from .steps import Steps, eager_providers, measured
+from .train import chosen_models
 
 # PEFT keeps adapters of 16-bit weights in fp32, and a Trainer in bf16 then runs the step under autocast.
 ADAPTERS = ("fp32 adapters, autocast", "all in the model's dtype")
 
 
 @dataclass
-class Lora:
-    model: str
-    adapters: str
-    provider: str
-    tokens: int
-    step: Timing | None = None
-    peak_mib: float | None = None
-    loss: float | None = None  # of the last step
-    error: str = ""
+class Lora(Steps):
+    adapters: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.adapters}, {self.provider}"
 
 
 def run(settings: suite.Settings) -> Iterator[Lora]:
     models = chosen_models(settings, MODELS_CPU if settings.device == "cpu" else MODELS_CUDA)
     if not settings.models:
         models = dict([next(iter(models.items()))])
-    wanted = chosen_providers(settings)
-    if not settings.providers:
-        wanted = [provider for provider in wanted if COMPILED not in provider]
-    cases = [(model, adapters, provider) for model in models for adapters in ADAPTERS for provider in wanted]
-    requests = []
-    for model, adapters, provider in cases:
-        config, batch, seq = models[model]
-        request = dict(
-            task="step", config=config, batch=batch, seq=seq, provider=provider, device=settings.device,
-            dtype=settings.dtype, lora=True, autocast=adapters == ADAPTERS[0],
-        )  # fmt: skip
-        requests.append((f"{model}, {adapters}, {provider}", request))
-    answers = ask_each(requests, settings.device == "cuda")
-    for (model, adapters, provider), answer in zip(cases, answers, strict=True):
-        _, batch, seq = models[model]
-        record = Lora(model, adapters, provider, batch * seq, error=answer.get("error", ""))
-        if "result" in answer:
-            result = answer["result"]
-            record.step, record.peak_mib = Timing(**result["step"]), result["peak"] / 2**20
-            record.loss = result["loss"]
-        yield record
+    cases = [
+        (Lora(model, provider, batch * seq, adapters=adapters), dict(lora=True, autocast=adapters == ADAPTERS[0]))
+        for model, (_, batch, seq) in models.items()
+        for adapters in ADAPTERS
+        for provider in eager_providers(settings)
+    ]
+    return measured(settings, models, cases)
 
 
 def line(record: Lora) -> str:
-    name = f"{record.model}, {record.adapters}, {record.provider}"
-    if record.step is None:
-        return f"{name}: {record.error}"
-    return f"{name}: {suite.duration(record.step)}, {record.peak_mib:,.0f} MiB"
+    return record.line
 
 
 def table(records: list[Lora], settings: suite.Settings) -> suite.Grid:
