@@ -8,6 +8,7 @@
 // `Full` has the options that cost instructions per element (softcap, label smoothing, argmax); with it, unaligned rows are read one
 // element at a time.
 #include "gpu/cross_entropy_launch.h"
+#include "gpu/tiles.h"
 
 namespace liger::gpu {
 namespace {
@@ -53,49 +54,39 @@ template <class T, int N, bool Full, int Threads> struct Forward {
   }
 };
 
-// Tiles of rows in the order of memory, as a copy would go: each needs no more of its row than a few numbers.
 template <class T, int N, bool Full> struct Backward {
   struct Args {
+    Tiles tiles;
     LogitRows rows;
     const float *lse, *token;
     Rows grad;             // null: unreduced
     float gradient_scale;  // of the unreduced
-    void* dlogits;
-    int64_t dlogits_stride, tiles;  // tiles: of a row
+    MutableRows dlogits;
     Classes classes;
   };
   static constexpr int max_threads = launch::cross_entropy_backward_kernel.instance(N).max_threads, K = launch::logit_tile_k(N);
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
-    const int threads = a.threads_per_row, shift = log2_of(threads), index = thread_id() & (threads - 1);
-    const int64_t rows = quotient(block_id(), args.tiles), tile = block_id() - rows * args.tiles;
-    const int64_t at = rows * (block_threads() >> shift) + (thread_id() >> shift);
-    if (at >= a.rows) return;
+    const Tile<N, K> tile(args.tiles);
+    if (!tile.live()) return;
+    const int64_t at = tile.row;
     const T* const logits = static_cast<const T*>(a.logits) + at * a.stride;
-    const int head = Full ? 0 : unaligned_head(logits, a.vocab);
-    const int64_t whole = (a.vocab - head) / N * N;
-    const Columns<N, K> columns(index, threads, tile * threads * K * N, whole);
-    const int64_t single = index < head ? index : whole + index < a.vocab ? whole + index : -1;
-    const bool has_single = tile == args.tiles - 1 && single >= 0;
-    Packed<T, N> raw[K];
-    Packed<T, 1> one{};
-    columns.template load<Hint::in_place>(raw, logits + head);  // which may be overwritten
-    if (has_single) load(one, logits + single);
-    const LogitRow<T, Full> row(a, args.classes, at, tile == 0 && index == 0, false);
+    const RowTile<N, K> part = tile.part(Full ? 0 : unaligned_head(logits, a.vocab));
+    TileValues<T, N, K> x;
+    part.template load<Hint::in_place>(x, logits);  // which may be overwritten
+    const LogitRow<T, Full> row(a, args.classes, at, tile.number == 0 && tile.index == 0, false);
     const float lse = args.lse[at], lse_low = args.lse[a.rows + at], token = a.token_scaling ? args.token[at] : 1.f;
     const LossGradients grad = args.grad.data ? LossGradients(a, args.grad, at) : LossGradients(a, args.gradient_scale);
     const RowGradient<T> gradient(a, row, lse, lse_low, 1.f, lse, token, grad.ce, grad.z);
-    T* const out = opaque(static_cast<T*>(args.dlogits) + at * args.dlogits_stride);
-    const auto write = [&](auto& in, int64_t column) {
-      auto g = gradient.template of<Full>(a, in, int(column), row.target);
-      if (!row.valid) g = same_value(g, row.ignored ? 0.f : not_a_number());
-      store<Hint::stream>(out + column, g);
-    };
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns.has(k)) write(raw[k], head + columns.first + k * columns.step);
-    if (has_single) write(one, single);
+    T* const out = opaque(static_cast<T*>(args.dlogits.data) + at * args.dlogits.stride);
+    part.for_each(
+        [&](const auto& logit, int64_t column) {
+          auto g = gradient.template of<Full>(a, logit, int(column), row.target);
+          if (!row.valid) g = same_value(g, row.ignored ? 0.f : not_a_number());
+          store<Hint::stream>(out + column, g);
+        },
+        x);
   }
 };
 
@@ -119,14 +110,11 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   const bool vectors =
       full ? vectors_fit(op) && aligned(op.dlogits, 0) : equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
   const launch::Launch made = launch::cross_entropy_backward(device_profile(stream.device), logits_shape(op, vectors, full));
-  const int vec = made.instance.vec;
-  const int64_t tiles = launch::ceil_div(op.vocab, int64_t{made.plan.threads_per_row} * launch::logit_tile_k(vec) * vec);
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    launch<Backward<T, I.vec, Full>>(
-        made,
-        {logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse), static_cast<const float*>(op.token), op.grad,
-         float(op.gradient_scale), op.dlogits.data, op.dlogits.stride, tiles, op.classes},
-        stream);
+    launch<Backward<T, I.vec, Full>>(made,
+                                     {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),
+                                      static_cast<const float*>(op.token), op.grad, float(op.gradient_scale), op.dlogits, op.classes},
+                                     stream);
   });
 }
 

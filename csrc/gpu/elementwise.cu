@@ -1,50 +1,23 @@
 // The small passes between the fused loss's matmuls. All but the last are bound by memory: each element is read once and written
-// once, in vectors of eight elements (one element where rows are not aligned), several in flight a thread.
+// once, in vectors of eight elements (one element where rows are not aligned), several of them in flight per thread.
 //
-// scale_cast, fill_rows: a row is cut into tiles of one block each. What is left behind a row's last whole vector is taken one
-// element a thread by the row's last block. column_sum: a thread owns a vector of columns and a share of the rows; the shares
-// are fp32 partial rows that column_sum.h adds up.
+// scale_cast, fill_rows: tiles of rows (tiles.h). column_sum: a thread owns a vector of columns and a share of the rows; the shares are
+// fp32 partial rows that column_sum.h adds up.
 #include "gpu/column_sum.h"
 #include "gpu/device.h"
-#include "gpu/rows.h"
+#include "gpu/tiles.h"
 #include "kernels/elementwise.h"
 #include "launch/elementwise.h"
 
 namespace liger::gpu {
 namespace {
 
-constexpr int width = launch::block_tile_vec;     // elements of a vector, of any dtype
-constexpr int in_flight = launch::block_tile_k;  // vectors a thread reads before it uses the first
-
-// Which vectors of which row are this thread's.
-struct BlockTile {
-  int64_t row, first;   // first: the first vector; the next is one block further
-  int64_t vectors;      // in the row
-  int64_t tail;         // column of the single element that this thread takes, or -1
-
-  LIGER_DEVICE BlockTile(int64_t cols, int n, int64_t blocks_per_row) {
-    row = quotient(block_id(), blocks_per_row);
-    const int64_t block = block_id() - row * blocks_per_row;
-    first = block * block_threads() * in_flight + thread_id();
-    vectors = cols / n;
-    const int64_t left = vectors * n + thread_id();
-    tail = block == blocks_per_row - 1 && left < cols ? left : -1;
-  }
-  LIGER_DEVICE int64_t vector(int k) const { return first + int64_t{k} * block_threads(); }
-};
-
-template <int N> LIGER_DEVICE void store_as(void* data, Dtype dtype, int64_t at, const float (&values)[N]) {
-  with_dtype(dtype, [&](auto tag) {
-    using Out = std::remove_cvref_t<decltype(tag)>;
-    Packed<Out, N> packed;
-    packed.set(values);
-    store<Hint::stream>(static_cast<Out*>(data) + at, packed);
-  });
-}
+constexpr int width = launch::matrix_vec;   // elements of a vector, of any dtype
+constexpr int in_flight = launch::matrix_k;  // vectors that a thread reads before it uses the first one
 
 template <class T, int N> struct Scale {
   struct Args {
-    int64_t cols, blocks_per_row;
+    Tiles tiles;
     Rows in;
     MutableRows out;
     const float* scale;
@@ -53,48 +26,51 @@ template <class T, int N> struct Scale {
   static constexpr int max_threads = launch::scale_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
-    const BlockTile tile(a.cols, N, a.blocks_per_row);
+    const Tile<N, in_flight> tile(a.tiles);
+    if (!tile.live()) return;
+    const RowTile<N, in_flight> part = tile.part(0);
+    TileValues<T, N, in_flight> x;
+    part.template load<Hint::in_place>(x, static_cast<const T*>(a.in.data) + tile.row * a.in.stride);
     float factor = a.scale ? *a.scale : 1.f;
     if (a.row_scale.data) factor *= load_one(a.row_scale.data, a.row_scale.dtype, tile.row * a.row_scale.stride);
-    const T* in = static_cast<const T*>(a.in.data) + tile.row * a.in.stride;
-    const int64_t out = tile.row * a.out.stride;
-    Packed<T, N> raw[in_flight];
+    with_dtype(a.out.dtype, [&](auto tag) {
+      using Out = std::remove_cvref_t<decltype(tag)>;
+      Out* const out = opaque(static_cast<Out*>(a.out.data) + tile.row * a.out.stride);
+      part.for_each(
+          [&]<int M>(const Packed<T, M>& in, int64_t column) {
+            float values[M];
 #pragma unroll
-    for (int k = 0; k < in_flight; ++k)
-      if (tile.vector(k) < tile.vectors) load<Hint::in_place>(raw[k], in + tile.vector(k) * N);
-#pragma unroll
-    for (int k = 0; k < in_flight; ++k) {
-      if (tile.vector(k) >= tile.vectors) continue;
-      float values[N];
-#pragma unroll
-      for (int j = 0; j < N; ++j) values[j] = raw[k][j] * factor;
-      store_as<N>(a.out.data, a.out.dtype, out + tile.vector(k) * N, values);
-    }
-    if (tile.tail >= 0) store_one(a.out.data, a.out.dtype, out + tile.tail, to_float(in[tile.tail]) * factor);
+            for (int j = 0; j < M; ++j) values[j] = in[j] * factor;
+            Packed<Out, M> scaled;
+            scaled.set(values);
+            store<Hint::stream>(out + column, scaled);
+          },
+          x);
+    });
   }
 };
 
 template <class T, int N> struct Fill {
   struct Args {
-    int64_t cols, blocks_per_row;
+    Tiles tiles;
     MutableRows matrix;
     Vector values;
   };
   static constexpr int max_threads = launch::fill_kernel.instance(N).max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
-    const BlockTile tile(a.cols, N, a.blocks_per_row);
-    T* matrix = static_cast<T*>(a.matrix.data) + tile.row * a.matrix.stride;
-#pragma unroll
-    for (int k = 0; k < in_flight; ++k) {
-      if (tile.vector(k) >= tile.vectors) continue;
-      float values[N];
-      load_any<N>(values, a.values.data, a.values.dtype, tile.vector(k) * N);
-      Packed<T, N> packed;
-      packed.set(values);
-      store(matrix + tile.vector(k) * N, packed);
-    }
-    if (tile.tail >= 0) matrix[tile.tail] = from_float<T>(load_one(a.values.data, a.values.dtype, tile.tail));
+    const Tile<N, in_flight> tile(a.tiles);
+    if (!tile.live()) return;
+    T* const row = opaque(static_cast<T*>(a.matrix.data) + tile.row * a.matrix.stride);
+    TileValues<T, N, in_flight> same;
+    tile.part(0).for_each(
+        [&]<int M>(Packed<T, M>& out, int64_t column) {
+          float values[M];
+          load_any<M>(values, a.values.data, a.values.dtype, column);
+          out.set(values);
+          store(row + column, out);
+        },
+        same);
   }
 };
 
@@ -182,18 +158,13 @@ launch::Launch partial_columns(const ColumnSum& op, Stream stream) {
 
 void scale_cast(const ScaleCast& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
-  ScaleCast flat = op;
-  if (op.in.stride == op.cols && op.out.stride == op.cols && op.row_scale.data == nullptr) {
-    flat.rows = 1, flat.cols = op.rows * op.cols;
-    flat.in.stride = flat.out.stride = 0;
-  }
-  const bool wide = aligned(flat.in, 0) && aligned(flat.out, 0);
-  const launch::Launch made =
-      launch::block_tiles(device_profile(stream.device), launch::scale_kernel, flat.rows, flat.cols, wide ? width : 1);
+  const bool wide = aligned(op.in, 0) && aligned(op.out, 0);
+  const bool contiguous = op.in.stride == op.cols && op.out.stride == op.cols && op.row_scale.data == nullptr;
+  const launch::Launch made = launch::row_tiles(device_profile(stream.device), launch::scale_kernel,
+                                                launch::tiled_matrix(op.rows, op.cols, wide ? width : 1, contiguous));
   dispatch(op.in.dtype, [&](auto tag) {
     with_instance<launch::scale_kernel>(made, [&]<Instance I>() {
-      launch<Scale<decltype(tag), I.vec>>(
-          made, {flat.cols, made.plan.grid / flat.rows, flat.in, flat.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
+      launch<Scale<decltype(tag), I.vec>>(made, {Tiles(made), op.in, op.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
     });
   });
 }
@@ -201,11 +172,11 @@ void scale_cast(const ScaleCast& op, Stream stream) {
 void fill_rows(const FillRows& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
   const bool wide = aligned(op.matrix, 0) && aligned(op.values, 0);
-  const launch::Launch made = launch::block_tiles(device_profile(stream.device), launch::fill_kernel, op.rows, op.cols, wide ? width : 1);
+  const launch::Launch made =
+      launch::row_tiles(device_profile(stream.device), launch::fill_kernel, launch::tiled_matrix(op.rows, op.cols, wide ? width : 1));
   dispatch(op.matrix.dtype, [&](auto tag) {
-    with_instance<launch::fill_kernel>(made, [&]<Instance I>() {
-      launch<Fill<decltype(tag), I.vec>>(made, {op.cols, made.plan.grid / op.rows, op.matrix, op.values}, stream);
-    });
+    with_instance<launch::fill_kernel>(
+        made, [&]<Instance I>() { launch<Fill<decltype(tag), I.vec>>(made, {Tiles(made), op.matrix, op.values}, stream); });
   });
 }
 

@@ -7,7 +7,7 @@
 #include "kernels/glu.h"
 
 #include "gpu/device.h"
-#include "gpu/rows.h"
+#include "gpu/tiles.h"
 #include "launch/glu.h"
 #include "math/activation.h"
 
@@ -57,15 +57,16 @@ template <class T, Activation A> LIGER_DEVICE GateValue gate_of(float x) {
 
 template <class T, int VEC, Activation A> struct GluForwardKernel {
   struct Args {
-    Tiles<vectors_per_thread> tiles;
+    Tiles tiles;
     GluForward glu;
   };
   static constexpr int K = vectors_per_thread, max_threads = launch::glu_forward.instance(VEC).max_threads, min_blocks = 4;
   static LIGER_DEVICE void run(const Args& args) {
     const GluForward& a = args.glu;
     const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
-    int64_t row;
-    const auto columns = args.tiles.template columns<VEC>(row);
+    const Tile<VEC, K> tile(args.tiles);
+    const int64_t row = tile.row;
+    const auto columns = tile.columns();
     Packed<T, VEC> gate[K], up[K];
     columns.template load<Hint::stream>(gate, a.gate.data, row * a.gate.stride);
     columns.template load<Hint::stream>(up, a.up.data, row * a.up.stride);
@@ -86,15 +87,16 @@ template <class T, int VEC, Activation A> struct GluForwardKernel {
 // WithH: h is stored over dh. These are kernels of their own, because the others have no register to spare.
 template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
   struct Args {
-    Tiles<vectors_per_thread> tiles;
+    Tiles tiles;
     GluBackward glu;
   };
   static constexpr int K = vectors_per_thread, max_threads = launch::glu_backward.instance(VEC).max_threads, min_blocks = 4;
   static LIGER_DEVICE void run(const Args& args) {
     const GluBackward& a = args.glu;
     const float gate_multiplier = float(a.gate_multiplier), down_multiplier = float(a.down_multiplier);
-    int64_t row;
-    const auto columns = args.tiles.template columns<VEC>(row);
+    const Tile<VEC, K> tile(args.tiles);
+    const int64_t row = tile.row;
+    const auto columns = tile.columns();
     Packed<T, VEC> dh[K], gate[K], up[K];
     // A thread stores h where it alone has loaded dh.
     columns.template load<WithH ? Hint::in_place : Hint::stream>(dh, a.dh.data, row * a.dh.stride);
@@ -131,7 +133,7 @@ void start(const Glu& a, Stream stream, const Tensors&... tensors) {
   const auto [vec, contiguous] = elementwise(a.rows, a.cols, a.gate.dtype, tensors...);
   const bool silu = a.activation == Activation::silu;
   const launch::Launch made = launch::glu(device_profile(stream.device), Instances, silu, a.rows, a.cols, vec, contiguous);
-  const Tiles<vectors_per_thread> tiles(made);
+  const Tiles tiles(made);
   dispatch(a.gate.dtype, [&](auto tag) {
     using T = decltype(tag);
     with_instance<Instances, fits<T>>(made, [&]<Instance I>() {

@@ -13,6 +13,7 @@
 #include <initializer_list>
 
 #include "gpu/cross_entropy_launch.h"
+#include "gpu/tiles.h"
 #include "launch/jsd.h"
 #include "math/jsd.h"
 
@@ -109,52 +110,40 @@ template <class T, int N> struct JsdForwardKernel {
 
 template <class T, int N> struct JsdBackwardKernel {
   struct Args {
+    Tiles tiles;
     JsdArgs of;
     const float* counts;
     Vector grad;
-    void* dlog_q;
-    int64_t dlog_q_stride, tiles;  // tiles: the number of tiles per row
+    MutableRows dlog_q;
   };
   static constexpr int max_threads = launch::jsd_backward_kernel.instance(N).max_threads, K = launch::jsd_tile_k;
 
   static LIGER_DEVICE void run(const Args& args) {
     const JsdArgs& a = args.of;
-    const int threads = a.threads_per_row, index = thread_id() & (threads - 1);
-    const int64_t lines = quotient(block_id(), args.tiles), tile = block_id() - lines * args.tiles;
-    const int64_t row = lines * (block_threads() / threads) + thread_id() / threads;
-    if (row >= a.in.rows) return;
-    const T* const x = row_of<T>(a.in.log_q, row);
-    const T* const y = row_of<T>(a.in.log_p, row);
-    const RowParts<N> parts(a.in.vocab, unaligned_head(x, a.in.vocab), index);
-    const int head = parts.head, single = tile == args.tiles - 1 ? parts.single : -1;
-    const Columns<N, K> columns(index, threads, tile * threads * K * N, int64_t{parts.vectors} * N);
-    T* const out = opaque(static_cast<T*>(args.dlog_q) + row * args.dlog_q_stride);
-    if (!a.counts(row)) {
-#pragma unroll
-      for (int k = 0; k < K; ++k)
-        if (columns.has(k)) store<Hint::stream>(out + (head + columns.first + k * columns.step), same_value(Packed<T, N>{}, 0.f));
-      if (single >= 0) out[single] = from_float<T>(0.f);
+    const Tile<N, K> tile(args.tiles);
+    if (!tile.live()) return;
+    const T* const x = row_of<T>(a.in.log_q, tile.row);
+    const RowTile<N, K> part = tile.part(unaligned_head(x, a.in.vocab));
+    T* const out = opaque(static_cast<T*>(args.dlog_q.data) + tile.row * args.dlog_q.stride);
+    TileValues<T, N, K> student, teacher;
+    if (!a.counts(tile.row)) {
+      part.for_each([&](auto& zeros, int64_t column) { store<Hint::stream>(out + column, zeros = same_value(zeros, 0.f)); }, student);
       return;
     }
-    Packed<T, N> student[K], teacher[K];
-    Packed<T, 1> one_student{}, one_teacher{};
-    columns.template load<Hint::stream>(student, x + head);
-    columns.template load<Hint::stream>(teacher, y + head);
-    if (single >= 0) load(one_student, x + single), load(one_teacher, y + single);
+    part.template load<Hint::stream>(student, x);
+    part.template load<Hint::stream>(teacher, row_of<T>(a.in.log_p, tile.row));
     const float scale = load_one(args.grad.data, args.grad.dtype, 0) * args.counts[CrossEntropyCounts::ce_scale];
-    const auto write = [&]<int M>(Packed<T, M>& of, const Packed<T, M>& to, int64_t column) {
-      a.with_divergence([&]<Divergence D>() {
-        float g[M];
+    part.for_each(
+        [&]<int M>(Packed<T, M>& of, const Packed<T, M>& to, int64_t column) {
+          a.with_divergence([&]<Divergence D>() {
+            float g[M];
 #pragma unroll
-        for (int i = 0; i < M; ++i) g[i] = scale * math::jsd_slope<JsdMath<T>, D>(of[i], to[i], a.weights);
-        of.set(g);
-      });
-      store<Hint::stream>(out + column, of);
-    };
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns.has(k)) write(student[k], teacher[k], head + columns.first + k * columns.step);
-    if (single >= 0) write(one_student, one_teacher, single);
+            for (int i = 0; i < M; ++i) g[i] = scale * math::jsd_slope<JsdMath<T>, D>(of[i], to[i], a.weights);
+            of.set(g);
+          });
+          store<Hint::stream>(out + column, of);
+        },
+        student, teacher);
   }
 };
 
@@ -190,11 +179,9 @@ void jsd_backward(const JsdBackward& op, Stream stream) {
     using T = decltype(tag);
     const launch::Launch made =
         launch::jsd_backward(device_profile(stream.device), op.in.rows, op.in.vocab, vec_of(op.in, {op.in.log_p, out}));
-    const int64_t tiles = launch::ceil_div(op.in.vocab, int64_t{made.plan.threads_per_row} * launch::jsd_tile_k * made.instance.vec);
     with_instance<launch::jsd_backward_kernel, fits<T>>(made, [&]<Instance I>() {
       launch<JsdBackwardKernel<T, I.vec>>(
-          made, {args_of(op.in, made.plan), static_cast<const float*>(op.counts), op.grad, op.dlog_q.data, op.dlog_q.stride, tiles},
-          stream);
+          made, {Tiles(made), args_of(op.in, made.plan), static_cast<const float*>(op.counts), op.grad, op.dlog_q}, stream);
     });
   });
 }

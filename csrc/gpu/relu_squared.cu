@@ -3,24 +3,24 @@
 #include "kernels/relu_squared.h"
 
 #include "gpu/device.h"
-#include "gpu/rows.h"
+#include "gpu/tiles.h"
 #include "launch/relu_squared.h"
 
 namespace liger::gpu {
 namespace {
 
 using launch::Instance;
-using ThreadTiles = Tiles<launch::relu_squared_k>;
 
 template <class T, int VEC> struct ReluSquaredForwardKernel {
   struct Args {
-    ThreadTiles tiles;
+    Tiles tiles;
     ReluSquaredForward op;
   };
   static constexpr int K = launch::relu_squared_k, max_threads = launch::relu_squared_forward.instance(VEC).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
-    int64_t row;
-    const auto columns = a.tiles.template columns<VEC>(row);
+    const Tile<VEC, K> tile(a.tiles);
+    const int64_t row = tile.row;
+    const auto columns = tile.columns();
     Packed<T, VEC> x[K];
     columns.template load<Hint::stream>(x, a.op.x.data, row * a.op.x.stride);
 #pragma unroll
@@ -36,13 +36,14 @@ template <class T, int VEC> struct ReluSquaredForwardKernel {
 
 template <class T, int VEC> struct ReluSquaredBackwardKernel {
   struct Args {
-    ThreadTiles tiles;
+    Tiles tiles;
     ReluSquaredBackward op;
   };
   static constexpr int K = launch::relu_squared_k, max_threads = launch::relu_squared_backward.instance(VEC).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
-    int64_t row;
-    const auto columns = a.tiles.template columns<VEC>(row);
+    const Tile<VEC, K> tile(a.tiles);
+    const int64_t row = tile.row;
+    const auto columns = tile.columns();
     Packed<T, VEC> dy[K], x[K];
     columns.template load<Hint::stream>(dy, a.op.dy.data, row * a.op.dy.stride);
     columns.template load<Hint::stream>(x, a.op.x.data, row * a.op.x.stride);
@@ -62,7 +63,7 @@ void start(const Op& a, Stream stream, const Tensors&... tensors) {
   if (a.rows == 0 || a.cols == 0) return;
   const auto [vec, contiguous] = elementwise(a.rows, a.cols, a.x.dtype, tensors...);
   const launch::Launch made = launch::relu_squared(device_profile(stream.device), Instances, a.rows, a.cols, vec, contiguous);
-  const ThreadTiles tiles(made);
+  const Tiles tiles(made);
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);
     with_instance<Instances, fits<T>>(made, [&]<Instance I>() { launch<Kernel<T, I.vec>>(made, {tiles, a}, stream); });

@@ -168,7 +168,7 @@ template <int N> struct RowParts {
     single = column < cols ? column : -1;
   }
 };
-static_assert(launch::min_logit_threads >= 2 * (8 - 1));
+static_assert(launch::min_edge_threads >= 2 * (8 - 1));
 
 // The columns of a row that this thread owns: K vectors of VEC elements. Vector k starts at column first + k * step, so that neighbouring
 // threads access neighbouring vectors. Vectors past the end of the range are read as zeros and not stored. A thread whose row lies past
@@ -277,23 +277,5 @@ LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, con
   }
   if (variance < 0) variance = 0;  // NaN stays
 }
-
-// Elementwise work, cut into tiles: a block processes a tile of one row, or of a few short rows, with K vectors per thread.
-template <int K> struct Tiles {
-  int threads_per_row;
-  int64_t rows, cols, tiles_per_row;
-
-  explicit Tiles(const launch::Launch& made)
-      : threads_per_row(made.plan.threads_per_row),
-        rows(made.rows),
-        cols(made.cols),
-        tiles_per_row(launch::ceil_div(cols, int64_t{threads_per_row} * K * made.instance.vec)) {}
-  // This thread's columns of its tile, and the tile's row. A row past the last one has no columns.
-  template <int VEC> LIGER_DEVICE Columns<VEC, K> columns(int64_t& row) const {
-    const int64_t line = quotient(block_id(), tiles_per_row), tile = block_id() - line * tiles_per_row;
-    row = line * (block_threads() / threads_per_row) + thread_id() / threads_per_row;
-    return {thread_id() & (threads_per_row - 1), threads_per_row, tile * threads_per_row * K * VEC, row < rows ? cols : 0};
-  }
-};
 
 }  // namespace liger::gpu

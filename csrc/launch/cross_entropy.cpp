@@ -1,4 +1,5 @@
 #include "launch/cross_entropy.h"
+#include "launch/elementwise.h"
 #include "launch/losses.h"
 
 #include <algorithm>
@@ -17,7 +18,7 @@ std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, i
   constexpr int most = 8;  // vectors of a thread where registers alone hold a row
   const int64_t vectors = of.vocab / of.vec;
   const bool clusters = device.resident_clusters[0][3] > 0;
-  if (of.vec == 1 || of.rows > int64_t{1} << 30 || vectors < int64_t{8} * min_logit_threads) return std::nullopt;
+  if (of.vec == 1 || of.rows > int64_t{1} << 30 || vectors < int64_t{8} * min_edge_threads) return std::nullopt;
   if (registers == held_of_full && (!clusters || of.element_bytes != 2)) return std::nullopt;
   LaunchPlan plan =
       plan_row_forward(device, of.rows, vectors * of.vec, {.vec = of.vec, .max_k = most, .max_block = 512, .k = 4}, knobs, two_blocks_from);
@@ -55,11 +56,8 @@ Launch cross_entropy_forward(const DeviceProfile& device, const LogitsShape& of,
 }
 
 Launch cross_entropy_backward(const DeviceProfile& device, const LogitsShape& of, const Knobs* given) {
-  constexpr Tunable tunable = "cross_entropy_backward";
-  const LaunchPlan plan = plan_row_tiles(device, of.rows, of.vocab, of.vec, logit_tile_k(of.vec), min_logit_threads,
-                                         chosen_knobs(given, device, {tunable.id, of.vec, of.rows, of.vocab}));
-  check_threads(device, plan);
-  return {&cross_entropy_backward_kernel, cross_entropy_backward_kernel.instance(of.vec), of.rows, of.vocab, plan, tunable};
+  return row_tiles(device, cross_entropy_backward_kernel, {of.rows, of.vocab, of.vec, logit_tile_k(of.vec), true}, "cross_entropy_backward",
+                   given);
 }
 
 Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& of, bool plain, const Knobs* given) {

@@ -6,22 +6,12 @@
 
 namespace liger::launch {
 
-Launch row_tiles(const DeviceProfile& device, const Kernel& kernel, Tunable tunable, int64_t rows, int64_t cols, int vec, int k,
-                 bool contiguous, const Knobs* given) {
-  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
-  if (contiguous) {
-    cols *= rows;
-    rows = 1;
-  }
-  const LaunchPlan plan = plan_row_tiles(device, rows, cols, vec, k, 1, knobs);
+Launch row_tiles(const DeviceProfile& device, const Kernel& kernel, const TiledRows& of, Tunable tunable, const Knobs* given) {
+  const Knobs knobs = tunable.name ? chosen_knobs(given, device, {tunable.id, of.vec, of.rows, of.cols}) : Knobs{};
+  const int64_t rows = of.contiguous ? 1 : of.rows, cols = of.contiguous ? of.rows * of.cols : of.cols;
+  const LaunchPlan plan = plan_row_tiles(device, rows, cols, of.vec, of.k, of.edges ? min_edge_threads : 1, knobs);
   check_threads(device, plan);
-  return {&kernel, kernel.instance(vec), rows, cols, plan, tunable};
-}
-
-Launch block_tiles(const DeviceProfile& device, const Kernel& kernel, int64_t rows, int64_t cols, int vec) {
-  const LaunchPlan plan = plan_block_tiles(device, rows, ceil_div(cols, vec), block_tile_k);
-  check_threads(device, plan);
-  return {&kernel, kernel.instance(vec), rows, cols, plan};
+  return {&kernel, kernel.instance(of.vec), rows, cols, plan, tunable};
 }
 
 Launch partial_columns(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {

@@ -4,22 +4,27 @@
 
 namespace liger::launch {
 
-// A launch over tiles of rows (Tiles in gpu/rows.h) with `k` vectors per thread. `contiguous`: there are no gaps between rows, so that the
-// matrix is processed as one long row.
-Launch row_tiles(const DeviceProfile&, const Kernel& kernel, Tunable, int64_t rows, int64_t cols, int vec, int k, bool contiguous,
-                 const Knobs* = nullptr);
+// Elementwise work on the rows of a matrix, in tiles (gpu/tiles.h) of `k` vectors per thread.
+struct TiledRows {
+  int64_t rows, cols;
+  int vec, k;
+  bool edges = false;  // rows may have elements before the first and behind the last whole vector
+  bool contiguous = false;  // there are no gaps between rows: the matrix is one long row
+};
+Launch row_tiles(const DeviceProfile&, const Kernel& kernel, const TiledRows&, Tunable = {}, const Knobs* = nullptr);
 
-constexpr int block_tile_k = 4;    // vectors that a thread loads before it uses the first one
-constexpr int block_tile_vec = 8;  // elements per vector, for any dtype; 1 is used where rows are not aligned
-
-inline constexpr Kernel scale_kernel("Scale", Instance{independent_threads, 1}, Instance{independent_threads, block_tile_vec});
-inline constexpr Kernel fill_kernel("Fill", Instance{independent_threads, 1}, Instance{independent_threads, block_tile_vec});
-// A launch of one of these two kernels. For `scale`, rows without gaps that have no factors of their own are processed as one long row.
-Launch block_tiles(const DeviceProfile&, const Kernel&, int64_t rows, int64_t cols, int vec);
+// The fused loss's small passes over matrices.
+constexpr int matrix_k = 4;    // vectors that a thread loads before it uses the first one
+constexpr int matrix_vec = 8;  // elements per vector, for any dtype; 1 is used where rows are not aligned
+inline constexpr Kernel scale_kernel("Scale", Instance{independent_threads, 1}, Instance{independent_threads, matrix_vec});
+inline constexpr Kernel fill_kernel("Fill", Instance{independent_threads, 1}, Instance{independent_threads, matrix_vec});
+inline TiledRows tiled_matrix(int64_t rows, int64_t cols, int vec, bool contiguous = false) {
+  return {rows, cols, vec, matrix_k, true, contiguous};
+}
 
 // Sums over ranges of rows: plan.partial_rows rows of fp32 sums, which sum_columns adds up.
 inline constexpr Kernel partial_columns_kernel("PartialColumns", Instance{independent_threads, 1},
-                                               Instance{independent_threads, block_tile_vec});
+                                               Instance{independent_threads, matrix_vec});
 Launch partial_columns(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
 // Adds up partial rows; their columns come in two groups (dweight's and dbias's).

@@ -19,7 +19,7 @@ Gradients mode_of(const Call& call) {
   return gradients_of(true, true, (call[chunk_rows] == 0 || call.rows <= call[chunk_rows]) && !cuts_vocabulary(call), call[per_row] != 0);
 }
 int64_t chunk_of(const Call& call) { return equal_chunks(call.rows, call[chunk_rows] ? call[chunk_rows] : call.rows); }
-int tile_vec_of(const Call& call) { return call.aligned ? block_tile_vec : 1; }
+int tile_vec_of(const Call& call) { return call.aligned ? matrix_vec : 1; }
 
 // Sums of columns of the logits' gradient: dbias.
 void add_dbias(Launches& out, const DeviceProfile& device, const Call& call, int64_t rows, int64_t cols) {
@@ -27,8 +27,8 @@ void add_dbias(Launches& out, const DeviceProfile& device, const Call& call, int
   out.push_back(sum_columns(device, out.back().plan.partial_rows, cols, 0));
 }
 
-void add_block_tiles(Launches& out, const DeviceProfile& device, const Call& call, const Kernel& kernel, int64_t rows, int64_t cols) {
-  if (rows * cols > 0) out.push_back(block_tiles(device, kernel, rows, cols, tile_vec_of(call)));
+void add_matrix(Launches& out, const DeviceProfile& device, const Call& call, const Kernel& kernel, int64_t rows, int64_t cols) {
+  if (rows * cols > 0) out.push_back(row_tiles(device, kernel, tiled_matrix(rows, cols, tile_vec_of(call))));
 }
 
 // Of a chunk of rows and, if the vocabulary is cut, of its first chunk. gradient: of the logits, in their place. sums: of its columns.
@@ -38,7 +38,7 @@ void add_chunk(Launches& out, const DeviceProfile& device, const Call& call, boo
   Call of = call;
   if (cuts_vocabulary(call)) of.cols = call[chunk_classes];
   const auto add_bias = [&] {  // but for matmuls that add it themselves (gpu/gemm.cu)
-    if (call[bias]) add_block_tiles(out, device, call, fill_kernel, rows, of.cols);
+    if (call[bias]) add_matrix(out, device, call, fill_kernel, rows, of.cols);
   };
   add_bias();
   if (!cuts_vocabulary(call)) {
@@ -50,7 +50,7 @@ void add_chunk(Launches& out, const DeviceProfile& device, const Call& call, boo
     if (!gradient) return;
     add_bias();
     out.push_back(cross_entropy_backward(device, logits(of, rows, false), &call.knobs));
-    add_block_tiles(out, device, call, scale_kernel, rows, call[hidden]);
+    add_matrix(out, device, call, scale_kernel, rows, call[hidden]);
   }
   if (call[bias] && sums) add_dbias(out, device, call, rows, of.cols);
 }
@@ -70,7 +70,7 @@ Call with_classes(const Call& call, int64_t classes) {
 void add_overlaid(Launches& out, const DeviceProfile& device, const Call& call) {
   const auto chunks = overlaid_chunks_of(call);
   const auto add_bias = [&](int64_t classes) {
-    if (call[bias]) add_block_tiles(out, device, call, fill_kernel, call.rows, classes);
+    if (call[bias]) add_matrix(out, device, call, fill_kernel, call.rows, classes);
   };
   const auto add_statistics = [&](int64_t classes) {
     out.push_back(cross_entropy_statistics(device, logits(with_classes(call, classes), call.rows, false)));
@@ -100,7 +100,7 @@ void add_overlaid(Launches& out, const DeviceProfile& device, const Call& call) 
 // What a sum of rows takes to become narrower: in its own memory, from where it is wider, ever more rows at a time.
 void add_narrowing(Launches& out, const DeviceProfile& device, const Call& call, int64_t all, int64_t here) {
   const int64_t ratio = call.element_bytes == 2 ? 2 : 1;
-  const auto add = [&](int64_t rows) { add_block_tiles(out, device, call, scale_kernel, rows, call[hidden]); };
+  const auto add = [&](int64_t rows) { add_matrix(out, device, call, scale_kernel, rows, call[hidden]); };
   if (ratio == 1) return add(here);
   int64_t done = std::min(narrowed_elsewhere, here);
   add(done);
@@ -125,7 +125,7 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
   const int64_t ratio = call.element_bytes == 2 ? 2 : 1;
   if (mode_of(call) == Gradients::deferred) {
     // Matmuls write the gradients; each row's own factor goes into dx and, for dweight, into a copy of x.
-    for (int i = 0; call[per_row] && i < 2; ++i) add_block_tiles(out, device, call, scale_kernel, call.rows, call[hidden]);
+    for (int i = 0; call[per_row] && i < 2; ++i) add_matrix(out, device, call, scale_kernel, call.rows, call[hidden]);
     if (call[bias]) add_dbias(out, device, call, call.rows, call.cols);
   } else if (mode_of(call) == Gradients::overlaid) {
     const auto chunks = overlaid_chunks_of(call);
@@ -134,27 +134,27 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) {
     const int64_t sum_rows = overlaid_sum_rows(call.rows, call[hidden], call.element_bytes, 4,
                                                all ? overlaid_spare(call.rows, call[hidden], aside) * call.element_bytes : 0);
     if (call.element_bytes == 2 || call[per_row]) add_narrowing(out, device, call, call.rows, sum_rows);
-    if (call[per_row]) add_block_tiles(out, device, call, scale_kernel, call.rows, call[hidden]);
+    if (call[per_row]) add_matrix(out, device, call, scale_kernel, call.rows, call[hidden]);
     for (const OverlaidChunk& chunk : chunks)
       if (call[bias]) add_dbias(out, device, call, call.rows, chunk.classes);
     if (chunks[0].place == OverlaidChunk::Place::dweight && !chunks[0].again)
-      add_block_tiles(out, device, call, scale_kernel, chunks[0].classes, call[hidden]);
+      add_matrix(out, device, call, scale_kernel, chunks[0].classes, call[hidden]);
     for (const OverlaidChunk& chunk : chunks) {
       if (!chunk.again) continue;
-      if (call[bias]) add_block_tiles(out, device, call, fill_kernel, call.rows, chunk.classes);
+      if (call[bias]) add_matrix(out, device, call, fill_kernel, call.rows, chunk.classes);
       out.push_back(cross_entropy_backward(device, logits(with_classes(call, chunk.classes), call.rows, false), &call.knobs));
     }
   } else {
     if (mode_of(call) == Gradients::recomputed) {
-      add_block_tiles(out, device, call, scale_kernel, chunk_of(call), call[hidden]);
+      add_matrix(out, device, call, scale_kernel, chunk_of(call), call[hidden]);
       add_chunk(out, device, call, true, true);
-      add_block_tiles(out, device, call, scale_kernel, call.rows, call[hidden]);
+      add_matrix(out, device, call, scale_kernel, call.rows, call[hidden]);
     } else {
-      add_block_tiles(out, device, call, scale_kernel, 1, call.rows * call[hidden]);
+      add_matrix(out, device, call, scale_kernel, 1, call.rows * call[hidden]);
     }
     add_narrowing(out, device, call, call.cols, ratio == 1 ? call.cols : call.cols / ratio / 64 * 64);
   }
-  if (call[bias]) add_block_tiles(out, device, call, scale_kernel, 1, call.cols);
+  if (call[bias]) add_matrix(out, device, call, scale_kernel, 1, call.cols);
   return out;
 }
 

@@ -8,7 +8,7 @@ namespace liger::launch {
 Launch glu(const DeviceProfile& device, const Kernel& kernel, bool silu, int64_t rows, int64_t cols, int vec, bool contiguous,
            const Knobs* knobs) {
   constexpr Tunable tunables[2][2] = {{"geglu_backward", "swiglu_backward"}, {"geglu", "swiglu"}};
-  return row_tiles(device, kernel, tunables[&kernel == &glu_forward][silu], rows, cols, vec, glu_k, contiguous, knobs);
+  return row_tiles(device, kernel, {rows, cols, vec, glu_k, false, contiguous}, tunables[&kernel == &glu_forward][silu], knobs);
 }
 
 // For op_plans.h.

@@ -1,6 +1,7 @@
 #include "launch/jsd.h"
 
 #include "launch/cross_entropy.h"
+#include "launch/elementwise.h"
 #include "launch/op_plans.h"
 
 namespace liger::launch {
@@ -14,11 +15,7 @@ Launch jsd_forward(const DeviceProfile& device, int64_t rows, int64_t vocab, int
 }
 
 Launch jsd_backward(const DeviceProfile& device, int64_t rows, int64_t vocab, int vec, const Knobs* given) {
-  constexpr Tunable tunable = "jsd_backward";
-  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, vocab});
-  const LaunchPlan plan = plan_row_tiles(device, rows, vocab, vec, jsd_tile_k, min_logit_threads, knobs);
-  check_threads(device, plan);
-  return {&jsd_backward_kernel, jsd_backward_kernel.instance(vec), rows, vocab, plan, tunable};
+  return row_tiles(device, jsd_backward_kernel, {rows, vocab, vec, jsd_tile_k, true}, "jsd_backward", given);
 }
 
 // For op_plans.h.

@@ -184,7 +184,7 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
     limit = std::min(limit, device.max_block_threads);
     const int64_t own = next_pow2(ceil_div(vectors, vectors_per_thread));
     const int64_t wanted = knobs.threads > 0 ? std::min(next_pow2(knobs.threads), next_pow2(vectors)) : own;
-    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(wanted, min_logit_threads, limit));
+    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(wanted, min_edge_threads, limit));
     plan.block = static_cast<int>(std::max<int64_t>(plan.threads_per_row, knobs.block > 0 ? knob_within(knobs.block, 64, limit) : 128));
   };
   spread(max_threads);
@@ -213,16 +213,6 @@ LaunchPlan plan_block_sum(const DeviceProfile& device, int64_t n, int bytes) {
   plan.block = static_cast<int>(std::min<int64_t>(std::max<int64_t>(next_pow2(ceil_div(n, 4)), 64), device.max_block_threads));
   plan.threads_per_row = plan.block;
   plan.smem = 32 * bytes;  // of each warp
-  return plan;
-}
-
-LaunchPlan plan_block_tiles(const DeviceProfile& device, int64_t rows, int64_t vectors, int per_thread) {
-  LaunchPlan plan;
-  plan.warp = device.warp;
-  plan.k = per_thread;
-  plan.block = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(vectors, per_thread)), 64, 256));
-  plan.threads_per_row = plan.block;
-  plan.grid = grid_of(rows * std::max<int64_t>(1, ceil_div(vectors, int64_t{plan.block} * per_thread)));
   return plan;
 }
 

@@ -85,6 +85,10 @@ LaunchPlan plan_row_ranges(const DeviceProfile&, int64_t rows, int64_t cols, int
 // `work` independent items (vectors), of which each thread processes `per_thread`.
 LaunchPlan plan_elementwise(const DeviceProfile&, int64_t work, int per_thread, int block = 256);
 
+// The fewest threads of a row that may begin at any address and have any length: each element before its first aligned vector, and behind
+// its last whole one, is given to a thread of its own.
+constexpr int min_edge_threads = 16;
+
 // Elementwise work on rows that may have gaps between them. A row is cut into tiles of threads_per_row * k vectors; a block processes one
 // tile of one row, or of several short rows. Block number = (number of the group of rows) * tiles_per_row + number of the tile.
 LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int vec, int per_thread, int min_threads = 1,
@@ -105,9 +109,6 @@ RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int
 // threads_per_row columns of one group, and all rows; a thread adds up about four of the rows.
 LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
-// The fewest threads for a row of logits. A row may start at any address: each element before its first aligned vector, and behind its last
-// whole one, is given to a thread of its own.
-constexpr int min_logit_threads = 16;
 // Rows of logits (cross entropy): at most one block per row, whose threads loop over it. With `stash`, each thread keeps its first `k`
 // vectors of the row in shared memory, behind the `shared_bytes` of reductions, so that they need not be read again. The rest of the rows
 // is read again; the plan limits how many rows are processed at a time, so that this rest of all of them fits the L2. path is regs if there
@@ -117,8 +118,5 @@ LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int el
 
 // One block that sums n values, with `bytes` of shared memory per warp.
 LaunchPlan plan_block_sum(const DeviceProfile&, int64_t n, int bytes);
-
-// Rows of `vectors` independent vectors each, of which each thread processes `per_thread`; a row has grid / rows blocks.
-LaunchPlan plan_block_tiles(const DeviceProfile&, int64_t rows, int64_t vectors, int per_thread);
 
 }  // namespace liger::launch

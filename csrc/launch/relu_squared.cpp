@@ -8,7 +8,7 @@ namespace liger::launch {
 Launch relu_squared(const DeviceProfile& device, const Kernel& kernel, int64_t rows, int64_t cols, int vec, bool contiguous,
                     const Knobs* knobs) {
   const Tunable tunable = &kernel == &relu_squared_forward ? Tunable("relu_squared") : Tunable("relu_squared_backward");
-  return row_tiles(device, kernel, tunable, rows, cols, vec, relu_squared_k, contiguous, knobs);
+  return row_tiles(device, kernel, {rows, cols, vec, relu_squared_k, false, contiguous}, tunable, knobs);
 }
 
 // For op_plans.h.

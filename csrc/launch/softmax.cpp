@@ -20,9 +20,9 @@ constexpr int64_t most_in_block = 2048;
 // The same in calls of few rows, which several blocks make faster: 8x8192 (1,024 vectors) 6.4 us in one block and in four, 8x16384 6.9
 // and 6.3.
 constexpr int64_t most_in_block_of_few = 1024;
-// A row that is not whole vectors takes min_logit_threads threads, with four vectors each or more. Shorter ones are read element by
+// A row that is not whole vectors takes min_edge_threads threads, with four vectors each or more. Shorter ones are read element by
 // element.
-constexpr int64_t least_with_edges = 4 * min_logit_threads;
+constexpr int64_t least_with_edges = 4 * min_edge_threads;
 
 // The blocks that share a row: a power of two that the device has clusters of.
 int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
@@ -64,7 +64,7 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, 
     threads = (knobs.block > 0 ? knobs.block <= 256 : small) ? 256 : 512;
   } else {
     // As many vectors per thread as registers hold (forward 16384x4001: eight 0.96, four 0.93).
-    const int64_t holding = std::clamp<int64_t>(next_pow2(ceil_div(vectors, k)), min_logit_threads, 1024);
+    const int64_t holding = std::clamp<int64_t>(next_pow2(ceil_div(vectors, k)), min_edge_threads, 1024);
     threads = std::clamp<int64_t>(next_pow2(knobs.threads > 0 ? knobs.threads : few ? vectors : holding), holding, 1024);
   }
   // The same threads and blocks as for rows of one vector per thread.

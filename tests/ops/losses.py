@@ -270,6 +270,10 @@ def logit_tiles(launch, call, k: int = 0) -> None:
     check_singles(plan.threads_per_row, vec, launch.cols)
 
 
+def matrix_tiles(launch, call) -> None:
+    logit_tiles(launch, call, k=4)
+
+
 def logit_row_held(launch, call) -> None:
     plan, (vec, k) = launch.plan, launch.instance
     check_rows(plan, launch.rows)
@@ -301,14 +305,6 @@ def one_each(launch, call) -> None:
     check_tiles(launch.plan.grid, launch.plan.block, launch.rows)
 
 
-def block_tiles(launch, call) -> None:
-    plan, vec, in_flight = launch.plan, launch.instance[0], 4
-    blocks_per_row, vectors = plan.grid // launch.rows, launch.cols // vec
-    assert plan.grid == blocks_per_row * launch.rows
-    assert vectors <= blocks_per_row * plan.block * in_flight
-    assert launch.cols - vectors * vec <= plan.block
-
-
 def partial_columns(launch, call) -> None:
     plan, vec = launch.plan, launch.instance[0]
     check_ranges(launch.rows, plan.partial_rows)
@@ -331,8 +327,8 @@ PLAN_MODELS = {
     "Merge": one_each,
     "SumLosses": block_sum,
     "AddLosses": one_each,
-    "Fill": block_tiles,
-    "Scale": block_tiles,
+    "Fill": matrix_tiles,
+    "Scale": matrix_tiles,
     "PartialColumns": partial_columns,
     "Product": scalar,
 }

@@ -1,0 +1,72 @@
+// Elementwise work on rows, cut into tiles that follow each other in memory, as a copy would go: a block processes a tile of one row, or of
+// a few short rows, with K vectors per thread. launch::row_tiles makes the launches.
+#pragma once
+#include "gpu/rows.h"
+
+namespace liger::gpu {
+
+// The arguments of a kernel that works on tiles.
+struct Tiles {
+  int threads_per_row;
+  int64_t rows, cols, per_row;  // per_row: tiles of a row
+
+  explicit Tiles(const launch::Launch& made)
+      : threads_per_row(made.plan.threads_per_row),
+        rows(made.rows),
+        cols(made.cols),
+        per_row(launch::ceil_div(cols, int64_t{threads_per_row} * made.plan.k * made.instance.vec)) {}
+};
+
+// What a thread has loaded of a row: its vectors, and its single element (RowTile).
+template <class T, int VEC, int K> struct TileValues {
+  Packed<T, VEC> vectors[K] = {};
+  Packed<T, 1> single = {};
+};
+
+// A thread's part of a tile of a row that may begin at any address and have any length: up to K of the row's whole vectors and, if this is
+// the row's last tile, at most one of the single elements before and behind them (RowParts in rows.h).
+template <int VEC, int K> struct RowTile {
+  int head;  // elements before the first vector; `columns` counts from there
+  Columns<VEC, K> columns;
+  int64_t single;  // the column of the single element, or -1
+
+  template <Hint H = Hint::keep, class T> LIGER_DEVICE void load(TileValues<T, VEC, K>& out, const T* row) const {
+    columns.template load<H>(out.vectors, row + head);
+    if (single >= 0) gpu::load(out.single, row + single);
+  }
+  // Calls f(vector, column) with each vector, and with the single element as a vector of one; or f(vector, other vector, column).
+  template <class F, class... Values> LIGER_DEVICE void for_each(F f, Values&... values) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns.has(k)) f(values.vectors[k]..., head + columns.first + k * columns.step);
+    if (single >= 0) f(values.single..., single);
+  }
+};
+
+// Where a thread is: its row, which may lie past the last one, and its place in the tile.
+template <int VEC, int K> struct Tile {
+  const Tiles& tiles;
+  int64_t number, row;  // number: of the tile, in its row
+  int index;
+
+  LIGER_DEVICE explicit Tile(const Tiles& tiles) : tiles(tiles) {
+    const int64_t line = quotient(block_id(), tiles.per_row);
+    number = block_id() - line * tiles.per_row;
+    row = line * (block_threads() / tiles.threads_per_row) + thread_id() / tiles.threads_per_row;
+    index = thread_id() & (tiles.threads_per_row - 1);
+  }
+  LIGER_DEVICE bool live() const { return row < tiles.rows; }
+  // Of rows of whole vectors.
+  LIGER_DEVICE Columns<VEC, K> columns() const { return {index, tiles.threads_per_row, begin(), live() ? tiles.cols : 0}; }
+  // Of a row of any length, of which `head` elements lie before the first vector.
+  LIGER_DEVICE RowTile<VEC, K> part(int head) const {
+    const int64_t whole = (tiles.cols - head) / VEC * VEC, single = index < head ? index : whole + index;
+    const bool has_single = number == tiles.per_row - 1 && single < tiles.cols;
+    return {head, {index, tiles.threads_per_row, begin(), whole}, has_single ? single : -1};
+  }
+
+ private:
+  LIGER_DEVICE int64_t begin() const { return number * tiles.threads_per_row * K * VEC; }
+};
+
+}  // namespace liger::gpu
