@@ -201,11 +201,11 @@ template <class T, int VEC, int K, NormForwardKind Kind, bool WithRow>
 using NormParameters =
     std::conditional_t<Kind.same_dtype, TypedParameters<T, VEC, K, Kind.centered, WithRow>, AnyParameters<VEC, Kind.centered>>;
 
-// Threads: the launch bound. The instances for clusters have a smaller bound, so that a thread has registers for more than the row. Or:
-// launch::whole_warps, rows of any number of warps, one per block; launch::forward_lanes, rows of that many threads.
+// Threads: the most threads of a block, launch::cluster_block for rows of a cluster. Or: launch::whole_warps, rows of any number of warps,
+// one per block; launch::forward_lanes, rows of that many threads.
 template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct NormForwardRegisters {
   static constexpr bool Centered = Kind.centered, in_warps = Threads == launch::whole_warps, in_lanes = Threads == launch::forward_lanes,
-                        clusters = !in_warps && !in_lanes && Threads < launch::row_threads;
+                        clusters = Threads == launch::cluster_block;
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Kind>;
   using Parameters = NormParameters<T, VEC, K, Kind, (K <= 4 || (clusters && !Centered))>;
@@ -213,6 +213,7 @@ template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct Nor
   static constexpr int max_threads = launch::norm_forward_registers.instance(VEC, K, Threads).max_threads,
                        min_blocks = in_warps   ? launch::forward_warps_blocks
                                     : in_lanes ? launch::forward_lanes_blocks
+                                    : clusters ? launch::cluster_blocks(Kind)
                                                : 1;
 
   static LIGER_DEVICE void run(const Args& a) {

@@ -33,7 +33,7 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
 bool in_whole_warps(const DeviceProfile& device, NormForwardKind kind, int64_t rows, int64_t vectors, int vec, const Knobs& knobs) {
   if (kind.centered || kind.residual || !kind.same_dtype || vec != 8 || few_rows(device, rows)) return false;
   if (std::max({knobs.threads, knobs.block, knobs.cluster}) > 0) return false;
-  return 256 < vectors && vectors <= 256 * forward_warps_k && 8 * vectors < 7 * next_pow2(vectors);
+  return 256 < vectors && vectors <= forward_warps_bound * forward_warps_k && 8 * vectors < 7 * next_pow2(vectors);
 }
 LaunchPlan plan_whole_warps(const DeviceProfile& device, int64_t rows, int64_t vectors, int vec) {
   LaunchPlan plan;
@@ -196,7 +196,7 @@ Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int
   const bool in_lanes = vec == 8 && norm_forward_has(kind, lanes) && plan.threads_per_row == forward_lanes && plan.k == forward_lanes_k &&
                         plan.block <= forward_lanes_bound;
   const int k = vec == 1 ? 4 : plan.k;
-  const int threads = in_lanes ? forward_lanes : plan.cluster > 1 ? norm_cluster_bound(kind) : row_threads;
+  const int threads = in_lanes ? forward_lanes : plan.cluster > 1 ? cluster_block : row_threads;
   return {&norm_forward_registers, norm_forward_registers.instance(vec, k, threads), rows, cols, plan, tunable};
 }
 

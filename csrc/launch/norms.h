@@ -8,8 +8,7 @@ namespace liger::launch {
 // of a block has two for each of its warps, rounded up to eight: 64 for the eight rows of two warps of a block of 512 threads.
 constexpr int row_warps_floats = 2 * 64;
 
-constexpr int cluster_threads = 512;  // the most threads of a block in a cluster
-constexpr int whole_warps = 1;        // an instance's `threads`: a row has any number of whole warps
+constexpr int whole_warps = 1;  // an instance's `threads`: a row has any number of whole warps
 
 // The forward.
 struct NormForwardKind {
@@ -18,34 +17,30 @@ struct NormForwardKind {
   bool same_dtype;  // the weight, and LayerNorm's bias, are there and have the result's dtype. They get faster kernels
 };
 constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // the most vectors that a thread has in registers
-// The launch bound of the registers path in clusters, from which the compiler derives how many registers a thread may have. Blocks there
-// have 256 threads. The bound lets a multiprocessor hold three of them for RMSNorm, whose threads hold the weights in registers, too; four
-// for LayerNorm, which loads weight and bias late; two if two tensors are read.
-constexpr int norm_cluster_bound(NormForwardKind kind) {
-  if (kind.centered) return 1000;
-  return kind.residual || !kind.same_dtype ? cluster_threads : 768;  // a kernel for parameters of any dtype may always read two tensors
-}
+// Rows of a cluster: how many of its blocks a multiprocessor should hold. Four of LayerNorm, which loads weight and bias late; three of
+// RMSNorm, whose threads hold the weights in registers, too; two if two tensors are read, which a kernel for parameters of any dtype may
+// always do.
+constexpr int cluster_blocks(NormForwardKind kind) { return kind.centered ? 4 : kind.residual || !kind.same_dtype ? 2 : 3; }
 
-// 16-bit rows of RMSNorm whose vectors are far from a power of two: whole warps, with three vectors per thread. Two blocks of 640 threads
-// leave a thread 48 registers, which are enough.
-constexpr int forward_warps_k = 3, forward_warps_bound = 640, forward_warps_blocks = 2;
+// 16-bit rows of RMSNorm whose vectors are far from a power of two: whole warps, with three vectors per thread, in blocks of a row each. A
+// multiprocessor should hold five blocks of the largest size: 48 registers are enough for a thread.
+constexpr int forward_warps_k = 3, forward_warps_bound = 256, forward_warps_blocks = 5;
 // 16-bit rows of RMSNorm of two vectors for each of eight threads, whose number the compiler knows: heads of queries and keys, of 128
 // columns. Three blocks of 512 threads: 40 registers.
 constexpr int forward_lanes = 8, forward_lanes_k = 2, forward_lanes_bound = 512, forward_lanes_blocks = 3;
 
-// threads: the launch bound; or whole_warps, or forward_lanes.
+// threads: the most threads of a block, which in clusters is cluster_block; or whole_warps, or forward_lanes.
 inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{row_threads, 1, 4, row_threads},
                                                Instance{row_threads, wide, 1, row_threads}, Instance{row_threads, wide, 2, row_threads},
                                                Instance{row_threads, wide, 4, row_threads}, Instance{row_threads, wide, 8, row_threads},
                                                Instance{forward_warps_bound, 8, forward_warps_k, whole_warps},
                                                Instance{forward_lanes_bound, 8, forward_lanes_k, forward_lanes},
-                                               Instance{cluster_threads, wide, 8, cluster_threads, true}, Instance{768, wide, 8, 768, true},
-                                               Instance{1000, wide, 8, 1000, true});
+                                               Instance{cluster_block, wide, 8, cluster_block, true});
 inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
 // Is this instance compiled for this kind?
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& of) {
   if (of.threads == whole_warps || of.threads == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
-  return (of.vec > 1 || !kind.same_dtype) && (!of.ahead || of.threads == norm_cluster_bound(kind));
+  return of.vec > 1 || !kind.same_dtype;
 }
 
 Launch norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormForwardKind, const Knobs* = nullptr);

@@ -88,9 +88,7 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
   const bool clusters = knobs.cluster > 1 || (own_choice && !few && vectors >= cluster_from);
   if (plan.path == Path::regs && !clusters) return plan;
   if (plan.path != Path::regs) plan = plan_row(device, rows, cols, {.vec = tiling.vec, .max_k = tiling.max_k, .k = tiling.max_k}, knobs);
-  // Blocks of 256 threads, if that does not need a cluster of more than 8 blocks; else 512.
-  const bool small = vectors <= 8 * 256 * tiling.max_k;
-  return clustered(device, plan, rows, cols, tiling.max_k, small ? 256 : 512, knobs);
+  return clustered(device, plan, rows, cols, tiling.max_k, cluster_block, knobs);
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {

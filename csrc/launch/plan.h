@@ -62,6 +62,7 @@ inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 
 // holds them; else one block each, which reads the row twice.
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, RowTiling, const Knobs& = {},
                             int64_t cluster_from = std::numeric_limits<int64_t>::max());
+constexpr int cluster_block = 256;  // threads of such a block
 // Gives each row a cluster of blocks of `block` threads with at most k vectors each, if a single block cannot hold the row, or if the knobs
 // ask for it; provided that the device has clusters of the size. Otherwise returns `plan` unchanged.
 LaunchPlan clustered(const DeviceProfile&, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, const Knobs&);
