@@ -91,9 +91,9 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   static constexpr bool in_warps = Threads == launch::whole_warps;
   static constexpr int max_threads = launch::norm_backward_registers.instance(VEC, K, Threads).max_threads;
   static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
-  // With 1,024 threads each has 64 registers: enough for a row and its sums. So each row loads its weights anew, and g is made twice.
-  static constexpr bool has_few_registers = max_threads >= 1024;
-  // Devices with bulk copies have no use for blocks of 1,024 threads, and others none for three vectors per thread.
+  // Four vectors of 8 columns and their sums take almost all registers. So each row loads its weights anew, and g is made twice.
+  static constexpr bool has_few_registers = VEC > 1 && K == 4;
+  // Devices with bulk copies have no use for four vectors per thread, and others none for three.
   static constexpr bool is_used = has_bulk_copies ? !has_few_registers : K != 3;
 
   static LIGER_DEVICE void run(const Args& a) {
@@ -105,7 +105,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   using Group = std::conditional_t<in_warps, RowWarps<false>, RowGroupOf<in_warps ? 0 : Threads, true, Threads == 0>>;
   // The last argument: asynchronous copies by each thread (Ampere, Ada). LayerNorm has more to compute per element, and is slower with
   // them.
-  using Stream = RowStream<Group, T, VEC, K, inputs, has_few_registers ? 0 : 2, !Centered>;
+  using Stream = RowStream<Group, T, VEC, K, inputs, has_few_registers ? 0 : 2, !Centered || has_few_registers>;
   using Tile = Columns<VEC, K>;
   using Sums = NormBackwardSums<VEC, K, Centered>;
   using Inputs = Packed<T, VEC>[inputs][K];
@@ -123,8 +123,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     const int64_t step = a.row_step, end = end_of_rows(a.rows, group);
     int64_t row = group.first_row();
     Stream stream(group, steps(a, row), a.stages, a.ring_offset);
-    Floats weight = {};  // past the last column dy, z and the weight are 0, and so is what is added to a sum
-    if constexpr (!has_few_registers) load_weights(weight, a, columns);
+    const Weights weights(a, columns);
     T* dz = opaque(static_cast<T*>(a.dz.data) + (row * a.dz.stride + columns.first));
     Sums sums;
     Statistics next = statistics(a, row);
@@ -136,37 +135,56 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
       if (!live) clear(in);
       const Statistics of = next;
       next = statistics(a, row + step);
-      if constexpr (has_few_registers) load_weights(weight, a, columns);
       Floats g;
       RowSums row_sums;
-      add_row(sums, row_sums, g, in, weight, of);
+      add_row(sums, row_sums, g, in, weights, of);
       if (a.dz.data) group.sum(row_sums);
       if (a.stages > 1) stream.release();  // here the fence waits for nothing: before the sum it costs calls of 8,192 rows up to 5 %
       if (a.dz.data == nullptr) continue;
       forget_widened(in);
-      if constexpr (has_few_registers) multiply(g, in[dy], weight);
+      if constexpr (has_few_registers) multiply(g, in[dy], weights);
       store_dz(dz, columns, in, g, live, Gradient(of, row_sums, a.inverse_cols));
     }
     let_next_kernel_start();
     if (a.partial) sums.store(a, group, columns);
   }
 
-  // g = dy * weight, for a second time where it has not been kept.
-  LIGER_DEVICE static void multiply(Floats& g, const Packed<T, VEC> (&dy)[K], const Floats& weight) {
+  // The weights of a thread's columns, in registers if there are enough of them. Past the last column dy, z and the weight are 0, and so is
+  // what is added to a sum.
+  struct Weights {
+    const Args& a;
+    const Tile& columns;
+    float held[has_few_registers ? 1 : K][VEC] = {};
+
+    LIGER_DEVICE Weights(const Args& a, const Tile& columns) : a(a), columns(columns) {
+      if constexpr (!has_few_registers)
 #pragma unroll
-    for (int k = 0; k < K; ++k)
+        for (int k = 0; k < K; ++k)
+          if (columns.has(k)) load_weight(held[k], a, columns.first + k * columns.step);
+    }
+    // Sets g to dy * weight, of vector k.
+    LIGER_DEVICE void multiply(float (&g)[VEC], const Packed<T, VEC>& dy, int k) const {
+      float weight[VEC] = {};
+      if constexpr (has_few_registers)
+        if (columns.has(k)) load_weight(weight, a, columns.first + k * columns.step);
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) g[k][i] = dy[k][i] * weight[k][i];
+      for (int i = 0; i < VEC; ++i) g[i] = dy[i] * (has_few_registers ? weight[i] : held[k][i]);
+    }
+  };
+  // g, for a second time where it has not been kept.
+  LIGER_DEVICE static void multiply(Floats& g, const Packed<T, VEC> (&dy)[K], const Weights& weights) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) weights.multiply(g[k], dy[k], k);
   }
   // Makes g, adds a row to the sums over rows, and sets `row_sums` to what this thread's columns add to the sums over the row.
-  LIGER_DEVICE static void add_row(Sums& sums, RowSums& row_sums, Floats& g, const Inputs& in, const Floats& weight, const Statistics& of) {
+  LIGER_DEVICE static void add_row(Sums& sums, RowSums& row_sums, Floats& g, const Inputs& in, const Weights& weights, const Statistics& of) {
     float parts[Centered ? 2 : 1][2] = {};  // of even and of odd elements, since additions depend on each other
 #pragma unroll
-    for (int k = 0; k < K; ++k)
+    for (int k = 0; k < K; ++k) {
+      weights.multiply(g[k], in[dy][k], k);
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         const float n = normalized(in[z][k][i], of);
-        g[k][i] = in[dy][k][i] * weight[k][i];
         sums.dweight[k][i] += in[dy][k][i] * n;
         parts[0][i % 2] += g[k][i] * n;
         if constexpr (Centered) {
@@ -174,6 +192,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
           parts[1][i % 2] += g[k][i];
         }
       }
+    }
     row_sums[0] = parts[0][0] + parts[0][1];
     if constexpr (Centered) row_sums[1] = parts[1][0] + parts[1][1];
   }
@@ -217,11 +236,6 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   LIGER_DEVICE static RowSteps<inputs> steps(const Args& a, int64_t row) {
     if constexpr (Residual) return {row, a.row_step, a.rows, a.cols, {a.dy, a.z, a.dsum}};
     else return {row, a.row_step, a.rows, a.cols, {a.dy, a.z}};
-  }
-  LIGER_DEVICE static void load_weights(Floats& weight, const Args& a, const Tile& columns) {
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns.has(k)) load_weight(weight[k], a, columns.first + k * columns.step);
   }
   LIGER_DEVICE static Statistics statistics(const Args& a, int64_t row) {
     return {Centered && row < a.rows ? a.mean[row] : 0, row < a.rows ? a.rstd[row] : 0};

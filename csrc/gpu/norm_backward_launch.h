@@ -28,10 +28,6 @@ template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Cent
   return floats * int64_t{sizeof(float)};
 }
 
-template <class T, bool Centered> constexpr bool norm_backward_fits(const launch::Instance& of) {
-  return fits<T>(of) && launch::norm_backward_has(Centered, of);
-}
-
 template <bool Centered> void norm_backward(const NormBackward<Centered>& of, Stream stream) {
   NormBackwardArgs a{of.rows,
                      of.cols,
@@ -76,7 +72,7 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
         with_instance<launch::norm_backward_rows, fits<T>>(
             main, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(main, a, stream); });
       else
-        with_instance<launch::norm_backward_registers, norm_backward_fits<T, Centered>>(main, [&]<Instance I>() {
+        with_instance<launch::norm_backward_registers, fits<T>>(main, [&]<Instance I>() {
           if (a.dsum.data == nullptr) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered, false>>(main, a, stream);
           else if constexpr (!Centered) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, false, true>>(main, a, stream);
         });

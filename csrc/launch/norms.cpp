@@ -87,8 +87,7 @@ Tunable backward_tunable(NormBackwardKind kind) {
 // The argument `threads` of the instance that a plan needs.
 int known_threads(const LaunchPlan& plan) {
   if (plan.vec == 1 || plan.threads_per_row < plan.warp) return 0;
-  if (plan.cluster > 1 || plan.threads_per_row == 512) return 512;
-  return plan.threads_per_row > 512 ? 1024 : whole_warps;
+  return plan.cluster > 1 || plan.threads_per_row == 512 ? 512 : whole_warps;
 }
 
 // How many rows a warp's ring should hold. `rounds`: how many rows it gets, one after another. The numbers are shares of the copy's speed
@@ -107,7 +106,7 @@ int ring_stages(const DeviceProfile& device, NormBackwardKind kind, int64_t roun
 // multiprocessor at a time. `stages`: how many rows a ring should hold, if there is room; 0: ring_stages chooses.
 void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, int64_t rows, int fixed, int resident, int stages) {
   plan.smem = fixed;
-  if (plan.vec == 1 || !(device.bulk_copies || (device.async_copies && !kind.centered))) return;
+  if (plan.vec == 1 || !(device.bulk_copies || (device.async_copies && (!kind.centered || plan.k == 4)))) return;
   plan.ring_offset = static_cast<int>(round_up(fixed, 128));
   const int stage = plan.block * kind.inputs * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
   const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
@@ -206,18 +205,17 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
   if (vec > 1 && device.warp < vectors && vectors <= 2 * 512 && knobs.cluster <= 1) {
     plan = norm_warps(device, rows, cols, vec, centered, knobs);
   } else {
-    // Parts of warps, single elements, and rows of a cluster. With a second set of sums, or with the addresses of single elements, threads
-    // of a block of 1,024 would not have enough registers; where there are clusters, blocks of 512 are faster.
-    const int max_block = centered || vec == 1 || device.bulk_copies ? 512 : 1024, k = vec == 1 ? 4 : 2;
+    // Parts of warps, single elements, rows of a cluster, and where there are none, long rows.
+    const int k = vec == 1 ? 4 : 2, max_k = device.bulk_copies ? k : 4;
     Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
     several.block = std::min(knobs.block, 512);
     const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
     plan =
         plan_row(device, rows, cols,
-                 {.vec = vec, .max_k = k, .max_block = max_block, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k},
+                 {.vec = vec, .max_k = max_k, .max_block = 512, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k},
                  several);
     plan = clustered(device, plan, rows, cols, k, 512, knobs);
-    plan.k = k;
+    plan.k = std::max(plan.k, k);
   }
   // What a multiprocessor holds of blocks of each size. Grids that give all blocks the same number of rows take no longer and leave fewer
   // partial rows.

@@ -61,12 +61,10 @@ inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide,
                                           Instance{512, wide, 4, 4});
 constexpr int64_t few_tiles(int64_t cols, const Instance& of) { return ceil_div(cols, of.threads * of.vec); }
 // threads: of a row in a block, as far as the compiler knows them. 0: a part of a warp, or single elements; whole_warps: any number of
-// warps; 512: blocks of a cluster; 1024: devices without clusters.
+// warps; 512: blocks of a cluster, or where there are none, blocks of long rows with four vectors per thread.
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
                                                 Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps, true},
-                                                Instance{512, wide, 2, 512}, Instance{1024, wide, 2, 1024});
-// LayerNorm has a second set of sums (dbias), which leaves no registers for blocks of 1,024 threads.
-constexpr bool norm_backward_has(bool centered, const Instance& of) { return !centered || of.max_threads < 1024; }
+                                                Instance{512, wide, 2, 512}, Instance{512, wide, 4, 512});
 inline constexpr Kernel norm_backward_means("NormBackwardMeans", Instance{row_threads, 1}, Instance{row_threads, wide});
 inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
