@@ -48,7 +48,7 @@ template <class T, int N, bool Full, int Threads> struct Forward {
     wait_for_previous_kernel();  // which made the counts
     if (group.index == 0 && row.live) {
       const float log_sum = statistics.log_sum();
-      write_losses(a, args.out, row, statistics, LogSumExp::of<T>(statistics.base(), statistics.sum, log_sum),
+      write_losses(a, args.out, row, statistics.weighted, statistics.best_column, LogSumExp::of<T>(statistics, log_sum),
                    statistics.base() - row.target_logit(a) + log_sum);
     }
   }

@@ -88,18 +88,16 @@ struct Merge {
       const bool larger = other > best || (other != other && best == best), equal = other == best || (other != other && best != best);
       if (larger || (equal && at < best_class)) best = other, best_class = at;
     }
-    RowStatistics<float, true> merged(a.class_share != 0 && fabsf(target) < __builtin_inff() ? target : 0.f);
-    merged.max = max;
-    merged.best_column = int(best_class);
+    const Exponentials largest{max};
+    const float anchor = a.class_share != 0 && fabsf(target) < __builtin_inff() ? target : 0.f;
     double sum = 0, weighted = 0;
     for (int64_t chunk = 0; chunk < args.chunks; ++chunk) {
-      sum += double(of(chunk, Slots::sum)) * double(expf(of(chunk, Slots::maximum) - merged.base()));
-      weighted += of(chunk, Slots::weighted) + double(of(chunk, Slots::anchor) - merged.anchor) * double(of(chunk, Slots::weights));
+      sum += double(of(chunk, Slots::sum)) * double(expf(of(chunk, Slots::maximum) - largest.base()));
+      weighted += of(chunk, Slots::weighted) + double(of(chunk, Slots::anchor) - anchor) * double(of(chunk, Slots::weights));
     }
-    merged.sum = float(sum);
-    merged.weighted = float(weighted);
+    const Exponentials merged{max, float(sum)};
     const float log_sum = merged.log_sum(), negative_log = merged.base() - target + log_sum;
-    write_losses(a, args.out, row, merged, LogSumExp::of<float>(merged.base(), merged.sum, log_sum), negative_log);
+    write_losses(a, args.out, row, float(weighted), best_class, LogSumExp::of<float>(merged, log_sum), negative_log);
     if (args.token) args.token[row.row] = row_token<float>(a, negative_log);
   }
 };

@@ -60,7 +60,7 @@ template <class T, int N, bool Full> struct InPlace {
     const float log_sum = statistics.log_sum();
     const LogSumExp lse{statistics.base() + log_sum, 0};
     const float negative_log = statistics.base() - row.target_logit(a) + log_sum;
-    if (group.index == 0 && row.live) write_losses(a, args.out, row, statistics, lse, negative_log);
+    if (group.index == 0 && row.live) write_losses(a, args.out, row, statistics.weighted, statistics.best_column, lse, negative_log);
     if (!row.live) return;
     T* const out = const_cast<T*>(row.data);
     if (!row.valid) return RowWalk<T, N>(a.vocab, group).fill(out, row.ignored ? 0.f : not_a_number());
@@ -120,44 +120,36 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
     if (has_target) load(raw_target, logits.from(row.target)(0));
     const LossGradients grad(a, args.gradient_scale);
 
-    HeldExponentials<T> exponentials;
+    Exponentials exponentials;
     HeldOptions<T> options{a};
-    float target_logit;
-    bool writes = row.valid ? has_target : first && row.live;
+    if constexpr (Full) options.take(held, exponentials);
+    else exponentials = exponentials_of<T>(held);
+    exponentials.merge<bf16>(group);  // of fp32, too: fast
+    float target_logit = raw_target[0];
     if constexpr (Full) {
-      options.take(held, exponentials);
-      exponentials.merge(group);
-      target_logit = a.softcap != 0 ? capped_exponent<T>(a, raw_target[0]) * ln_2 : raw_target[0];
+      if (a.softcap != 0) target_logit = capped_exponent<T>(a, target_logit) * ln_2;
       options.merge(held, group, exponentials, has_target, target_logit, args.out.want_best());
-    } else {
-      exponentials.take(held);
-      exponentials.merge(group);
-      target_logit = raw_target[0];
     }
+    bool writes = row.valid ? has_target : first && row.live;
     if constexpr (Chunked) {
       using Slots = CrossEntropyStatistics;
       if (args.others && row.valid) {
         const auto of = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };
-        exponentials.join({of(Slots::maximum), of(Slots::sum)});
+        exponentials.join<bf16>({of(Slots::maximum), of(Slots::sum)});
         if (row.target >= cols) {
           target_logit = of(Slots::target);
           writes = first;
         }
       }
     }
-    RowStatistics<T, Full> statistics;
-    statistics.max = exponentials.max;
-    statistics.sum = exponentials.sum;
-    statistics.weighted = options.weighted;
-    statistics.best_column = options.best_column;
-    const float log_sum = statistics.log_sum();
-    const LogSumExp lse{statistics.base() + log_sum, 0};
-    const float negative_log = statistics.base() - target_logit + log_sum;
-    if (writes) write_losses(a, args.out, row, statistics, lse, negative_log);
+    const float log_sum = exponentials.log_sum();
+    const LogSumExp lse{exponentials.base() + log_sum, 0};
+    const float negative_log = exponentials.base() - target_logit + log_sum;
+    if (writes) write_losses(a, args.out, row, options.weighted, options.best_column, lse, negative_log);
     if (!row.live) return;
     if (!row.valid) return held.fill(row.ignored ? 0.f : not_a_number(), group, cols);
 
-    const RowGradient<T> gradient(a, row, statistics.base(), 0.f, 1 / statistics.sum, lse.high, row_token<T>(a, negative_log), grad.ce,
+    const RowGradient<T> gradient(a, row, exponentials.base(), 0.f, 1 / exponentials.sum, lse.high, row_token<T>(a, negative_log), grad.ce,
                                   grad.z);
     if constexpr (Full) options.replace(held, gradient);
     else replace_by_probabilities(held, gradient);

@@ -10,10 +10,10 @@ namespace liger::gpu {
 // large enough to lose more than an exponential does.
 struct LogSumExp {
   float high, low;
-  template <class T> LIGER_DEVICE static LogSumExp of(float base, float sum, float log_sum) {
-    const float high = base + log_sum, part = high - base;
+  template <class T> LIGER_DEVICE static LogSumExp of(const Exponentials& row, float log_sum) {
+    const float base = row.base(), high = base + log_sum, part = high - base;
     float low = (base - (high - part)) + (log_sum - part);
-    if (sizeof(T) == 4 && log_sum > 2) low += fmaf(sum, expf(-log_sum), -1.f);
+    if (sizeof(T) == 4 && log_sum > 2) low += fmaf(row.sum, expf(-log_sum), -1.f);
     return {high, low};
   }
 };
@@ -40,23 +40,23 @@ template <class T> LIGER_DEVICE float row_token(const LogitRows& a, float negati
   return a.token_scaling ? exp_as<T>(-negative_log) : 1.f;
 }
 
-// One thread of the row calls this. negative_log = lse - x'[target].
+// One thread of the row calls this. weighted, best: as RowStatistics finds them, of all classes; negative_log = lse - x'[target].
 template <class T, bool Full>
-LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full>& row,
-                               const RowStatistics<T, Full>& statistics, const LogSumExp& lse, float negative_log) {
+LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full>& row, float weighted, int64_t best,
+                               const LogSumExp& lse, float negative_log) {
   if (!row.valid) {
     const float value = row.ignored ? 0.f : not_a_number();
     return out.write(row, value, value, value, value, -1);
   }
   float ce = a.hard_share * row.target_weight * negative_log;
-  if (a.class_share != 0) ce += a.class_share * (a.counts[CrossEntropyCounts::weight] * negative_log - statistics.weighted);
+  if (a.class_share != 0) ce += a.class_share * (a.counts[CrossEntropyCounts::weight] * negative_log - weighted);
   float z = a.lse_square_scale != 0 ? a.lse_square_scale * lse.high * lse.high : 0.f;
   if (a.token_scaling) {
     const float token = exp_as<T>(-negative_log);
     ce *= token;
     z *= token;
   }
-  out.write(row, ce, z, lse.high, lse.low, statistics.best_column);
+  out.write(row, ce, z, lse.high, lse.low, best);
 }
 
 // classes: of the whole vocabulary.

@@ -232,16 +232,13 @@ template <class T, int N> struct RowWalk : RowParts<N> {
 // row's sum is added at the end. Full: also sum of w[j] * (x'[j] - anchor), relative to a logit lest large ones overflow, and the first
 // largest logit (of NaN the first, as torch.argmax). Until merge() the sum is one of what Exp gives for the base, whose correction is
 // still to come.
-template <class T, bool Full> struct RowStatistics {
+template <class T, bool Full> struct RowStatistics : Exponentials {
   static constexpr float slack = sizeof(T) == 2 ? 16 : 2;
-  float max = minus_infinity(), sum = 0, rounded_off = 0, weighted = 0, best = minus_infinity();
+  float rounded_off = 0, weighted = 0, best = minus_infinity();
   int best_column = INT_MAX;
   const float anchor;
 
   LIGER_DEVICE explicit RowStatistics(float anchor = 0) : anchor(anchor) {}
-
-  LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
-  LIGER_DEVICE float log_sum() const { return logf(sum); }
 
   template <int N> LIGER_DEVICE void add(const LogitRows& a, float (&x)[N], int column, bool want_best) {
     if constexpr (Full) {
@@ -287,6 +284,7 @@ template <class T, bool Full> struct RowStatistics {
 
   // Merges the statistics of a row's threads, for all of them. All reductions have the same number of values, as RowGroup requires.
   template <class Group> LIGER_DEVICE void merge(Group& group) {
+    sum = (sum + rounded_off) * Exp<T>(base()).correction(base());
     if constexpr (Full) {
       float tops[2] = {max, best};
       group.reduce(tops, [](float (&a)[2], const float (&b)[2]) {
@@ -296,14 +294,13 @@ template <class T, bool Full> struct RowStatistics {
       group.reduce(columns, [](float (&a)[2], const float (&b)[2]) { a[0] = bit_cast<int>(a[0]) < bit_cast<int>(b[0]) ? a[0] : b[0]; });
       best_column = bit_cast<int>(columns[0]) == INT_MAX ? 0 : bit_cast<int>(columns[0]);
       best = tops[1];
-      float sums[2] = {0, weighted};
-      rescale(tops[0], sums[0]);
+      rescale<T>(tops[0]);
+      float sums[2] = {sum, weighted};
       group.sum(sums);
       sum = sums[0], weighted = sums[1];
     } else {
-      float scaled;
-      rescale(group.max(max), scaled);
-      sum = group.sum(scaled);
+      rescale<T>(group.max(max));
+      sum = group.sum(sum);
     }
   }
 
@@ -320,11 +317,6 @@ template <class T, bool Full> struct RowStatistics {
 #pragma unroll
     for (int j = N - 1; j >= 0; --j)
       if (is_best(x[j])) best = x[j], best_column = column + j;
-  }
-  LIGER_DEVICE void rescale(float row_max, float& scaled) {
-    const float own = max, own_sum = (sum + rounded_off) * Exp<T>(base()).correction(base());
-    max = row_max;
-    scaled = own_sum * exp_as<T>(own - base());
   }
 };
 

@@ -2,6 +2,7 @@
 // them meanwhile (HeldLogits).
 #pragma once
 #include "gpu/cross_entropy_rows.h"
+#include "gpu/held_vectors.h"
 #include "launch/cross_entropy.h"
 
 namespace liger::gpu {
@@ -56,9 +57,8 @@ template <class T> class RowInChunks {
   int row_;
 };
 
-// A thread's part of a row: of its vectors the first K are in registers, and the others in shared memory, in places that no other thread
-// uses; and behind the row's whole vectors less than a vector of single elements, of which a thread has one at most. No thread reads or
-// writes another one's part, so no barrier is needed between the passes.
+// A thread's part of a row: vectors (HeldVectors), and behind the row's whole vectors less than a vector of single elements, of which a
+// thread has one at most.
 // Vectors of registers past the end of the row are -inf, which adds nothing to a sum of exponentials and raises no maximum: so nothing
 // asks for them before the stores.
 template <class T, int N, int K, class Row> class HeldLogits {
@@ -66,16 +66,10 @@ template <class T, int N, int K, class Row> class HeldLogits {
   // Requests the vectors. cols: 0 if the row is not wanted. shared_offset: where the places in shared memory begin.
   template <class Group>
   LIGER_DEVICE HeldLogits(const Row& row, const Group& group, int cols, int shared_offset)
-      : row_(row), columns_(group.index, group.threads_per_row, cols / N * N), shared_offset_(shared_offset) {
-    auto at = row_.from(columns_.first);
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      held_[k] = same_value(Packed<T, N>{}, minus_infinity());
-      if (columns_.has(k)) load<Hint::in_place>(held_[k], at(k * columns_.step));
-    }
-#pragma unroll 1
-    for (int k = K; columns_.has(k); ++k) copy_to_shared<Hint::in_place>(place(k), at(k * columns_.step));
-    close_copies();
+      : row_(row), held_{{group.index, group.threads_per_row, cols / N * N}, shared_offset} {
+    auto at = [from = row_.from(int(held_.columns.first))](int, int offset) mutable { return from(offset); };
+    held_.template load<Hint::in_place>(at, minus_infinities<T, N>());
+    held_.template copy_others_to_shared<Hint::in_place>(at);
   }
   // Requests the single element, of a row that is wanted.
   template <class Group> LIGER_DEVICE void load_single(const Group& group, int cols) {
@@ -88,53 +82,47 @@ template <class T, int N, int K, class Row> class HeldLogits {
   }
 
   LIGER_DEVICE float largest() const {
-    float most = fmaxf(gpu::largest(held_, [](int) { return true; }), last_[0]);
-    for_each_in_shared([&](const Packed<T, N>& raw, int) {
+    constexpr auto all = [](int) { return true; };
+    float most = fmaxf(gpu::largest(held_.in_registers[0], all), last_[0]);
+    held_.for_each_in_shared([&](int, const auto& raw) {
       const Packed<T, N> one[1] = {raw};
-      most = fmaxf(most, gpu::largest(one, [](int) { return true; }));
+      most = fmaxf(most, gpu::largest(one, all));
     });
     return most;
   }
   // The sum of f of each element, each vector's by itself first, so that the large sum is rounded fewer times. f(-inf) must be 0.
   template <class F> LIGER_DEVICE float sum(F f) {
     // A compiler without comparisons of pairs would keep all of the elements that the maximum widened.
-    if constexpr (!has_pairs && sizeof(T) == 2) forget_widened();
+    if constexpr (!has_pairs && sizeof(T) == 2) held_.forget_widened();
     float total = f(last_[0]);
 #pragma unroll
-    for (int k = 0; k < K; ++k) total += sum_of(held_[k], f);
-    for_each_in_shared([&](const Packed<T, N>& raw, int) { total += sum_of(raw, f); });
+    for (int k = 0; k < K; ++k) total += sum_of(held_.in_registers[0][k], f);
+    held_.for_each_in_shared([&](int, const auto& raw) { total += sum_of(raw, f); });
     return total;
   }
   // Calls f(vector, column) for each vector that the row has, and for the single element as a vector of one.
   template <class F> LIGER_DEVICE void for_each(F f) const {
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns_.has(k)) f(held_[k], int(columns_.first) + k * columns_.step);
-    for_each_in_shared([&](const Packed<T, N>& raw, int k) { f(raw, int(columns_.first) + k * columns_.step); });
+    held_.for_each([&](int k, const auto& raw) { f(raw, int(held_.columns.first) + k * held_.columns.step); });
     if (single_ >= 0) f(last_, single_);
   }
   // Overwrites the row: each vector, and the single element, by f(vector, column).
   template <class F> LIGER_DEVICE void replace(F f) {
-    forget_widened();
-    auto at = row_.from(columns_.first);
-    const int first = int(columns_.first);
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns_.has(k)) store<Hint::stream>(at(k * columns_.step), f(held_[k], first + k * columns_.step));
-    for_each_in_shared(
-        [&](const Packed<T, N>& raw, int k) { store<Hint::stream>(at(k * columns_.step), f(raw, first + k * columns_.step)); });
-    if (single_ >= 0) store(row_.from(single_)(0), f(last_, single_));
+    held_.forget_widened();
+    const int first = int(held_.columns.first);
+    auto at = row_.from(first);
+    for_each([&](const auto& raw, int column) { store<Hint::stream>(at(column - first), f(raw, column)); });
   }
   // For what a row hardly ever needs: calls f(vector, column, address) with each vector read from memory again, in a loop of few
   // instructions and registers; and with the single element.
   template <class F> LIGER_DEVICE void read_again(F f) const {
-    auto at = row_.from(columns_.first);
+    const auto& columns = held_.columns;
+    auto at = row_.from(int(columns.first));
 #pragma unroll 1
-    for (int k = 0; columns_.has(k); ++k) {
-      T* const address = at(k * columns_.step);
+    for (int k = 0; columns.has(k); ++k) {
+      T* const address = at(k * columns.step);
       Packed<T, N> raw;
       load<Hint::in_place>(raw, address);
-      f(raw, int(columns_.first) + k * columns_.step, address);
+      f(raw, int(columns.first) + k * columns.step, address);
     }
     if (single_ >= 0) f(last_, single_, row_.from(single_)(0));
   }
@@ -149,30 +137,16 @@ template <class T, int N, int K, class Row> class HeldLogits {
   }
 
  private:
-  LIGER_DEVICE Packed<T, N>* place(int k) const { return shared<Packed<T, N>>(shared_offset_) + ((k - K) * block_threads() + thread_id()); }
-  template <class F> LIGER_DEVICE void for_each_in_shared(F f) const {
-#pragma unroll 1
-    for (int k = K; columns_.has(k); ++k) {
-      wait_for_copies(0);  // inside of the loop, lest the compiler have all loads into registers wait, too
-      f(*place(k), k);
-    }
-  }
   template <class F> LIGER_DEVICE static float sum_of(const Packed<T, N>& raw, F f) {
     float part = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) part += f(raw[j]);
     return part;
   }
-  LIGER_DEVICE void forget_widened() {
-#pragma unroll
-    for (int k = 0; k < K; ++k) forget_at_all_costs(held_[k].data);
-  }
 
   Row row_;
-  Columns<N, K> columns_;
-  int shared_offset_;
-  Packed<T, N> held_[K];
-  Packed<T, 1> last_ = same_value(Packed<T, 1>{}, minus_infinity());
+  HeldVectors<T, N, K> held_;
+  Packed<T, 1> last_ = minus_infinities<T, 1>();
   int single_ = -1;  // the column of the single element; -1: none
 };
 

@@ -17,35 +17,19 @@ template <class P, class F> LIGER_DEVICE P of_each(const P& raw, F f) {
   return out;
 }
 
-// Maximum, and sum of exponentials relative to it: first of a thread's part of a row, relative to the thread's own maximum, and after
-// merge() of the whole row. So the threads of the row exchange values once, not twice.
-template <class T> struct HeldExponentials {
-  float max = minus_infinity(), sum = 0;
-
-  template <class Held> LIGER_DEVICE void take(Held& held) {
-    max = held.largest();
-    const Exp<T> exp(base());
-    if (!exp.far()) sum = held.sum([&](float logit) { return exp.near(logit); });
-    else
-      held.read_again([&](const auto& raw, int, const T*) {
-        for (int j = 0; j < elements_of<decltype(raw)>; ++j) sum += exp(raw[j]);
-      });
-    sum *= exp.correction(base());
-  }
-  LIGER_DEVICE void join(const float (&others)[2]) {
-    float pair[2] = {max, sum};
-    join_exponentials<bf16>(pair, others);  // of fp32, too: fast
-    max = pair[0];
-    sum = pair[1];
-  }
-  template <class Group> LIGER_DEVICE void merge(Group& group) {
-    float pair[2] = {max, sum};
-    group.reduce(pair, [](float (&to)[2], const float (&from)[2]) { join_exponentials<bf16>(to, from); });
-    max = pair[0];
-    sum = pair[1];
-  }
-  LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
-};
+// The exponentials of a thread's part of a row, relative to the thread's own maximum: so the threads of the row exchange values once, not
+// twice.
+template <class T, class Held> LIGER_DEVICE Exponentials exponentials_of(Held& held) {
+  Exponentials all{held.largest()};
+  const Exp<T> exp(all.base());
+  if (!exp.far()) all.sum = held.sum([&](float logit) { return exp.near(logit); });
+  else
+    held.read_again([&](const auto& raw, int, const T*) {
+      for (int j = 0; j < elements_of<decltype(raw)>; ++j) all.sum += exp(raw[j]);
+    });
+  all.sum *= exp.correction(all.base());
+  return all;
+}
 
 // Overwrites a row by scale * exp(logit - base), with as few instructions per element as there can be.
 template <class T, class Held> LIGER_DEVICE void replace_by_probabilities(Held& held, const RowGradient<T>& gradient) {
@@ -84,9 +68,9 @@ template <class T> struct HeldOptions {
   int best_column = 0;
 
   // A thread's part of the row.
-  template <class Held> LIGER_DEVICE void take(Held& held, HeldExponentials<T>& row) {
+  template <class Held> LIGER_DEVICE void take(Held& held, Exponentials& row) {
     if (a.softcap == 0) {
-      row.take(held);
+      row = exponentials_of<T>(held);
       raw_max = row.max;
     } else {
       take_capped(held, row);
@@ -116,8 +100,7 @@ template <class T> struct HeldOptions {
   // Makes these the whole row's, after its exponentials have been merged. target_logit: of the thread that owns the target; afterwards all
   // have it, if they need it.
   template <class Held, class Group>
-  LIGER_DEVICE void merge(const Held& held, Group& group, const HeldExponentials<T>& row, bool has_target, float& target_logit,
-                          bool want_best) {
+  LIGER_DEVICE void merge(const Held& held, Group& group, const Exponentials& row, bool has_target, float& target_logit, bool want_best) {
     if (a.class_share != 0 || a.token_scaling) {
       const float common = finite(row.max);
       float both[2] = {weighted + weights * (anchor - common), has_target ? target_logit : minus_infinity()};
@@ -157,7 +140,7 @@ template <class T> struct HeldOptions {
  private:
   LIGER_DEVICE static float finite(float v) { return fabsf(v) < __builtin_inff() ? v : 0.f; }
   // Sums are relative to the largest exponent, and then to `row.max`, which is the same but for its rounding.
-  template <class Held> LIGER_DEVICE void take_capped(Held& held, HeldExponentials<T>& row) {
+  template <class Held> LIGER_DEVICE void take_capped(Held& held, Exponentials& row) {
     raw_max = held.largest();
     const float top = raw_max == minus_infinity() ? 0.f : capped_exponent<T>(a, raw_max);
     held.for_each([&](const auto& raw, int) {

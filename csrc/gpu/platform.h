@@ -112,6 +112,14 @@ template <class T, int N> LIGER_DEVICE Packed<T, N> same_value(Packed<T, N> in, 
   return in;
 }
 
+// The same of -inf as a constant, without a conversion.
+template <class T, int N> LIGER_DEVICE Packed<T, N> minus_infinities() {
+  using Word = typename Packed<T, N>::Word;
+  Packed<T, N> out;
+  for (Word& word : out.data) word = Word(sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, bf16> ? 0xff80ff80u : 0xfc00fc00u);
+  return out;
+}
+
 // Does one instruction compare two 16-bit values at once? Where it does not, a maximum widens all values to fp32, and a compiler that keeps
 // the widened values runs out of registers.
 #if defined(LIGER_HAS_PAIRS)
@@ -122,11 +130,10 @@ constexpr bool has_pairs = false;
 
 // The largest element of the vectors k for which has(k). NaNs are left out, if there is a number.
 template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packed<T, N> (&x)[K], F has) {
-  constexpr float nothing = -__builtin_inff();
 #if defined(LIGER_HAS_PAIRS)
   if constexpr (sizeof(T) == 2 && N > 1) {
     constexpr bool is_bf16 = std::is_same_v<T, bf16>;
-    uint32_t most = is_bf16 ? 0xff80ff80u : 0xfc00fc00u;
+    uint32_t most = minus_infinities<T, 2>().data[0];
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (has(k))
@@ -136,7 +143,7 @@ template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packe
     return fmaxf(pair[0], pair[1]);
   }
 #endif
-  float most = nothing;
+  float most = minus_infinity();
 #pragma unroll
   for (int k = 0; k < K; ++k)
     if (has(k))

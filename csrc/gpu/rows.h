@@ -202,13 +202,12 @@ template <int VEC, int K> struct Columns {
     else f(f16{});
   }
 
-  // All K loads are issued before the first of them is used. Vectors past the end become `missing`.
-  template <Hint H = Hint::keep, class T>
-  LIGER_DEVICE void load(Packed<T, VEC> (&out)[K], const void* data, int64_t row_offset = 0, Packed<T, VEC> missing = {}) const {
+  // All K loads are issued before the first of them is used. Vectors past the end become zeros.
+  template <Hint H = Hint::keep, class T> LIGER_DEVICE void load(Packed<T, VEC> (&out)[K], const void* data, int64_t row_offset = 0) const {
     const T* from = opaque(static_cast<const T*>(data) + (row_offset + first));
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      out[k] = missing;
+      out[k] = {};
       if (has(k)) gpu::load<H>(out[k], from + k * step);
     }
   }

@@ -21,7 +21,7 @@ namespace {
 // the reciprocal of the sum, corrected by its own rounding error: as exact as a division, without one per element.
 template <class T> struct Share {
   float max, factor, rounded_off = 0;
-  LIGER_DEVICE explicit Share(const Exponentials<T>& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {
+  LIGER_DEVICE explicit Share(const Exponentials& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {
     if constexpr (sizeof(T) == 4) rounded_off = fmaf(-row.sum, factor, 1.f) * factor;
   }
   LIGER_DEVICE float operator()(float x) const {
@@ -35,8 +35,8 @@ template <class T> struct Share {
 template <class T, class Row> LIGER_DEVICE void forward(const TwoPassArgs& a) {
   typename Row::Group group(a.threads_per_row);
   Row x(a, group);
-  auto exponentials = x.template statistic<Exponentials<T>>();
-  exponentials.merge(group);
+  auto exponentials = x.template statistic<VectorExponentials<T>>();
+  exponentials.template merge<T>(group);
   x.map(a.out, Share<T>(exponentials));
 }
 

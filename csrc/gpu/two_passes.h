@@ -1,9 +1,7 @@
 // Rows that a kernel needs twice: first for a statistic of the whole row, then to map each element with it. Between the passes a row, or
 // the rows of several matrices with the same columns, stays with the threads that loaded it: HeldRow and LongRow say where.
 #pragma once
-#include <utility>
-
-#include "gpu/rows.h"
+#include "gpu/held_vectors.h"
 
 namespace liger::gpu {
 
@@ -13,28 +11,33 @@ struct TwoPassArgs {
   MutableRows out;
   int threads_per_row = 0;
   int slots = 0, shared_offset = 0;  // LongRow: vectors of each matrix that a thread keeps in shared memory, and where they begin
+
+  // An element of matrix n.
+  template <class T> LIGER_DEVICE const T* element(int n, int64_t row, int64_t column) const {
+    return static_cast<const T*>(in[n].data) + (row * in[n].stride + column);
+  }
 };
 
-// Calls f(x) with element i of vector k of one matrix, or f(x, y) of two.
-template <class T, int VEC, int K, int N, class F> LIGER_DEVICE float map_element(const Packed<T, VEC> (&in)[N][K], int k, int i, F f) {
-  return [&]<size_t... n>(std::index_sequence<n...>) { return f(in[n][k][i]...); }(std::make_index_sequence<N>{});
-}
-template <Hint H, class T, int VEC, int K, int N, class F>
-LIGER_DEVICE void store_mapped(T* to, const Packed<T, VEC> (&in)[N][K], int k, F f) {
+// The addresses of a row's elements, counted from column `first`.
+template <class T, int N> struct RowAddresses {
+  const T* begin[N];
+
+  LIGER_DEVICE RowAddresses(const TwoPassArgs& a, int64_t row, int64_t first) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) begin[n] = opaque(a.element<T>(n, row, first));
+  }
+  LIGER_DEVICE const T* operator()(int n, int64_t offset) const { return begin[n] + offset; }
+};
+
+// Stores f of each element of a vector, or f(x, y) of the elements of two.
+template <Hint H, class T, int VEC, class F, class... Vectors>
+LIGER_DEVICE void store_mapped(T* to, F f, const Packed<T, VEC>& first, const Vectors&... others) {
   float values[VEC];
 #pragma unroll
-  for (int i = 0; i < VEC; ++i) values[i] = map_element(in, k, i, f);
+  for (int i = 0; i < VEC; ++i) values[i] = f(first[i], others[i]...);
   Packed<T, VEC> packed;
   packed.set(values);
   store<H>(to, packed);
-}
-
-// Makes the compiler widen the elements again, instead of keeping them in twice as many registers between the passes.
-template <class T, int VEC, int K, int N> LIGER_DEVICE void forget_widened(Packed<T, VEC> (&held)[N][K]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int k = 0; k < K; ++k) forget_at_all_costs(held[n][k].data);
 }
 
 // A row of whole vectors that the registers of a block, or with Clusters of a cluster of blocks, hold, with K vectors of each of N matrices
@@ -44,32 +47,29 @@ template <class T, int VEC, int K, int N, bool Clusters> class HeldRow {
   using Group = RowGroupOf<0, Clusters>;
 
   LIGER_DEVICE HeldRow(const TwoPassArgs& a, const Group& group)
-      : row_(group.first_row()), columns_(group.index, group.threads_per_row, row_ < a.rows ? int(a.cols) : 0) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) columns_.template load<Hint::stream>(held_[n], a.in[n].data, row_ * a.in[n].stride);
+      : row_(group.first_row()), held_{{group.index, group.threads_per_row, row_ < a.rows ? int(a.cols) : 0}} {
+    held_.template load<Hint::stream>(RowAddresses<T, N>(a, row_, held_.columns.first));
   }
   // The statistic of this thread's part of the row. It can be made of vectors and, for LongRow, has add() for more of them.
   template <class Statistic> LIGER_DEVICE Statistic statistic() const {
-    return {held_, [&](int k) { return columns_.has(k); }};
+    return {held_.in_registers, [&](int k) { return held_.columns.has(k); }};
   }
   // Stores f of each element.
   template <class F> LIGER_DEVICE void map(const MutableRows& out, F f) {
-    forget_widened(held_);
-    T* const to = static_cast<T*>(out.data) + (row_ * out.stride + columns_.first);
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns_.has(k)) store_mapped<Hint::stream>(to + k * columns_.step, held_, k, f);
+    held_.forget_widened();
+    T* const to = static_cast<T*>(out.data) + (row_ * out.stride + held_.columns.first);
+    held_.for_each_in_registers(
+        [&](int k, const auto&... vectors) { store_mapped<Hint::stream>(to + k * held_.columns.step, f, vectors...); });
   }
 
  private:
   int64_t row_;
-  Columns<VEC, K> columns_;
-  Packed<T, VEC> held_[N][K];
+  HeldVectors<T, VEC, K, N> held_;
 };
 
-// A row of any length at any address (RowParts), if the rows of all matrices are equally far from a multiple of 16 bytes. Of a thread's
-// vectors, the first K of each matrix are in its registers, the next `slots` in shared memory, in places that no other thread uses. What is
-// left is read again by the second pass. A row has a block, or a cluster of blocks, to itself, or shares a block with others of its kind.
+// A row of any length at any address (RowParts), if the rows of all matrices are equally far from a multiple of 16 bytes. A thread holds
+// its first K vectors of each matrix in registers, and the next `slots` in shared memory. What is left is read again by the second pass. A
+// row has a block, or a cluster of blocks, to itself, or shares a block with others of its kind.
 template <class T, int VEC, int K, int N> class LongRow {
  public:
   using Group = RowGroupOf<0, (VEC > 1)>;
@@ -77,43 +77,42 @@ template <class T, int VEC, int K, int N> class LongRow {
   LIGER_DEVICE LongRow(const TwoPassArgs& a, const Group& group)
       : a_(a),
         row_(int(group.first_row())),
-        parts_(has_edges && row_ < a.rows ? a.cols : 0, has_edges && row_ < a.rows ? unaligned_head(at(0, 0), a.cols) : 0, group.index),
-        columns_(group.index, group.threads_per_row, int(least(end(), int64_t{K + a.slots} * group.threads_per_row * VEC))) {
-#pragma unroll 1
-    for (int slot = 0; slot < a.slots && columns_.has(K + slot); ++slot)
-#pragma unroll
-      for (int n = 0; n < N; ++n) copy_to_shared(place(slot, n), at(n, parts_.head + columns_.first + (K + slot) * columns_.step));
-    close_copies();
-#pragma unroll
-    for (int n = 0; n < N; ++n) columns_.template load<Hint::stream>(held_[n], a.in[n].data, int64_t{row_} * a.in[n].stride + parts_.head);
+        parts_(has_edges && row_ < a.rows ? a.cols : 0, has_edges && row_ < a.rows ? unaligned_head(element(0, 0), a.cols) : 0,
+               group.index),
+        held_{{group.index, group.threads_per_row, int(least(end(), int64_t{most(a)} * group.threads_per_row * VEC))},
+              a.shared_offset,
+              most(a)} {
+    const RowAddresses<T, N> at(a, row_, parts_.head + held_.columns.first);
+    held_.template copy_others_to_shared<Hint::stream>(at);
+    held_.template load<Hint::stream>(at);
     if constexpr (single_with_row) load_single(single_);
   }
   template <class Statistic> LIGER_DEVICE Statistic statistic() {
-    Statistic found(held_, [&](int k) { return columns_.has(k); });
-    const auto add = [&](const auto& vectors, auto has) { found.add(vectors, has); };
+    Statistic found(held_.in_registers, [&](int k) { return held_.columns.has(k); });
     if constexpr (!single_with_row) load_single(single_);
-    if (parts_.single >= 0) add(single_, always);
-    for_each_kept([&](const auto& kept, int) { add(kept, always); });
-    for_each_left([&](const auto& left, Column, const auto& columns) { add(left, [&](int k) { return columns.has(k); }); });
+    if (parts_.single >= 0) found.add(single_, always);
+    held_.for_each_in_shared([&](int, const auto&... vectors) {
+      const Packed<T, VEC> kept[N][1] = {{vectors}...};
+      found.add(kept, always);
+    });
+    for_each_left([&](const auto& left, Column, const auto& columns) { found.add(left, [&](int k) { return columns.has(k); }); });
     return found;
   }
   template <class F> LIGER_DEVICE void map(const MutableRows& out, F f) {
-    forget_widened(held_);
+    held_.forget_widened();
     Packed<T, 1> single[N][1];
     if constexpr (single_with_row) load_single(single);  // again, because registers are scarce between the passes
     T* const row = static_cast<T*>(out.data) + (int64_t{row_} * out.stride + parts_.head);
-    T* const to = opaque(row + columns_.first);
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns_.has(k)) store_mapped<Hint::stream>(to + k * columns_.step, held_, k, f);
-    for_each_kept([&](const auto& kept, int slot) { store_mapped<Hint::stream>(to + (K + slot) * columns_.step, kept, 0, f); });
+    T* const to = opaque(row + held_.columns.first);
+    held_.for_each([&](int k, auto... vectors) { store_mapped<Hint::stream>(to + k * held_.columns.step, f, vectors...); });
     for_each_left([&](const auto& left, Column begin, const auto& columns) {
 #pragma unroll
       for (int k = 0; k < batch; ++k)
-        if (columns.has(k)) store_mapped<Hint::stream>(to + begin + k * columns.step, left, k, f);
+        if (columns.has(k)) of_matrices<N>([&](auto... n) { store_mapped<Hint::stream>(to + begin + k * columns.step, f, left[n][k]...); });
     });
     if constexpr (!single_with_row) load_single(single);
-    if (parts_.single >= 0) store_mapped<Hint::keep>(row + (parts_.single - parts_.head), single, 0, f);
+    if (parts_.single >= 0)
+      of_matrices<N>([&](auto... n) { store_mapped<Hint::keep>(row + (parts_.single - parts_.head), f, single[n][0]...); });
   }
 
  private:
@@ -127,36 +126,23 @@ template <class T, int VEC, int K, int N> class LongRow {
   // A column. The planner gives vectors to rows of less than 2^30 columns alone.
   using Column = std::conditional_t<has_edges, int, int64_t>;
 
+  // How many vectors of each matrix a thread holds at most. The planner gives shared memory to whole vectors alone.
+  LIGER_DEVICE static int most(const TwoPassArgs& a) { return has_edges ? K + a.slots : K; }
   LIGER_DEVICE static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
   // The end of the row's whole vectors, counted from the first.
   LIGER_DEVICE Column end() const { return row_ < a_.rows ? (Column(a_.cols) - parts_.head) / VEC * VEC : 0; }
-  // An element of this row of matrix n.
-  LIGER_DEVICE const T* at(int n, int64_t column) const {
-    return static_cast<const T*>(a_.in[n].data) + (int64_t{row_} * a_.in[n].stride + column);
-  }
-  LIGER_DEVICE Packed<T, VEC>* place(int slot, int n) const {
-    return shared<Packed<T, VEC>>(a_.shared_offset) + ((slot * N + n) * block_threads() + thread_id());
-  }
+  LIGER_DEVICE const T* element(int n, int64_t column) const { return a_.template element<T>(n, row_, column); }
   LIGER_DEVICE void load_single(Packed<T, 1> (&single)[N][1]) const {
     if (parts_.single >= 0)
 #pragma unroll
-      for (int n = 0; n < N; ++n) load(single[n][0], at(n, parts_.single));
-  }
-  template <class F> LIGER_DEVICE void for_each_kept(F f) const {
-#pragma unroll 1
-    for (int slot = 0; slot < a_.slots && columns_.has(K + slot); ++slot) {
-      wait_for_copies(0);  // inside of the loop, lest the compiler have all loads into registers wait, too
-      Packed<T, VEC> kept[N][1];
-#pragma unroll
-      for (int n = 0; n < N; ++n) kept[n][0] = *place(slot, n);
-      f(kept, slot);
-    }
+      for (int n = 0; n < N; ++n) load(single[n][0], element(n, parts_.single));
   }
   template <class F> LIGER_DEVICE void for_each_left(F f) const {
+    const int step = held_.columns.step;
 #pragma unroll 1
-    for (Column begin = Column(K + a_.slots) * columns_.step; begin < end(); begin += batch * columns_.step) {
-      Columns<VEC, batch> columns = columns_.template from<batch>(0);
-      columns.left = int(least(end() - begin, batch * columns.step)) - int(columns.first);
+    for (Column begin = Column(K + a_.slots) * step; begin < end(); begin += batch * step) {
+      Columns<VEC, batch> columns = held_.columns.template from<batch>(0);
+      columns.left = int(least(end() - begin, batch * step)) - int(columns.first);
       Packed<T, VEC> left[N][batch];
 #pragma unroll
       for (int n = 0; n < N; ++n) columns.load(left[n], a_.in[n].data, int64_t{row_} * a_.in[n].stride + parts_.head + begin);
@@ -167,8 +153,7 @@ template <class T, int VEC, int K, int N> class LongRow {
   const TwoPassArgs& a_;
   int row_;
   RowParts<VEC> parts_;
-  Columns<VEC, K> columns_;
-  Packed<T, VEC> held_[N][K];
+  HeldVectors<T, VEC, K, N, true> held_;
   Packed<T, 1> single_[N][1];
 };
 
