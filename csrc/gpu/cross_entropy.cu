@@ -5,8 +5,8 @@
 // thread, so that one read is enough, and the group meets only at the end of the row. The backward knows lse and needs no meeting.
 //
 // Rows may begin at any address (an odd vocabulary): what is before the first and behind the last whole vector is a thread's each.
-// `Full` has the options that cost instructions per element (softcap, label smoothing, argmax); with it, unaligned rows are read one
-// element at a time.
+// `Full` has the options that cost instructions per element (softcap, label smoothing, argmax). Label smoothing with weights of classes
+// reads unaligned rows one element at a time.
 #include "gpu/cross_entropy_launch.h"
 #include "gpu/tiles.h"
 
@@ -30,7 +30,7 @@ template <class T, int N, bool Full, int Threads> struct Forward {
     let_next_kernel_start();
     RowGroupOf<Threads, false> group(a.threads_per_row);
     const LogitRow<T, Full> row(a, group.first_row(), group.index == 0, true);
-    const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, Full || !row.valid ? 0 : unaligned_head(row.data, a.vocab));
+    const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, row.valid ? unaligned_head<N>(row.data, a.vocab) : 0);
     const bool want_best = Full && args.out.want_best();
 
     RowStatistics<T, Full> statistics(row.anchor(a));
@@ -72,7 +72,7 @@ template <class T, int N, bool Full> struct Backward {
     if (!tile.live()) return;
     const int64_t at = tile.row;
     const T* const logits = static_cast<const T*>(a.logits) + at * a.stride;
-    const RowTile<N, K> part = tile.part(Full ? 0 : unaligned_head(logits, a.vocab));
+    const RowTile<N, K> part = tile.part(unaligned_head<N>(logits, a.vocab));
     TileValues<T, N, K> x;
     part.template load<Hint::in_place>(x, logits);  // which may be overwritten
     const LogitRow<T, Full> row(a, args.classes, at, tile.number == 0 && tile.index == 0, false);
@@ -96,7 +96,7 @@ void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = costly_options(op.options) || op.accuracy || op.predicted;
   const launch::Launch made =
-      launch::cross_entropy_forward(device_profile(stream.device), logits_shape(op, !full || vectors_fit(op), full), op.after_counts);
+      launch::cross_entropy_forward(device_profile(stream.device), logits_shape(op, vectors_fit(op, full), full), op.after_counts);
   const ForwardArgs args{logit_rows(op, op.vocab, made.plan, stream), row_outputs(op)};
   with_logits<launch::cross_entropy_forward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Forward<T, I.vec, Full, I.threads>>(made, args, stream);
@@ -107,8 +107,7 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   require(op.dlogits.dtype == op.logits.dtype, op.op, ": the gradient of the logits must have their dtype");
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = costly_options(op.options);
-  const bool vectors =
-      full ? vectors_fit(op) && aligned(op.dlogits, 0) : equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
+  const bool vectors = vectors_fit(op, full) && equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
   const launch::Launch made = launch::cross_entropy_backward(device_profile(stream.device), logits_shape(op, vectors, full));
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Backward<T, I.vec, Full>>(made,

@@ -23,7 +23,7 @@ template <class T, int N, bool Full> struct Statistics {
     const LogitRows& a = args.rows;
     RowGroup group(a.threads_per_row);
     const LogitRow<T, Full> row(a, args.classes, group.first_row(), group.index == 0, true);
-    const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, Full || !row.valid ? 0 : unaligned_head(row.data, a.vocab));
+    const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, row.valid ? unaligned_head<N>(row.data, a.vocab) : 0);
     const bool want_best = Full && args.best_class != nullptr, weighted = Full && a.class_share != 0 && a.class_weight.data != nullptr;
 
     RowStatistics<T, Full> statistics(row.anchor(a));
@@ -109,7 +109,7 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
   if (row.rows == 0) return;
   const bool full = costly_options(row.options) || op.best_class;
   const launch::Launch made =
-      launch::cross_entropy_statistics(device_profile(stream.device), logits_shape(row, !full || vectors_fit(row), full));
+      launch::cross_entropy_statistics(device_profile(stream.device), logits_shape(row, vectors_fit(row, full), full));
   with_logits<launch::statistics_kernel>(made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Statistics<T, I.vec, Full>>(
         made, {logit_rows(row, op.classes.all, made.plan, stream), op.classes, static_cast<float*>(op.statistics), op.best_class}, stream);

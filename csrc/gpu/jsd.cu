@@ -73,7 +73,7 @@ template <class T, int N> struct JsdForwardKernel {
     const bool live = row < a.in.rows, counts = live && a.counts(row);
     const T* const x = row_of<T>(a.in.log_q, row);
     const T* const y = row_of<T>(a.in.log_p, row);
-    const RowWalk<T, N> own(counts ? a.in.vocab : 0, group, counts ? unaligned_head(x, a.in.vocab) : 0);
+    const RowWalk<T, N> own(counts ? a.in.vocab : 0, group, counts ? unaligned_head<N>(x, a.in.vocab) : 0);
     float sum = 0;
     const auto add = [&]<int M>(const Pair<T, M>& pair) {
       a.with_divergence([&]<Divergence D>() {
@@ -123,7 +123,7 @@ template <class T, int N> struct JsdBackwardKernel {
     const Tile<N, K> tile(args.tiles);
     if (!tile.live()) return;
     const T* const x = row_of<T>(a.in.log_q, tile.row);
-    const RowTile<N, K> part = tile.part(unaligned_head(x, a.in.vocab));
+    const RowTile<N, K> part = tile.part(unaligned_head<N>(x, a.in.vocab));
     T* const out = opaque(static_cast<T*>(args.dlog_q.data) + tile.row * args.dlog_q.stride);
     TileValues<T, N, K> student, teacher;
     if (!a.counts(tile.row)) {

@@ -177,7 +177,8 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     for (int k = 0; k < K; ++k) weights.multiply(g[k], dy[k], k);
   }
   // Makes g, adds a row to the sums over rows, and sets `row_sums` to what this thread's columns add to the sums over the row.
-  LIGER_DEVICE static void add_row(Sums& sums, RowSums& row_sums, Floats& g, const Inputs& in, const Weights& weights, const Statistics& of) {
+  LIGER_DEVICE static void add_row(Sums& sums, RowSums& row_sums, Floats& g, const Inputs& in, const Weights& weights,
+                                   const Statistics& of) {
     float parts[Centered ? 2 : 1][2] = {};  // of even and of odd elements, since additions depend on each other
 #pragma unroll
     for (int k = 0; k < K; ++k) {

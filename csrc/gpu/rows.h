@@ -152,8 +152,9 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
 };
 using RowGroup = RowGroupOf<0, false>;
 
-// Elements before the first one of a row whose address is a multiple of 16.
-template <class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
+// Elements before a row's first vector: up to the first address that is a multiple of 16, if vectors have 16 bytes.
+template <int VEC, class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
+  if constexpr (VEC == 1) return 0;
   const int head = int(-reinterpret_cast<intptr_t>(row) & 15) / int(sizeof(T));
   return head < cols ? head : int(cols);
 }
@@ -165,7 +166,7 @@ template <int N> struct RowParts {
 
   LIGER_DEVICE RowParts(int64_t cols, int head, int index) : head(head), vectors(int((cols - head) / N)) {
     const int column = index < head ? index : vectors * N + index;
-    single = column < cols ? column : -1;
+    single = N > 1 && column < cols ? column : -1;
   }
 };
 static_assert(launch::min_edge_threads >= 2 * (8 - 1));

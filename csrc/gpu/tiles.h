@@ -61,7 +61,7 @@ template <int VEC, int K> struct Tile {
   // Of a row of any length, of which `head` elements lie before the first vector.
   LIGER_DEVICE RowTile<VEC, K> part(int head) const {
     const int64_t whole = (tiles.cols - head) / VEC * VEC, single = index < head ? index : whole + index;
-    const bool has_single = number == tiles.per_row - 1 && single < tiles.cols;
+    const bool has_single = VEC > 1 && number == tiles.per_row - 1 && single < tiles.cols;
     return {head, {index, tiles.threads_per_row, begin(), whole}, has_single ? single : -1};
   }
 

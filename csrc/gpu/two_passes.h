@@ -77,8 +77,7 @@ template <class T, int VEC, int K, int N> class LongRow {
   LIGER_DEVICE LongRow(const TwoPassArgs& a, const Group& group)
       : a_(a),
         row_(int(group.first_row())),
-        parts_(has_edges && row_ < a.rows ? a.cols : 0, has_edges && row_ < a.rows ? unaligned_head(element(0, 0), a.cols) : 0,
-               group.index),
+        parts_(has_edges && row_ < a.rows ? a.cols : 0, row_ < a.rows ? unaligned_head<VEC>(element(0, 0), a.cols) : 0, group.index),
         held_{{group.index, group.threads_per_row, int(least(end(), int64_t{most(a)} * group.threads_per_row * VEC))},
               a.shared_offset,
               most(a)} {

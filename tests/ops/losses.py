@@ -79,6 +79,16 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
     yield "cross_entropy", "32000", False, lambda: logits(2, 32000)
     yield "cross_entropy", "20x4500", False, lambda: logits(20, 4500)
     yield "cross_entropy", "offset", False, lambda: logits(4, 1000, "offset")
+    for rows, vocab in (
+        (4, 1000),
+        (9, 20001),
+    ):  # without weights of classes, whose vectors would have to be aligned, too
+        yield (
+            "cross_entropy",
+            f"offset {vocab} all",
+            False,
+            functools.partial(logits, rows, vocab, "offset", **options, **results),
+        )
     reachable = {"target": torch.tensor([1, -100, 7, 1002])}
     yield "cross_entropy", "masked classes", False, lambda: logits(4, 1003, masked=True) | reachable
     yield "cross_entropy", "ignored", False, lambda: logits(4, 100) | {"target": torch.full((4,), -100)}
@@ -113,6 +123,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         ("split, tokens scaled", False, (5, 8, 2048), chunks | {"use_token_scaling": True, "lse_square_scale": 1e-2}),
         ("split per token", False, (130, 7, 1100, True), chunks | {"reduction": "none", "label_smoothing": 0.1}),
         ("split, offset class weights", True, (9, 8, 1100, True, True), options | chunks | {"layout": "offset"}),
+        ("split, odd vocabulary, options", False, (9, 8, 2051), options | chunks),
         ("split, odd vocabulary", False, (3, 8, 2051), chunks | {"ce_weight": class_weights(2051)("cpu", dtype)}),
         (
             "held in registers, few ignored",
