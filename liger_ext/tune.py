@@ -68,7 +68,7 @@ class Case:
 
 
 def _facts(launch: _C.NamedLaunch) -> dict[str, int]:
-    names = ("threads_per_row", "block", "k", "cluster", "stages", "grid")
+    names = ("threads_per_row", "block", "k", "slots", "cluster", "stages", "grid")
     return {name: getattr(launch.plan, name) for name in names}
 
 

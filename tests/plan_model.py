@@ -58,9 +58,9 @@ def check_shares(threads: int, warp: int, k: int, vectors: int) -> None:
 
 def check_ring(plan, inputs: int, k: int, fixed: int, mbarriers: int) -> None:
     """The ring lies behind what reductions take, and holds `stages` rows and, of bulk copies, their mbarriers."""
-    assert plan.stages >= 1 and plan.ring_offset >= fixed and plan.ring_offset % 128 == 0
+    assert plan.stages >= 1 and plan.shared_offset >= fixed and plan.shared_offset % 128 == 0
     stage = plan.block * k * 16 * inputs + mbarriers
-    assert plan.smem >= plan.ring_offset + plan.stages * stage
+    assert plan.smem >= plan.shared_offset + plan.stages * stage
 
 
 def check_teams(plan, rows: int) -> None:

@@ -159,7 +159,7 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
 
 // vocab: of all classes, also of those that are not here.
 InPlaceArgs in_place_args(const CrossEntropyRows& row, int64_t vocab, double gradient_scale, const launch::Launch& made, Stream stream) {
-  return {logit_rows(row, vocab, made.plan, stream), row_outputs(row), float(gradient_scale), made.plan.ring_offset};
+  return {logit_rows(row, vocab, made.plan, stream), row_outputs(row), float(gradient_scale), made.plan.shared_offset};
 }
 float load_at_once_from(int64_t batch_rows) { return float(batch_rows) * 15 / 16; }
 
@@ -181,7 +181,7 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
                                                              !full && !row.options.token_scaling);
   const InPlaceArgs common = in_place_args(row, row.vocab, op.gradient_scale, made, stream);
   if (made.of(launch::in_place_kernel)) {
-    const SlotArgs args{common, made.plan.k};
+    const SlotArgs args{common, made.plan.slots};
     return with_logits<launch::in_place_kernel>(
         made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() { launch<InPlace<T, I.vec, Full>>(made, args, stream); });
   }

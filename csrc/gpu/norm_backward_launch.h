@@ -61,7 +61,7 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
     a.threads_per_row = plan.threads_per_row;
     if (main.of(launch::norm_backward_few)) a.tile_blocks = launch::few_tiles(a.cols, main.instance);
     a.stages = plan.stages;
-    a.ring_offset = plan.ring_offset;
+    a.ring_offset = plan.shared_offset;
     a.row_step = int64_t{plan.grid / plan.cluster} * std::max(1, plan.block / plan.threads_per_row);
     dispatch(a.z.dtype, [&](auto tag) {
       using T = decltype(tag);

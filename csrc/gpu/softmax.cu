@@ -7,8 +7,6 @@
 // Maxima drop NaN, which reaches all results by way of the sum; a row of -inf, or one with +inf, gives NaN, as in PyTorch.
 #include "kernels/softmax.h"
 
-#include <algorithm>
-
 #include "gpu/device.h"
 #include "gpu/online_softmax.h"
 #include "gpu/two_passes.h"
@@ -115,8 +113,8 @@ void start(TwoPassArgs a, int inputs, Stream stream, Plan plan) {
     const launch::SoftmaxShape shape{a.rows, a.cols, alike ? 16 / int(sizeof(T)) : 1, whole};
     const launch::Launch made = plan(device_profile(stream.device), shape, nullptr);
     a.threads_per_row = made.plan.threads_per_row;
-    a.slots = std::max(0, made.plan.k - made.instance.k);
-    a.shared_offset = made.plan.ring_offset;
+    a.slots = made.plan.slots;
+    a.shared_offset = made.plan.shared_offset;
     if (made.of(Long)) with_instance<Long, fits<T>>(made, [&]<Instance I>() { launch<Any<T, I.vec, I.k>>(made, a, stream); });
     else with_instance<Short, fits<T>>(made, [&]<Instance I>() { launch<Registers<T, I.vec, I.k>>(made, a, stream); });
   });

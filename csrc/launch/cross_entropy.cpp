@@ -30,9 +30,10 @@ std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, i
     plan.threads_per_row = plan.cluster * plan.block;
     plan.grid = grid_of(std::max<int64_t>(1, of.rows) * plan.cluster);
   }
-  plan.k = static_cast<int>(std::max<int64_t>(registers, ceil_div(vectors, plan.threads_per_row)));
-  plan.ring_offset = reduction_bytes(2, plan.cluster);
-  plan.smem = plan.ring_offset + (plan.k - registers) * plan.block * of.vec * of.element_bytes;
+  plan.k = registers;
+  plan.slots = static_cast<int>(std::max<int64_t>(0, ceil_div(vectors, plan.threads_per_row) - registers));
+  plan.shared_offset = reduction_bytes(2, plan.cluster);
+  plan.smem = plan.shared_offset + plan.slots * plan.block * of.vec * of.element_bytes;
   if (plan.path != Path::regs || plan.smem > shared_room(device, 1)) return std::nullopt;
   check_threads(device, plan);
   return Launch{&in_place_held, in_place_held.instance(of.vec, registers), of.rows, of.vocab, plan, in_place};

@@ -35,7 +35,7 @@ Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Kn
 // The fused loss's, which need each row twice: rows that a block or a cluster of blocks holds, if they have whole vectors; and all others.
 // The constants are how many vectors a thread holds in registers: fewer of rows that lie in several matrices (chunks of the vocabulary),
 // and if the loss is not `plain`, that is, has options that cost registers. Rows of those two kinds are held in 16 bits alone, and only
-// where there are clusters. What registers do not hold is in shared memory: the plan's k counts the vectors of both.
+// where there are clusters. What registers do not hold is in shared memory (the plan's slots).
 constexpr int held_in_registers = 8, held_of_chunks = 7, held_of_full = 4;
 inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
                                       Instance{row_threads, 8, held_of_chunks}, Instance{row_threads, 8, held_of_full, none, true});

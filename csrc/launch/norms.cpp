@@ -107,13 +107,13 @@ int ring_stages(const DeviceProfile& device, NormBackwardKind kind, int64_t roun
 void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, int64_t rows, int fixed, int resident, int stages) {
   plan.smem = fixed;
   if (plan.vec == 1 || !(device.bulk_copies || (device.async_copies && (!kind.centered || plan.k == 4)))) return;
-  plan.ring_offset = static_cast<int>(round_up(fixed, 128));
+  plan.shared_offset = static_cast<int>(round_up(fixed, 128));
   const int stage = plan.block * kind.inputs * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
   const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
   const int wanted = stages > 0 ? stages : ring_stages(device, kind, rounds, 96 * 1024 / resident, stage);
-  const int room = shared_room(device, resident) - plan.ring_offset;
+  const int room = shared_room(device, resident) - plan.shared_offset;
   plan.stages = std::clamp(wanted, 1, std::clamp(room / stage, 1, device.bulk_copies ? wanted : async_stages));
-  plan.smem = plan.ring_offset + plan.stages * stage;
+  plan.smem = plan.shared_offset + plan.stages * stage;
 }
 
 NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind, const Knobs& knobs) {
@@ -210,10 +210,9 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
     Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
     several.block = std::min(knobs.block, 512);
     const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
-    plan =
-        plan_row(device, rows, cols,
-                 {.vec = vec, .max_k = max_k, .max_block = 512, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k},
-                 several);
+    plan = plan_row(
+        device, rows, cols,
+        {.vec = vec, .max_k = max_k, .max_block = 512, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k}, several);
     plan = clustered(device, plan, rows, cols, k, 512, knobs);
     plan.k = std::max(plan.k, k);
   }

@@ -187,7 +187,7 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   };
   spread(max_threads);
   plan.k = 0;
-  plan.smem = plan.ring_offset = shared_bytes;
+  plan.smem = plan.shared_offset = shared_bytes;
   // As many blocks on a multiprocessor as leave no more unstashed than the L2 holds; the last resort is one large block.
   for (int resident = knobs.resident > 0 ? std::min(knobs.resident, max_resident) : max_resident; stash && resident >= 1; --resident) {
     if (resident == 1 && plan.threads_per_row == max_threads) spread(2 * max_threads);
@@ -195,7 +195,7 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
     const int64_t slot = int64_t{plan.block} * vec * element_bytes;
     const int64_t slots = std::clamp<int64_t>(room / slot, 0, ceil_div(vectors, plan.threads_per_row));
     const int64_t left = std::max<int64_t>(0, vectors - slots * plan.threads_per_row) * vec * element_bytes;
-    plan.k = static_cast<int>(slots);
+    plan.slots = static_cast<int>(slots);
     plan.smem = static_cast<int>(shared_bytes + slots * slot);
     if (left == 0) plan.path = Path::regs;
     const int64_t in_flight = left * (plan.block / plan.threads_per_row) * resident * device.multiprocessors;

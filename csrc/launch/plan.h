@@ -25,14 +25,15 @@ enum class Path { regs, reread };
 struct LaunchPlan {
   Path path = Path::regs;
   int vec = 1;              // elements per access: as many as 16 bytes hold, or 1 where rows are not aligned to 16 bytes
-  int k = 1;                // vectors that a thread holds (regs), or that it loads before it uses the first one (reread)
+  int k = 1;                // vectors that a thread holds in registers (regs), or that it loads before it uses the first one (reread)
+  int slots = 0;            // vectors that a thread holds in shared memory besides
   int threads_per_row = 32; // part of a warp, which is a power of two, whole warps of one block, or all threads of a cluster
   int block = 32;           // threads per block, which processes block / threads_per_row rows at a time
   int grid = 1;             // blocks, a multiple of cluster
   int cluster = 1;          // blocks that share a row
   int smem = 0;             // dynamic shared memory, bytes
   int stages = 0;           // rows of the ring buffer in shared memory that fetches rows ahead (gpu/row_stream.h); 0: no ring
-  int ring_offset = 0;      // where the ring begins in shared memory, bytes
+  int shared_offset = 0;    // where the ring or the slots begin in shared memory, bytes: behind what reductions take
   bool pdl = false;         // programmatic dependent launch: it starts while the kernel before it still runs
   int warp = 32;            // threads per warp on this device
   int partial_rows = 0;     // rows of fp32 partial sums that this kernel writes and a second kernel adds up (dweight, dbias)
@@ -110,8 +111,8 @@ RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int
 // threads_per_row columns of one group, and all rows; a thread adds up about four of the rows.
 LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
-// Rows of logits (cross entropy): at most one block per row, whose threads loop over it. With `stash`, each thread keeps its first `k`
-// vectors of the row in shared memory, behind the `shared_bytes` of reductions, so that they need not be read again. The rest of the rows
+// Rows of logits (cross entropy): at most one block per row, whose threads loop over it. With `stash`, each thread keeps its first vectors
+// of the row in shared memory (slots), behind the `shared_bytes` of reductions, so that they need not be read again. The rest of the rows
 // is read again; the plan limits how many rows are processed at a time, so that this rest of all of them fits the L2. path is regs if there
 // is no rest.
 LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash,

@@ -72,13 +72,14 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, 
   LaunchPlan plan = plan_row(device, of.rows * blocks, threads * of.vec, {.vec = of.vec, .max_k = 1, .k = 1}, rows_of_block);
   plan.cluster = static_cast<int>(blocks);
   plan.threads_per_row = static_cast<int>(threads * blocks);
-  plan.ring_offset = plan.smem = reduction_bytes(2, plan.cluster);
+  plan.shared_offset = plan.smem = reduction_bytes(2, plan.cluster);
   // A multiprocessor's shared memory is divided among as many blocks as its registers have room for: 1,024 threads of 64.
   const int64_t slot = int64_t{plan.block} * inputs * 16, resident = std::max(1, 1024 / plan.block);
   const int64_t room = shared_room(device, resident) - plan.smem;
   const int64_t missing = std::max<int64_t>(0, ceil_div(vectors, plan.threads_per_row) - k);
   const int64_t slots = of.vec == 1 ? 0 : std::min(missing, std::max<int64_t>(0, room / slot));
-  plan.k = static_cast<int>(k + slots);
+  plan.k = k;
+  plan.slots = static_cast<int>(slots);
   plan.smem += static_cast<int>(slots * slot);
   plan.path = missing == slots ? Path::regs : Path::reread;
   return plan;
@@ -98,7 +99,7 @@ Launch softmax(const DeviceProfile& device, SoftmaxShape of, const Direction& di
     if (plan.path == Path::regs) return launch(direction.registers, of.vec == 1 ? k : plan.k, plan);
   }
   const LaunchPlan plan = plan_any_length(device, of, k, direction.inputs, knobs);
-  const bool held = !edges && plan.path == Path::regs && plan.k == k;
+  const bool held = !edges && plan.path == Path::regs && plan.slots == 0;
   return launch(held ? direction.registers : direction.any_length, k, plan);
 }
 

@@ -176,7 +176,8 @@ void bind_plans(py::module_& m) {
       .def_readonly("cluster", &LaunchPlan::cluster)
       .def_readonly("smem", &LaunchPlan::smem)
       .def_readonly("stages", &LaunchPlan::stages)
-      .def_readonly("ring_offset", &LaunchPlan::ring_offset)
+      .def_readonly("slots", &LaunchPlan::slots)
+      .def_readonly("shared_offset", &LaunchPlan::shared_offset)
       .def_readonly("warp", &LaunchPlan::warp)
       .def_readonly("partial_rows", &LaunchPlan::partial_rows);
   py::class_<RopePlan>(m, "RopePlan")

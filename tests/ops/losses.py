@@ -288,9 +288,9 @@ def matrix_tiles(launch, call) -> None:
 def logit_row_held(launch, call) -> None:
     plan, (vec, k) = launch.plan, launch.instance
     check_rows(plan, launch.rows)
-    in_shared_memory = (plan.k - k) * plan.block * vec * call["element_bytes"]
-    assert plan.k >= k and plan.smem >= reduction_bytes(2, plan.cluster) + in_shared_memory
-    check_held(plan.threads_per_row, plan.k, vec, launch.cols // vec * vec)
+    in_shared_memory = plan.slots * plan.block * vec * call["element_bytes"]
+    assert plan.k == k and plan.smem >= reduction_bytes(2, plan.cluster) + in_shared_memory
+    check_held(plan.threads_per_row, plan.k + plan.slots, vec, launch.cols // vec * vec)
     assert launch.cols % vec <= plan.threads_per_row
 
 
@@ -299,8 +299,8 @@ def logit_row(launch, call) -> None:
     check_rows(plan, launch.rows)
     check_singles(plan.threads_per_row, vec, launch.cols)
     if launch.kernel == "InPlace":
-        assert plan.smem >= reduction_bytes(2) + plan.k * plan.block * vec * call["element_bytes"]
-        assert 0 <= plan.k <= ceil_div(ceil_div(launch.cols, vec), plan.threads_per_row)
+        assert plan.smem >= reduction_bytes(2) + plan.slots * plan.block * vec * call["element_bytes"]
+        assert 0 <= plan.slots <= ceil_div(ceil_div(launch.cols, vec), plan.threads_per_row)
     else:
         (threads,) = launch.instance[1:] or (0,)  # what the kernel knows of its rows' and blocks' threads
         assert threads == 0 or threads == plan.block == plan.threads_per_row == launch.max_threads

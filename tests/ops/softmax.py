@@ -69,19 +69,19 @@ def row_of_any_length(launch, call) -> None:
     twice, in batches that follow the slots."""
     plan, (vec, registers) = launch.plan, launch.instance
     check_rows(plan, launch.rows)
-    threads, slots = plan.threads_per_row, plan.k - registers
+    threads, slots = plan.threads_per_row, plan.slots
     inputs = 2 if "Backward" in launch.kernel else 1
-    assert plan.ring_offset == reduction_bytes(2, plan.cluster)
-    assert plan.smem >= plan.ring_offset + slots * inputs * plan.block * 16
+    assert plan.shared_offset == reduction_bytes(2, plan.cluster)
+    assert plan.smem >= plan.shared_offset + slots * inputs * plan.block * 16
     if vec == 1:
         assert slots == 0
     else:
         check_singles(threads, vec, launch.cols)
         assert slots == 0 or threads == plan.cluster * plan.block
     most = launch.cols // vec
-    assert (plan.path == _C.Path.regs) == (most <= threads * plan.k)
+    assert (plan.path == _C.Path.regs) == (most <= threads * (plan.k + plan.slots))
     for vectors in {most, max(0, most - 1)} if launch.cols % vec else {most}:  # a head may take one away
-        check_columns(threads, plan.k, vec, 0, vectors * vec)
+        check_columns(threads, plan.k + plan.slots, vec, 0, vectors * vec)
 
 
 PLAN_MODELS = {
