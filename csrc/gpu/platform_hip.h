@@ -78,7 +78,8 @@ LIGER_DEVICE int shfl_xor(int v, int mask) {
 LIGER_DEVICE float shfl_xor(float v, int mask) { return bit_cast<float>(shfl_xor(bit_cast<int>(v), mask)); }
 // Calls f(mask) for width / 2, width / 4 ... 1, where `width`, a power of two, may be known at run time only. Each mask is a constant.
 template <class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
-  asm volatile("" : "+s"(width));  // the compiler must not compare it ahead of a loop over rows: it spilled scalar registers for that
+  // Comparisons ahead of a loop over rows, where the compiler likes them, made it spill scalar registers.
+  if (!__builtin_constant_p(width)) asm volatile("" : "+s"(width));
 #pragma unroll
   for (int mask = warp_width() / 2; mask > 0; mask /= 2)
     if (mask < width) f(mask);
