@@ -77,12 +77,12 @@ LIGER_DEVICE int shfl_xor(int v, int mask) {
 }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return bit_cast<float>(shfl_xor(bit_cast<int>(v), mask)); }
 // Calls f(mask) for width / 2, width / 4 ... 1, where `width`, a power of two, may be known at run time only. Each mask is a constant.
-template <class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
+// (clang 22 left a loop as it is where it knew the width.)
+template <int Mask = warp_width() / 2, class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
   // Comparisons ahead of a loop over rows, where the compiler likes them, made it spill scalar registers.
   if (!__builtin_constant_p(width)) asm volatile("" : "+s"(width));
-#pragma unroll
-  for (int mask = warp_width() / 2; mask > 0; mask /= 2)
-    if (mask < width) f(mask);
+  if (Mask < width) f(Mask);
+  if constexpr (Mask > 1) for_masks_below<Mask / 2>(width, f);
 }
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // One instruction, 1 ulp; results below the normal range become 0.
