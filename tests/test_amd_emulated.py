@@ -36,6 +36,14 @@ def test_a_few_cases_of_every_op(arch):
 
 
 @needs_build
+@pytest.mark.amd
+@pytest.mark.parametrize("arch", objects.ARCHITECTURES)
+def test_lanes_read_each_others_registers(arch):
+    done = script("lanes.py", arch)
+    assert done.returncode == 0 and " 0 wrong" in done.stdout, done.stdout + done.stderr
+
+
+@needs_build
 @pytest.mark.parametrize("arch", run.ARCHITECTURES)
 def test_every_launch_fits_the_device(arch):
     """Threads, whole waves, shared memory and grid, for hundreds of shapes of every op."""

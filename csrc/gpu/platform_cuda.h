@@ -171,6 +171,11 @@ LIGER_DEVICE void wait_for_previous_kernel() {
 LIGER_DEVICE void warp_barrier() { __syncwarp(); }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+// Calls f(mask) for width / 2, width / 4 ... 1, where `width`, a power of two, may be known at run time only.
+template <class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
+#pragma unroll 1
+  for (int mask = width / 2; mask > 0; mask /= 2) f(mask);
+}
 // The larger; NaN if either is NaN (fmaxf would drop it).
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // One instruction, 2 ulp; results below the normal range become 0.

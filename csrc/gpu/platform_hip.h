@@ -52,8 +52,38 @@ LIGER_DEVICE bool elected() { return lane_id() == 0; }
 LIGER_DEVICE void let_next_kernel_start() {}
 LIGER_DEVICE void wait_for_previous_kernel() {}
 LIGER_DEVICE void warp_barrier() { __builtin_amdgcn_wave_barrier(); }
-LIGER_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor(v, mask, warp_width()); }
-LIGER_DEVICE int shfl_xor(int v, int mask) { return __shfl_xor(v, mask, warp_width()); }
+// The value of the lane whose number differs in the bits of `mask`, a power of two. __shfl_xor goes through LDS, and needs a register for
+// addresses; where the mask is known when code is compiled, lanes read each other's registers instead, often in the instruction that uses
+// the value (data parallel primitives, in rows of 16 lanes).
+template <int Control> LIGER_DEVICE int from_lane(int v) { return __builtin_amdgcn_update_dpp(0, v, Control, 0xf, 0xf, true); }
+LIGER_DEVICE int shfl_xor(int v, int mask) {
+  constexpr int quad_1032 = 0xb1, quad_2301 = 0x4e;
+  if (__builtin_constant_p(mask)) {
+    if (mask == 1) return from_lane<quad_1032>(v);
+    if (mask == 2) return from_lane<quad_2301>(v);
+#if defined(__GFX9__)
+    constexpr int quad_3210 = 0x1b, row_half_mirror = 0x141, rotate_row_by_8 = 0x128, swizzle_xor_16 = 16 << 10 | 0x1f;
+    if (mask == 4) return from_lane<quad_3210>(from_lane<row_half_mirror>(v));
+    if (mask == 8) return from_lane<rotate_row_by_8>(v);
+    if (mask == 16) return __builtin_amdgcn_ds_swizzle(v, swizzle_xor_16);  // by way of LDS too, but without addresses
+#else
+    constexpr int row_xor = 0x160;
+    if (mask == 4) return from_lane<row_xor | 4>(v);
+    if (mask == 8) return from_lane<row_xor | 8>(v);
+    if (mask == 16) return __builtin_amdgcn_permlanex16(v, v, 0x76543210, 0xfedcba98, false, true);
+#endif
+  }
+  return __shfl_xor(v, mask, warp_width());
+}
+LIGER_DEVICE float shfl_xor(float v, int mask) { return bit_cast<float>(shfl_xor(bit_cast<int>(v), mask)); }
+// Calls f(mask) for width / 2, width / 4 ... 1, where `width`, a power of two, may be known at run time only. Each mask is a constant.
+// (clang 22 left a loop as it is where it knew the width.)
+template <int Mask = warp_width() / 2, class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
+  // Comparisons ahead of a loop over rows, where the compiler likes them, made it spill scalar registers.
+  if (!__builtin_constant_p(width)) asm volatile("" : "+s"(width));
+  if (Mask < width) f(Mask);
+  if constexpr (Mask > 1) for_masks_below<Mask / 2>(width, f);
+}
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // One instruction, 1 ulp; results below the normal range become 0.
 LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }

@@ -96,6 +96,11 @@ LIGER_DEVICE float shfl_xor(float v, int mask, source_location where = source_lo
 LIGER_DEVICE int shfl_xor(int v, int mask, source_location where = source_location::current()) {
   return int(simt::shuffle_xor(uint32_t(v), mask, where));
 }
+// Calls f(mask) for width / 2, width / 4 ... 1, where `width`, a power of two, may be known at run time only.
+template <class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
+#pragma unroll 1
+  for (int mask = width / 2; mask > 0; mask /= 2) f(mask);
+}
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // As on GPUs, results below the normal range become 0.
 LIGER_DEVICE float fast_exp2(float v) {

@@ -145,8 +145,7 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
 #pragma unroll
       for (int mask = Threads / 2; mask > 0; mask /= 2) step(mask);
     } else {
-#pragma unroll 1
-      for (int mask = width / 2; mask > 0; mask /= 2) step(mask);
+      for_masks_below(width, step);
     }
   }
 };
