@@ -206,7 +206,7 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
     plan = norm_warps(device, rows, cols, vec, centered, knobs);
   } else {
     // Parts of warps, single elements, rows of a cluster, and where there are none, long rows.
-    const int k = vec == 1 ? 4 : 2, max_k = device.bulk_copies ? k : 4;
+    const int k = vec == 1 ? 4 : 2, max_k = !device.bulk_copies && vectors > 512 * 2 ? 4 : k;
     Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
     several.block = std::min(knobs.block, 512);
     const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
