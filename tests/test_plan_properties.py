@@ -71,7 +71,7 @@ cols = st.integers(1, 262_144) | st.integers(1, 300) | st.sampled_from([2**i for
 @st.composite
 def calls(draw, op):
     call = {"rows": draw(rows), "cols": draw(cols), "dtype": draw(st.sampled_from(sorted(BYTES)))}
-    for name in ("aligned", "contiguous", "mixed", "full", "weighted", "per_row", "bias", "frozen"):
+    for name in ("aligned", "contiguous", "mixed", "full", "equally_aligned", "per_row", "bias", "frozen"):
         call[name] = draw(st.booleans())
     if op in WITH_HEADS:
         call["cols"] = 2 * draw(st.integers(1, 256))
@@ -334,10 +334,10 @@ def sweep():
         (
             {},
             {"mixed": True},
-            {"full": True, "weighted": True, "interleaved": True},
+            {"full": True, "equally_aligned": False, "interleaved": True},
             {"per_row": True},
             {"frozen": True},
-            {"chunk_classes": 1024, "full": True, "weighted": True},
+            {"chunk_classes": 1024, "full": True},
             {"chunk_classes": 1 << 20, "chunk_rows": 0, "overlaid": True, "hidden": 64},
             *({"knobs": _C.Knobs(threads=n, block=n, cluster=n)} for n in (4, 1024)),
         ),

@@ -5,8 +5,8 @@
 // thread, so that one read is enough, and the group meets only at the end of the row. The backward knows lse and needs no meeting.
 //
 // Rows may begin at any address (an odd vocabulary): what is before the first and behind the last whole vector is a thread's each.
-// `Full` has the options that cost instructions per element (softcap, label smoothing, argmax). Label smoothing with weights of classes
-// reads unaligned rows one element at a time.
+// Only a gradient whose rows begin elsewhere within 16 bytes than those of the logits is made one element at a time. `Full` has the options
+// that cost instructions per element (softcap, label smoothing, argmax).
 #include "gpu/cross_entropy_launch.h"
 #include "gpu/tiles.h"
 
@@ -59,7 +59,7 @@ template <class T, int N, bool Full> struct Backward {
     Tiles tiles;
     LogitRows rows;
     const float *lse, *token;
-    Rows grad;             // null: unreduced
+    Rows grad;  // null: unreduced
     float gradient_scale;  // of the unreduced
     MutableRows dlogits;
     Classes classes;
@@ -95,8 +95,7 @@ template <class T, int N, bool Full> struct Backward {
 void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = costly_options(op.options) || op.accuracy || op.predicted;
-  const launch::Launch made =
-      launch::cross_entropy_forward(device_profile(stream.device), logits_shape(op, vectors_fit(op, full), full), op.after_counts);
+  const launch::Launch made = launch::cross_entropy_forward(device_profile(stream.device), logits_shape(op, true, full), op.after_counts);
   const ForwardArgs args{logit_rows(op, op.vocab, made.plan, stream), row_outputs(op)};
   with_logits<launch::cross_entropy_forward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Forward<T, I.vec, Full, I.threads>>(made, args, stream);
@@ -107,7 +106,7 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   require(op.dlogits.dtype == op.logits.dtype, op.op, ": the gradient of the logits must have their dtype");
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = costly_options(op.options);
-  const bool vectors = vectors_fit(op, full) && equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
+  const bool vectors = equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
   const launch::Launch made = launch::cross_entropy_backward(device_profile(stream.device), logits_shape(op, vectors, full));
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Backward<T, I.vec, Full>>(made,

@@ -108,8 +108,7 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   if (row.rows == 0) return;
   const bool full = costly_options(row.options) || op.best_class;
-  const launch::Launch made =
-      launch::cross_entropy_statistics(device_profile(stream.device), logits_shape(row, vectors_fit(row, full), full));
+  const launch::Launch made = launch::cross_entropy_statistics(device_profile(stream.device), logits_shape(row, true, full));
   with_logits<launch::statistics_kernel>(made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Statistics<T, I.vec, Full>>(
         made, {logit_rows(row, op.classes.all, made.plan, stream), op.classes, static_cast<float*>(op.statistics), op.best_class}, stream);

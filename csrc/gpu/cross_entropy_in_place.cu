@@ -177,7 +177,7 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   if (row.rows == 0 || row.vocab == 0) return;
   const bool full = costly_options(row.options) || row.accuracy || row.predicted;
-  const launch::Launch made = launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, rows_are_aligned(row), full),
+  const launch::Launch made = launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, vectors_fit(row), full),
                                                              !full && !row.options.token_scaling);
   const InPlaceArgs common = in_place_args(row, row.vocab, op.gradient_scale, made, stream);
   if (made.of(launch::in_place_kernel)) {

@@ -108,11 +108,8 @@ template <const launch::Kernel& Of, class F> void with_logits(const launch::Laun
   });
 }
 
-// Do rows, and the weights of classes, begin at multiples of 16 bytes? How many columns there are does not matter.
-template <class Op> bool rows_are_aligned(const Op& op) { return aligned(op.logits, 0) && aligned(op.class_weight, 0); }
-// May accesses have 16 bytes? A row's vectors may begin behind some single elements; but not if its options (full) need the weights of each
-// vector's classes, which would have to begin there, too.
-template <class Op> bool vectors_fit(const Op& op, bool full) { return !full || op.class_weight.data == nullptr || rows_are_aligned(op); }
+// In-place kernels: may accesses have 16 bytes? Every row start is aligned then; how many columns there are does not matter.
+template <class Op> bool vectors_fit(const Op& op) { return aligned(op.logits, 0) && aligned(op.class_weight, 0); }
 inline bool costly_options(const CrossEntropyOptions& o) { return o.softcap != 0 || o.label_smoothing != 0; }
 
 }  // namespace liger::gpu

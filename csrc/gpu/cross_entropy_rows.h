@@ -273,9 +273,22 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
     sum = total;
   }
 
-  template <int N> LIGER_DEVICE static void class_weights(const LogitRows& a, float (&w)[N], int column) {
+  // Aligned: all vectors begin at multiples of their size.
+  template <bool Aligned = false, int N> LIGER_DEVICE static void class_weights(const LogitRows& a, float (&w)[N], int column) {
     if (a.class_weight.data) {
-      load_any<N>(w, a.class_weight.data, a.class_weight.dtype, column);
+      with_dtype(a.class_weight.dtype, [&](auto tag) {
+        using W = std::remove_cvref_t<decltype(tag)>;
+        const W* const from = static_cast<const W*>(a.class_weight.data) + column;
+        Vec<W, N> v;
+        if (Aligned || reinterpret_cast<uintptr_t>(from) % alignof(Vec<W, N>) == 0) {
+          load(v, from);
+        } else {  // the row's vectors begin elsewhere
+#pragma unroll
+          for (int j = 0; j < N; ++j) v[j] = from[j];
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) w[j] = to_float(v[j]);
+      });
     } else {
 #pragma unroll
       for (int j = 0; j < N; ++j) w[j] = 1;

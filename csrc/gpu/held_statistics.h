@@ -84,7 +84,7 @@ template <class T> struct HeldOptions {
       if (a.class_weight.data) {
         if (a.softcap != 0) cap<T>(a, x);
         float w[elements_of<decltype(raw)>];
-        RowStatistics<T, true>::class_weights(a, w, column);
+        RowStatistics<T, true>::template class_weights<true>(a, w, column);
         of_part = 0;
 #pragma unroll
         for (int j = 0; j < elements_of<decltype(raw)>; ++j) part += w[j] * (x[j] - anchor), of_part += w[j];

@@ -24,8 +24,7 @@ constexpr bool logits_have(bool full, const Instance& of) { return full ? of.thr
 
 // threads: the threads of a row's block, if the compiler knows them; 0: the plan says it. after_counts: the launch depends on no earlier
 // kernel but the one that counts targets.
-inline constexpr Kernel cross_entropy_forward_kernel("Forward", Instance{logits_threads, 1, none, 0},
-                                                     Instance{logits_threads, wide, none, 0},
+inline constexpr Kernel cross_entropy_forward_kernel("Forward", Instance{logits_threads, wide, none, 0},
                                                      Instance{logits_row_threads, wide, none, logits_row_threads});
 Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool after_counts, const Knobs* = nullptr);
 
@@ -46,7 +45,7 @@ inline constexpr int most_vocabulary_chunks = 16;
 std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile&, const LogitsShape&, bool plain, int chunks, const Knobs* = nullptr);
 
 // The statistics of one chunk of the vocabulary, and the merge of all chunks, which has a thread for each row.
-inline constexpr Kernel statistics_kernel("Statistics", Instance{logits_threads, 1}, Instance{logits_threads, wide});
+inline constexpr Kernel statistics_kernel("Statistics", Instance{logits_threads, wide});
 Launch cross_entropy_statistics(const DeviceProfile&, const LogitsShape&);
 inline constexpr Kernel merge_kernel("Merge", Instance{independent_threads});
 Launch cross_entropy_merge(const DeviceProfile&, int64_t rows);

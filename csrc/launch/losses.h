@@ -6,13 +6,11 @@
 namespace liger::launch {
 
 inline const Fact full{"full"};          // options that cost instructions per element
-inline const Fact weighted{"weighted"};  // classes have weights
 inline const Fact per_row{"per_row"};  // reduction "none"
 
-// Elements per access for rows of logits. Their length need not be a multiple of it. Rows must be aligned only for the in-place kernel, and
-// if options need the weights of each vector's classes.
+// Elements per access for rows of logits. Their length need not be a multiple of it. Rows must be aligned only for the in-place kernel.
 inline LogitsShape logits(const Call& call, int64_t rows, bool in_place) {
-  const bool vectors = call.aligned || !(in_place || (call[full] && call[weighted]));
+  const bool vectors = call.aligned || !in_place;
   return {rows, call.cols, call.element_bytes, vectors ? wide_vec(call) : 1, call[full] != 0};
 }
 

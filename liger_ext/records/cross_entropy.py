@@ -187,7 +187,6 @@ CROSS_ENTROPY = Record(
     constants=("weight",),
     launch_options=lambda size, dtype, memory_bytes, options: {
         "full": costly(options),
-        "weighted": options.get("weight") is not None,
         "aligned": size.cols * dtype.itemsize % 16 == 0,
     },
 )

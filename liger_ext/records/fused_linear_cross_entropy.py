@@ -113,7 +113,6 @@ def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int, options: 
         "chunk_rows": way.rows,
         "chunk_classes": way.classes,
         "full": costly(options) or bool(options.get("use_token_scaling")),
-        "weighted": options.get("ce_weight") is not None,
         "bias": options.get("bias") is not None,
     }
 

@@ -79,16 +79,10 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
     yield "cross_entropy", "32000", False, lambda: logits(2, 32000)
     yield "cross_entropy", "20x4500", False, lambda: logits(20, 4500)
     yield "cross_entropy", "offset", False, lambda: logits(4, 1000, "offset")
-    for rows, vocab in (
-        (4, 1000),
-        (9, 20001),
-    ):  # without weights of classes, whose vectors would have to be aligned, too
-        yield (
-            "cross_entropy",
-            f"offset {vocab} all",
-            False,
-            functools.partial(logits, rows, vocab, "offset", **options, **results),
-        )
+    for rows, vocab, weighted in ((4, 1000, False), (9, 20001, False), (9, 20001, True)):
+        more = {"weighted": weighted, **options, **results}
+        made = functools.partial(logits, rows, vocab, "offset", **more)
+        yield "cross_entropy", f"offset {vocab} all" + " weighted" * weighted, False, made
     reachable = {"target": torch.tensor([1, -100, 7, 1002])}
     yield "cross_entropy", "masked classes", False, lambda: logits(4, 1003, masked=True) | reachable
     yield "cross_entropy", "ignored", False, lambda: logits(4, 100) | {"target": torch.full((4,), -100)}

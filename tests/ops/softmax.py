@@ -67,7 +67,7 @@ LARGE = {"softmax": lambda a, b, _: F.softmax(a)}
 def row_of_any_length(launch, call) -> None:
     """Whole vectors in registers and slots of shared memory, and single elements. What is left (Path.reread) is read
     twice, in batches that follow the slots."""
-    plan, (vec, registers) = launch.plan, launch.instance
+    plan, vec = launch.plan, launch.instance[0]
     check_rows(plan, launch.rows)
     threads, slots = plan.threads_per_row, plan.slots
     inputs = 2 if "Backward" in launch.kernel else 1
