@@ -57,7 +57,8 @@ template <class T> constexpr Dtype dtype_of = std::is_same_v<T, float> ? Dtype::
 LIGER_DEVICE float to_float(float v) { return v; }
 LIGER_DEVICE float to_float(bf16 v) { return bit_cast<float>(uint32_t{v.bits} << 16); }
 LIGER_DEVICE float to_float(f16 v) { return half_to_float(v.bits); }
-template <class T> LIGER_DEVICE T from_float(float v) {
+// Always inlined, since gcc does not tell the host target of a store whose value is the result of a call.
+template <class T> [[gnu::always_inline]] LIGER_DEVICE T from_float(float v) {
   if constexpr (std::is_same_v<T, float>) return v;
   else if constexpr (std::is_same_v<T, bf16>) return bf16{float_to_bf16(v)};
   else return f16{float_to_half(v)};
