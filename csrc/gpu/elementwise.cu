@@ -12,7 +12,7 @@
 namespace liger::gpu {
 namespace {
 
-constexpr int width = launch::matrix_vec;   // elements of a vector, of any dtype
+constexpr int width = launch::matrix_vec;    // elements of a vector, of any dtype
 constexpr int in_flight = launch::matrix_k;  // vectors that a thread reads before it uses the first one
 
 template <class T, int N> struct Scale {

@@ -5,7 +5,7 @@
 
 namespace liger::launch {
 
-inline const Fact full{"full"};          // options that cost instructions per element
+inline const Fact full{"full"};        // options that cost instructions per element
 inline const Fact per_row{"per_row"};  // reduction "none"
 
 // Elements per access for rows of logits. Their length need not be a multiple of it. Rows must be aligned only for the in-place kernel.

@@ -207,12 +207,10 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
   } else {
     // Parts of warps, single elements, rows of a cluster, and where there are none, long rows.
     const int k = vec == 1 ? 4 : 2, max_k = !device.bulk_copies && vectors > 512 * 2 ? 4 : k;
-    Knobs several = knobs;  // rows to a block: only one that it takes all of may have more threads than this
-    several.block = std::min(knobs.block, 512);
     const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
     plan = plan_row(
         device, rows, cols,
-        {.vec = vec, .max_k = max_k, .max_block = 512, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k}, several);
+        {.vec = vec, .max_k = max_k, .max_block = 512, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k}, knobs);
     plan = clustered(device, plan, rows, cols, k, 512, knobs);
     plan.k = std::max(plan.k, k);
   }
