@@ -2,7 +2,8 @@
 //
 // A kernel file defines, in its build's namespace (liger::cpu::baseline, avx2, avx512),
 //   template <> void run(const Args& args, int64_t begin, int64_t end)   // items begin … end-1; must not throw
-// and a dispatch file starts it by  parallel_items(args, items, elements_per_item).
+// and a dispatch file starts it by  parallel_items(args, items, elements_per_item, outputs).  `outputs` names large results, whose memory
+// is mapped shortly before the items that write it.
 #pragma once
 #include <torch/csrc/stable/ops.h>
 

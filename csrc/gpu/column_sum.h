@@ -1,5 +1,6 @@
 // The last step of every column sum (dweight, dbias): partial rows in fp32, one per block of the kernel that made them, are
-// added in a fixed order by a second kernel that is spread over the whole device.
+// added in a fixed order by a second kernel that is spread over the whole device. Where the hardware allows it, this kernel starts while
+// the one before it still runs, and waits for its results: that one may call let_next_kernel_start() once it has read its inputs.
 #pragma once
 #include "gpu/device.h"
 #include "kernels/types.h"

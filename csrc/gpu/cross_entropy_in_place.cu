@@ -180,7 +180,7 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const launch::Launch made = launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, vectors_fit(row), full),
                                                              !full && !row.options.token_scaling);
   const InPlaceArgs common = in_place_args(row, row.vocab, op.gradient_scale, made, stream);
-  if (made.of(launch::in_place_kernel)) {
+  if (made.is(launch::in_place_kernel)) {
     const SlotArgs args{common, made.plan.slots};
     return with_logits<launch::in_place_kernel>(
         made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() { launch<InPlace<T, I.vec, Full>>(made, args, stream); });

@@ -80,7 +80,7 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
     const float rstd = fast_rsqrt(variance + a.eps);
     if constexpr (K >= 4)
 #pragma unroll
-      for (int k = 0; k < K; ++k) forget_at_all_costs(x[k].data);  // widened values would spill
+      for (int k = 0; k < K; ++k) forget_in_ptxas(x[k].data);  // widened values would spill
     if (live && group.index == 0) {
       a.mean[row] = mean;
       a.rstd[row] = rstd;

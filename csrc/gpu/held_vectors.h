@@ -70,7 +70,7 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int k = 0; k < K; ++k) forget_at_all_costs(in_registers[n][k].data);
+      for (int k = 0; k < K; ++k) forget_in_ptxas(in_registers[n][k].data);
   }
 
  private:

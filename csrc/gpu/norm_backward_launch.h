@@ -51,7 +51,7 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
                             {.centered = Centered, .mixed = norm_backward_mixed(a), .frozen = frozen, .inputs = a.dsum.data ? 3 : 2});
   const launch::Launch& main = made.main;
   const launch::LaunchPlan& plan = main.plan;
-  if (main.of(launch::norm_backward_tiles)) {
+  if (main.is(launch::norm_backward_tiles)) {
     a.rows_per_block = launch::ceil_div(a.rows, plan.partial_rows);
     if (a.dz.data)
       with_instance<launch::norm_backward_means>(made.means,
@@ -59,16 +59,16 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& of, St
     with_instance<launch::norm_backward_tiles>(main, [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(main, a, stream); });
   } else {
     a.threads_per_row = plan.threads_per_row;
-    if (main.of(launch::norm_backward_few)) a.tile_blocks = launch::few_tiles(a.cols, main.instance);
+    if (main.is(launch::norm_backward_few)) a.tile_blocks = launch::few_tiles(a.cols, main.instance);
     a.stages = plan.stages;
     a.ring_offset = plan.shared_offset;
     a.row_step = int64_t{plan.grid / plan.cluster} * std::max(1, plan.block / plan.threads_per_row);
     dispatch(a.z.dtype, [&](auto tag) {
       using T = decltype(tag);
-      if (main.of(launch::norm_backward_few))
+      if (main.is(launch::norm_backward_few))
         with_instance<launch::norm_backward_few, fits<T>>(
             main, [&]<Instance I>() { launch<NormBackwardFew<T, I.vec, I.k, I.threads, Centered>>(main, a, stream); });
-      else if (main.of(launch::norm_backward_rows))
+      else if (main.is(launch::norm_backward_rows))
         with_instance<launch::norm_backward_rows, fits<T>>(
             main, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(main, a, stream); });
       else

@@ -249,7 +249,7 @@ template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct Nor
   LIGER_DEVICE static void widen_again(typename Tile::Values& z) {
     if constexpr (K > 4 || (Centered && K == 4))
 #pragma unroll
-      for (int k = 0; k < K; ++k) forget_at_all_costs(z[k].data);
+      for (int k = 0; k < K; ++k) forget_in_ptxas(z[k].data);
   }
 };
 
@@ -342,7 +342,7 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& of, Stre
     using T = decltype(tag);
     const auto of_kind = [&]<NormForwardKind Kind>() {
       constexpr auto fitting = norm_forward_fits<T, Kind>;
-      if (made.of(launch::norm_forward_reread))
+      if (made.is(launch::norm_forward_reread))
         with_instance<launch::norm_forward_reread, fitting>(
             made, [&]<Instance I>() { launch<NormForwardReread<T, I.vec, Kind>>(made, a, stream); });
       else

@@ -155,7 +155,9 @@ template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packe
 
 // How memory is used, as a hint for caches.
 //   keep      ordinary caching
-//   stream    read or written once: it should not push other data out of the L2
+//   stream    read or written once. AMD's caches are told so; on NVIDIA, where such instructions made kernels slower (platform_cuda.h),
+//   loads
+//             take the path of constant ones, and stores are ordinary
 //   in_place  a load of data that is used once, from memory that this kernel also writes
 //   constant  read by all blocks and written by none
 // stream and constant loads are only for memory that nobody writes while the kernel runs, not even the loading thread itself after its
@@ -197,9 +199,9 @@ template <Hint H = Hint::stream, class V, class T> LIGER_DEVICE void copy_to_sha
   else load<H>(*to, from);
 }
 
-// Calls f with a value of the element type that `dtype` names (in device code; fp64 has no GPU path). f takes the type from it by
-// std::remove_cvref_t<decltype(tag)>: inside a lambda within f, nvcc's host pass was seen to make float& of a plain decltype(tag),
-// and a kernel of another name than the registered one: "invalid resource handle" at the launch.
+// Calls f with a value of the element type that `dtype` names (in device code; fp64 has no GPU path). f takes the type from it, by
+// `using T = std::remove_cvref_t<decltype(tag)>`, before any lambda of its own: inside of one, nvcc's host pass was seen to make float& of
+// decltype(tag), and so a kernel of another name than the registered one ("invalid resource handle" at the launch).
 template <class F> LIGER_DEVICE void with_dtype(Dtype dtype, F&& f) {
   if (dtype == Dtype::f32) f(float{});
   else if (dtype == Dtype::bf16) f(bf16{});

@@ -215,7 +215,7 @@ template <int N> LIGER_DEVICE void forget(uint32_t (&words)[N]) {
 template <int N> LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
 // The same for ptxas, which sees through an empty asm. It costs an instruction with threadIdx.y: that is 0, but ptxas does not know it. On
 // Blackwell a permutation of the bytes, because ptxas widened both operands of an exclusive or, and so kept the widened word after all.
-template <int N> LIGER_DEVICE void forget_at_all_costs(uint32_t (&words)[N]) {
+template <int N> LIGER_DEVICE void forget_in_ptxas(uint32_t (&words)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -225,7 +225,7 @@ template <int N> LIGER_DEVICE void forget_at_all_costs(uint32_t (&words)[N]) {
 #endif
   }
 }
-template <int N> LIGER_DEVICE void forget_at_all_costs(uint16_t (&words)[N]) {}
+template <int N> LIGER_DEVICE void forget_in_ptxas(uint16_t (&words)[N]) {}
 
 // __ldg is ld.global.nc, which PTX forbids for memory that is written while the kernel runs: in_place_load is for that.
 template <int Bytes> LIGER_DEVICE void constant_load(void* to, const void* from) {

@@ -106,7 +106,7 @@ template <int N> LIGER_DEVICE void forget(uint32_t (&words)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+v"(words[i]));
 }
 template <int N> LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
-template <class Words> LIGER_DEVICE void forget_at_all_costs(Words& words) { forget(words); }
+template <class Words> LIGER_DEVICE void forget_in_ptxas(Words& words) { forget(words); }
 
 // Vectors of the compiler's own, since its non-temporal builtins take no structs.
 template <int Bytes> struct NativeWord {

@@ -121,7 +121,7 @@ LIGER_DEVICE void wait_for_previous_kernel() {}
 // Hints to a GPU's compiler.
 template <class T> LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
 template <class Words> LIGER_DEVICE void forget(Words&) {}
-template <class Words> LIGER_DEVICE void forget_at_all_costs(Words&) {}
+template <class Words> LIGER_DEVICE void forget_in_ptxas(Words&) {}
 
 template <int Bytes> LIGER_DEVICE void streaming_load(void* to, const void* from) {
   using Word [[gnu::vector_size(Bytes)]] = uint32_t;  // one access of this size and alignment

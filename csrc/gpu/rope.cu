@@ -261,7 +261,7 @@ void rope(const Rope& a, Stream stream) {
             {a, int(done), int(made.rows * threads), made.q_slots, made.k_slots, Divisor(threads), Divisor(made.lanes), Divisor(a.seq)},
             stream);
       };
-      if (made.of(launch::rope_kernel))
+      if (made.is(launch::rope_kernel))
         with_instance<launch::rope_kernel, fits<T>>(made, [&]<Instance I>() { start.template operator()<RopeKernel<T, I.vec>>(); });
       else
         with_instance<launch::rope_interleaved_kernel, fits<T>>(

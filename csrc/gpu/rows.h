@@ -6,7 +6,7 @@
 namespace liger::gpu {
 
 // The threads that share one row, and reductions over them. Their number is a power of two: part of a warp, one warp, several whole warps
-// of a block, or all threads of a cluster of blocks.
+// of a block, or all threads of a cluster of blocks. (RowWarps in row_warps.h is for any number of whole warps.)
 //
 // A reduction goes over the lanes of each warp by shuffles. If a row has several warps, each warp then writes its value to shared memory,
 // and all read the values of all warps ("exchange"): behind one barrier of the block, or, in a cluster, by messages that each warp sends
@@ -19,7 +19,7 @@ namespace liger::gpu {
 //   OwnBarriers  true if each row of the block has a hardware barrier of its own, so that rows do not wait for each other. NVIDIA's
 //                compiler then reserves all 16 barriers for the block, so that at most four blocks fit on a multiprocessor.
 template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupOf {
-  static constexpr bool whole_warps = Threads >= 64;    // the compiler knows that no warp has threads of two rows
+  static constexpr bool whole_warps = Threads >= 64;    // no warp, which has up to 64 lanes (CDNA), has threads of two rows
   // index: this thread's number in its row. group: which of the block's rows, of which there are `groups`, is this thread's.
   // turn: how many reductions there have been; its lowest bit selects the buffer.
   int threads_per_row, index, group, groups, turn = 0;
@@ -249,12 +249,13 @@ template <class T, int VEC> LIGER_DEVICE float mean_of(const Packed<T, VEC>& val
 // value that `mean` has at the call: one of the row's values, or the mean of some. If that value is so far from the row's mean that the
 // variance has lost digits by cancellation, a second pass follows, relative to the mean that the first one found. Rows that share a block
 // share its barrier, so they cannot decide each for itself: they make one pass if they have 16 bits and at most 8,192 columns, which cannot
-// lose so many digits that it matters, and two passes otherwise. Twice: always two passes. `a` has the row's cols and inverse_cols.
-template <bool Twice = false, class T, int VEC, int K, class Group, class Args>
+// lose so many digits that it matters, and two passes otherwise. AlwaysTwice: two passes for all. `a` has the row's cols and inverse_cols.
+template <bool AlwaysTwice = false, class T, int VEC, int K, class Group, class Args>
 LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], const Args& a, float& mean,
                                float& variance) {
-  // The squared distance of the mean, in variances, from which digits are lost. fp32: with 2.25 the error was three times that of PyTorch.
-  constexpr float far = sizeof(T) == 2 ? 256 : 1;
+  // The squared distance of the mean, in variances, from which too many digits are lost. fp32: with 2.25 the error was three times that of
+  // PyTorch.
+  constexpr float cancellation_limit = sizeof(T) == 2 ? 256 : 1;
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
     float sums[2] = {};
@@ -263,16 +264,16 @@ LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, con
       if (columns.has(k))
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const float from_it = x[k][i] - mean;
-          sums[0] += from_it;
-          sums[1] += from_it * from_it;
+          const float deviation = x[k][i] - mean;
+          sums[0] += deviation;
+          sums[1] += deviation * deviation;
         }
     group.sum(sums);
-    const float off = sums[0] * a.inverse_cols;
-    mean += off;
-    variance = sums[1] * a.inverse_cols - off * off;
-    if (Twice) continue;
-    if (group.rows_per_block() == 1 ? !(off * off > far * variance) : sizeof(T) == 2 && a.cols <= 8192) break;
+    const float shift = sums[0] * a.inverse_cols;
+    mean += shift;
+    variance = sums[1] * a.inverse_cols - shift * shift;
+    if (AlwaysTwice) continue;
+    if (group.rows_per_block() == 1 ? !(shift * shift > cancellation_limit * variance) : sizeof(T) == 2 && a.cols <= 8192) break;
   }
   if (variance < 0) variance = 0;  // NaN stays
 }

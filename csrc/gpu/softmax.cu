@@ -115,7 +115,7 @@ void start(TwoPassArgs a, int inputs, Stream stream, Plan plan) {
     a.threads_per_row = made.plan.threads_per_row;
     a.slots = made.plan.slots;
     a.shared_offset = made.plan.shared_offset;
-    if (made.of(Long)) with_instance<Long, fits<T>>(made, [&]<Instance I>() { launch<Any<T, I.vec, I.k>>(made, a, stream); });
+    if (made.is(Long)) with_instance<Long, fits<T>>(made, [&]<Instance I>() { launch<Any<T, I.vec, I.k>>(made, a, stream); });
     else with_instance<Short, fits<T>>(made, [&]<Instance I>() { launch<Registers<T, I.vec, I.k>>(made, a, stream); });
   });
 }

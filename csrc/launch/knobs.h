@@ -9,14 +9,20 @@
 
 namespace liger::launch {
 
-// 0 leaves a choice to the planner. A planner uses the knobs that mean something to its kernel, and rounds and clamps them to what is
-// legal: a plan made with any knobs can be launched, covers all of the work, and needs no more workspace than the plan without them.
+// 0 leaves a choice to the planner. A planner first makes its own choice, which no knob has a part in; then the knob of that name, if the
+// kernel has a use for it, replaces the choice, clamped to what is legal (settled(), plan.h); all else of a plan follows from the choices.
+// So a plan made with any knobs can be launched, covers all of the work, and needs no more workspace than the plan without them.
 struct Knobs {
   int threads = 0;  // threads per row: the norms, softmax, rows of logits
   int block = 0;  // threads per block, where a block has several rows or independent parts
-  int cluster = 0;  // the least number of blocks that share a row
+  int cluster = 0;  // blocks that share a row; more if these cannot hold it
   int stages = 0;  // rows of the ring buffer that fetches rows ahead
   int resident = 0;  // blocks per multiprocessor at a time, of kernels whose blocks are persistent
+
+  // Do they say how a row is spread over threads and blocks?
+  bool spread_rows() const { return threads > 0 || block > 0 || cluster > 0; }
+  // The blocks that share a row, where a planner chose `own`. Knobs for the threads alone ask for a single block.
+  int64_t blocks_of_row(int64_t own) const { return cluster > 0 ? cluster : spread_rows() ? 1 : own; }
   auto operator<=>(const Knobs&) const = default;
 };
 

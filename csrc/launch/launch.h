@@ -67,7 +67,7 @@ struct Launch {
   LaunchPlan plan;
   Tunable tunable;  // the name under which knobs for this launch are looked up; none: it takes no knobs
 
-  bool of(const Kernel& other) const { return kernel == &other; }
+  bool is(const Kernel& other) const { return kernel == &other; }
 };
 
 // Calls f.operator()<I>() with the instance I of a launch of kernel Of. Only instances for which Fits(instance) is true are compiled;
@@ -79,7 +79,7 @@ template <const Kernel& Of, auto Fits = any_instance, class F> void with_instanc
       if (made.instance == entry) return f.template operator()<entry>(), true;
     return false;
   };
-  const bool found = made.of(Of) && [&]<size_t... At>(std::index_sequence<At...>) {
+  const bool found = made.is(Of) && [&]<size_t... At>(std::index_sequence<At...>) {
     return (is.template operator()<At>() || ...);
   }(std::make_index_sequence<std::size(Of.instances)>{});
   if (!found) throw std::logic_error(std::string("a launch is planned for an instance of ") + Of.name + " that has no code here");

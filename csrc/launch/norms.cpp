@@ -30,9 +30,8 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
 // or none. Not where a power of two of vectors is at least 7/8 full, nor where few rows get more threads. Share of the copy on an H100,
 // before and after: 8192x5120 0.95 0.99, 12345x2560 0.96 0.97, 32768x5120 0.99 1.00, 3,072 and 6,144 columns the same within 0.01;
 // 8192x3584 (7/8) 1.00 0.99. Two tensors (add+RMSNorm) win nothing there. Shorter and longer rows, and fp32, were not measured.
-bool in_whole_warps(const DeviceProfile& device, NormForwardKind kind, int64_t rows, int64_t vectors, int vec, const Knobs& knobs) {
+bool in_whole_warps(const DeviceProfile& device, NormForwardKind kind, int64_t rows, int64_t vectors, int vec) {
   if (kind.centered || kind.residual || !kind.same_dtype || vec != 8 || few_rows(device, rows)) return false;
-  if (std::max({knobs.threads, knobs.block, knobs.cluster}) > 0) return false;
   return 256 < vectors && vectors <= forward_warps_bound * forward_warps_k && 8 * vectors < 7 * next_pow2(vectors);
 }
 LaunchPlan plan_whole_warps(const DeviceProfile& device, int64_t rows, int64_t vectors, int vec) {
@@ -47,9 +46,7 @@ LaunchPlan plan_whole_warps(const DeviceProfile& device, int64_t rows, int64_t v
 }
 
 // How many blocks of the persistent backward are on a multiprocessor at a time.
-int resident_blocks(const LaunchPlan& plan, const Knobs& knobs) {
-  return knobs.resident > 0 ? std::min(knobs.resident, 4) : plan.block <= 256 ? 2 : 1;
-}
+int64_t resident_blocks(const LaunchPlan& plan, const Knobs& knobs) { return settled(plan.block <= 256 ? 2 : 1, knobs.resident, 1, 4); }
 
 // Rows of whole warps, several to a block of up to 512 threads, or of 256 where there are no bulk copies.
 LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
@@ -57,12 +54,11 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   // Two vectors per thread; three where a block then holds two rows in place of one. On an H100 that is a hundredth faster for LayerNorm of
   // 5,120 and 6,144 columns, and for RMSNorm of 6,144; RMSNorm of 5,120 is three hundredths faster with one row.
   const bool three = device.bulk_copies && 2 * device.warp * (centered ? 8 : 10) < vectors && vectors <= 3 * 256;
-  const int64_t warps = ceil_div(vectors, (three ? 3 : 2) * device.warp), wanted = knobs.threads / device.warp;
+  const int64_t warps = ceil_div(vectors, (three ? 3 : 2) * device.warp), most_warps = std::min<int64_t>(2 * warps, 512 / device.warp);
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
-  plan.threads_per_row =
-      static_cast<int>(std::clamp<int64_t>(wanted, warps, std::min<int64_t>(2 * warps, 512 / device.warp)) * device.warp);
+  plan.threads_per_row = static_cast<int>(settled(warps, ceil_div(knobs.threads, device.warp), warps, most_warps) * device.warp);
   plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
   // A call of few rows is spread over all multiprocessors. A block has at most 15 barriers for its rows, and shared memory for their sums.
   const int64_t each = int64_t{cols} * (centered ? 2 : 1) * int64_t{sizeof(float)};
@@ -71,9 +67,10 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   // copy on an H200, one and two: LayerNorm 32768x5120 0.865 0.915, 8192x3584 0.81 0.84, 32768x1024 0.86 0.88; RMSNorm 0.87 0.88 of
   // 8192x3584; equal for 256 threads per row, and worse (RMSNorm 4096x6144 0.83 0.82) with three vectors per thread.
   const bool pairs = plan.threads_per_row < 256 && 512 / plan.threads_per_row == 2 * (256 / plan.threads_per_row);
-  const int64_t threads = knobs.block > 0 ? std::min(knobs.block, 512) : device.bulk_copies && !pairs ? 512 : 256;
-  const int64_t most = std::min({threads / plan.threads_per_row, knobs.block > 0 ? rows : ceil_div(rows, device.multiprocessors), room});
-  const int64_t groups = std::clamp<int64_t>(most, 1, 15);
+  const int64_t most = std::max<int64_t>(1, std::min<int64_t>({15, room, 512 / plan.threads_per_row, rows}));
+  const int64_t threads = device.bulk_copies && !pairs ? 512 : 256;
+  const int64_t own = std::clamp<int64_t>(std::min(threads / plan.threads_per_row, ceil_div(rows, device.multiprocessors)), 1, most);
+  const int64_t groups = settled(own, ceil_div(knobs.block, plan.threads_per_row), 1, most);
   plan.block = static_cast<int>(groups * plan.threads_per_row);
   plan.grid = grid_of(ceil_div(rows, groups));
   return plan;
@@ -104,15 +101,16 @@ int ring_stages(const DeviceProfile& device, NormBackwardKind kind, int64_t roun
 
 // Shared memory: `fixed` bytes, and behind them, if the device has bulk or asynchronous copies, a ring per warp. `resident`: blocks per
 // multiprocessor at a time. `stages`: how many rows a ring should hold, if there is room; 0: ring_stages chooses.
-void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, int64_t rows, int fixed, int resident, int stages) {
+void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, int64_t rows, int fixed, int64_t resident, int stages) {
   plan.smem = fixed;
   if (plan.vec == 1 || !(device.bulk_copies || (device.async_copies && (!kind.centered || plan.k == 4)))) return;
   plan.shared_offset = static_cast<int>(round_up(fixed, 128));
-  const int stage = plan.block * kind.inputs * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
+  const int stage = ring_row_bytes(device, plan, kind.inputs);
   const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
-  const int wanted = stages > 0 ? stages : ring_stages(device, kind, rounds, 96 * 1024 / resident, stage);
   const int room = shared_room(device, resident) - plan.shared_offset;
-  plan.stages = std::clamp(wanted, 1, std::clamp(room / stage, 1, device.bulk_copies ? wanted : async_stages));
+  const int most = std::max(1, device.bulk_copies ? room / stage : std::min(room / stage, async_stages));
+  const int own = std::min(ring_stages(device, kind, rounds, 96 * 1024 / resident, stage), most);
+  plan.stages = static_cast<int>(settled(own, stages, 1, most));
   plan.smem = plan.shared_offset + plan.stages * stage;
 }
 
@@ -156,11 +154,6 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
     // Rows that share a block add up their sums in shared memory, in place of the ring.
     if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
     if (knobs != Knobs{}) {
-      if (plan.smem > device.shared_per_block_optin) {  // fewer rows to a block, then
-        Knobs smaller = knobs;
-        smaller.block = plan.block / 2;
-        return backward(device, rows, cols, vec, kind, smaller);
-      }
       plan.partial_rows = static_cast<int>(std::min<int64_t>(plan.partial_rows, norm_partial_rows(device, rows, cols, kind.centered)));
       plan.grid = plan.partial_rows * plan.cluster;
     }
@@ -180,7 +173,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
 Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
   const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.residual ? Tunable("add_rms_norm") : Tunable("rms_norm");
   const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
-  if (in_whole_warps(device, kind, rows, ceil_div(cols, vec), vec, knobs)) {
+  if (!knobs.spread_rows() && in_whole_warps(device, kind, rows, ceil_div(cols, vec), vec)) {
     const LaunchPlan plan = plan_whole_warps(device, rows, ceil_div(cols, vec), vec);
     check_threads(device, plan);
     return {&norm_forward_registers, norm_forward_registers.instance(vec, plan.k, whole_warps), rows, cols, plan, tunable};
@@ -208,10 +201,15 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
     // Parts of warps, single elements, rows of a cluster, and where there are none, long rows.
     const int k = vec == 1 ? 4 : 2, max_k = !device.bulk_copies && vectors > 512 * 2 ? 4 : k;
     const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
-    plan = plan_row(
-        device, rows, cols,
-        {.vec = vec, .max_k = max_k, .max_block = 512, .min_block = device.bulk_copies && vec > 1 ? 512 : 256, .k = few ? 1 : k}, knobs);
-    plan = clustered(device, plan, rows, cols, k, 512, knobs);
+    plan = plan_row(device, rows, cols,
+                    {.vec = vec,
+                     .max_k = max_k,
+                     .max_block = 512,
+                     .bound = 512,
+                     .min_block = device.bulk_copies && vec > 1 ? 512 : 256,
+                     .k = few ? 1 : k},
+                    knobs);
+    plan = clustered(device, plan, rows, cols, k, 512, knobs.blocks_of_row(1));
     plan.k = std::max(plan.k, k);
   }
   // What a multiprocessor holds of blocks of each size. Grids that give all blocks the same number of rows take no longer and leave fewer

@@ -19,8 +19,6 @@ int resident_clusters(const DeviceProfile& device, int64_t cluster, int blocks =
     if (cluster == 1 << i) return device.resident_clusters[blocks - 1][i];
   return 0;
 }
-// A knob, rounded up to a power of two and clamped to bounds that are powers of two.
-int64_t knob_within(int knob, int64_t least, int64_t most) { return std::clamp(next_pow2(knob), least, std::max(least, most)); }
 
 }  // namespace
 
@@ -28,11 +26,12 @@ int64_t persistent_clusters(const DeviceProfile& device, int64_t cluster, int re
   return resident_clusters(device, cluster, std::clamp(resident, 1, 3));
 }
 
-LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, const Knobs& knobs) {
+LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, int64_t wants) {
+  if (plan.vec == 1 || (plan.path == Path::regs && wants <= 1)) return plan;
   const int64_t vectors = ceil_div(cols, plan.vec), least = next_pow2(ceil_div(vectors, int64_t{block} * k));
-  int64_t cluster = knob_within(knobs.cluster, least, next_pow2(ceil_div(vectors, block)));  // no thread without a vector
+  int64_t cluster = settled_pow2(least, wants, least, next_pow2(ceil_div(vectors, block)));  // every thread has a vector
   if (resident_clusters(device, cluster) == 0) cluster = least;
-  if (plan.vec == 1 || cluster == 1 || resident_clusters(device, cluster) == 0) return plan;
+  if (cluster == 1 || resident_clusters(device, cluster) == 0) return plan;
   plan.path = Path::regs;
   plan.cluster = static_cast<int>(cluster);
   plan.block = block;
@@ -51,7 +50,7 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = tiling.vec;
-  const int max_block = std::min(tiling.max_block, device.max_block_threads);
+  const int max_block = std::min(tiling.max_block, device.max_block_threads), bound = std::min(tiling.bound, device.max_block_threads);
   const int64_t vectors = std::max<int64_t>(1, ceil_div(cols, tiling.vec));
   // At least as many threads as read 128 bytes together.
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
@@ -60,18 +59,17 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   };
   int64_t threads = std::min<int64_t>(coalesced, max_block);
   while (threads < max_block && threads * most_k(threads) < vectors) threads *= 2;
-  if (knobs.threads > 0) {  // at least as many as hold the row, if a block can; at most one per vector
-    const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
-    const int64_t least = holding > max_block ? tiling.min_block : std::max(coalesced, holding);
-    threads = std::min<int64_t>(knob_within(knobs.threads, least, next_pow2(vectors)), max_block);
-  }
+  // At least as many as hold the row, if a block can; at most one per vector.
+  const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
+  const int64_t least = holding > bound ? tiling.min_block : std::max(coalesced, holding);
+  threads = settled_pow2(threads, knobs.threads, least, std::min<int64_t>(next_pow2(vectors), bound));
   const int64_t k = next_pow2(ceil_div(vectors, threads));
   plan.path = k <= tiling.max_k ? Path::regs : Path::reread;
   plan.k = static_cast<int>(std::min<int64_t>(k, tiling.max_k));
   plan.threads_per_row = static_cast<int>(threads);
-  const int64_t min_block = knobs.block > 0 ? next_pow2(knobs.block) : tiling.min_block;
-  plan.block = static_cast<int>(plan.path == Path::reread ? threads : std::max<int64_t>(threads, std::min<int64_t>(min_block, max_block)));
-  plan.block = static_cast<int>(round_up(plan.block, device.warp));
+  const int64_t own_block = std::max<int64_t>(threads, std::min(tiling.min_block, max_block));
+  const int64_t block = plan.path == Path::reread ? threads : settled_pow2(own_block, knobs.block, threads, bound);
+  plan.block = static_cast<int>(round_up(block, device.warp));
   const int64_t rows_per_block = plan.block / plan.threads_per_row;
   plan.grid = grid_of(ceil_div(rows, rows_per_block));
   return plan;
@@ -81,14 +79,11 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
                             int64_t cluster_from) {
   const int64_t vectors = ceil_div(cols, tiling.vec);
   const bool few = few_rows(device, rows);
-  if (few) tiling.k = 1, tiling.long_k = 0;
-  if (few || std::max(knobs.threads, knobs.block) > tiling.max_block) tiling.max_block = 1024;
+  if (few) tiling.k = 1, tiling.long_k = 0, tiling.max_block = 1024;
   LaunchPlan plan = plan_row(device, rows, cols, tiling, knobs);
-  const bool own_choice = std::max({knobs.threads, knobs.block, knobs.cluster}) == 0;
-  const bool clusters = knobs.cluster > 1 || (own_choice && !few && vectors >= cluster_from);
-  if (plan.path == Path::regs && !clusters) return plan;
+  const int blocks = plan.path != Path::regs || (!few && vectors >= cluster_from) ? 2 : 1;  // or more, if it takes more to hold the row
   if (plan.path != Path::regs) plan = plan_row(device, rows, cols, {.vec = tiling.vec, .max_k = tiling.max_k, .k = tiling.max_k}, knobs);
-  return clustered(device, plan, rows, cols, tiling.max_k, cluster_block, knobs);
+  return clustered(device, plan, rows, cols, tiling.max_k, cluster_block, knobs.blocks_of_row(blocks));
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
@@ -133,7 +128,7 @@ LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t col
   plan.warp = device.warp;
   plan.vec = vec;
   plan.k = per_thread;
-  plan.block = knobs.block > 0 ? static_cast<int>(knob_within(knobs.block, 64, 256)) : 64;
+  plan.block = static_cast<int>(settled_pow2(64, knobs.block, 64, 256));
   plan.threads_per_row =
       static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, int64_t{vec} * per_thread)), min_threads, plan.block));
   const int64_t tiles_per_row = ceil_div(cols, int64_t{plan.threads_per_row} * vec * per_thread);
@@ -145,7 +140,7 @@ RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_hea
                    const Knobs& knobs) {
   RopePlan plan;
   plan.launch.warp = device.warp;
-  plan.launch.block = knobs.block > 0 ? static_cast<int>(knob_within(knobs.block, 64, 256)) : 128;
+  plan.launch.block = static_cast<int>(settled_pow2(128, knobs.block, 64, 256));
   plan.lanes = static_cast<int>(std::max<int64_t>(1, places));
   plan.q_slots = static_cast<int>(ceil_div(q_heads, heads_per_thread));
   plan.k_slots = static_cast<int>(ceil_div(k_heads, heads_per_thread));
@@ -171,8 +166,7 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
                        const Knobs& knobs) {
   constexpr int vectors_per_thread = 8, max_resident = 2;
   // Small blocks overlap more rows on a multiprocessor; large ones where shared memory holds few rows, or there are few.
-  const bool large = stash || few_rows(device, rows) || knobs.threads > 256 || knobs.block > 256;
-  const int max_threads = large ? 512 : rows < 4 * device.multiprocessors || std::max(knobs.threads, knobs.block) > 128 ? 256 : 128;
+  const int max_threads = stash || few_rows(device, rows) ? 512 : rows < 4 * device.multiprocessors ? 256 : 128;
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
@@ -180,16 +174,17 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   const int64_t vectors = std::max<int64_t>(1, ceil_div(vocab, vec));
   auto spread = [&](int limit) {
     limit = std::min(limit, device.max_block_threads);
-    const int64_t own = next_pow2(ceil_div(vectors, vectors_per_thread));
-    const int64_t wanted = knobs.threads > 0 ? std::min(next_pow2(knobs.threads), next_pow2(vectors)) : own;
-    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(wanted, min_edge_threads, limit));
-    plan.block = static_cast<int>(std::max<int64_t>(plan.threads_per_row, knobs.block > 0 ? knob_within(knobs.block, 64, limit) : 128));
+    const int64_t bound = std::min(std::max(limit, 512), device.max_block_threads);
+    const int64_t own = std::clamp<int64_t>(next_pow2(ceil_div(vectors, vectors_per_thread)), min_edge_threads, limit);
+    const int64_t threads = settled_pow2(own, knobs.threads, min_edge_threads, std::min(next_pow2(vectors), bound));
+    plan.threads_per_row = static_cast<int>(threads);
+    plan.block = static_cast<int>(settled_pow2(std::max<int64_t>(threads, 128), knobs.block, std::max<int64_t>(threads, 64), bound));
   };
   spread(max_threads);
   plan.k = 0;
   plan.smem = plan.shared_offset = shared_bytes;
   // As many blocks on a multiprocessor as leave no more unstashed than the L2 holds; the last resort is one large block.
-  for (int resident = knobs.resident > 0 ? std::min(knobs.resident, max_resident) : max_resident; stash && resident >= 1; --resident) {
+  for (int64_t resident = settled(max_resident, knobs.resident, 1, max_resident); stash && resident >= 1; --resident) {
     if (resident == 1 && plan.threads_per_row == max_threads) spread(2 * max_threads);
     const int64_t room = shared_room(device, resident) - shared_bytes;
     const int64_t slot = int64_t{plan.block} * vec * element_bytes;

@@ -1,5 +1,5 @@
-// LaunchPlan: how a kernel is launched on a device for a shape: threads, blocks, shared memory. Launch constants are here and in plan.cpp
-// alone.
+// LaunchPlan: how a kernel is launched on a device for a shape: threads, blocks, shared memory. Launch constants are in
+// csrc/launch alone: what several kernels share is here and in plan.cpp, what belongs to one op is in its <op>.h and <op>.cpp.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -16,6 +16,15 @@ constexpr int64_t next_pow2(int64_t n) {
   int64_t p = 1;
   while (p < n) p *= 2;
   return p;
+}
+
+// The last step of each choice of a planner: a knob, clamped to what is legal, replaces what the planner itself has chosen.
+constexpr int64_t settled(int64_t own, int64_t knob, int64_t least, int64_t most) {
+  return knob > 0 ? std::clamp(knob, least, std::max(least, most)) : own;
+}
+// The same for a choice that is a power of two, as the bounds are.
+constexpr int64_t settled_pow2(int64_t own, int64_t knob, int64_t least, int64_t most) {
+  return settled(own, knob > 0 ? next_pow2(knob) : 0, least, most);
 }
 
 // regs: the threads of a row hold it in registers, so that it is read from memory once. reread: the row is too long for that and is read
@@ -43,15 +52,16 @@ struct LaunchPlan {
 // plans have.
 void check_threads(const DeviceProfile&, const LaunchPlan&);
 
-// How plan_row spreads a row over threads: the smallest power of two of them of which each has at most `k` vectors, but no more than
-// max_block.
+// How plan_row spreads a row over threads: over the smallest power of two of threads such that none has more than `k` vectors, but over
+// max_block of them at most.
 struct RowTiling {
   int vec = 1;            // elements per access; 1 where alignment forbids more
   int max_k = 4;          // the most vectors of a thread if the block has too few threads for `k`: what its registers hold
   int max_block = 1024;   // the most threads
+  int bound = 1024;       // the most threads that the kernel takes, if a knob asks for more than max_block
   int min_block = 128;    // short rows share a block, so that it has at least this many threads
   int k = 2;
-  // Rows of long_from threads or more may have long_k vectors per thread before they get twice as many threads. 0: k, as all others.
+  // An exception for long rows: from long_from threads on, a thread may have long_k vectors. 0: there is no exception.
   int long_k = 0, long_from = 0;
 };
 LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowTiling&, const Knobs& = {});
@@ -64,9 +74,9 @@ inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, RowTiling, const Knobs& = {},
                             int64_t cluster_from = std::numeric_limits<int64_t>::max());
 constexpr int cluster_block = 256;  // threads of such a block
-// Gives each row a cluster of blocks of `block` threads with at most k vectors each, if a single block cannot hold the row, or if the knobs
-// ask for it; provided that the device has clusters of the size. Otherwise returns `plan` unchanged.
-LaunchPlan clustered(const DeviceProfile&, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, const Knobs&);
+// Gives each row a cluster of blocks of `block` threads with at most k vectors each, if a single block cannot hold the row, or if it
+// `wants` two blocks or more; provided that the device has clusters of the size. Otherwise returns `plan` unchanged.
+LaunchPlan clustered(const DeviceProfile&, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, int64_t wants);
 // How many clusters of persistent blocks a device holds if each multiprocessor has `resident` of the blocks, which may be at most three.
 int64_t persistent_clusters(const DeviceProfile&, int64_t cluster, int resident);
 // The grid of a launch that covers `blocks` of work. Throws std::length_error if that is more than a launch can have.
@@ -75,8 +85,14 @@ int grid_of(int64_t blocks);
 inline int shared_room(const DeviceProfile& device, int64_t resident) {
   return std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024);
 }
-constexpr int async_stages =
-    4;  // the most rows of a ring of asynchronous copies: wait_for_copies (platform_cuda.h) waits for up to 4 groups
+// The most rows of a ring of asynchronous copies: the row that is used, and three in flight, as many as wait_for_copies (platform_cuda.h)
+// can leave so.
+constexpr int async_stages = 4;
+// Bytes of one row in the rings of a block's threads (gpu/row_stream.h): plan.k vectors of 16 bytes of each of `tensors`, for each thread,
+// and where there are bulk copies, a counter of arrived bytes (mbarrier) for each warp.
+inline int ring_row_bytes(const DeviceProfile& device, const LaunchPlan& plan, int tensors) {
+  return plan.block * tensors * plan.k * 16 + (device.bulk_copies ? plan.block / plan.warp * 8 : 0);
+}
 // One block per row, of any length, which loops over the row.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 

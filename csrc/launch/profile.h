@@ -22,9 +22,9 @@ struct DeviceProfile {
   int64_t memory_bytes = 0;
   bool native_bf16 = true;
   bool bulk_copies = false, async_copies = false;  // to shared memory: of any length (Hopper on); of 16 bytes (Ampere, Ada)
-  // Clusters of 1, 2, 4 and 8 blocks that are on the device at a time, if a multiprocessor holds 1, 2 or 3 of the blocks; 0: none of
-  // that size. Fewer than multiprocessors / size, since a cluster does not cross the device's groups of multiprocessors. Never fewer where
-  // a multiprocessor holds more.
+  // How many clusters of 1, 2, 4 and 8 blocks are on the device at a time (second index), if a multiprocessor holds 1, 2 or 3 of the blocks
+  // (first index); 0: the device has none of that size. An H100 has 132 multiprocessors, but resident_clusters[0][3], clusters of eight
+  // blocks that take a multiprocessor each, is 13 and not 132 / 8: a cluster does not cross the device's groups of multiprocessors.
   int resident_clusters[3][4] = {};
 };
 

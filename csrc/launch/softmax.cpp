@@ -28,12 +28,12 @@ constexpr int64_t least_with_edges = 4 * min_edge_threads;
 int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
   const bool few = few_rows(device, of.rows);
   const int64_t vectors = of.cols / of.vec;
-  const bool one_wanted = std::max(knobs.threads, knobs.block) > 0 && vectors <= 1024 * k;
-  const bool one = vectors <= (few ? most_in_block_of_few : most_in_block) || one_wanted;
-  if (of.vec == 1 || (one && knobs.cluster <= 1)) return 1;
   // Blocks of 256 threads: as few as hold the row in registers or, if there are few rows, as many as leave each thread one vector.
   const int64_t holding = next_pow2(ceil_div(vectors, 256 * k)), most = next_pow2(ceil_div(vectors, 256));
-  const int64_t wanted = knobs.cluster > 1 ? std::clamp(next_pow2(knobs.cluster), holding, most) : few ? most : holding;
+  const int64_t own = vectors <= (few ? most_in_block_of_few : most_in_block) ? 1 : few ? most : holding;
+  const int64_t asked = knobs.blocks_of_row(own);
+  if (of.vec == 1 || (asked == 1 && (own == 1 || vectors <= 1024 * k))) return 1;
+  const int64_t wanted = settled_pow2(own, asked, holding, most);
   int64_t blocks = 1;
   for (int i = 1; i < 4; ++i)
     if (device.resident_clusters[0][i] > 0 && 1 << i <= wanted) blocks = 1 << i;
@@ -44,7 +44,7 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
 // calls of few rows one vector, if that is possible.
 LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
   const int preferred_block = static_cast<int>(most_in_block) / k;
-  const bool few = few_rows(device, of.rows), large = few || of.vec == 1 || std::max(knobs.threads, knobs.block) > preferred_block;
+  const bool few = few_rows(device, of.rows), large = few || of.vec == 1;
   LaunchPlan plan =
       plan_row(device, of.rows, of.cols, {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : preferred_block, .k = few ? 1 : 4}, knobs);
   plan.smem = reduction_bytes(2);
@@ -61,11 +61,11 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, 
     // shared memory would hold more than two vectors per thread (backward 4096x262144: 0.81 and 1.00). Few rows have nothing to overlap
     // with.
     const bool small = vectors <= blocks * (few ? 512 : 256 * (k + 2));
-    threads = (knobs.block > 0 ? knobs.block <= 256 : small) ? 256 : 512;
+    threads = settled_pow2(small ? 256 : 512, knobs.block, 256, 512);
   } else {
     // As many vectors per thread as registers hold (forward 16384x4001: eight 0.96, four 0.93).
     const int64_t holding = std::clamp<int64_t>(next_pow2(ceil_div(vectors, k)), min_edge_threads, 1024);
-    threads = std::clamp<int64_t>(next_pow2(knobs.threads > 0 ? knobs.threads : few ? vectors : holding), holding, 1024);
+    threads = settled_pow2(std::clamp<int64_t>(few ? next_pow2(vectors) : holding, holding, 1024), knobs.threads, holding, 1024);
   }
   // The same threads and blocks as for rows of one vector per thread.
   const Knobs rows_of_block{.block = blocks > 1 ? 0 : knobs.block};
