@@ -8,6 +8,7 @@
 //   rings is as fast as the best plain copy if a request has at least 512 bytes; with rings of whole blocks, or by cp.async, it is 2 to 6 %
 //   slower.
 // - AsyncStream, where there are asynchronous copies (Ampere, Ada). Each thread has a ring of its own vectors, which no other thread reads.
+//   So a vector may stay there while it is read twice, and be replaced without a barrier (HeldStream).
 // - RegisterStream, elsewhere: the next row is loaded into registers while this one is processed.
 #pragma once
 #include "gpu/rows.h"
@@ -62,6 +63,19 @@ template <class Unit, int N> struct NextRow {
     for (int n = 0; n < N; ++n) at[n] += jump[n];
   }
 };
+
+// A vector of each of N tensors.
+template <class T, int VEC, int N> struct Vectors {
+  Packed<T, VEC> of[N];
+  LIGER_DEVICE Packed<T, VEC>& operator[](int n) { return of[n]; }
+  LIGER_DEVICE const Packed<T, VEC>& operator[](int n) const { return of[n]; }
+};
+template <class T, int VEC, int K, int N> LIGER_DEVICE Vectors<T, VEC, N> vectors_of(const Packed<T, VEC> (&row)[N][K], int k) {
+  Vectors<T, VEC, N> out;
+#pragma unroll
+  for (int n = 0; n < N; ++n) out[n] = row[n][k];
+  return out;
+}
 
 // In all three implementations, take(out) gives this thread's vectors of the next row, and zeros past the last column. Vectors of a row
 // past the last one are not set. release() makes room for another row in its place. All lanes of a warp call them together.
@@ -152,20 +166,40 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
     }
   }
   LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
-    wait_for_copies(stages_ - 1);
+    wait();
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int k = 0; k < K; ++k) {
-        out[n][k] = {};
-        if (columns_.has(k)) load(out[n][k], place(stage_, n, k));
-      }
+      for (int k = 0; k < K; ++k) out[n][k] = vector(n, k);
     request(stage_);
-    if (++stage_ == stages_) stage_ = 0;
+    advance();
   }
   LIGER_DEVICE void release() {}
 
+  // For rows that stay in the ring until they have been read twice: see HeldStream.
+  LIGER_DEVICE void wait() { wait_for_copies(stages_ - 1); }
+  LIGER_DEVICE Vectors<T, VEC, N> vectors(int k) const {
+    Vectors<T, VEC, N> out;
+#pragma unroll
+    for (int n = 0; n < N; ++n) out[n] = vector(n, k);
+    return out;
+  }
+  LIGER_DEVICE void read_again() {}
+  LIGER_DEVICE void replace(int k) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) copy(stage_, n, k);
+  }
+  LIGER_DEVICE void finish_row() {
+    close();
+    advance();
+  }
+
  private:
+  LIGER_DEVICE Packed<T, VEC> vector(int n, int k) const {
+    Packed<T, VEC> out = {};
+    if (columns_.has(k)) load(out, place(stage_, n, k));
+    return out;
+  }
   // The row is past the last one, and no copy brings it.
   LIGER_DEVICE void clear(int stage) {
 #pragma unroll
@@ -176,15 +210,23 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
   LIGER_DEVICE T* place(int stage, int n, int k) const {
     return reinterpret_cast<T*>(ring_ + ((stage * N + n) * K + k) * block_threads() * vector_bytes);
   }
-  // Each call closes one group of copies, even past the last row, because wait_for_copies() counts groups.
   LIGER_DEVICE void request(int stage) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int k = 0; k < K; ++k)
-        if (next_.exists() && columns_.has(k)) async_copy(place(stage, n, k), next_.at[n] + k * columns_.step);
+      for (int k = 0; k < K; ++k) copy(stage, n, k);
+    close();
+  }
+  LIGER_DEVICE void copy(int stage, int n, int k) {
+    if (next_.exists() && columns_.has(k)) async_copy(place(stage, n, k), next_.at[n] + k * columns_.step);
+  }
+  // Each row closes one group of copies, even past the last row, because wait_for_copies() counts groups.
+  LIGER_DEVICE void close() {
     close_copies();
     next_.advance();
+  }
+  LIGER_DEVICE void advance() {
+    if (++stage_ == stages_) stage_ = 0;
   }
 
   Columns<VEC, K> columns_;
@@ -228,6 +270,38 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
   Columns<VEC, K> columns_;
   NextRow<T, N> ahead_, taken_;  // of the tensors that are loaded one row ahead, and of the others
   Packed<T, VEC> next_[N][K];
+};
+
+// A stream of rows that are read twice, vector by vector. A HeldStream takes them from another stream, and holds a row in registers between
+// its two readings. AsyncStream has the same functions, but leaves the row in shared memory.
+//   wait()         waits for the next row, which must not be past the last one.
+//   vectors(k)     returns this thread's vector k of each tensor of that row.
+//   read_again()   is called between the two readings.
+//   replace(k)     is called after vectors(k) of the second reading: the same vectors of another row are requested in their place.
+//   finish_row()   is called after all K calls of replace().
+template <class Stream, class T, int VEC, int K, int N> class HeldStream {
+ public:
+  template <class Group>
+  LIGER_DEVICE HeldStream(const Group& group, const RowSteps<N>& steps, int stages, int shared_offset)
+      : stream_(group, steps, stages, shared_offset) {}
+  LIGER_DEVICE void wait() {
+    stream_.take(row_);
+    stream_.release();
+  }
+  LIGER_DEVICE Vectors<T, VEC, N> vectors(int k) const { return vectors_of(row_, k); }
+  // The compiler would hold the row widened to fp32 instead, in twice as many registers.
+  LIGER_DEVICE void read_again() {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int k = 0; k < K; ++k) forget(row_[n][k].data);
+  }
+  LIGER_DEVICE void replace(int) {}
+  LIGER_DEVICE void finish_row() {}
+
+ private:
+  Stream stream_;
+  Packed<T, VEC> row_[N][K];
 };
 
 // The implementation for this device. Rows that are read by single elements (VEC == 1) may be unaligned, which copies to shared memory
