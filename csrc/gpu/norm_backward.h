@@ -2,12 +2,12 @@
 //
 //   n = (z - mean) * rstd,  g = dy * (weight + offset)
 //   dz = rstd * (g - mean(g) - n * mean(g * n)) [+ dsum],  dweight = sum of dy * n over rows,  dbias = sum of dy over rows
-// For RMSNorm mean = mean(g) = 0.
+// RMSNorm has no mean, and no term with mean(g).
 //
-// NormBackwardRegisters: persistent blocks walk over rows. A thread owns 8 to 24 columns, whose weights and fp32 sums stay in its
+// NormBackwardRegisters: persistent blocks walk over rows. A thread owns 4 to 32 columns, whose weights and fp32 sums stay in its
 // registers, and a RowStream brings the next rows while this one is reduced. Rows that a block cannot hold are held by a cluster of blocks,
-// where the device has clusters. Each block, or cluster, writes one partial row of its sums: where one block fills a multiprocessor with
-// rows in flight, there is only one such row for each. Other files have the kernels for rows too long for that or of mixed dtypes
+// where the device has clusters. Each block, or cluster, writes one partial row of its sums: few of them, since a multiprocessor
+// has one or two blocks. Other files have the kernels for rows too long for that or of mixed dtypes
 // (norm_backward_reread.h), for few rows (norm_backward_few.h), and for calls that want no sums (norm_backward_rows.h). column_sum.h adds
 // up the partial rows.
 #pragma once
@@ -91,33 +91,37 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   static constexpr bool in_warps = Threads == launch::whole_warps;
   static constexpr int max_threads = launch::norm_backward_registers.instance(VEC, K, Threads).max_threads;
   static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
-  // Four vectors of 8 columns and their sums take almost all registers. So each row loads its weights anew, and g is made twice.
+  // Four vectors and their sums take almost all registers.
   static constexpr bool has_few_registers = VEC > 1 && K == 4;
+  // Does a row stay in shared memory until its dz has been stored, because registers do not hold it?
+  static constexpr bool reads_twice = has_async_copies && launch::norm_backward_reads_twice(Centered, VEC, K);
   // Devices with bulk copies have no use for four vectors per thread, and others none for three.
   static constexpr bool is_used = has_bulk_copies ? !has_few_registers : K != 3;
 
   static LIGER_DEVICE void run(const Args& a) {
-    if constexpr (is_used) walk(a);
+    if constexpr (is_used && has_few_registers) walk_with_few_registers(a);
+    else if constexpr (is_used) walk(a);
   }
 
  private:
   enum { dy, z, dsum, inputs = Residual ? 3 : 2 };
   using Group = std::conditional_t<in_warps, RowWarps<false>, RowGroupOf<in_warps ? 0 : Threads, true, Threads == 0>>;
-  // The last argument: asynchronous copies by each thread (Ampere, Ada). LayerNorm has more to compute per element, and is slower with
-  // them.
-  using Stream = RowStream<Group, T, VEC, K, inputs, has_few_registers ? 0 : 2, !Centered || has_few_registers>;
   using Tile = Columns<VEC, K>;
   using Sums = NormBackwardSums<VEC, K, Centered>;
   using Inputs = Packed<T, VEC>[inputs][K];
+  using InputVectors = Vectors<T, VEC, inputs>;
   using Floats = float[K][VEC];
   struct Statistics {
     float mean, rstd;
   };
   using RowSums = float[Centered ? 2 : 1];  // of g * n over a row's columns, and for LayerNorm of g
-  // Is each row alone with its number of iterations? Not where a warp may have several rows, or the rows of a block share its barrier.
+  // May the rows of a block make different numbers of iterations? Not where a warp may have several rows, or the rows share a barrier.
   static constexpr bool own_pace = Threads >= 512 || (in_warps && has_group_barriers);
 
   static LIGER_DEVICE void walk(const Args& a) {
+    // The last argument: asynchronous copies by each thread (Ampere, Ada). LayerNorm has more to compute per element, and is slower with
+    // them.
+    using Stream = RowStream<Group, T, VEC, K, inputs, 2, !Centered>;
     Group group(a.threads_per_row);
     const Tile columns = warp_columns<VEC, K>(group, a.cols);
     const int64_t step = a.row_step, end = end_of_rows(a.rows, group);
@@ -130,20 +134,78 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     for (; row < end; row += step, dz += step * a.dz.stride) {
       Inputs in;
       stream.take(in);
-      if (a.stages == 1) stream.release();  // else nothing would be in flight until the row's sums are there
+      if (a.stages == 1) stream.release();  // from a ring of one row nothing else would be in flight until the row's sums are there
       const bool live = own_pace || row < a.rows;
       if (!live) clear(in);
       const Statistics of = next;
       next = statistics(a, row + step);
       Floats g;
+      Parts parts;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        weights.multiply(g[k], in[dy][k], k);
+        add(sums, parts, k, g[k], vectors_of(in, k), of);
+      }
       RowSums row_sums;
-      add_row(sums, row_sums, g, in, weights, of);
+      parts.total(row_sums);
       if (a.dz.data) group.sum(row_sums);
-      if (a.stages > 1) stream.release();  // here the fence waits for nothing: before the sum it costs calls of 8,192 rows up to 5 %
+      if (a.stages > 1) stream.release();  // all loads are done here. Before the sum, its fence costs calls of 8,192 rows up to 5 %
       if (a.dz.data == nullptr) continue;
       forget_widened(in);
-      if constexpr (has_few_registers) multiply(g, in[dy], weights);
-      store_dz(dz, columns, in, g, live, Gradient(of, row_sums, a.inverse_cols));
+      const Gradient gradient(of, row_sums, a.inverse_cols);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const Packed<T, VEC> out = gradient(g[k], vectors_of(in, k));
+        if (live && columns.has(k)) store<Hint::stream>(dz + k * columns.step, out);
+      }
+    }
+    let_next_kernel_start();
+    if (a.partial) sums.store(a, group, columns);
+  }
+
+  // The same with few registers. Each row is read twice, vector by vector: for its sums, and for dz. Weights are loaded and g is made for
+  // either of the two.
+  static LIGER_DEVICE void walk_with_few_registers(const Args& a) {
+    static_assert(own_pace);  // no row past the last one, which would need zeros
+    using Stream = std::conditional_t<reads_twice, AsyncStream<Group, T, VEC, K, inputs>,
+                                      HeldStream<RowStream<Group, T, VEC, K, inputs, 0, true>, T, VEC, K, inputs>>;
+    Group group(a.threads_per_row);
+    const Tile columns = warp_columns<VEC, K>(group, a.cols);
+    const int64_t step = a.row_step;
+    int64_t row = group.first_row();
+    Stream stream(group, steps(a, row), a.stages, a.ring_offset);
+    const Weights weights(a, columns);
+    T* dz = opaque(static_cast<T*>(a.dz.data) + (row * a.dz.stride + columns.first));
+    Sums sums;
+    Statistics next = statistics(a, row);
+    for (; row < a.rows; row += step, dz += step * a.dz.stride) {
+      stream.wait();
+      const Statistics of = next;
+      next = statistics(a, row + step);
+      Parts parts;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        if (!columns.has(k)) continue;
+        const InputVectors in = stream.vectors(k);
+        float g[VEC];
+        weights.multiply(g, in[dy], k);
+        add(sums, parts, k, g, in, of);
+      }
+      RowSums row_sums;
+      parts.total(row_sums);
+      if (a.dz.data) group.sum(row_sums);
+      stream.read_again();
+      const Gradient gradient(of, row_sums, a.inverse_cols);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const InputVectors in = stream.vectors(k);
+        stream.replace(k);
+        if (a.dz.data == nullptr || !columns.has(k)) continue;
+        float g[VEC];
+        weights.multiply(g, in[dy], k);
+        store<Hint::stream>(dz + k * columns.step, gradient(g, in));
+      }
+      stream.finish_row();
     }
     let_next_kernel_start();
     if (a.partial) sums.store(a, group, columns);
@@ -171,31 +233,26 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
       for (int i = 0; i < VEC; ++i) g[i] = dy[i] * (has_few_registers ? weight[i] : held[k][i]);
     }
   };
-  // g, for a second time where it has not been kept.
-  LIGER_DEVICE static void multiply(Floats& g, const Packed<T, VEC> (&dy)[K], const Weights& weights) {
+  // What this thread's columns add to the sums over a row.
+  struct Parts {
+    float sums[Centered ? 2 : 1][2] = {};  // of even and of odd elements, since additions depend on each other
+    LIGER_DEVICE void total(RowSums& out) const {
+      out[0] = sums[0][0] + sums[0][1];
+      if constexpr (Centered) out[1] = sums[1][0] + sums[1][1];
+    }
+  };
+  // Adds vector k of a row to the sums over rows and to those over the row.
+  LIGER_DEVICE static void add(Sums& sums, Parts& parts, int k, const float (&g)[VEC], const InputVectors& in, const Statistics& of) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) weights.multiply(g[k], dy[k], k);
-  }
-  // Makes g, adds a row to the sums over rows, and sets `row_sums` to what this thread's columns add to the sums over the row.
-  LIGER_DEVICE static void add_row(Sums& sums, RowSums& row_sums, Floats& g, const Inputs& in, const Weights& weights,
-                                   const Statistics& of) {
-    float parts[Centered ? 2 : 1][2] = {};  // of even and of odd elements, since additions depend on each other
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      weights.multiply(g[k], in[dy][k], k);
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        const float n = normalized(in[z][k][i], of);
-        sums.dweight[k][i] += in[dy][k][i] * n;
-        parts[0][i % 2] += g[k][i] * n;
-        if constexpr (Centered) {
-          sums.dbias[k][i] += in[dy][k][i];
-          parts[1][i % 2] += g[k][i];
-        }
+    for (int i = 0; i < VEC; ++i) {
+      const float n = normalized(in[z][i], of);
+      sums.dweight[k][i] += in[dy][i] * n;
+      parts.sums[0][i % 2] += g[i] * n;
+      if constexpr (Centered) {
+        sums.dbias[k][i] += in[dy][i];
+        parts.sums[1][i % 2] += g[i];
       }
     }
-    row_sums[0] = parts[0][0] + parts[0][1];
-    if constexpr (Centered) row_sums[1] = parts[1][0] + parts[1][1];
   }
 
   // (z - mean) * rstd, for 16-bit types as one multiply-add: it rounds mean * rstd, but mean is rounded, too.
@@ -215,21 +272,19 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     LIGER_DEVICE float operator()(float g, float z) const {
       return of.rstd * g + (one_step ? constant - z * from_n : -(z - of.mean) * from_n - from_g);
     }
-  };
-  LIGER_DEVICE static void store_dz(T* dz, const Tile& columns, const Inputs& in, const Floats& g, bool live, const Gradient& gradient) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
+    // Of a vector, with dsum.
+    LIGER_DEVICE Packed<T, VEC> operator()(const float (&g)[VEC], const InputVectors& in) const {
       float out[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
-        out[i] = gradient(g[k][i], in[z][k][i]);
-        if constexpr (Residual) out[i] += in[dsum][k][i];
+        out[i] = (*this)(g[i], in[z][i]);
+        if constexpr (Residual) out[i] += in[dsum][i];
       }
       Packed<T, VEC> packed;
       packed.set(out);
-      if (live && columns.has(k)) store<Hint::stream>(dz + k * columns.step, packed);
+      return packed;
     }
-  }
+  };
 
   // Threads that meet at a shuffle or a barrier make the same number of iterations: those of a row, or all of a block, whose first row then
   // decides. Its other rows may be past the last one.
@@ -250,10 +305,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   // The compiler would keep the widened values of a row in registers while its sums are made.
   LIGER_DEVICE static void forget_widened(Inputs& in) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      forget(in[z][k].data);
-      if (has_few_registers) forget(in[dy][k].data);
-    }
+    for (int k = 0; k < K; ++k) forget(in[z][k].data);
   }
 };
 

@@ -1,14 +1,16 @@
-// The rows that a thread works on, one after another, fetched before they are needed: RowStream.
+// The rows that a thread works on, one after another, fetched before they are needed: RowStream. take(out) gives the thread's vectors of
+// the next row, those of warp_columns(); release() says that another row may be fetched in the place of the one taken.
 //
 // There are three implementations with the same interface:
-// - RingStream, where the hardware has bulk copies (Hopper and later). Each warp has a ring buffer of rows in shared memory, of its own
-// columns.
-//   One lane requests rows; when the warp has loaded a row into registers, it requests another one in its place. So loads are in flight
-//   during reductions, exponentials and stores, without taking registers or needing a barrier of the block. On an H200 a copy through such
-//   rings is as fast as the best plain copy if a request has at least 512 bytes; with rings of whole blocks, or by cp.async, it is 2 to 6 %
-//   slower.
+// - RingStream, where the hardware has bulk copies (Hopper and later). Each warp has a ring buffer in shared memory, for its own columns of
+//   some rows. One lane requests rows; when the warp has loaded a row into registers, it requests another one in its place. So loads are in
+//   flight during reductions, exponentials and stores, without taking registers or needing a barrier of the block. On an H200 a copy
+//   through such rings is as fast as the best plain copy if a request has at least 512 bytes; with rings of whole blocks, or by cp.async,
+//   it is 2 to 6 % slower.
 // - AsyncStream, where there are asynchronous copies (Ampere, Ada). Each thread has a ring of its own vectors, which no other thread reads.
+//   So a vector may stay there while it is read twice, and be replaced without a barrier (HeldStream).
 // - RegisterStream, elsewhere: the next row is loaded into registers while this one is processed.
+// The rings of a block take plan.stages rows of ring_row_bytes() (launch/plan.h) of shared memory.
 #pragma once
 #include "gpu/rows.h"
 
@@ -63,8 +65,22 @@ template <class Unit, int N> struct NextRow {
   }
 };
 
-// In all three implementations, take(out) gives this thread's vectors of the next row, and zeros past the last column. Vectors of a row
-// past the last one are not set. release() makes room for another row in its place. All lanes of a warp call them together.
+// A vector of each of N tensors.
+template <class T, int VEC, int N> struct Vectors {
+  Packed<T, VEC> of[N];
+  LIGER_DEVICE Packed<T, VEC>& operator[](int n) { return of[n]; }
+  LIGER_DEVICE const Packed<T, VEC>& operator[](int n) const { return of[n]; }
+};
+template <class T, int VEC, int K, int N> LIGER_DEVICE Vectors<T, VEC, N> vectors_of(const Packed<T, VEC> (&row)[N][K], int k) {
+  Vectors<T, VEC, N> out;
+#pragma unroll
+  for (int n = 0; n < N; ++n) out[n] = row[n][k];
+  return out;
+}
+
+// In all three implementations take(out) gives zeros past the last column. Vectors of a row past the last one are not set, so that a thread
+// which takes one, because others of its warp or block still have a row, must not use them. All lanes of a warp call take() and release()
+// together. AsyncStream and RegisterStream make room for the next row in take() already: their release() does nothing.
 
 // A warp's ring buffer: its vectors of `stages` rows in shared memory, [stages][N][K * lanes of a warp].
 template <class Group, class T, int VEC, int K, int N> class RingStream {
@@ -152,20 +168,40 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
     }
   }
   LIGER_DEVICE void take(Packed<T, VEC> (&out)[N][K]) {
-    wait_for_copies(stages_ - 1);
+    wait();
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int k = 0; k < K; ++k) {
-        out[n][k] = {};
-        if (columns_.has(k)) load(out[n][k], place(stage_, n, k));
-      }
+      for (int k = 0; k < K; ++k) out[n][k] = vector(n, k);
     request(stage_);
-    if (++stage_ == stages_) stage_ = 0;
+    advance();
   }
   LIGER_DEVICE void release() {}
 
+  // For rows that stay in the ring until they have been read twice: see HeldStream.
+  LIGER_DEVICE void wait() { wait_for_copies(stages_ - 1); }
+  LIGER_DEVICE Vectors<T, VEC, N> vectors(int k) const {
+    Vectors<T, VEC, N> out;
+#pragma unroll
+    for (int n = 0; n < N; ++n) out[n] = vector(n, k);
+    return out;
+  }
+  LIGER_DEVICE void read_again() {}
+  LIGER_DEVICE void replace(int k) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) copy(stage_, n, k);
+  }
+  LIGER_DEVICE void finish_row() {
+    close();
+    advance();
+  }
+
  private:
+  LIGER_DEVICE Packed<T, VEC> vector(int n, int k) const {
+    Packed<T, VEC> out = {};
+    if (columns_.has(k)) load(out, place(stage_, n, k));
+    return out;
+  }
   // The row is past the last one, and no copy brings it.
   LIGER_DEVICE void clear(int stage) {
 #pragma unroll
@@ -176,15 +212,23 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
   LIGER_DEVICE T* place(int stage, int n, int k) const {
     return reinterpret_cast<T*>(ring_ + ((stage * N + n) * K + k) * block_threads() * vector_bytes);
   }
-  // Each call closes one group of copies, even past the last row, because wait_for_copies() counts groups.
   LIGER_DEVICE void request(int stage) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int k = 0; k < K; ++k)
-        if (next_.exists() && columns_.has(k)) async_copy(place(stage, n, k), next_.at[n] + k * columns_.step);
+      for (int k = 0; k < K; ++k) copy(stage, n, k);
+    close();
+  }
+  LIGER_DEVICE void copy(int stage, int n, int k) {
+    if (next_.exists() && columns_.has(k)) async_copy(place(stage, n, k), next_.at[n] + k * columns_.step);
+  }
+  // Each row closes one group of copies, even past the last row, because wait_for_copies() counts groups.
+  LIGER_DEVICE void close() {
     close_copies();
     next_.advance();
+  }
+  LIGER_DEVICE void advance() {
+    if (++stage_ == stages_) stage_ = 0;
   }
 
   Columns<VEC, K> columns_;
@@ -230,8 +274,41 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
   Packed<T, VEC> next_[N][K];
 };
 
-// The implementation for this device. Rows that are read by single elements (VEC == 1) may be unaligned, which copies to shared memory
-// cannot be. Async: whether asynchronous copies are faster for this kernel, where there are any.
+// A stream of rows that are read twice, vector by vector. A HeldStream takes them from another stream, and holds a row in registers between
+// its two readings. AsyncStream has the same functions, but leaves the row in shared memory.
+//   wait()         waits for the next row, which must not be past the last one.
+//   vectors(k)     returns this thread's vector k of each tensor of that row.
+//   read_again()   is called between the two readings.
+//   replace(k)     is called after vectors(k) of the second reading: the same vectors of another row are requested in their place.
+//   finish_row()   is called after all K calls of replace().
+template <class Stream, class T, int VEC, int K, int N> class HeldStream {
+ public:
+  template <class Group>
+  LIGER_DEVICE HeldStream(const Group& group, const RowSteps<N>& steps, int stages, int shared_offset)
+      : stream_(group, steps, stages, shared_offset) {}
+  LIGER_DEVICE void wait() {
+    stream_.take(row_);
+    stream_.release();
+  }
+  LIGER_DEVICE Vectors<T, VEC, N> vectors(int k) const { return vectors_of(row_, k); }
+  // The compiler would hold the row widened to fp32 instead, in twice as many registers.
+  LIGER_DEVICE void read_again() {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int k = 0; k < K; ++k) forget(row_[n][k].data);
+  }
+  LIGER_DEVICE void replace(int) {}
+  LIGER_DEVICE void finish_row() {}
+
+ private:
+  Stream stream_;
+  Packed<T, VEC> row_[N][K];
+};
+
+// The implementation for this device, for N tensors and K vectors of each per thread; without copies to shared memory, `Ahead` of the
+// tensors are fetched a row ahead. Rows that are read by single elements (VEC == 1) may be unaligned, which copies to shared memory cannot
+// be. Async: whether asynchronous copies are faster for this kernel, where there are any.
 template <class Group, class T, int VEC, int K, int N, int Ahead, bool Async>
 using RowStream = std::conditional_t<has_bulk_copies && (VEC > 1), RingStream<Group, T, VEC, K, N>,
                                      std::conditional_t<has_async_copies && Async && (VEC > 1), AsyncStream<Group, T, VEC, K, N>,

@@ -89,7 +89,10 @@ int known_threads(const LaunchPlan& plan) {
 
 // How many rows a warp's ring should hold. `rounds`: how many rows it gets, one after another. The numbers are shares of the copy's speed
 // on an H200.
-int ring_stages(const DeviceProfile& device, NormBackwardKind kind, int64_t rounds, int most_bytes, int stage_bytes) {
+int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwardKind kind, int64_t rounds, int most_bytes,
+                int stage_bytes) {
+  // A row that is read twice makes room for another one only while dz is stored. Until then, nothing is on its way but a second row.
+  if (!device.bulk_copies && norm_backward_reads_twice(kind.centered, plan.vec, plan.k)) return rounds > 1 ? 2 : 1;
   if (!device.bulk_copies) return std::clamp<int>(ceil_div(rounds, 8), 1, std::clamp(most_bytes / stage_bytes, 1, async_stages));
   // A ring of one row requests the next one before the reduction (norm_backward.h), one of several rows behind it. With one row, the first
   // is there sooner, and so is the last: RMSNorm 2048x4096 has 0.72 with one and 0.705 with two, 4096x6144 0.84 and 0.83. Three tensors
@@ -109,7 +112,7 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind ki
   const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
   const int room = shared_room(device, resident) - plan.shared_offset;
   const int most = std::max(1, device.bulk_copies ? room / stage : std::min(room / stage, async_stages));
-  const int own = std::min(ring_stages(device, kind, rounds, 96 * 1024 / resident, stage), most);
+  const int own = std::min(ring_stages(device, plan, kind, rounds, 96 * 1024 / resident, stage), most);
   plan.stages = static_cast<int>(settled(own, stages, 1, most));
   plan.smem = plan.shared_offset + plan.stages * stage;
 }

@@ -65,6 +65,9 @@ constexpr int64_t few_tiles(int64_t cols, const Instance& of) { return ceil_div(
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
                                                 Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps, true},
                                                 Instance{512, wide, 2, 512}, Instance{512, wide, 4, 512});
+// Does this instance read each row twice from its ring in shared memory, where asynchronous copies bring the rows? LayerNorm's two sums for
+// each of 32 columns take so many registers that they do not hold the row, too.
+constexpr bool norm_backward_reads_twice(bool centered, int vec, int k) { return centered && vec == 8 && k == 4; }
 inline constexpr Kernel norm_backward_means("NormBackwardMeans", Instance{row_threads, 1}, Instance{row_threads, wide});
 inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
