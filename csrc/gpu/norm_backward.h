@@ -4,12 +4,12 @@
 //   dz = rstd * (g - mean(g) - n * mean(g * n)) [+ dsum],  dweight = sum of dy * n over rows,  dbias = sum of dy over rows
 // RMSNorm has no mean, and no term with mean(g).
 //
-// NormBackwardRegisters: persistent blocks walk over rows. A thread owns 4 to 32 columns, whose weights and fp32 sums stay in its
+// NormBackwardRegisters: persistent blocks walk over rows. A thread owns 4 to 24 columns, whose weights and fp32 sums stay in its
 // registers, and a RowStream brings the next rows while this one is reduced. Rows that a block cannot hold are held by a cluster of blocks,
-// where the device has clusters. Each block, or cluster, writes one partial row of its sums: few of them, since a multiprocessor
-// has one or two blocks. Other files have the kernels for rows too long for that or of mixed dtypes
-// (norm_backward_reread.h), for few rows (norm_backward_few.h), and for calls that want no sums (norm_backward_rows.h). column_sum.h adds
-// up the partial rows.
+// where the device has clusters. Where it has none, a thread may own 32 columns, of which it keeps the sums alone
+// (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums, so there are few: one or two per multiprocessor.
+// Other files have the kernels for rows too long for that or of mixed dtypes (norm_backward_reread.h), for few rows (norm_backward_few.h),
+// and for calls that want no sums (norm_backward_rows.h). column_sum.h adds up the partial rows.
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_stream.h"
@@ -93,7 +93,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
   // Four vectors and their sums take almost all registers.
   static constexpr bool has_few_registers = VEC > 1 && K == 4;
-  // Does a row stay in shared memory until its dz has been stored, because registers do not hold it?
+  // Does a row stay in shared memory until its dz is made, because registers do not hold it?
   static constexpr bool reads_twice = has_async_copies && launch::norm_backward_reads_twice(Centered, VEC, K);
   // Devices with bulk copies have no use for four vectors per thread, and others none for three.
   static constexpr bool is_used = has_bulk_copies ? !has_few_registers : K != 3;

@@ -92,7 +92,7 @@ int known_threads(const LaunchPlan& plan) {
 int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwardKind kind, int64_t rounds, int most_bytes,
                 int stage_bytes) {
   // A row that is read twice makes room for another one only while dz is stored. Until then, nothing is on its way but a second row.
-  if (!device.bulk_copies && norm_backward_reads_twice(kind.centered, plan.vec, plan.k)) return rounds > 1 ? 2 : 1;
+  if (!device.bulk_copies && norm_backward_reads_twice(kind.centered, plan.vec, plan.k)) return 2;
   if (!device.bulk_copies) return std::clamp<int>(ceil_div(rounds, 8), 1, std::clamp(most_bytes / stage_bytes, 1, async_stages));
   // A ring of one row requests the next one before the reduction (norm_backward.h), one of several rows behind it. With one row, the first
   // is there sooner, and so is the last: RMSNorm 2048x4096 has 0.72 with one and 0.705 with two, 4096x6144 0.84 and 0.83. Three tensors

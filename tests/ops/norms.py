@@ -213,8 +213,7 @@ def norm_backward_registers(launch, call) -> None:
         assert plan.stages <= 4 or not device.async_copies
         if device.async_copies and (vec, k, sums) == (8, 4, 2) and "knobs" not in call:  # rows that are read twice
             room = min(device.shared_per_block_optin, device.shared_per_multiprocessor - 1024) - plan.shared_offset
-            has_second = launch.rows > teams and room >= 2 * plan.block * k * 16 * inputs
-            assert plan.stages == 1 + has_second
+            assert plan.stages == (2 if room >= 2 * plan.block * k * 16 * inputs else 1)
     assert teams == plan.partial_rows and (teams - 1) * groups < launch.rows
     first = np.add.outer(np.arange(teams) * groups, np.arange(groups)).ravel()  # then every teams * groups rows
     assert np.array_equal(first, np.arange(teams * groups))
