@@ -44,7 +44,7 @@ def sizes(op, device):
     if device.type == "cuda":
         long = 40_000 if record.llama.hidden else 65_536
         return [(1000, 576), (2000, 4096), (300, 16_384), (140, long), (37, 1001)]
-    return [(21, 64), (6, 1024), (2, 5000), (5, 97)]
+    return [(21, 64), (40, 256), (6, 1024), (2, 5000), (5, 97)]
 
 
 @knob_sets

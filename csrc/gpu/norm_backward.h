@@ -6,10 +6,10 @@
 //
 // NormBackwardRegisters: persistent blocks walk over rows. A thread owns 4 to 24 columns, whose weights and fp32 sums stay in its
 // registers, and a RowStream brings the next rows while this one is reduced. Rows that a block cannot hold are held by a cluster of blocks,
-// where the device has clusters. Where it has none, a thread may own 32 columns, of which it keeps the sums alone
-// (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums, so there are few: one or two per multiprocessor.
-// Other files have the kernels for rows too long for that or of mixed dtypes (norm_backward_reread.h), for few rows (norm_backward_few.h),
-// and for calls that want no sums (norm_backward_rows.h). column_sum.h adds up the partial rows.
+// where the device has clusters. Where it has none, a thread may own four vectors (32 columns, fp32: 16), and
+// loads their weights anew for each row (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums, so there are
+// few: one or two per multiprocessor. Other files have the kernels for rows too long for that or of mixed dtypes (norm_backward_reread.h),
+// for few rows (norm_backward_few.h), and for calls that want no sums (norm_backward_rows.h). column_sum.h adds up the partial rows.
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_stream.h"
@@ -164,7 +164,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   }
 
   // The same with few registers. Each row is read twice, vector by vector: for its sums, and for dz. Weights are loaded and g is made for
-  // either of the two.
+  // each of the two readings.
   static LIGER_DEVICE void walk_with_few_registers(const Args& a) {
     static_assert(own_pace);  // no row past the last one, which would need zeros
     using Stream = std::conditional_t<reads_twice, AsyncStream<Group, T, VEC, K, inputs>,

@@ -155,9 +155,8 @@ template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packe
 
 // How memory is used, as a hint for caches.
 //   keep      ordinary caching
-//   stream    read or written once. AMD's caches are told so; on NVIDIA, where such instructions made kernels slower (platform_cuda.h),
-//   loads
-//             take the path of constant ones, and stores are ordinary
+//   stream    read or written once. AMD's caches are told so. On NVIDIA such instructions made kernels slower (platform_cuda.h): there,
+//             loads take the path of constant ones, and stores are ordinary
 //   in_place  a load of data that is used once, from memory that this kernel also writes
 //   constant  read by all blocks and written by none
 // stream and constant loads are only for memory that nobody writes while the kernel runs, not even the loading thread itself after its

@@ -21,8 +21,8 @@ struct Knobs {
 
   // Do they say how a row is spread over threads and blocks?
   bool spread_rows() const { return threads > 0 || block > 0 || cluster > 0; }
-  // The blocks that share a row, where a planner chose `own`. Knobs for the threads alone ask for a single block.
-  int64_t blocks_of_row(int64_t own) const { return cluster > 0 ? cluster : spread_rows() ? 1 : own; }
+  // How many blocks should share a row, where a planner chose `own`: a knob for a row's threads alone asks for a single block.
+  int64_t wanted_blocks(int64_t own) const { return cluster > 0 ? cluster : threads > 0 ? 1 : own; }
   auto operator<=>(const Knobs&) const = default;
 };
 

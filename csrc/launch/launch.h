@@ -73,14 +73,14 @@ struct Launch {
 // Calls f.operator()<I>() with the instance I of a launch of kernel Of. Only instances for which Fits(instance) is true are compiled;
 // std::logic_error if the launch needs another one.
 template <const Kernel& Of, auto Fits = any_instance, class F> void with_instance(const Launch& made, F f) {
-  const auto is = [&]<size_t At>() {
+  const auto run_if_it_is = [&]<size_t At>() {
     constexpr Instance entry = Of.instances[At];
     if constexpr (entry.max_threads > 0 && Fits(entry))
       if (made.instance == entry) return f.template operator()<entry>(), true;
     return false;
   };
   const bool found = made.is(Of) && [&]<size_t... At>(std::index_sequence<At...>) {
-    return (is.template operator()<At>() || ...);
+    return (run_if_it_is.template operator()<At>() || ...);
   }(std::make_index_sequence<std::size(Of.instances)>{});
   if (!found) throw std::logic_error(std::string("a launch is planned for an instance of ") + Of.name + " that has no code here");
 }

@@ -45,6 +45,12 @@ LaunchPlan plan_whole_warps(const DeviceProfile& device, int64_t rows, int64_t v
   return plan;
 }
 
+// How many rows of a block can leave their sums over rows in shared memory at its end, behind the floats that reductions take.
+int64_t most_rows_of_block(const DeviceProfile& device, int64_t cols, bool centered) {
+  const int64_t each = cols * (centered ? 2 : 1) * int64_t{sizeof(float)};
+  return std::max<int64_t>(1, (device.shared_per_block_optin - std::max<int>(row_warps_floats * sizeof(float), reduction_bytes(2))) / each);
+}
+
 // How many blocks of the persistent backward are on a multiprocessor at a time.
 int64_t resident_blocks(const LaunchPlan& plan, const Knobs& knobs) { return settled(plan.block <= 256 ? 2 : 1, knobs.resident, 1, 4); }
 
@@ -60,14 +66,13 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   plan.vec = vec;
   plan.threads_per_row = static_cast<int>(settled(warps, ceil_div(knobs.threads, device.warp), warps, most_warps) * device.warp);
   plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
-  // A call of few rows is spread over all multiprocessors. A block has at most 15 barriers for its rows, and shared memory for their sums.
-  const int64_t each = int64_t{cols} * (centered ? 2 : 1) * int64_t{sizeof(float)};
-  const int64_t room = (device.shared_per_block_optin - row_warps_floats * int64_t{sizeof(float)}) / each;
   // Two blocks of up to 256 threads in place of one of 512, if they have as many rows and these have fewer than 256 threads. Share of the
   // copy on an H200, one and two: LayerNorm 32768x5120 0.865 0.915, 8192x3584 0.81 0.84, 32768x1024 0.86 0.88; RMSNorm 0.87 0.88 of
   // 8192x3584; equal for 256 threads per row, and worse (RMSNorm 4096x6144 0.83 0.82) with three vectors per thread.
   const bool pairs = plan.threads_per_row < 256 && 512 / plan.threads_per_row == 2 * (256 / plan.threads_per_row);
-  const int64_t most = std::max<int64_t>(1, std::min<int64_t>({15, room, 512 / plan.threads_per_row, rows}));
+  // A block has at most 15 barriers for its rows. A call of few rows is spread over all multiprocessors.
+  const int64_t most =
+      std::min<int64_t>({15, most_rows_of_block(device, cols, centered), 512 / plan.threads_per_row, std::max<int64_t>(1, rows)});
   const int64_t threads = device.bulk_copies && !pairs ? 512 : 256;
   const int64_t own = std::clamp<int64_t>(std::min(threads / plan.threads_per_row, ceil_div(rows, device.multiprocessors)), 1, most);
   const int64_t groups = settled(own, ceil_div(knobs.block, plan.threads_per_row), 1, most);
@@ -91,9 +96,13 @@ int known_threads(const LaunchPlan& plan) {
 // on an H200.
 int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwardKind kind, int64_t rounds, int most_bytes,
                 int stage_bytes) {
-  // A row that is read twice makes room for another one only while dz is stored. Until then, nothing is on its way but a second row.
-  if (!device.bulk_copies && norm_backward_reads_twice(kind.centered, plan.vec, plan.k)) return 2;
-  if (!device.bulk_copies) return std::clamp<int>(ceil_div(rounds, 8), 1, std::clamp(most_bytes / stage_bytes, 1, async_stages));
+  if (!device.bulk_copies) {
+    // A row that is read twice makes room for another one only while dz is stored: until then, only a ring of two rows has copies in
+    // flight. LayerNorm 4096x16384, 8192x14336 and 8192x9216 on an H100: 0.64, 0.68 and 0.55 with one row, 0.73, 0.70 and 0.61 with two,
+    // 0.67, 0.62 and 0.56 with three.
+    if (norm_backward_reads_twice(kind.centered, plan.vec, plan.k)) return 2;
+    return std::clamp<int>(ceil_div(rounds, 8), 1, std::clamp(most_bytes / stage_bytes, 1, async_stages));
+  }
   // A ring of one row requests the next one before the reduction (norm_backward.h), one of several rows behind it. With one row, the first
   // is there sooner, and so is the last: RMSNorm 2048x4096 has 0.72 with one and 0.705 with two, 4096x6144 0.84 and 0.83. Three tensors
   // bring enough bytes at a time: add+RMSNorm 8192x4096 has 0.93 with one and 0.92 with two, 32768x4096 1.00 and 0.98.
@@ -197,24 +206,27 @@ Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int
 
 LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
   const int64_t vectors = ceil_div(cols, vec);
+  const int k = vec == 1 ? 4 : 2;
   LaunchPlan plan;
-  if (vec > 1 && device.warp < vectors && vectors <= 2 * 512 && knobs.cluster <= 1) {
+  if (vec > 1 && device.warp < vectors && vectors <= 2 * 512) {
     plan = norm_warps(device, rows, cols, vec, centered, knobs);
   } else {
     // Parts of warps, single elements, rows of a cluster, and where there are none, long rows.
-    const int k = vec == 1 ? 4 : 2, max_k = !device.bulk_copies && vectors > 512 * 2 ? 4 : k;
+    const int max_k = !device.bulk_copies && vectors > 512 * 2 ? 4 : k;
     const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
-    plan = plan_row(device, rows, cols,
-                    {.vec = vec,
-                     .max_k = max_k,
-                     .max_block = 512,
-                     .bound = 512,
-                     .min_block = device.bulk_copies && vec > 1 ? 512 : 256,
-                     .k = few ? 1 : k},
-                    knobs);
-    plan = clustered(device, plan, rows, cols, k, 512, knobs.blocks_of_row(1));
-    plan.k = std::max(plan.k, k);
+    // A row has `least` threads or more.
+    const int64_t least = std::min<int64_t>(next_pow2(ceil_div(vectors, max_k)), 512), most = most_rows_of_block(device, cols, centered);
+    const int bound = static_cast<int>(std::min<int64_t>(least * (next_pow2(most + 1) / 2), 512));
+    const RowTiling tiling{.vec = vec,
+                           .max_k = max_k,
+                           .max_block = 512,
+                           .bound = bound,
+                           .min_block = device.bulk_copies && vec > 1 ? 512 : 256,
+                           .k = few ? 1 : k};
+    plan = plan_row(device, rows, cols, tiling, knobs);
   }
+  plan = clustered(device, plan, rows, cols, k, 512, knobs.wanted_blocks(1));
+  plan.k = std::max(plan.k, k);
   // What a multiprocessor holds of blocks of each size. Grids that give all blocks the same number of rows take no longer and leave fewer
   // partial rows.
   const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)

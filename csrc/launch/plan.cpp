@@ -61,7 +61,7 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   while (threads < max_block && threads * most_k(threads) < vectors) threads *= 2;
   // At least as many as hold the row, if a block can; at most one per vector.
   const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
-  const int64_t least = holding > bound ? tiling.min_block : std::max(coalesced, holding);
+  const int64_t least = holding > bound ? std::min(tiling.min_block, bound) : std::max(coalesced, holding);
   threads = settled_pow2(threads, knobs.threads, least, std::min<int64_t>(next_pow2(vectors), bound));
   const int64_t k = next_pow2(ceil_div(vectors, threads));
   plan.path = k <= tiling.max_k ? Path::regs : Path::reread;
@@ -79,11 +79,13 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
                             int64_t cluster_from) {
   const int64_t vectors = ceil_div(cols, tiling.vec);
   const bool few = few_rows(device, rows);
-  if (few) tiling.k = 1, tiling.long_k = 0, tiling.max_block = 1024;
+  if (few) tiling.k = 1, tiling.long_k = 0, tiling.max_block = tiling.bound;
   LaunchPlan plan = plan_row(device, rows, cols, tiling, knobs);
   const int blocks = plan.path != Path::regs || (!few && vectors >= cluster_from) ? 2 : 1;  // or more, if it takes more to hold the row
-  if (plan.path != Path::regs) plan = plan_row(device, rows, cols, {.vec = tiling.vec, .max_k = tiling.max_k, .k = tiling.max_k}, knobs);
-  return clustered(device, plan, rows, cols, tiling.max_k, cluster_block, knobs.blocks_of_row(blocks));
+  if (plan.path != Path::regs)
+    plan = plan_row(device, rows, cols,
+                    {.vec = tiling.vec, .max_k = tiling.max_k, .max_block = tiling.bound, .bound = tiling.bound, .k = tiling.max_k}, knobs);
+  return clustered(device, plan, rows, cols, tiling.max_k, cluster_block, knobs.wanted_blocks(blocks));
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {

@@ -18,7 +18,8 @@ constexpr int64_t next_pow2(int64_t n) {
   return p;
 }
 
-// The last step of each choice of a planner: a knob, clamped to what is legal, replaces what the planner itself has chosen.
+// The last step of each choice of a planner: a knob, clamped to what is legal, replaces what the planner itself has chosen. If the bounds
+// contradict each other, `least` counts.
 constexpr int64_t settled(int64_t own, int64_t knob, int64_t least, int64_t most) {
   return knob > 0 ? std::clamp(knob, least, std::max(least, most)) : own;
 }
@@ -86,7 +87,7 @@ inline int shared_room(const DeviceProfile& device, int64_t resident) {
   return std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024);
 }
 // The most rows of a ring of asynchronous copies: the row that is used, and three in flight, as many as wait_for_copies (platform_cuda.h)
-// can leave so.
+// can leave there.
 constexpr int async_stages = 4;
 // Bytes of one row in the rings of a block's threads (gpu/row_stream.h): plan.k vectors of 16 bytes of each of `tensors`, for each thread,
 // and where there are bulk copies, a counter of arrived bytes (mbarrier) for each warp.

@@ -31,7 +31,7 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
   // Blocks of 256 threads: as few as hold the row in registers or, if there are few rows, as many as leave each thread one vector.
   const int64_t holding = next_pow2(ceil_div(vectors, 256 * k)), most = next_pow2(ceil_div(vectors, 256));
   const int64_t own = vectors <= (few ? most_in_block_of_few : most_in_block) ? 1 : few ? most : holding;
-  const int64_t asked = knobs.blocks_of_row(own);
+  const int64_t asked = knobs.wanted_blocks(own);
   if (of.vec == 1 || (asked == 1 && (own == 1 || vectors <= 1024 * k))) return 1;
   const int64_t wanted = settled_pow2(own, asked, holding, most);
   int64_t blocks = 1;

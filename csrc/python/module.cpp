@@ -162,6 +162,7 @@ void bind_plans(py::module_& m) {
       .def_readwrite("vec", &RowTiling::vec)
       .def_readwrite("max_k", &RowTiling::max_k)
       .def_readwrite("max_block", &RowTiling::max_block)
+      .def_readwrite("bound", &RowTiling::bound)
       .def_readwrite("min_block", &RowTiling::min_block)
       .def_readwrite("k", &RowTiling::k)
       .def_readwrite("long_k", &RowTiling::long_k)
