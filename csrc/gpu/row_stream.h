@@ -1,15 +1,28 @@
-// The rows that a thread works on, one after another, fetched before they are needed: RowStream. take(out) gives the thread's vectors of
-// the next row, those of warp_columns(); release() says that another row may be fetched in the place of the one taken.
+// The rows that a thread works on, one after another, fetched before they are needed: RowStream.
 //
-// There are three implementations with the same interface:
+//   take(out)      gives the thread's vectors of the next row, those of warp_columns(), with zeros past the last column. Vectors of a row
+//                  past the last one are not set: a thread that takes one, because others of its warp or block still have a row, must not
+//                  use them.
+//   release()      says that another row may be fetched in the place of the one taken. All lanes of a warp call both functions together.
+//
+// A kernel whose registers do not hold a row reads it twice, vector by vector, by these functions instead (AsyncStream, HeldStream):
+//   wait()         waits for the next row, which must not be past the last one.
+//   vectors(k)     returns the thread's vector k of each tensor of that row.
+//   read_again()   is called between the two readings.
+//   replace(k)     is called after vectors(k) of the second reading: the same vectors of another row may be fetched in their place.
+//   finish_row()   is called after all K calls of replace().
+//
+// There are three implementations:
 // - RingStream, where the hardware has bulk copies (Hopper and later). Each warp has a ring buffer in shared memory, for its own columns of
 //   some rows. One lane requests rows; when the warp has loaded a row into registers, it requests another one in its place. So loads are in
 //   flight during reductions, exponentials and stores, without taking registers or needing a barrier of the block. On an H200 a copy
 //   through such rings is as fast as the best plain copy if a request has at least 512 bytes; with rings of whole blocks, or by cp.async,
 //   it is 2 to 6 % slower.
 // - AsyncStream, where there are asynchronous copies (Ampere, Ada). Each thread has a ring of its own vectors, which no other thread reads.
-//   So a vector may stay there while it is read twice, and be replaced without a barrier (HeldStream).
-// - RegisterStream, elsewhere: the next row is loaded into registers while this one is processed.
+//   So a vector may stay there while it is read twice, and be replaced without a barrier. take() requests the next row: release() does
+//   nothing.
+// - RegisterStream, elsewhere: the next row is loaded into registers while this one is processed. release() does nothing.
+// HeldStream gives any of them the functions for reading twice, by holding the row in registers between the two.
 // The rings of a block take plan.stages rows of ring_row_bytes() (launch/plan.h) of shared memory.
 #pragma once
 #include "gpu/rows.h"
@@ -77,10 +90,6 @@ template <class T, int VEC, int K, int N> LIGER_DEVICE Vectors<T, VEC, N> vector
   for (int n = 0; n < N; ++n) out[n] = row[n][k];
   return out;
 }
-
-// In all three implementations take(out) gives zeros past the last column. Vectors of a row past the last one are not set, so that a thread
-// which takes one, because others of its warp or block still have a row, must not use them. All lanes of a warp call take() and release()
-// together. AsyncStream and RegisterStream make room for the next row in take() already: their release() does nothing.
 
 // A warp's ring buffer: its vectors of `stages` rows in shared memory, [stages][N][K * lanes of a warp].
 template <class Group, class T, int VEC, int K, int N> class RingStream {
@@ -178,7 +187,7 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
   }
   LIGER_DEVICE void release() {}
 
-  // For rows that stay in the ring until they have been read twice: see HeldStream.
+  // A row that is read twice stays in the ring until then.
   LIGER_DEVICE void wait() { wait_for_copies(stages_ - 1); }
   LIGER_DEVICE Vectors<T, VEC, N> vectors(int k) const {
     Vectors<T, VEC, N> out;
@@ -274,13 +283,7 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
   Packed<T, VEC> next_[N][K];
 };
 
-// A stream of rows that are read twice, vector by vector. A HeldStream takes them from another stream, and holds a row in registers between
-// its two readings. AsyncStream has the same functions, but leaves the row in shared memory.
-//   wait()         waits for the next row, which must not be past the last one.
-//   vectors(k)     returns this thread's vector k of each tensor of that row.
-//   read_again()   is called between the two readings.
-//   replace(k)     is called after vectors(k) of the second reading: the same vectors of another row are requested in their place.
-//   finish_row()   is called after all K calls of replace().
+// The functions for reading a row twice, of a stream that has take() and release().
 template <class Stream, class T, int VEC, int K, int N> class HeldStream {
  public:
   template <class Group>

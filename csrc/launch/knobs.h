@@ -9,8 +9,9 @@
 
 namespace liger::launch {
 
-// 0 leaves a choice to the planner. A planner first makes its own choice, which no knob has a part in; then the knob of that name, if the
+// 0 leaves a choice to the planner. A planner first makes its own choice, in which no knob has a part; then the knob of that name, if the
 // kernel has a use for it, replaces the choice, clamped to what is legal (settled(), plan.h); all else of a plan follows from the choices.
+// Two kernels of the norms, for few rows and for rows of whole warps, are taken only without knobs.
 // So a plan made with any knobs can be launched, covers all of the work, and needs no more workspace than the plan without them.
 struct Knobs {
   int threads = 0;  // threads per row: the norms, softmax, rows of logits
