@@ -101,8 +101,8 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
 
   // Where y of this thread's columns begins.
   LIGER_DEVICE T* output() const { return opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first)); }
-  // y = n * (weight + offset) + bias. Rounded: n is always rounded to T; otherwise a.round_normalized decides.
-  template <bool Rounded, class Parameters>
+  // y = n * (weight + offset) + bias.
+  template <class Parameters>
   LIGER_DEVICE void write(T* out, const Values& z, const NormStatistics& of, const Parameters& parameters, float offset) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -111,12 +111,26 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         y[i] = normalized(z[k][i], of.mean, of.rstd);
-        if (!Centered && (Rounded || a.round_normalized)) y[i] = round_to<T>(y[i]);
+        if (!Centered && a.round_normalized) y[i] = round_to<T>(y[i]);
       }
       parameters.apply(y, k, columns.first + k * columns.step, offset);
       Packed<T, VEC> packed;
       packed.set(y);
       gpu::store<Hint::stream>(out + k * columns.step, packed);
+    }
+  }
+  // y = n * weight as Llama has it: n is rounded to T before. With both in T, two products are one instruction on recent GPUs. That matters
+  // for short rows: of 128 columns, instructions took 43 % of an H100's issue slots.
+  template <class Parameters> LIGER_DEVICE void write_as_llama(T* out, const Values& z, float rstd, const Parameters& parameters) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      float n[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) n[i] = z[k][i] * rstd;
+      Packed<T, VEC> rounded;
+      rounded.set(n);
+      gpu::store<Hint::stream>(out + k * columns.step, products(rounded, parameters.weight_of(k, columns.first + k * columns.step)));
     }
   }
 
@@ -142,11 +156,17 @@ template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedPara
   LIGER_DEVICE void load_bias(const Columns<VEC, K>& columns) {
     if constexpr (holds_bias) columns.template load<Hint::constant>(bias, a.bias.data);
   }
-  // Turns the vector n, number k, which begins at column `at`, into y.
+  // The weights of vector k, which begins at column `at`.
+  LIGER_DEVICE Packed<T, VEC> weight_of(int k, int64_t at) const {
+    if constexpr (holds_weight) return weight[k];
+    Packed<T, VEC> w;
+    gpu::load<Hint::constant>(w, static_cast<const T*>(a.weight.data) + at);
+    return w;
+  }
+  // Turns vector k of n into y.
   LIGER_DEVICE void apply(float (&n)[VEC], int k, int64_t at, float offset) const {
-    Packed<T, VEC> w, b = {};
-    if constexpr (holds_weight) w = weight[k];
-    else gpu::load<Hint::constant>(w, static_cast<const T*>(a.weight.data) + at);
+    const Packed<T, VEC> w = weight_of(k, at);
+    Packed<T, VEC> b = {};
     if constexpr (holds_bias) b = bias[k];
     else if constexpr (Centered) gpu::load<Hint::constant>(b, static_cast<const T*>(a.bias.data) + at);
 #pragma unroll
@@ -155,8 +175,8 @@ template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedPara
   // One branch per row, not one per element.
   template <class Tile> LIGER_DEVICE void finish(const Tile& tile, const typename Tile::Values& z, const NormStatistics& of) const {
     T* const out = tile.output();
-    if (!Centered && a.as_llama) tile.template write<true>(out, z, of, *this, 0);
-    else tile.template write<false>(out, z, of, *this, a.offset);
+    if (!Centered && a.as_llama) tile.write_as_llama(out, z, of.rstd, *this);
+    else tile.write(out, z, of, *this, a.offset);
   }
 };
 
@@ -193,7 +213,7 @@ template <int VEC, bool Centered> struct AnyParameters {
   };
   template <class Tile> LIGER_DEVICE void finish(const Tile& tile, const typename Tile::Values& z, const NormStatistics& of) const {
     with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // one branch per row
-      tile.template write<false>(tile.output(), z, of, Of<std::remove_cvref_t<decltype(tag)>>{a}, a.offset);
+      tile.write(tile.output(), z, of, Of<std::remove_cvref_t<decltype(tag)>>{a}, a.offset);
     });
   }
 };

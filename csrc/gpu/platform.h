@@ -44,7 +44,8 @@ LIGER_DEVICE void close_copies() {}
 LIGER_DEVICE void wait_for_copies(int) {}
 #endif
 
-// 16-bit floats are storage only; arithmetic is fp32, so that hardware without bf16 arithmetic runs the same code.
+// 16-bit floats are storage only; arithmetic is fp32, so that hardware without bf16 arithmetic runs the same code. (Maxima and products of
+// two of them are exceptions: largest() and products() have the same results, with fewer instructions where the hardware has them.)
 struct bf16 {
   uint16_t bits;
 };
@@ -121,8 +122,8 @@ template <class T, int N> LIGER_DEVICE Packed<T, N> minus_infinities() {
   return out;
 }
 
-// Does one instruction compare two 16-bit values at once? Where it does not, a maximum widens all values to fp32, and a compiler that keeps
-// the widened values runs out of registers.
+// Does one instruction compare, or multiply, two 16-bit values at once? Where it does not, a maximum widens all values to fp32, and a
+// compiler that keeps the widened values runs out of registers.
 #if defined(LIGER_HAS_PAIRS)
 constexpr bool has_pairs = true;
 #else
@@ -151,6 +152,24 @@ template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packe
 #pragma unroll
       for (int i = 0; i < N; ++i) most = fmaxf(most, x[k][i]);
   return most;
+}
+
+// The products of the elements of two vectors, each rounded once, as it is where fp32 holds the product exactly and is then rounded.
+template <class T, int N> LIGER_DEVICE Packed<T, N> products(const Packed<T, N>& a, const Packed<T, N>& b) {
+  Packed<T, N> out;
+#if defined(LIGER_HAS_PAIRS)
+  if constexpr (sizeof(T) == 2 && N > 1) {
+#pragma unroll
+    for (int w = 0; w < N / 2; ++w)
+      out.data[w] = std::is_same_v<T, bf16> ? products_of_bf16s(a.data[w], b.data[w]) : products_of_halves(a.data[w], b.data[w]);
+    return out;
+  }
+#endif
+  float values[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = a[i] * b[i];
+  out.set(values);
+  return out;
 }
 
 // How memory is used, as a hint for caches.

@@ -47,6 +47,13 @@ LIGER_DEVICE uint32_t max_of_bf16s(uint32_t a, uint32_t b) {
 LIGER_DEVICE uint32_t max_of_halves(uint32_t a, uint32_t b) {
   return bit_cast<uint32_t>(__hmax2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
 }
+// The products of two pairs of values, rounded once.
+LIGER_DEVICE uint32_t products_of_bf16s(uint32_t a, uint32_t b) {
+  return bit_cast<uint32_t>(__hmul2(bit_cast<__nv_bfloat162>(a), bit_cast<__nv_bfloat162>(b)));
+}
+LIGER_DEVICE uint32_t products_of_halves(uint32_t a, uint32_t b) {
+  return bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
+}
 #endif
 
 LIGER_DEVICE int thread_id() { return int(threadIdx.x); }
