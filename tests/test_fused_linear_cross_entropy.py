@@ -269,6 +269,17 @@ def test_vocabularies(device, dtype, vocab):
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("memory", [ONE_CHUNK, "min"])
+def test_gradients_that_label_smoothing_cancels(device, dtype, softcap, rows, memory):
+    """Nearly p - p, where the rounding of a logit moves p: of one row, no other row's error hides it."""
+    for seed in range(6):
+        inputs = head(rows, 8, 300, dtype=dtype, device=device, seed=seed, ignored=0)
+        judge_fused(inputs | {"label_smoothing": 0.1, "softcap": softcap, "memory": memory})
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("vocab", [1051, 35_003])
 def test_factors_of_either_sign(device, dtype, vocab):
     """Each row's gradient with its own factor, in chunks that are computed again."""

@@ -147,12 +147,17 @@ def cross_entropy_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Ten
         loss, z_loss = loss.sum(), z_loss.sum()
     scales: dict[str, Tensor | float] = {"loss": loss, "z_loss": z_loss}
     if "loss" in grads:
-        chosen = p + F.one_hot(index, vocab)
-        terms = (1 - smoothing) * w[index][:, None] * chosen + smoothing / vocab * (w.sum() * p + w)
-        terms = terms * by_ce + 2 * s * by_z * size[:, None] * p
+        grad = (valid * grads["loss"].abs())[:, None]
+        hard, soft = (1 - smoothing) * w[index][:, None], smoothing / vocab
+        of_p = (hard + soft * w.sum()) * by_ce + 2 * s * by_z * size[:, None]
+        terms = of_p * p + (hard * F.one_hot(index, vocab) + soft * w) * by_ce
         # A capped logit has the roundings of a quotient, a tanh and a product, each as large as itself.
         steps = 1 + size / (2 if softcap else 4)
-        scales["dlogits"] = terms * (valid * steps * grads["loss"].abs())[:, None]
+        scales["dlogits"] = terms * steps[:, None] * grad
+        # What a change of its own logit changes of a class's gradient: no more than the gradient's size, except where
+        # label smoothing takes nearly p from p.
+        slope = 1 - (capped / softcap).square() if softcap else 1
+        scales["dlogits by its logit"] = of_p * p * (1 - p) * slope * grad
     return scales
 
 

@@ -83,7 +83,8 @@ def fused_linear_cross_entropy_scales(
     else:
         share = scales["loss"] / (logits.detach().abs().amax(1).sum() + rows).clamp(min=1)
         scales["loss"] = scales["loss"] + share * off.square().sum().sqrt()
-    square = (g * stored).square() + scales.get("dlogits", g).square()
+    moved = torch.maximum(g.abs(), scales.get("dlogits by its logit", g.abs()))
+    square = (moved * stored).square() + scales.get("dlogits", g).square()
     scales["dx"] = 2 * (square @ weight.square()).sqrt() * max(1.0, vocab**0.5 / stored)
     scales["dweight"] = 2 * (square.T @ x.square()).sqrt() * max(1.0, rows**0.5 / stored)
     scales["dbias"] = 2 * square.sum(0).sqrt() * max(1.0, rows**0.5 / stored)
