@@ -1,7 +1,8 @@
 """fp32 results are as near to float64 as PyTorch's own: at most 1.5 times its error, largest and root mean square.
 
-The rule of liger_ext.rule adds a rounding and a floor; here is neither. Sizes are large enough for the largest error of
-many to say something. tests/test_host_target.py has GPUs' sums of exponentials, of the host's own exponentials.
+The rule of liger_ext.rule adds a rounding and a floor; here is neither. The largest error of a gradient of 512 numbers
+is good or bad by chance, so up to three draws of such a case are judged together. tests/test_host_target.py has GPUs' sums of
+exponentials, of the host's own exponentials.
 """
 
 import ops
@@ -12,6 +13,7 @@ from cases import normal, random_targets
 from liger_ext.testing import OPS, _leaves, outputs_of
 
 FACTOR = 1.5
+ENOUGH, DRAWS = 1500, 3  # numbers to judge by, and draws to get them from
 
 
 def rows(seed: int, *shape: int, scale: float = 1.0, mean: float = 0.0) -> torch.Tensor:
@@ -63,15 +65,29 @@ def placed(value, device):
     return value.detach().to(device).requires_grad_(value.requires_grad) if tensor else value
 
 
+def redrawn(inputs, draw):
+    """Each tensor's rows moved by another number: other rows meet in products and sums. Draw 0 leaves them."""
+    leaves = [name for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.requires_grad and t.dim() > 1]
+    steps = {name: draw * (2 * i + 1) for i, name in enumerate(leaves)}
+    return inputs | {name: inputs[name].detach().roll(step, -2).requires_grad_() for name, step in steps.items()}
+
+
 CASES = list(_cases())
 
 
 @pytest.mark.parametrize("op, inputs", [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_fp32(op, inputs, device):
     inputs = {name: placed(value, device) for name, value in inputs.items()}
-    exact = results(OPS[op].reference, inputs, torch.float64)
-    ours, theirs = results(OPS[op].run, inputs), results(OPS[op].baseline, inputs)
-    for name, value in exact.items():
-        error, limit = (ours[name] - value).abs(), (theirs[name] - value).abs()
+    ours, theirs = {}, {}  # errors of all draws by name
+    for draw in range(DRAWS):
+        if ours and min(sum(map(len, errors)) for errors in ours.values()) >= ENOUGH:
+            break
+        drawn = redrawn(inputs, draw)
+        exact = results(OPS[op].reference, drawn, torch.float64)
+        for errors, function in ((ours, OPS[op].run), (theirs, OPS[op].baseline)):
+            for name, value in results(function, drawn).items():
+                errors.setdefault(name, []).append((value - exact[name]).abs().flatten())
+    for name in ours:
+        error, limit = torch.cat(ours[name]), torch.cat(theirs[name])
         assert error.max() <= FACTOR * limit.max(), name
         assert error.square().mean().sqrt() <= FACTOR * limit.square().mean().sqrt(), name

@@ -143,19 +143,19 @@ def test_norms_in_another_dtype(device, family):
 def test_logits_beside_the_loss(device, family):
     """What a family makes of its head's results, where the loss has options: with logits, and without."""
     model = build(family, device)
-    ours, batch = patched(model), batch_of(device)
+    ours, batch, reference = patched(model), batch_of(device), copy.deepcopy(model).double()
     options = dict(label_smoothing=0.1, return_token_accuracy=True)
-    stock = model(**batch).logits
+    stock, exact = (m(**batch).logits for m in (model, reference))
     shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
     expected = nn.functional.cross_entropy(stock.flatten(0, 1), shifted, label_smoothing=0.1)
     with_logits, without = (ours(**batch, **options, skip_logits=skip) for skip in (False, True))
-    torch.testing.assert_close(with_logits.logits, stock)
+    alone = ours(input_ids=batch["input_ids"])
+    for output in (with_logits, alone):
+        assert_as_good({"logits": output.logits}, {"logits": stock}, {"logits": exact})
     torch.testing.assert_close(with_logits.loss, expected)
     torch.testing.assert_close(without.loss, expected)
     torch.testing.assert_close(without.token_accuracy, with_logits.token_accuracy)
     assert "logits" not in without
-    logits = ours(input_ids=batch["input_ids"]).logits
-    torch.testing.assert_close(logits, stock)
 
 
 @pytest.mark.skipif(TRANSFORMERS >= (5, 0), reason="experts are one module")

@@ -142,16 +142,34 @@ def adapted(model: nn.Module, names=("q_proj", "down_proj", "up_proj"), prepare=
     return model
 
 
-def assert_same_step(stock, model, batch, dtype, rounds_inputs=False, **options):
+def distances(stock, model, batch, **options) -> dict[str, float]:
+    """Of the loss and of every gradient, from the stock model's."""
     expected, found = step(stock, batch), step(model, dict(batch, **options))
     assert expected.keys() - found.keys() == {"logits"}
     assert any(result.any() for name, result in found.items() if name != "loss")
     for name, result in found.items():
-        bound = 2e-4 if dtype == torch.float32 else 1e-3 if name == "loss" else 0.06
-        if rounds_inputs:  # to 3 bits: what differs in the last bit may differ in all of those
-            bound = 3e-3 if name == "loss" else 0.05 if dtype == torch.float32 else 0.3
         assert result.dtype == expected[name].dtype, name
-        assert distance(result, expected[name]) <= bound, (name, distance(result, expected[name]))
+    return {name: distance(result, expected[name]) for name, result in found.items()}
+
+
+def assert_same_step(stock, model, batch, dtype, **options):
+    for name, found in distances(stock, model, batch, **options).items():
+        assert found <= (2e-4 if dtype == torch.float32 else 1e-3 if name == "loss" else 0.06), (name, found)
+
+
+def assert_same_float8_steps(stock, model, rows, seq, dtype, **options):
+    """float8 layers round what they multiply to 3 bits: where two models differ in the last bit, they may differ in all
+    of those. Of stock models in fp32 whose weights differ in the last bit, one in four has such a value in a batch, and
+    gradients 0.06 apart; the others agree. So one batch may have it here, but not every one. In bf16 each has some.
+    """
+    batches = [batch_of(model.device, rows, seq, seed) for seed in range(1, 5)]
+    found = [distances(stock, model, batch, **options) for batch in batches]
+    # Of chunks of tokens each has a scale of its own.
+    in_one_batch = 0.3 if dtype == torch.bfloat16 else 0.05 if options.get("memory") == 1 else 2e-4
+    for name in found[0]:
+        least, most = (choose(one[name] for one in found) for choose in (min, max))
+        assert least <= (3e-3 if name == "loss" else in_one_batch), (name, least)
+        assert most <= (3e-3 if name == "loss" else 0.5), (name, most)
 
 
 @dtypes
@@ -164,7 +182,10 @@ def test_quantised_layers(device, quantise, order, dtype):
     assert type(down) is not nn.Linear or type(down.weight) is not nn.Parameter
     batch = batch_of(device, 4, 16)
     assert "fused_linear_cross_entropy" in ops(model, **batch)
-    assert_same_step(stock, model, batch, dtype, quantise is float8)
+    if quantise is float8:
+        assert_same_float8_steps(stock, model, 4, 16, dtype)
+    else:
+        assert_same_step(stock, model, batch, dtype)
 
 
 @dtypes
@@ -173,7 +194,10 @@ def test_quantised_layers(device, quantise, order, dtype):
 @kinds
 def test_quantised_heads(device, quantise, memory, order, dtype):
     stock, model = both(order, quantise, dtype, device, ("lm_head", "k_proj"))
-    assert_same_step(stock, model, batch_of(device, 6, 48), dtype, quantise is float8, memory=memory)
+    if quantise is float8:
+        assert_same_float8_steps(stock, model, 6, 48, dtype, memory=memory)
+    else:
+        assert_same_step(stock, model, batch_of(device, 6, 48), dtype, memory=memory)
 
 
 @orders
