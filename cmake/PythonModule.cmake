@@ -8,6 +8,9 @@ endif()
 # One compilation for all ops: what they include takes longer than they do.
 file(GLOB python_ops CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/python/ops/*.cpp")
 set_source_files_properties(${python_ops} PROPERTIES UNITY_GROUP ops)
+if(LIGER_EXT_SANITIZE)
+  set_source_files_properties(csrc/python/module.cpp ${python_ops} PROPERTIES COMPILE_OPTIONS -O0)   # a sanitizer makes pybind11 slow to optimise
+endif()
 function(liger_python_module name folder)
   pybind11_add_module(${name} ${ARGN} csrc/python/module.cpp ${python_ops} ${launch_sources})
   target_include_directories(${name} PRIVATE csrc)

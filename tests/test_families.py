@@ -324,7 +324,8 @@ def test_compiled(device, family, dynamic):
     windows = {} if family == "gemma2" else dict(use_sliding_window=False, sliding_window=None)
     if family == "phi3":
         windows["rope_scaling"] = None  # transformers' longrope does not compile
-    model = build(family, device, num_hidden_layers=2, layer_types=None, **windows)
+    layers = 2 if family in ("gemma2", "llama4_text") else 1  # which have two kinds
+    model = build(family, device, num_hidden_layers=layers, layer_types=None, **windows)
     ours, batch = patched(model), batch_of(device)
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True, dynamic=dynamic)
     with sdpa_kernel(SDPBackend.MATH):  # a graph chooses another attention than eager code, with errors of its own

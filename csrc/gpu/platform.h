@@ -162,13 +162,14 @@ template <class T, int N> LIGER_DEVICE Packed<T, N> products(const Packed<T, N>&
 #pragma unroll
     for (int w = 0; w < N / 2; ++w)
       out.data[w] = std::is_same_v<T, bf16> ? products_of_bf16s(a.data[w], b.data[w]) : products_of_halves(a.data[w], b.data[w]);
-    return out;
-  }
+  } else
 #endif
-  float values[N];
+  {
+    float values[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = a[i] * b[i];
-  out.set(values);
+    for (int i = 0; i < N; ++i) values[i] = a[i] * b[i];
+    out.set(values);
+  }
   return out;
 }
 
