@@ -1,8 +1,8 @@
 """fp32 results are as near to float64 as PyTorch's own: at most 1.5 times its error, largest and root mean square.
 
 The rule of liger_ext.rule adds a rounding and a floor; here is neither. The largest error of a gradient of 512 numbers
-is good or bad by chance, so up to three draws of such a case are judged together. tests/test_host_target.py has GPUs' sums of
-exponentials, of the host's own exponentials.
+is good or bad by chance, so up to three draws of such a case are judged together. tests/test_host_target.py has GPUs'
+sums of exponentials, of the host's own exponentials.
 """
 
 import ops

@@ -292,7 +292,8 @@ def test_a_provider_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_providers(small, tmp_path):
+def test_compiled_providers(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "MODELS_CPU", {"tiny a": (TINY | {"num_hidden_layers": 1}, BATCH, SEQ)})
     wanted = ["liger_ext + torch.compile", "torch.compile"]
     records, _ = run(tmp_path, "--models", "tiny a", "--providers", *wanted)
     assert [r["provider"] for r in records] == wanted

@@ -25,6 +25,8 @@ def test_layer_norm(device, data):
     "shape", [(3, 8192), (2, 65_537), (3, 70_001), (1500, 96), (700, 2), (140, 40_960), (150, 65_536)]
 )
 def test_wide_and_long(device, dtype, shape):
+    if device.type == "cpu" and shape[1] > 10_000:  # more rows than a GPU has multiprocessors are only much work here
+        shape = (min(shape[0], 33), shape[1])
     parameters = {
         name: normal(shape[-1], dtype=dtype, device=device, seed=i).requires_grad_()
         for i, name in enumerate(("weight", "bias"))

@@ -42,6 +42,8 @@ def test_add_rms_norm(device, data):
     [(3, 8192), (2, 65536), (2, 65537), (1, 131072), (3, 70001), (1500, 96), (700, 1), (140, 40960), (150, 65536)],
 )
 def test_wide_and_long(device, dtype, shape):
+    if device.type == "cpu" and shape[1] > 10_000:  # more rows than a GPU has multiprocessors are only much work here
+        shape = (min(shape[0], 33), shape[1])
     x, weight = (
         normal(*shape, dtype=dtype, device=device),
         normal(shape[-1], dtype=dtype, device=device, seed=1, mean=1),
