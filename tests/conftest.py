@@ -21,6 +21,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(2)
+gc.set_threshold(10_000, *gc.get_threshold()[1:])  # new objects: a graph that is traced has the default, 700, at once
 hypothesis.settings.register_profile(
     "liger_ext",
     derandomize=True,

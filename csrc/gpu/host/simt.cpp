@@ -308,9 +308,9 @@ class Machine {
     const Thread& a = threads_[first];
     for (int t = first + 1; t < first + count; ++t) {
       const Thread& b = threads_[t];
-      const bool same =
-          a.stop == b.stop &&
-          (a.stop == Stop::returned || (a.where.line() == b.where.line() && std::strcmp(a.where.file_name(), b.where.file_name()) == 0));
+      const char *const file = a.where.file_name(), *const other = b.where.file_name();
+      const bool same = a.stop == b.stop && (a.stop == Stop::returned ||
+                                             (a.where.line() == b.where.line() && (file == other || std::strcmp(file, other) == 0)));
       if (!same) fail(t, text("divergence: this thread ", stop_text(b), ", thread ", first % most_threads, " ", stop_text(a)));
     }
   }
