@@ -8,9 +8,6 @@ endif()
 # One compilation for all ops: what they include takes longer than they do.
 file(GLOB python_ops CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/python/ops/*.cpp")
 set_source_files_properties(${python_ops} PROPERTIES UNITY_GROUP ops)
-if(LIGER_EXT_SANITIZE)
-  set_source_files_properties(csrc/python/module.cpp ${python_ops} PROPERTIES COMPILE_OPTIONS -O0)   # a sanitizer makes pybind11 slow to optimise
-endif()
 function(liger_python_module name folder)
   pybind11_add_module(${name} ${ARGN} csrc/python/module.cpp ${python_ops} ${launch_sources})
   target_include_directories(${name} PRIVATE csrc)
@@ -18,6 +15,10 @@ function(liger_python_module name folder)
     LIGER_EXT_VERSION="${PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
     LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}"
     LIGER_GPU_COMPILER="${LIGER_GPU_COMPILER_TEXT}")
+  if(LIGER_EXT_SANITIZE)   # with one, pybind11's code takes minutes to optimise
+    target_compile_options(${name} PRIVATE -O0)
+    set_source_files_properties(${launch_sources} PROPERTIES COMPILE_OPTIONS -O1)
+  endif()
   set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP OUTPUT_NAME _C LIBRARY_OUTPUT_DIRECTORY "${folder}")
 endfunction()
 liger_python_module(_C "${LIGER_EXT_OUTPUT}/..")
