@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import pickle
 import warnings
 from pathlib import Path
@@ -35,7 +36,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import liger_ext
 import liger_ext.functional as LF
-from liger_ext.models import causal_lm, decoder, experts, families, known_code, mlp, norms
+from liger_ext.models import causal_lm, decoder, experts, families, known_code, mlp, normal_form, norms
+from liger_ext.models.forwards import text_of
 from liger_ext.models.model_types import FUNCTION_OF
 
 # What of a family stays as it is, in the newest transformers: known code of which nothing can be fused.
@@ -371,19 +373,24 @@ def test_code_that_is_not_known(device, kind, monkeypatch):
 )
 def test_heads_that_differ_a_little(old, new):
     """A loss that is given less than ours reads, or something else."""
-    text = known_code._text_of_head.__wrapped__
-    source = known_code.text_of(known_code.stock_class(known_code.llama.LlamaForCausalLM).forward)
+
+    def form(source):
+        found = normal_form.of_head(normal_form.definition_in(source))
+        return None if found is None else normal_form.written(found)
+
+    source = text_of(known_code.stock_class(known_code.llama.LlamaForCausalLM).forward)
     calls = source.replace("**kwargs)\n    return", "**kwargs)\n\n    return")
     assert old in calls
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known_code, "text_of", lambda source: source)
-        assert text(calls) is not None and text(calls.replace(old, new)) != text(calls)
+    assert form(calls) is not None and form(calls.replace(old, new)) != form(calls)
 
 
 @pytest.mark.usefixtures("new_look")
 def test_code_that_cannot_be_read(monkeypatch):
-    """Where only compiled code is installed, nothing but Llama's own classes is known."""
-    monkeypatch.setattr(known_code, "text_of", lambda function: None)
-    model = build("qwen2")
-    assert not families.holds_known_code(model)
-    assert families.holds_known_code(build("llama"))
+    """Where only compiled code is installed, nothing is known, Llama's own classes neither."""
+
+    def getsource(function):
+        raise OSError("source code not available")
+
+    monkeypatch.setattr(inspect, "getsource", getsource)
+    assert not families.holds_known_code(build("qwen2"))
+    assert not families.holds_known_code(build("llama"))

@@ -15,9 +15,11 @@ from transformers.utils import can_return_tuple
 from liger_ext.models.called_head import scaled
 from liger_ext.models.forwards import text_of
 from liger_ext.models.loss import (
+    CACHES,
     FUSED_OPTIONS,
     OUTPUT_OPTIONS,
     VALUE_OPTIONS,
+    cache_in,
     causal_lm_cross_entropy,
     causal_lm_loss,
     counted_rows,
@@ -27,6 +29,7 @@ from liger_ext.models.loss import (
     shift,
     softcapped,
 )
+from liger_ext.models.normal_form import MODEL_CALL, renamed
 from liger_ext.models.patch import Mixin
 
 
@@ -70,11 +73,14 @@ class CausalLM(Mixin):
         output, cls.COPIED = _output_of(stock)
         cls.MODEL, cls.TAKES = _model_of(stock)
         cls.PASSED = _passed_by(stock)
+        parameters = inspect.signature(stock.forward).parameters.values()
+        cls.DEFAULTS = {p.name: p.default for p in parameters if p.default not in (None, p.empty)}
+        cls.DEFAULTS.pop("logits_to_keep", None)
         # They read the source of a class's module, and remember for subclasses what they found.
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
             if hasattr(stock, name):
                 getattr(stock, name)()
-        cls.OUTPUT, cls.OUTPUT_WITHOUT = liger_output(output), _outputs_without(output)
+        cls.OUTPUT, cls.OUTPUT_WITHOUT, cls.CACHE = liger_output(output), _outputs_without(output), cache_in(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         """transformers' forward, but in training with labels the loss comes from the hidden states: no logits exist.
@@ -87,11 +93,11 @@ class CausalLM(Mixin):
             max_rows: at most how many positions of the batch have a target that is not ignored (`count_rows`). In a
                 graph of torch.compile the loss then takes as many rows, not all.
 
-        A training step that makes no logits makes no cache of keys and values (`past_key_values`) either, unless
-        `use_cache=True` asks for it, or `position_ids` come without an `attention_mask`. Reading what was not made is
-        an error, and the tuple of `return_dict=False` has no place for it. The loss of labels that are all ignored is
-        0; transformers gives NaN. A loss of the user's own (`model.loss_function`) is obeyed: it gets logits, as it
-        must, and all arguments that it would get unpatched.
+        A training step that makes no logits makes no cache of keys and values (`past_key_values`, or `cache`) either,
+        unless `use_cache=True` asks for it, or `position_ids` come without an `attention_mask`. Reading what was not
+        made is an error, and the tuple of `return_dict=False` has no place for it. The loss of labels that are all
+        ignored is 0; transformers gives NaN. A loss of the user's own (`model.loss_function`) is obeyed: it gets
+        logits, as it must, and all arguments that it would get unpatched.
         """
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
@@ -111,7 +117,8 @@ class CausalLM(Mixin):
             loss_arguments |= counted_rows(self.lm_head, **loss_arguments, max_rows=max_rows)
         passed = {"labels": labels, "logits_to_keep": logits_to_keep}
         given = _given_to(arguments)
-        spared = skip_logits and self.training and _spare_cache(self, arguments) and "past_key_values" in self.COPIED
+        spared = skip_logits and self.training and _spare_cache(self, arguments) and self.CACHE in self.COPIED
+        arguments = {**self.DEFAULTS, **arguments}
         if self.TAKES is not None:
             arguments = {name: value for name, value in arguments.items() if name in self.TAKES}
         model = operator.attrgetter(self.MODEL)(self)
@@ -141,7 +148,7 @@ class CausalLM(Mixin):
             token_accuracy=result.token_accuracy,
             predicted_tokens=result.predicted_tokens,
             **shown,
-            **{name: getattr(outputs, name) for name in self.COPIED if not (spared and name == "past_key_values")},
+            **{name: getattr(outputs, name) for name in self.COPIED if not (spared and name == self.CACHE)},
         )
         return output(**self._results(results, arguments))
 
@@ -267,13 +274,13 @@ class CausalLMInside(Mixin):
         given.pop("labels", None)
         spared = self.training and _spare_cache(inner, arguments)  # here: stock's forward reads the cache
         outputs = super().forward(**arguments, **given, skip_logits=True, return_dict=True)
-        results = {name: value for name, value in outputs.items() if not (spared and name == "past_key_values")}
+        results = {name: value for name, value in outputs.items() if not (spared and name in CACHES)}
         return self.OUTPUT_WITHOUT[spared](loss=results.pop("logits"), **results)  # the first that it was given
 
 
 def _outputs_without(output: type[ModelOutput]) -> dict[bool, type[ModelOutput]]:
     """What a step returns that makes no logits, by whether a cache is spared, too."""
-    return {False: output_without(output, "logits"), True: output_without(output, "logits", "past_key_values")}
+    return {False: output_without(output, "logits"), True: output_without(output, "logits", cache_in(output))}
 
 
 def _given_to(arguments: dict[str, object]) -> torch.Tensor | None:
@@ -285,7 +292,7 @@ def _given_to(arguments: dict[str, object]) -> torch.Tensor | None:
 def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
     """Has a training step make no cache of keys and values, of which transformers' default makes a copy, where the
     caller has not decided. Returns whether an unpatched model's would be of use."""
-    if arguments.get("use_cache") is not None or arguments.get("past_key_values") is not None:
+    if any(arguments.get(name) is not None for name in ("use_cache", *CACHES)):
         return False
     # Where there is no cache, transformers (4.53 on) reads documents from positions, and keeps them apart.
     if arguments.get("position_ids") is not None and arguments.get("attention_mask") is None:
@@ -301,31 +308,10 @@ def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
     return bool(getattr(head.config.get_text_config(), "use_cache", False)) and not is_checkpointed
 
 
-def renamed(text: str) -> str:
-    """The text of a head in which its model, what that returns, and the logits, have the names that Llama's have."""
-    call = _CALL.search(text)
-    if call is not None:
-        name = f"self.{call['model']}("
-        text = text.replace(f"{name}input_ids,", f"{name}input_ids=input_ids,").replace(name, "self.model(")
-        text = _with_name(text, call["outputs"], "outputs")
-    return _with_name(text, "lm_logits", "logits")
-
-
-def _with_name(text: str, old: str, new: str) -> str:
-    """`text` with another name of a variable; as it is where the new one is a variable's already."""
-    return text if re.search(rf"\b{new}\b(?!=)", text) else re.sub(rf"\b{old}\b", new, text)
-
-
-# (`self.language_model` is a head itself: see `CausalLMInside`.)
-_CALL = re.compile(
-    r"^    (?P<outputs>\w+) = self\.(?P<model>(?!language_model)[\w.]+)\((input_ids=)?input_ids, (?=\w+=)", re.MULTILINE
-)
-
-
 def _model_of(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
     """The name of a head's model, and which arguments that gets; None: all that the head gets."""
     text = text_of(stock.forward) or ""
-    call = _CALL.search(text)
+    call = MODEL_CALL.search(text)
     given = re.search(r"= self\.model\((.*)\)$", renamed(text), re.MULTILINE)
     takes_all = given is None or "**" in given[1]
     return call["model"] if call else "model", None if takes_all else tuple(inspect.signature(stock.forward).parameters)
@@ -342,7 +328,7 @@ def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
     text = renamed(text_of(stock.forward) or "")
     call = re.search(r"return (\w*CausalLMOutput\w*)\((.*)\)$", text, re.MULTILINE)
     if call is None:
-        return CausalLMOutputWithPast, ["past_key_values", "hidden_states", "attentions"]
+        return CausalLMOutputWithPast, [cache_in(CausalLMOutputWithPast), "hidden_states", "attentions"]
     copied = re.findall(r"\b(\w+)=outputs\.\1\b", call[2])
     return vars(sys.modules[stock.__module__])[call[1]], copied
 

@@ -18,9 +18,10 @@ from transformers.models.llama import modeling_llama
 from liger_ext import functional
 from liger_ext.models.calls import only_forward_runs
 from liger_ext.models.checkpoint import counting_runs, run_of
-from liger_ext.models.forwards import find_calls, find_foreign, text_of
+from liger_ext.models.forwards import find_foreign, text_of
 from liger_ext.models.layer import adapted, fused_linears, norm_linears, norm_mlp
 from liger_ext.models.mlp import MLP, Llama4MLP, has_silu, only_activation_runs
+from liger_ext.models.normal_form import find_calls
 from liger_ext.models.norms import RMSNorm, is_plain_rms_norm
 from liger_ext.models.patch import Mixin
 from liger_ext.models.recompute import recomputed, remade

@@ -23,7 +23,7 @@ from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.earlier import leave_out, set_memory, tell, were_left_out
 from liger_ext.models.experts import Experts
 from liger_ext.models.head import Linear, heads_of
-from liger_ext.models.known_code import is_left_alone, patch_of, patch_of_llamas, stock_classes
+from liger_ext.models.known_code import is_left_alone, knows_loss, patch_of, patch_of_llamas, stock_classes
 from liger_ext.models.loss import MEMORY_LEVELS, causal_lm_cross_entropy
 from liger_ext.models.mlp import MLP
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, UNITS, folder_of
@@ -56,7 +56,7 @@ def apply(
     def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
         modules, added, kept = list(root.modules()), [], []
         classes = stock_classes(modules)
-        _warn_of_unknown(classes, wanted)
+        _warn_of_unknown(classes, wanted, fused_loss or cross_entropy)
         patches = [patch for patch in (*map(patch_of, classes), LayerNorm) if patch]
         known = {patch: kind for kind in wanted for patch in patches if issubclass(patch, kind)}
         for patch, kind in known.items():
@@ -190,14 +190,16 @@ _NAMES = {
     CausalLM: ("ForCausalLM", "ForConditionalGeneration"),
     Attention: ("Attention",),
 }
-_unknown: set[type[nn.Module]] = set()
+_unknown: set[Callable] = set()
 
 
-def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool]) -> None:
-    """Once for each class that looks like one that is to be patched, and runs other code."""
+def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool], wants_loss: bool) -> None:
+    """Once for each class that looks like one that is to be patched, and for the loss, if it runs other code."""
     ends = tuple(end for kind, ends in _NAMES.items() if wanted[kind] for end in ends)
     candidates = [cls for cls in classes if cls.__name__.endswith(ends) and cls not in _unknown]
     unknown = [cls for cls in candidates if patch_of(cls) is None and not is_left_alone(cls)]
+    if wants_loss and ForCausalLMLoss not in _unknown and not knows_loss():
+        unknown.append(ForCausalLMLoss)
     _unknown.update(unknown)
     if unknown:
         names = ", ".join(cls.__name__ for cls in unknown)
@@ -220,7 +222,7 @@ def _replace_loss(model: nn.Module, handle: PatchHandle | None) -> None:
     """By transformers' own setter; a loss that the user has set stays."""
     if _has_our_loss(model):
         record_change(model, causal_lm_cross_entropy, handle)
-    elif "_loss_function" not in model.__dict__ and model.loss_function is ForCausalLMLoss:
+    elif "_loss_function" not in model.__dict__ and model.loss_function is ForCausalLMLoss and knows_loss():
         model.loss_function = causal_lm_cross_entropy
         record_change(model, causal_lm_cross_entropy, handle, _restore_loss)
 

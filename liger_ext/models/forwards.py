@@ -3,11 +3,12 @@
 import ast
 import functools
 import inspect
-import textwrap
 import types
 from collections.abc import Callable
 
 from torch import nn
+
+from liger_ext.models.normal_form import definition_in, digest, names_read, written
 
 
 def with_globals(function: Callable, **replacements: object) -> Callable:
@@ -80,30 +81,58 @@ def find_foreign(function: Callable, module: str, qualname: str, trusted: tuple[
 
 
 def definition_of(function: Callable) -> ast.FunctionDef | None:
-    """The syntax tree of a function, under the decorators around it. None if its source is not there to be read."""
+    """The syntax tree of a function, under the wrappers around it: see `definition_in`. None if its source is not there
+    to be read."""
     try:
-        source = inspect.getsource(inspect.unwrap(function))
+        return definition_in(inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):
         return None
-    definition = ast.parse(textwrap.dedent(source)).body[0]
-    return definition if isinstance(definition, ast.FunctionDef) else None
 
 
 def text_of(function: Callable) -> str | None:
-    """The code of a function as text that is the same wherever the same is done: without decorators, annotations,
-    comments and the docstring. None if its source is not there to be read."""
+    """A function's code without comments, annotations and decorators. None if its source is not there to be read."""
     definition = definition_of(function)
     if definition is None:
         return None
-    definition.decorator_list, definition.returns = [], None
-    if ast.get_docstring(definition) is not None:
-        definition.body = definition.body[1:]
-    return ast.unparse(_WithoutAnnotations().visit(definition))
+    definition.decorator_list = []
+    return ast.unparse(definition)
 
 
-def find_calls(tree: ast.AST, callee: str) -> list[ast.Call]:
-    """The calls in `tree` of what is written `callee`."""
-    return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == callee]
+def code_of(function: Callable | None, cls: type | None = None, seen: tuple = ()) -> str | None:
+    """A digest of what `function` does, with the functions of transformers, and the methods of `cls`, that it calls.
+
+    None if some of the source is not there to be read; it is then like no other.
+    """
+    definition = None if function is None else definition_of(function)
+    if definition is None:
+        return None
+    function = inspect.unwrap(function)
+    called = [f for f in called_by(definition, function, cls) if f not in (*seen, function)]
+    codes = [written(definition), *(code_of(f, cls, (*seen, function)) for f in called)]
+    return None if None in codes else digest(*codes)
+
+
+def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None = None) -> list[types.FunctionType]:
+    """The functions of transformers, and the methods and properties of `cls`, that the text of `function` names. What
+    is in transformers.utils is taken for granted, as torch is."""
+    names, of_self = names_read(definition)
+    found = [function.__globals__.get(name) for name in names]
+    found += [inspect.getattr_static(cls, name, None) for name in of_self] if cls else []
+    return list(dict.fromkeys(f for f in map(_function_of, found) if _is_of_models(f)))
+
+
+def _function_of(found: object) -> object:
+    """What a method or a property runs, under the wrappers around it."""
+    if isinstance(found, staticmethod | classmethod):
+        found = found.__func__
+    elif isinstance(found, property):
+        found = found.fget
+    return inspect.unwrap(found) if callable(found) and not isinstance(found, type) else found
+
+
+def _is_of_models(found: object) -> bool:
+    module = found.__module__ if isinstance(found, types.FunctionType) else ""
+    return module.startswith("transformers.") and not module.startswith("transformers.utils.")
 
 
 def methods_called(cls: type[nn.Module]) -> list[str]:
@@ -131,15 +160,6 @@ def _names_read_of_self(function: Callable) -> list[str]:
         return list(function.__code__.co_names)
     reads = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute))
     return list(dict.fromkeys(node.attr for node in reads if ast.unparse(node.value) == "self"))
-
-
-class _WithoutAnnotations(ast.NodeTransformer):
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        return ast.copy_location(ast.arg(node.arg), node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
-        self.generic_visit(node)
-        return node if node.value is None else ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
 def describe(function: Callable) -> str:

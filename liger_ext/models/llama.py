@@ -4,16 +4,20 @@ Each class here replaces the class of the same name in transformers, by a swap o
 that name: a patched model pickles, and is saved with the names of the original classes.
 """
 
+import ast
 import inspect
 
 from torch import nn
 from transformers import modeling_utils
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models.causal_lm import CausalLM
 from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.embedding import embedding, is_one_op
+from liger_ext.models.forwards import definition_of
 from liger_ext.models.mlp import MLP
+from liger_ext.models.normal_form import find_calls
 from liger_ext.models.norms import RMSNorm
 from liger_ext.models.patch import PatchHandle, copy_forward, stands_in
 from liger_ext.models.rope import rope_for
@@ -66,7 +70,27 @@ def _needs_no_mask(config, arguments: dict[str, object]) -> bool:
     )
 
 
-_MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache_position")
+_MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache", "cache_position")
+
+
+def knows_model(cls: type[nn.Module]) -> bool:
+    """Whether `cls.forward` does with the tokens, and with the mask, what `LlamaModel` here takes it to do."""
+    definition = definition_of(cls.forward)
+    if definition is None:
+        return False
+    text, names = ast.unparse(definition), (node.id for node in ast.walk(definition) if isinstance(node, ast.Name))
+    masks = find_calls(definition, "create_causal_mask")
+    given = {keyword.arg: ast.unparse(keyword.value) for call in masks for keyword in call.keywords}
+    known = {name: name for name in _MAKE_A_MASK} | {"config": "self.config"}
+    known |= dict.fromkeys(("input_embeds", "inputs_embeds"), "inputs_embeds")
+    only_embeds = all(use in text for use in _USES_OF_IDS) and list(names).count("input_ids") == len(_USES_OF_IDS)
+    return only_embeds and len(masks) == 1 and not masks[0].args and given.items() <= known.items()
+
+
+_USES_OF_IDS = (
+    "(input_ids is None) ^ (inputs_embeds is not None)",
+    "if inputs_embeds is None:\n        inputs_embeds = self.embed_tokens(input_ids)\n",
+)
 
 
 @stands_in(modeling_llama)
@@ -89,7 +113,7 @@ class LlamaDecoderLayer(DecoderLayer, modeling_llama.LlamaDecoderLayer):
     pass
 
 
-@stands_in(modeling_llama)
+@stands_in(modeling_llama, fixed_cross_entropy)
 class LlamaForCausalLM(CausalLM, modeling_llama.LlamaForCausalLM):
     pass
 

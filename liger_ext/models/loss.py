@@ -86,14 +86,25 @@ def output_without(cls: type[ModelOutput], *names: str) -> type[ModelOutput]:
     )
 
 
+CACHES = "past_key_values", "cache"  # of keys and values: its name up to transformers 5.23, and from 5.24 on
+
+
+def cache_in(output: type[ModelOutput]) -> str:
+    """The name that the cache of keys and values has in this class of outputs."""
+    return next((name for name in CACHES if name in output.__dataclass_fields__), CACHES[0])
+
+
 _WITHOUT, _AND = "__without_", "_and_"
 _WHY_NOT_MADE = {
     "logits": "this output has no logits: with labels, a patched model in training computes the loss without them. For "
     "the logits, call model(..., skip_logits=False); where they are optional, getattr(output, 'logits', None) is None",
-    "past_key_values": "this output has no past_key_values: with labels, a patched model in training makes no cache of "
-    "keys and values unless it is asked for one. For the cache, call model(..., use_cache=True); where it is optional, "
-    "getattr(output, 'past_key_values', None) is None",
 }
+for _name in CACHES:
+    _WHY_NOT_MADE[_name] = (
+        f"this output has no {_name}: with labels, a patched model in training makes no cache of keys and values "
+        f"unless it is asked for one. For the cache, call model(..., use_cache=True); where it is optional, "
+        f"getattr(output, {_name!r}, None) is None"
+    )
 
 
 def _not_made(name: str) -> property:

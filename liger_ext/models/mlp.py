@@ -10,17 +10,37 @@ from transformers import activations
 
 from liger_ext import functional
 from liger_ext.models.calls import only_forward_runs
+from liger_ext.models.forwards import code_of
+from liger_ext.models.normal_form import digest
 from liger_ext.models.recompute import recomputed, remade
 
+_CODE = {  # of transformers' activations, their constructors included
+    "35353eca4a890476": "silu",  # SiLUActivation, 4.57 on
+    "bf2391d58e43e49c": "gelu",  # GELUActivation
+    "a614f65de12a6481": "gelu_tanh",  # NewGELUActivation
+    "585102421e36aa93": "gelu_tanh",  # PytorchGELUTanh, 4.51
+    "cfd4f42285dc5ece": "gelu_tanh",  # 4.52 to 4.56
+    "f238aca73ec76ab7": "gelu_tanh",  # GELUTanh, 4.57 on
+    "032a4263259623d6": "relu_squared",  # ReLUSquaredActivation
+}
 
-def _classes(*names: str) -> tuple[type, ...]:
-    return tuple(getattr(activations, name) for name in names if hasattr(activations, name))
+
+def _code_of_class(cls: type[nn.Module]) -> str | None:
+    functions = [vars(cls)[name] for name in ("__init__", "forward") if name in vars(cls)]
+    codes = [code_of(function, cls) for function in functions]
+    return None if None in codes else digest(*codes)
 
 
-_SILU = (nn.SiLU, *_classes("SiLUActivation"))  # the latter is new in transformers 5
-_GELU = _classes("GELUActivation")
-_GELU_TANH = _classes("GELUTanh", "PytorchGELUTanh", "NewGELUActivation")
-_RELU_SQUARED = _classes("ReLUSquaredActivation")
+def _classes(activation: str) -> tuple[type, ...]:
+    defined = [cls for cls in vars(activations).values() if getattr(cls, "__module__", None) == activations.__name__]
+    modules = [cls for cls in defined if isinstance(cls, type) and issubclass(cls, nn.Module)]
+    return tuple(cls for cls in modules if _CODE.get(_code_of_class(cls)) == activation)
+
+
+_SILU = (nn.SiLU, *_classes("silu"))
+_GELU = _classes("gelu")
+_GELU_TANH = _classes("gelu_tanh")
+_RELU_SQUARED = _classes("relu_squared")
 
 
 class MLP:

@@ -21,6 +21,7 @@ Other libraries swap classes as well, FSDP2 among them: `liger_ext.models.classe
 import contextlib
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -49,11 +50,14 @@ class PatchHandle(contextlib.ExitStack):
         self.close()
 
 
-def stands_in(module: types.ModuleType, **replacements: object) -> Callable[[type[nn.Module]], type[nn.Module]]:
+def stands_in(
+    module: types.ModuleType, *others: Callable, **replacements: object
+) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """A decorator of patches: each is a subclass of a class of `module`, has its name, and stands in for its `forward`.
 
     With `replacements`, the patch's `forward` is the base's own, in which these names of `module` mean something else.
-    What the patch stands in for is remembered, so that `swap_classes` knows when other code has replaced it.
+    What the patch stands in for is remembered, with the functions `others`, whose work it does as well, so that
+    `swap_classes` knows when other code has replaced it.
     """
 
     def remember(patch: type[nn.Module]) -> type[nn.Module]:
@@ -61,6 +65,9 @@ def stands_in(module: types.ModuleType, **replacements: object) -> Callable[[typ
         _originals[patch] = [_Original(f"{patch.__name__}.forward", base, "forward", module.__name__, base.forward)]
         for name in replacements:
             _originals[patch].append(_Original(name, module, name, module.__name__, getattr(module, name)))
+        for other in others:
+            name, owner = other.__name__, sys.modules[other.__module__]
+            _originals[patch].append(_Original(name, owner, name, other.__module__, other))
         if replacements:
             patch.forward = copy_forward(patch, **replacements)
         know_forward(patch)
@@ -94,7 +101,7 @@ def copy_forward(patch: type[nn.Module], **replacements: object) -> Callable:
     If other code has replaced it, it is returned as it is: `swap_classes` makes no such patch.
     """
     forward = stock_class(patch).forward
-    return forward if any(_find_replacements(patch)) else with_globals(forward, **replacements)
+    return forward if any(find_replacements(patch)) else with_globals(forward, **replacements)
 
 
 def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: PatchHandle | None = None) -> None:
@@ -105,7 +112,7 @@ def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: P
     """
     modules = [module for module in modules if isinstance(module, stock_class(patch))]
     if any(not isinstance(module, patch) for module in modules):
-        for name, found in _find_replacements(patch):
+        for name, found in find_replacements(patch):
             warn(
                 f"{name} of transformers was replaced by {describe(found)}, and stays: {patch.__name__} is not patched"
             )
@@ -227,7 +234,7 @@ class _Original(NamedTuple):
 _originals: dict[type[nn.Module], list[_Original]] = {}
 
 
-def _find_replacements(patch: type[nn.Module]) -> Iterator[tuple[str, Callable]]:
+def find_replacements(patch: type[nn.Module]) -> Iterator[tuple[str, Callable]]:
     """What other code has put in the place of what `patch` stands in for, by name: before it was made, or since."""
     for original in _originals[patch]:
         current = getattr(original.owner, original.attribute)

@@ -13,49 +13,51 @@ import torch
 from liger_ext import functional
 
 ROPES: dict[str, dict[str, object]] = {  # what `rope_for` makes of them
-    "8d9f48cd1cdefb65": {},  # of Qwen3-Next and GPT-NeoX of 5.0 on, which rotate some columns
-    "d055c181c7e77517": {},  # before
-    "6fd74a28189c5427": {},  # Phi 3's, some columns as well
-    "e4d7f85d1a75dc1a": {},
-    "99b095a066854b3a": {},  # Nemotron's
-    "e4c8bf8feebf5684": {},
-    "2a216d9bcc535aa0": {},  # OLMo 2's, whose cos and sin are in fp32
-    "d176ec0b3150922e": {},
-    "0497d86610c268f0": {},  # ModernBERT's, in fp32
-    "a505c418e0582291": {},  # HunYuan VL's, in fp32
-    "b432a70cf8642b25": {},  # Gemma 4's, of one tensor
-    "7ecf25a3cdcda69f": {},  # of Qwen2 VL's images, in fp32; the same in all supported versions
-    "1754b40407312335": {"tables": "half"},  # GPT-OSS's
-    "bbacdb35420c453a": {"tables": "half"},
-    "e4af6079bf66ed50": {"layout": "interleaved", "tables": "half"},  # Llama 4's, of complex numbers, in fp32
-    "481f1743b09ae6ea": {"layout": "interleaved", "tables": "half"},  # OpenAI Privacy Filter's
-    "1b846ef7d94389bb": {"layout": "interleaved"},  # Cohere's, in fp32
-    "09f382d4e9971dcd": {"layout": "interleaved"},
-    "a29816cc5d6c69ab": {"layout": "interleaved"},  # BLT's
-    "7c42f55a5750c3a4": {"layout": "interleaved"},
-    "f6b1c4c071e68266": {"layout": "interleaved"},  # GLM 4V's, some columns
-    "42ba0cb7d424af54": {"layout": "interleaved", "tables": "first half"},  # of 5.1
-    "9069921165a81509": {"layout": "interleaved"},  # ERNIE 4.5 VL's, in fp32
-    "8f39d23d147bef38": {"layout": "interleaved", "tables": "first half"},  # Helium's
-    "d8411b8f3ff7667a": {"layout": "interleaved", "tables": "first half"},
-    "5ee2659c0f9cfe5b": {"layout": "interleaved", "tables": "first half"},  # GLM's, some columns
-    "603645c238f5df70": {"layout": "interleaved", "tables": "first half"},
-    "5aeb18bc069a5668": {"layout": "interleaved", "tables": "first half"},  # ERNIE 4.5's, in fp32
-    "1e4085d03e1b59c6": {"layout": "interleaved", "tables": "first half"},
-    "b212a04cb3fffbad": {"layout": "interleaved_to_halves", "tables": "first half"},  # DeepSeek V3's
-    "0295a4dd5e3e77a7": {"layout": "interleaved_to_halves"},
-    "21c7d9d3911da5df": {"layout": "interleaved", "tables": "half", "heads": 1},  # DeepSeek V2's, as Llama 4's
-    "f433ac4f9780f22e": {"layout": "interleaved", "tables": "half", "columns": "last"},  # DeepSeek V4's, in fp32
-    "568b149ffabc38a0": {"layout": "interleaved", "tables": "half"},  # GPT-J's and CodeGen's, of one tensor
-    "323f8b9254885398": {"layout": "interleaved_to_halves", "tables": "first half"},  # Mistral Large 4's, of one or two
-    "c152c8fa986842c8": {},  # Qwen 4's, some columns, of one or two tensors
-    "ff5f29c6d9b819ce": {},  # of MiniMax M3's images, some columns
-    "9eee6b2064295801": {"layout": "interleaved"},  # of Inkling 2's images, in fp32
-    "01ec114e7de30bb3": {"layout": "interleaved", "heads": 1},  # SAM 3's, in fp32
-    "9ed3861a0e7f0698": {"layout": "interleaved", "heads": 1},  # EdgeTAM's of video, in fp32
-    "8be203684a684070": {"layout": "interleaved", "tables": "first half"},  # PE Audio's
-    "85b15f3d5b268488": {},  # DINOv3's, of the patches behind other tokens
-    "83ff1be383fe9ad5": {"turns": -1},  # NanoChat's, which turns the other way
+    "1f557c15b1869342": {},  # Llama's, before 5.0
+    "a02205e2c1e0b60a": {},  # 5.0 on
+    "4f139855011a1147": {},  # of Qwen3-Next and GPT-NeoX of 5.0 on, which rotate some columns
+    "c35f19dd055229f4": {},  # before
+    "419f5cb3e6564a11": {},  # Phi 3's, some columns as well
+    "7f5c54e23b5a6891": {},
+    "3a2ff4d3f5272951": {},  # Nemotron's
+    "c449c3300f0043a6": {},
+    "6a8b1487318136ec": {},  # OLMo 2's, whose cos and sin are in fp32
+    "bcb3ffcf6faffac4": {},
+    "81871c62ddd8bef4": {},  # ModernBERT's, in fp32
+    "2b17da2e87085737": {},  # HunYuan VL's, in fp32
+    "a305c241915156b1": {},  # Gemma 4's, of one tensor
+    "edbbfcbe07dd34eb": {},  # of Qwen2 VL's images, in fp32; the same in all supported versions
+    "6e07f43b4112ab15": {"tables": "half"},  # GPT-OSS's
+    "9b86255152995539": {"tables": "half"},
+    "4f65806f19c5b68d": {"layout": "interleaved", "tables": "half"},  # Llama 4's, of complex numbers, in fp32
+    "520229fc5d0caba6": {"layout": "interleaved", "tables": "half"},  # OpenAI Privacy Filter's
+    "bed8287c9781b4cb": {"layout": "interleaved"},  # Cohere's, in fp32
+    "759da264179366d5": {"layout": "interleaved"},
+    "89c9e73f8b376c9f": {"layout": "interleaved"},  # BLT's
+    "26616013a0ccaa46": {"layout": "interleaved"},
+    "d008cb189e436336": {"layout": "interleaved"},  # GLM 4V's, some columns
+    "29cdb1638f4ccc1f": {"layout": "interleaved", "tables": "first half"},  # of 5.1
+    "fd1834452e3f6204": {"layout": "interleaved"},  # ERNIE 4.5 VL's, in fp32
+    "c2a8f30610a30d67": {"layout": "interleaved", "tables": "first half"},  # Helium's
+    "fccd740c614c2c59": {"layout": "interleaved", "tables": "first half"},
+    "25d595e06d249d2d": {"layout": "interleaved", "tables": "first half"},  # GLM's, some columns
+    "814046954c2da224": {"layout": "interleaved", "tables": "first half"},
+    "183ea5b2c834a8dc": {"layout": "interleaved", "tables": "first half"},  # ERNIE 4.5's, in fp32
+    "97f7a3e36f9c7a32": {"layout": "interleaved", "tables": "first half"},
+    "19d3d5714f87d5de": {"layout": "interleaved_to_halves", "tables": "first half"},  # DeepSeek V3's
+    "2ae1d4904d83a3e5": {"layout": "interleaved_to_halves"},
+    "422c16bc00a17551": {"layout": "interleaved", "tables": "half", "heads": 1},  # DeepSeek V2's, as Llama 4's
+    "97c18ff2d9d24092": {"layout": "interleaved", "tables": "half", "columns": "last"},  # DeepSeek V4's, in fp32
+    "a52d7df81229ec22": {"layout": "interleaved", "tables": "half"},  # GPT-J's and CodeGen's, of one tensor
+    "b3941047b52c52eb": {"layout": "interleaved_to_halves", "tables": "first half"},  # Mistral Large 4's, of one or two
+    "0861a73d5f21056f": {},  # Qwen 4's, some columns, of one or two tensors
+    "53824b0f10a9b18f": {},  # of MiniMax M3's images, some columns
+    "2271985c9ee9dd63": {"layout": "interleaved"},  # of Inkling 2's images, in fp32
+    "efc6b8494c762f0b": {"layout": "interleaved", "heads": 1},  # SAM 3's, in fp32
+    "c3e6ece845e538a6": {"layout": "interleaved", "heads": 1},  # EdgeTAM's of video, in fp32
+    "82f4d93ce8538e1f": {"layout": "interleaved", "tables": "first half"},  # PE Audio's
+    "80efb0ff05326854": {},  # DINOv3's, of the patches behind other tokens
+    "5ed17c96df72aa62": {"turns": -1},  # NanoChat's, which turns the other way
 }
 
 

@@ -1,0 +1,216 @@
+"""The normal form of a function's source: text that changes only where what the function computes may change.
+
+The tables of known code (`liger_ext.models.digests`) list digests of this text, so every version of Python must make
+the same. `ast.unparse` does not: Python 3.10 writes `(a, b) = c`, later ones `a, b = c`. `written` therefore prints the
+syntax tree itself. This file imports the standard library alone, because `tests/test_normal_form.py` runs it with every
+Python that the machine has.
+"""
+
+import ast
+import builtins
+import difflib
+import hashlib
+import re
+import textwrap
+
+# Decorators that change neither what a forward computes nor its gradient. Any other stays in the text.
+_HARMLESS = {
+    "add_start_docstrings_to_model_forward",
+    "auto_docstring",
+    "can_return_tuple",
+    "capture_outputs",
+    "check_model_inputs",
+    "deprecate_kwarg",
+    "merge_with_config_defaults",
+    "replace_return_docstrings",
+    "use_kernel_forward_from_hub",
+    "use_kernel_func_from_hub",
+}
+
+
+def definition_in(source: str) -> ast.FunctionDef | None:
+    """The function that `source` defines, without annotations, comments, docstring and harmless decorators. None if it
+    defines something else, such as a lambda."""
+    try:
+        definition = ast.parse(textwrap.dedent(source)).body[0]
+    except (SyntaxError, IndexError):
+        return None
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    definition.decorator_list = [d for d in definition.decorator_list if _name_of(d) not in _HARMLESS]
+    definition.returns = None
+    if ast.get_docstring(definition) is not None:
+        definition.body = definition.body[1:]
+    return _WithoutAnnotations().visit(definition)
+
+
+def written(node: ast.AST, indent: str = "") -> str:
+    """A syntax tree as text: a line for each statement, in which each node has its name and its fields that are set."""
+    inline, blocks = [], []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if name in _NO_MEANING or value is None or value == []:
+            continue
+        if isinstance(value, list) and isinstance(value[0], _STATEMENTS):
+            blocks += [f"{indent} {name}:", *(written(statement, indent + "  ") for statement in value)]
+        else:
+            inline.append(f"{name}={_written_value(value)}")
+    return "\n".join([f"{indent}{type(node).__name__}({', '.join(inline)})", *blocks])
+
+
+_NO_MEANING = {"ctx", "kind", "type_comment", "type_params"}
+_STATEMENTS = ast.stmt, ast.excepthandler, ast.match_case
+
+
+def _written_value(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written_value, value))}]"
+    return written(value) if isinstance(value, ast.AST) else ascii(value)
+
+
+def names_read(definition: ast.FunctionDef) -> tuple[list[str], list[str]]:
+    """What a function may call that is defined elsewhere: the names that are not its own, and attributes of `self`."""
+    nodes = list(ast.walk(definition))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    others = (name.id for name in names if name.id not in own and not hasattr(builtins, name.id))
+    attributes = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
+    of_self = (attribute.attr for attribute in attributes if attribute.value.id == "self")
+    return list(dict.fromkeys(others)), list(dict.fromkeys(of_self))
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def difference(text: str, other: str) -> str:
+    """What turns `text` into `other`: the lines that go and those that come, each between its neighbours, which say
+    where."""
+    changes = list(difflib.unified_diff(text.splitlines(), other.splitlines(), n=1, lineterm=""))
+    return "\n".join(change for change in changes[2:] if not change.startswith("@@"))
+
+
+def of_layer(definition: ast.FunctionDef) -> ast.FunctionDef | None:
+    """A decoder layer that gives its arguments to the attention, by their names, without these arguments. It may
+    withhold some, and has defaults: `DecoderLayer` looks which. None if it does something else with them."""
+    calls = find_calls(definition, "self.self_attn")
+    names = _names_of_arguments(definition)
+    given = [name for name in names if any(keyword.arg == name for call in calls for keyword in call.keywords)]
+    if len(calls) != 1 or given[:1] != names[:1] or not _hands_on(calls[0], definition, given):
+        return None
+    calls[0].keywords, definition.args.args, definition.args.defaults = [], [], []
+    return definition
+
+
+def of_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
+    """A head that gives its arguments to its model, by their names, without these arguments; without the number of
+    classes, which our loss does not read, and without what it returns as its model has returned it. None if it gives
+    its model or its loss something else."""
+    if definition.args.kwarg is None:
+        return None
+    text = renamed(ast.unparse(definition)).replace("outputs[0]", "outputs.last_hidden_state")
+    definition = _Resolved().visit(ast.parse(text)).body[0]
+    for_model = [n for n in _names_of_arguments(definition) if n not in ("labels", "logits_to_keep", "return_dict")]
+    for node in ast.walk(definition):
+        callee = ast.unparse(node.func) if isinstance(node, ast.Call) else None
+        if callee == "self.model":
+            node.keywords = [k for k in node.keywords if ast.unparse(k) not in _PASSED]
+            if not (_hands_on(node, definition, for_model) or _hands_on(node, definition, for_model, with_rest=False)):
+                return None
+            node.keywords = []
+        elif callee == "self.loss_function":
+            node.keywords = [k for k in node.keywords if k.arg != "vocab_size"]
+            node.keywords = [*map(ast.keyword, ("logits", "labels"), node.args), *node.keywords]
+            node.args = node.args[3:]  # the third is vocab_size
+            if not _hands_on(node, definition, ["logits", "labels"]):
+                return None
+            node.keywords = []
+        elif callee is not None and re.search(r"CausalLMOutput(With\w+)?$", callee):
+            node.func = ast.Name("Output", ast.Load())
+            node.keywords = [k for k in node.keywords if ast.unparse(k.value) != f"outputs.{k.arg}"]
+    taken = definition.args.args[::-1][: len(definition.args.defaults)][::-1]
+    kept = [(a, d) for a, d in zip(taken, definition.args.defaults, strict=True) if a.arg not in for_model]
+    kept = [(a, d) for a, d in kept if ast.unparse(d) != "None"]
+    definition.args.args, definition.args.defaults = [a for a, _ in kept], [d for _, d in kept]
+    definition.args.kwarg.arg = "kwargs"
+    return definition
+
+
+# What our head does, too, where transformers' does.
+_PASSED = "return_dict=True", "return_dict=return_dict", "labels=labels", "logits_to_keep=logits_to_keep"
+
+
+_AS_TUPLE = written(
+    ast.parse(
+        "if not return_dict:\n"
+        "    output = (logits,) + outputs[1:]\n"
+        "    return (loss,) + output if loss is not None else output"
+    ).body[0]
+)
+
+
+class _Resolved(ast.NodeTransformer):
+    """Without the lines in which a head decides what its model would decide as well, without the tuple that it returns
+    in place of an output, and without advice to the user."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
+        name = ast.unparse(node.targets[0])
+        default = f"{name} = {name} if {name} is not None else self.config.{name}"
+        decided = name in ("output_attentions", "output_hidden_states", "return_dict") and ast.unparse(node) == default
+        return None if decided else node
+
+    def visit_If(self, node: ast.If) -> ast.stmt | None:
+        advice = all(ast.unparse(line).startswith("logger.warning_once(") for line in node.body) and not node.orelse
+        return None if advice or written(node) == _AS_TUPLE else self.generic_visit(node)
+
+
+def renamed(text: str) -> str:
+    """The text of a head in which its model, what that returns, and the logits, have the names that Llama's have."""
+    call = MODEL_CALL.search(text)
+    if call is not None:
+        name = f"self.{call['model']}("
+        text = text.replace(f"{name}input_ids,", f"{name}input_ids=input_ids,").replace(name, "self.model(")
+        text = _with_name(text, call["outputs"], "outputs")
+    return _with_name(text, "lm_logits", "logits")
+
+
+def _with_name(text: str, old: str, new: str) -> str:
+    """`text` with another name of a variable; as it is where the new one is a variable's already."""
+    return text if re.search(rf"\b{new}\b(?!=)", text) else re.sub(rf"\b{old}\b", new, text)
+
+
+# (`self.language_model` is a head itself: see `CausalLMInside`.)
+MODEL_CALL = re.compile(
+    r"^    (?P<outputs>\w+) = self\.(?P<model>(?!language_model)[\w.]+)\((input_ids=)?input_ids, (?=\w+=)", re.MULTILINE
+)
+
+
+def find_calls(tree: ast.AST, callee: str) -> list[ast.Call]:
+    """The calls in `tree` of what is written `callee`."""
+    return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == callee]
+
+
+def _names_of_arguments(method: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in method.args.args[1:]]
+
+
+def _hands_on(call: ast.Call, function: ast.FunctionDef, names: list[str], with_rest: bool = True) -> bool:
+    """Whether `call` is given these by their names, the rest of the arguments of `function`, and nothing else."""
+    rest = function.args.kwarg
+    given = {k.arg: ast.unparse(k.value) for k in call.keywords}
+    expected = {name: name for name in names} | ({None: rest.arg} if rest is not None and with_rest else {})
+    return not call.args and rest is not None and given == expected
+
+
+def _name_of(decorator: ast.expr) -> str:
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
+class _WithoutAnnotations(ast.NodeTransformer):
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.copy_location(ast.arg(node.arg), node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        self.generic_visit(node)
+        return node if node.value is None else ast.copy_location(ast.Assign([node.target], node.value), node)

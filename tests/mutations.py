@@ -1,0 +1,87 @@
+"""Python functions with one token changed, and the classes of transformers whose recognition they try.
+
+The mutations are those of an edit that a release of transformers could bring: another operator, number, name, attribute
+or keyword argument, one at a time, at every place in a function's text. Two statements in the other order are one, too.
+"""
+
+import ast
+import importlib
+import inspect
+import io
+import keyword
+import tokenize
+from collections.abc import Callable, Iterator
+
+from liger_ext.models.forwards import called_by, definition_of, text_of
+
+_OTHER = {"+": "-", "-": "+", "*": "/", "/": "*", "**": "*", "@": "*", "<": ">", ">": "<", "<=": "<", ">=": ">"}
+_OTHER |= {"==": "!=", "!=": "==", "is": "==", "and": "or", "or": "and", "True": "False", "False": "True", "None": "0"}
+_OTHER |= {"+=": "-=", "-=": "+=", "*=": "+=", "^": "|", "&": "|", "|": "&"}
+
+
+def mutants(source: str) -> Iterator[tuple[str, str]]:
+    """What is changed, and the source with it, for each change of `source`, a function as `text_of` writes it."""
+    yield from _with_another_token(source)
+    yield from _with_statements_swapped(source)
+
+
+def _with_another_token(source: str) -> Iterator[tuple[str, str]]:
+    lines = source.splitlines(keepends=True)
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    names = list(dict.fromkeys(t.string for t in tokens if t.type == tokenize.NAME and not keyword.iskeyword(t.string)))
+    for token in tokens:
+        other = _another(token, names)
+        if other is None:
+            continue
+        (row, start), (_, end) = token.start, token.end
+        changed = lines.copy()
+        changed[row - 1] = lines[row - 1][:start] + other + lines[row - 1][end:]
+        if _parses("".join(changed)):
+            yield f"line {row}: {lines[row - 1].strip()!r}, {token.string} -> {other}", "".join(changed)
+
+
+def _another(token: tokenize.TokenInfo, names: list[str]) -> str | None:
+    if token.string in _OTHER:
+        return _OTHER[token.string]
+    if token.type == tokenize.NUMBER:
+        return f"{token.string}1" if "." in token.string or "e" in token.string else str(int(token.string, 0) + 1)
+    if token.type == tokenize.STRING and token.string[0] in "'\"":
+        return f"{token.string[:-1]}x{token.string[-1]}"
+    if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
+        return names[(names.index(token.string) + 1) % len(names)]
+    return None
+
+
+def _with_statements_swapped(source: str) -> Iterator[tuple[str, str]]:
+    for index in range(len(ast.parse(source).body[0].body) - 1):
+        tree = ast.parse(source)
+        body = tree.body[0].body
+        body[index], body[index + 1] = body[index + 1], body[index]
+        if ast.dump(body[index]) != ast.dump(body[index + 1]):
+            yield f"before {ast.unparse(body[index + 1])!r}: {ast.unparse(body[index])!r}", ast.unparse(tree)
+
+
+def _parses(source: str) -> bool:
+    try:
+        compile(source, "a mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def functions_read(function: Callable, cls: type | None) -> list[Callable]:
+    """`function`, and what recognition reads with it."""
+    found = [inspect.unwrap(function)]
+    for each in found:
+        found += [f for f in called_by(definition_of(each), each, cls) if f not in found]
+    return found
+
+
+def texts(functions: list[Callable]) -> dict[Callable, str]:
+    return {inspect.unwrap(function): text_of(function) for function in functions}
+
+
+def find_class(path: str) -> type:
+    """Of "gemma2.Gemma2MLP" in transformers.models, or of another file of the folder: "blip_2.modeling_x.Name"."""
+    folder, *file, name = path.split(".")
+    return getattr(importlib.import_module(f"transformers.models.{folder}.{(file or [f'modeling_{folder}'])[0]}"), name)

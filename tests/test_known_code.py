@@ -1,0 +1,211 @@
+"""Recognition of transformers' code: whatever differs by one token is not known, Llama's own classes included.
+
+With LIGER_EXT_MODELS=full (`make test-models`) every mutation is tried, and else every seventh.
+"""
+
+import contextlib
+import functools
+import inspect
+import os
+import re
+import sys
+
+import pytest
+from cases import python
+from family_models import new_look  # noqa: F401
+from llama_models import TRANSFORMERS
+from mutations import find_class, functions_read, mutants, texts
+from transformers import activations
+from transformers.loss import loss_utils
+from transformers.models.llama import modeling_llama
+
+from liger_ext.models import known_code, llama, mlp
+from liger_ext.models.decoder import Attention
+
+# Classes that have, together, every digest of the tables that is of transformers 5.23.
+_NAMES = """
+    afmoe.AfmoeDecoderLayer afmoe.AfmoeForCausalLM apertus.ApertusDecoderLayer bamba.BambaDecoderLayer
+    bamba.BambaForCausalLM beam.BeamAttention beam.BeamExperts beam.BeamForCausalLM beam.BeamMLP beam.BeamRMSNorm
+    bitnet.BitNetMLP blt.BltSelfAttention blt.BltTransformerLayer cohere.CohereAttention cohere.CohereForCausalLM
+    cohere.CohereLayerNorm cpmant.CpmAntLayerNorm deepseek_v2.DeepseekV2Attention deepseek_v4.DeepseekV4Experts
+    deepseek_v4.DeepseekV4HCACompressor deepseek_v4.DeepseekV4MLP dots3_note.Dots3NoteAudioAttention
+    dots3_note.Dots3NoteAudioLayer edgetam_video.EdgeTamVideoRoPESelfAttention ernie4_5.Ernie4_5Attention
+    ernie4_5_vl_moe.Ernie4_5_VLMoeTextAttention falcon_h1.FalconH1DecoderLayer falcon_h1.FalconH1ForCausalLM
+    falcon_h1.FalconH1MLP falcon_h1.FalconH1RMSNormGated gemma3n.Gemma3nForCausalLM gemma3n.Gemma3nTextMLP
+    gemma4.Gemma4ForCausalLM gemma4.Gemma4ForConditionalGeneration gemma4.Gemma4RMSNorm gemma4.Gemma4TextAttention
+    gemma4.Gemma4TextDecoderLayer gemma4.Gemma4VisionEncoderLayer gemma4_unified.Gemma4UnifiedTextDecoderLayer
+    glm.GlmAttention glm4v.Glm4VisionMlp glm4v.Glm4vTextAttention glm4v.Glm4vTextDecoderLayer glm4v.Glm4vTextMLP
+    glm4v_moe.Glm4vMoeForConditionalGeneration glm5_next.Glm5NextTextExperts glm5_next.Glm5NextTextMLP
+    glm5_next.Glm5NextTextRMSNormGated glm5_next.Glm5NextTextUnweightedRMSNorm glm5_next.Glm5NextVisionMLP
+    glmasr.GlmAsrAttention gpt_oss.GptOssAttention gpt_oss.GptOssDecoderLayer gpt_oss.GptOssExperts gptj.GPTJAttention
+    granite.GraniteDecoderLayer granite.GraniteForCausalLM granitemoe.GraniteMoeDecoderLayer
+    granitemoe_swa.GraniteMoeSWADecoderLayer granitemoe_swa.GraniteMoeSWAForCausalLM granitemoe_swa.GraniteMoeSWAMLP
+    granitemoehybrid.GraniteMoeHybridDecoderLayer gte.GteMLP helium.HeliumAttention
+    hunyuan_vl.HunYuanVLDenseV1Attention hy_v3.HYV3ForCausalLM hy_v4.HYV4ForCausalLM
+    hyperclovax.HyperCLOVAXDecoderLayer hyperclovax.HyperCLOVAXForCausalLM idefics.IdeficsMLP inkling.InklingMLP
+    inkling2.Inkling2VisionAttention jamba.JambaAttentionDecoderLayer jamba.JambaMambaDecoderLayer
+    jetmoe.JetMoeDecoderLayer jetmoe.JetMoeForCausalLM kimi_linear.KimiLinearDecoderLayer lfm2.Lfm2DecoderLayer
+    lfm3.Lfm3DecoderLayer lfm3.Lfm3MLP llama.LlamaAttention llama.LlamaDecoderLayer llama.LlamaForCausalLM
+    llama.LlamaMLP llama.LlamaRMSNorm llama4.Llama4ForConditionalGeneration llama4.Llama4TextAttention
+    llama4.Llama4TextDecoderLayer llama4.Llama4TextExperts llama4.Llama4TextL2Norm llama4.Llama4TextMLP
+    llama4.Llama4TextRMSNorm mamba.MambaForCausalLM minicpm3.MiniCPM3DecoderLayer minicpm3.MiniCPM3ForCausalLM
+    minimax_m3_vl.MiniMaxM3VLDenseMLP minimax_m3_vl.MiniMaxM3VLExperts minimax_m3_vl.MiniMaxM3VLVisionAttention
+    mistral_large4.MistralLarge4ForConditionalGeneration mistral_large4.MistralLarge4TextDecoderLayer
+    modernbert.ModernBertAttention modernbert.ModernBertMLP moshi.MoshiRMSNorm muse_spark.MuseSparkTextCenteredRMSNorm
+    nanochat.NanoChatAttention nemotron.NemotronLayerNorm1P nemotron_h.NemotronHForCausalLM nemotron_h.NemotronHMLP
+    nemotron_h.NemotronHRMSNorm nemotron_h.NemotronHRMSNormGated olmo.OlmoLayerNorm
+    olmo_hybrid.OlmoHybridLinearAttentionDecoderLayer openai_privacy_filter.OpenAIPrivacyFilterAttention
+    openai_privacy_filter.OpenAIPrivacyFilterExperts opt.OPTForCausalLM paligemma.PaliGemmaForConditionalGeneration
+    pe_video.PeVideoEncoderAttention phi3.Phi3Attention qwen3_5.Qwen3_5DecoderLayer qwen3_5_moe.Qwen3_5MoeAttention
+    qwen3_5_moe.Qwen3_5MoeDecoderLayer qwen3_5_moe.Qwen3_5MoeExperts qwen3_5_moe.Qwen3_5MoeForCausalLM
+    qwen3_5_moe.Qwen3_5MoeForConditionalGeneration qwen3_5_moe.Qwen3_5MoeRMSNorm qwen3_5_moe.Qwen3_5MoeRMSNormGated
+    qwen3_5_moe.Qwen3_5MoeVisionAttention qwen4_exp.Qwen4ExpTextRMSNorm recurrent_gemma.RecurrentGemmaForCausalLM
+    sam3.Sam3ViTRoPEAttention sapiens2.Sapiens2Attention seed_oss.SeedOssMLP step3p7.Step3p7Experts step3p7.Step3p7MLP
+    vaultgemma.VaultGemmaDecoderLayer
+"""
+CLASSES = _NAMES.split() if TRANSFORMERS >= (5, 23) else [name for name in _NAMES.split() if name.startswith("llama.")]
+STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
+# A patch does these as the class does them, whatever they are: it reads the defaults of arguments and the name of a
+# head's model. Our loss needs no vocab_size. Advice and defaults that the model has as well are not read.
+SAME = re.compile(
+    r"line 1: .*(None -> 0|False -> True|True -> False)$"
+    r"|line \d+: '\w+ = self\.[\w.]+\(input_ids.*, (model|backbone|decoder) -> "
+    r"|vocab_size|logger\.warning_once|self\.config\.(output_attentions|output_hidden_states)"
+)
+
+_source = functools.cache(inspect.getsource)
+
+
+@contextlib.contextmanager
+def source_of(changed: dict) -> None:
+    """`changed` says what the source of some functions is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect, "getsource", lambda function: changed.get(function) or _source(function))
+        for cache in (known_code._form, known_code._is_known_loss):
+            cache.cache_clear()
+        yield
+    for cache in (known_code._form, known_code._is_known_loss):
+        cache.cache_clear()
+
+
+def undetected(functions: list, is_known, step: int = STEP) -> tuple[int, list[str]]:
+    """How many mutations of `functions` were tried, and with which of them the code is still taken for known."""
+    written = texts(functions)
+    with source_of(written):
+        assert is_known()
+    tried, found = 0, []
+    for function, text in written.items():
+        for what, changed in list(mutants(text))[::step]:
+            tried += 1
+            with source_of({function: changed}):
+                if is_known() and not SAME.search(what):
+                    found.append(f"{function.__name__}, {what}")
+    return tried, found
+
+
+def recognition_of(cls: type) -> list[tuple[list, object]]:
+    """The functions by which `cls` is recognised, and how: of an attention, by each of its rotary embeddings."""
+    kind, ropes = known_code._kind_of(cls)
+    if kind is Attention:
+        functions = {name: vars(sys.modules[cls.__module__])[name] for name in ropes}
+        return [
+            (functions_read(function, None), lambda name=name: name in known_code._ropes_of(cls))
+            for name, function in functions.items()
+        ]
+    gate = getattr(cls, "_apply_gate", None)
+    read = cls.forward if gate is None or kind.__dict__.get("forward") else gate
+    read_of = None if read is gate else cls
+    called = [f for f in functions_read(read, read_of) if f.__name__ not in known_code._CALLED_BY_PATCHES]
+    return [(called, lambda: known_code._kind_of(cls)[0] is not None)]
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_one_token_more_or_less(path):
+    for functions, is_known in recognition_of(find_class(path)):
+        tried, found = undetected(functions, is_known)
+        assert tried and not found
+
+
+def test_the_loss_is_read():
+    tried, found = undetected([loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy], known_code.knows_loss, 1)
+    assert tried > 50 and not found
+
+
+@pytest.mark.parametrize("name", ["SiLUActivation", "GELUActivation", "NewGELUActivation", "ReLUSquaredActivation"])
+def test_activations_are_read(name):
+    cls = getattr(activations, name, None)
+    if cls is None:
+        pytest.skip("this version has torch's own")
+    own = [vars(cls)[part] for part in ("__init__", "forward") if part in vars(cls)]
+    tried, found = undetected(own, lambda: mlp._code_of_class(cls) in mlp._CODE, 1)
+    assert tried and not found
+
+
+@pytest.mark.skipif(llama.create_causal_mask is None, reason="this version's model is not patched")
+def test_the_model_is_read():
+    """What the patch changes: what is done with tokens, and what makes the mask."""
+    model = modeling_llama.LlamaModel
+    text = texts([model.forward])[inspect.unwrap(model.forward)]
+    read = re.compile(r"line ([2-9]|\d\d+): '(?!raise).*(input_ids|create_causal_mask).*', (?!causal_mask)\w+ -> ")
+    tried = 0
+    for what, changed in filter(lambda mutant: read.match(mutant[0]), mutants(text)):
+        tried += 1
+        with source_of({inspect.unwrap(model.forward): changed}):
+            assert not llama.knows_model(model), what
+    assert tried > 10
+
+
+CHANGED_LLAMA = """
+import linecache, sys, warnings, torch
+from importlib.machinery import SourceFileLoader
+
+CHANGES = {
+    "return self.weight * ": "return (1 + self.weight) * ",  # the norm
+    "rsqrt(variance + self.variance_epsilon)": "rsqrt(variance) + self.variance_epsilon",
+    "torch.cat((-x2, x1), dim=-1)": "torch.cat((x2, x1), dim=-1)",  # rope
+    "self.act_fn(self.gate_proj(x)) * self.up_proj(x)": "self.act_fn(self.up_proj(x)) * self.gate_proj(x)",
+    "hidden_states = residual + hidden_states\\n\\n": "hidden_states = residual - hidden_states\\n\\n",  # the layer
+    "logits = self.lm_head(": "logits = 2 * self.lm_head(",
+    "labels[..., 1:]": "labels[..., :-1]",  # the loss
+}
+wanted = [new for index, new in enumerate(CHANGES.values()) if len(sys.argv) < 2 or str(index) in sys.argv]
+made = []
+
+def get_code(loader, name):
+    if name not in ("transformers.models.llama.modeling_llama", "transformers.loss.loss_utils"):
+        return original(loader, name)
+    source = open(loader.path).read()
+    for old, new in CHANGES.items():
+        if new in wanted and old in source:
+            made.append(new)
+            source = source.replace(old, new)
+    linecache.cache[loader.path] = len(source), None, source.splitlines(keepends=True), loader.path
+    return compile(source, loader.path, "exec")
+
+original, SourceFileLoader.get_code = SourceFileLoader.get_code, get_code
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
+
+assert sorted(made) == sorted(wanted), made
+from liger_ext import apply_liger_kernel_to_llama
+sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=2)
+torch.manual_seed(0)
+model = modeling_llama.LlamaForCausalLM(LlamaConfig(**sizes)).train()
+ids = torch.arange(24).view(2, 12)
+expected = model(input_ids=ids, labels=ids).loss
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    apply_liger_kernel_to_llama(model=model)
+ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
+print(f"{float(expected):.6f} {float(model(input_ids=ids, labels=ids).loss):.6f}", *sorted(ours))
+print(*(str(w.message) for w in caught), sep="\\n")
+"""
+
+
+def test_a_llama_that_means_something_else():
+    """A later release of transformers, or an edited one: what it computes is what it computed."""
+    losses, *warned = python("-c", CHANGED_LLAMA, OMP_NUM_THREADS="1").splitlines()
+    expected, found, *ours = losses.split()
+    assert found == expected and set(ours) <= {"LlamaModel"}, losses  # which was not changed
+    names = ["LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM", "ForCausalLMLoss"]
+    assert all(name in "".join(warned) for name in names), warned
