@@ -1,6 +1,7 @@
 """What test_sharded_vocabulary.py runs in each process, in worlds of two processes and of more; ``world.run`` is the op
 with a sharded vocabulary, of all classes' arguments."""
 
+import itertools
 from functools import partial
 
 import torch
@@ -173,10 +174,12 @@ def without_gradients(world):
 
 @case
 def first_of_equal_logits(world):
-    weight = torch.ones(51, 4)
-    weight[[2, 17, 40]] = 2
-    got = world.run(torch.ones(2, 4), weight, torch.tensor([2, 40]), return_predicted_tokens=True)
-    assert got.predicted_tokens.tolist() == [2, 2]
+    """In all shards from the first on; NaN, the largest of all, too."""
+    for first, value in itertools.product((2, 30, 50), (2.0, float("inf"), float("nan"))):
+        weight = torch.ones(51, 4)
+        weight[first:] = value
+        got = world.run(torch.ones(2, 4), weight, torch.tensor([0, first]), return_predicted_tokens=True)
+        assert got.predicted_tokens.tolist() == [first, first]
 
 
 @case

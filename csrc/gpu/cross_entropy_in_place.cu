@@ -46,7 +46,7 @@ template <class T, int N, bool Full> struct InPlace {
                                                         if (slot < slots) stash[slot * pitch] = raw;
                                                         float x[N];
                                                         widen(x, raw);
-                                                        statistics.add(a, x, column, want_best);
+                                                        statistics.template add<N, true>(a, x, column, want_best);
                                                       });
     Packed<T, 1> last{};
     if (own.single >= 0) {

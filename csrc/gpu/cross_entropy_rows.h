@@ -235,16 +235,17 @@ template <class T, int N> struct RowWalk : RowParts<N> {
 template <class T, bool Full> struct RowStatistics : Exponentials {
   static constexpr float slack = sizeof(T) == 2 ? 16 : 2;
   float rounded_off = 0, weighted = 0, best = minus_infinity();
-  int best_column = INT_MAX;
+  int best_column = 0;
   const float anchor;
-
   LIGER_DEVICE explicit RowStatistics(float anchor = 0) : anchor(anchor) {}
 
-  template <int N> LIGER_DEVICE void add(const LogitRows& a, float (&x)[N], int column, bool want_best) {
+  // Ascending: all columns so far are less. A thread's single element comes last, but may be one of those before its vectors.
+  template <int N, bool Ascending = (N > 1)> LIGER_DEVICE void add(const LogitRows& a, float (&x)[N], int column, bool want_best) {
+    const bool earlier = !Ascending && column < best_column;
     if constexpr (Full) {
       if (want_best) {
         const float found = largest_of(x);
-        if (found > best) take_best(x, column, [&](float value) { return value == found; });
+        if (found > best || (earlier && found == best)) take_best(x, column, [&](float value) { return value == found; });
       }
       if (a.softcap != 0) cap<T>(a, x);
       if (a.class_share != 0) {
@@ -267,7 +268,7 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
 #pragma unroll
     for (int j = 0; j < N; ++j) part += exp(x[j]);
     if constexpr (Full)
-      if (want_best && part != part) take_best(x, column, [](float value) { return value != value; });
+      if (want_best && part != part && (best == best || earlier)) take_best(x, column, [](float value) { return value != value; });
     const float total = sum + part;
     if constexpr (sizeof(T) == 4) rounded_off += part - (total - sum);
     sum = total;
@@ -305,7 +306,7 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
       });
       float columns[2] = {bit_cast<float>(best == tops[1] || best != best ? best_column : INT_MAX), 0};
       group.reduce(columns, [](float (&a)[2], const float (&b)[2]) { a[0] = bit_cast<int>(a[0]) < bit_cast<int>(b[0]) ? a[0] : b[0]; });
-      best_column = bit_cast<int>(columns[0]) == INT_MAX ? 0 : bit_cast<int>(columns[0]);
+      best_column = bit_cast<int>(columns[0]);
       best = tops[1];
       rescale<T>(tops[0]);
       float sums[2] = {sum, weighted};
@@ -324,9 +325,8 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
     for (int j = 1; j < N; ++j) largest = fmaxf(largest, x[j]);
     return largest;
   }
-  // For vectors with a new best logit, which are few: the first element for which is_best. Nothing is better than a NaN.
+  // For vectors with a new best logit, which are few: the first element for which is_best.
   template <int N, class F> LIGER_DEVICE void take_best(const float (&x)[N], int column, F is_best) {
-    if (best != best) return;
 #pragma unroll
     for (int j = N - 1; j >= 0; --j)
       if (is_best(x[j])) best = x[j], best_column = column + j;

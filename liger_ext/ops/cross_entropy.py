@@ -75,8 +75,9 @@ def cross_entropy(
         lse_square_scale: factor of the z-loss, which is added to the loss.
         softcap: bound of the logits (Gemma 2, arXiv:2408.00118), greater than 0 (1e-18 to 1e18), or None.
         return_z_loss: also return the part of the loss that is z-loss.
-        return_token_accuracy: also return the share of targets that are the largest logit (per token with ``"none"``).
-        return_predicted_tokens: also return the index of the largest logit in the shape of target, -1 where ignored.
+        return_token_accuracy: also return the share of targets that are predicted (per token with ``"none"``).
+        return_predicted_tokens: also return the index of the largest logit in the shape of target, -1 where ignored: as
+            ``torch.argmax`` has it, of equal ones the first, and NaN is larger than any number; softcap changes none.
 
     Returns:
         The loss, or a :class:`CrossEntropyOutput` if a ``return_*`` option is set. Only the loss is differentiable.

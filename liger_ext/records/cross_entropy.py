@@ -23,8 +23,8 @@ def cross_entropy_rows(
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
     use_token_scaling: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Unreduced losses and z-losses of each row (0 where ignored), and the softcapped logits."""
+) -> tuple[Tensor, Tensor]:
+    """Unreduced losses and z-losses of each row (0 where ignored)."""
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     vocab = logits.shape[1]
     valid = target != ignore_index
@@ -42,7 +42,7 @@ def cross_entropy_rows(
         probability = torch.exp(-chosen).detach()
         ce, z = ce * probability, z * probability
     zero = torch.zeros_like(ce)
-    return torch.where(valid, ce, zero), torch.where(valid, z, zero), capped
+    return torch.where(valid, ce, zero), torch.where(valid, z, zero)
 
 
 def cross_entropy(
@@ -61,11 +61,11 @@ def cross_entropy(
     normalizer: Tensor | float | None = None,
 ) -> dict[str, Tensor]:
     """The named results; all targets ignored gives 0."""
-    ce, z, capped = cross_entropy_rows(
+    ce, z = cross_entropy_rows(
         logits, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, use_token_scaling
     )
     valid = target != ignore_index
-    predicted = capped.detach().argmax(1) if logits.shape[0] else target.clone()
+    predicted = logits.detach().argmax(1) if logits.shape[0] else target.clone()  # softcap may make logits equal
     predicted = torch.where(valid, predicted, -1)
     hit = ((predicted == target) & valid).to(torch.float32)
     if reduction == "none":

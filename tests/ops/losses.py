@@ -83,6 +83,9 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         more = {"weighted": weighted, **options, **results}
         made = functools.partial(logits, rows, vocab, "offset", **more)
         yield "cross_entropy", f"offset {vocab} all" + " weighted" * weighted, False, made
+    # Rows that begin anywhere, of equal logits from their first columns on.
+    equal = {"target": torch.arange(5), **results}
+    yield "cross_entropy", "equal logits", True, lambda: equal | {"logits": torch.ones(5, 1003, dtype=dtype).triu(-1)}
     reachable = {"target": torch.tensor([1, -100, 7, 1002])}
     yield "cross_entropy", "masked classes", False, lambda: logits(4, 1003, masked=True) | reachable
     yield "cross_entropy", "ignored", False, lambda: logits(4, 100) | {"target": torch.full((4,), -100)}
