@@ -78,7 +78,8 @@ def fused_linear_cross_entropy(
             which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
             0 would give inf or NaN.
         rows: the rows that count, on which alone the matmuls run, the others being ignored: from :func:`count_rows`, or
-            ``(n,)``, int64, each at most once. Results have the shapes that they have without.
+            ``(n,)``, int64, each at most once. Results have the shapes that they have without. Rows from
+            :func:`count_rows` must be of this target and this ignore_index.
         process_group: shards the vocabulary over its processes (tensor parallelism): weight and bias have this
             process's classes, in the order of ranks; x, target, ce_weight and the options are those of all classes, and
             the same everywhere. So are the loss, to the bit, and the gradient of x, which is that of all classes. A
@@ -91,8 +92,9 @@ def fused_linear_cross_entropy(
         Only the loss is differentiable, with respect to x, weight and bias.
 
     Raises:
-        ValueError: an option outside its range, shapes, dtypes or devices that do not fit together, or fewer bytes of
-            ``memory`` than the call can do with.
+        ValueError: an option outside its range, shapes, dtypes or devices that do not fit together, fewer bytes of
+            ``memory`` than the call can do with, or rows of :func:`count_rows` that leave out a row that counts (on a
+            GPU the loss is NaN, and the error comes later, as that of a target out of range).
         IndexError: a target out of range, as in :func:`cross_entropy`, or a row, which a GPU reports likewise.
     """
     op = _OP
