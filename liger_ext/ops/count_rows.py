@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from liger_ext import _C
-from liger_ext.ops._checks import check_integer, check_tensors, shape_text
+from liger_ext.ops._checks import check_integer, check_tensors, class_targets, shape_text
 
 __all__ = ["CountedRows", "count_rows"]
 
@@ -76,7 +76,7 @@ def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = 
     next liger_ext call on the device or by :func:`check_errors`.
 
     Args:
-        target: int64, of any shape.
+        target: int64 or uint8, of any shape.
         ignore_index: as in :func:`cross_entropy`.
         max_rows: at most how many rows are not ignored, if the caller knows: the loss then takes this many, waits for
             nothing, and can do so in a graph. More are an error, here on a CPU, else in the loss, as of another target.
@@ -87,11 +87,12 @@ def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = 
         of tensors without data.
 
     Raises:
-        ValueError: target is not an int64 tensor, max_rows is less than 1, or, on a CPU, less than the number of rows
+        ValueError: target is of another dtype, max_rows is less than 1, or, on a CPU, less than the number of rows
             that are not ignored.
     """
     check_tensors("count_rows", target=target)
     check_integer("count_rows", ignore_index=ignore_index)
+    target = class_targets(target)
     if target.dtype != torch.int64:
         raise ValueError(f"count_rows: target has dtype {target.dtype}, expected torch.int64")
     if max_rows is not None:
