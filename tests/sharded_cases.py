@@ -131,6 +131,8 @@ def rows_that_are_listed(world):
         for reduction in ("mean", "none"):
             options = {"reduction": reduction, "return_predicted_tokens": True}
             judge(OP, {**made, **options}, run=partial(world.run, rows=listed))
+    others = F.count_rows(made["target"].roll(1))
+    raises(ValueError, "rows leaves out row", world.run, **made, rows=others)
 
 
 @case

@@ -1,5 +1,6 @@
 """Rows whose target is ignored are left out of the fused loss's matmuls: the results are the same."""
 
+import contextlib
 import copy
 import functools
 
@@ -149,6 +150,72 @@ def test_rows_that_do_not_fit(device):
         F.count_rows(torch.zeros(3, device=device))
 
 
+# Rows of other targets -----------------------------------------------------------------------------------------------
+
+
+def assert_refused(device, leaves, loss):
+    """At once on a CPU. On a GPU nothing waits: loss and gradients are NaN, and the error comes later."""
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"rows leaves out row \d+, whose target is \d+ and not ignore_index"):
+            loss()
+        return
+    found = loss()
+    with pytest.raises(ValueError, match="rows leaves out a row"):
+        F.check_errors()
+    gradients = torch.autograd.grad(found.sum(), leaves)
+    assert all(t.isnan().any() for t in (found, *gradients))
+    with contextlib.suppress(ValueError):  # a backward that reads targets reports them, too
+        F.check_errors()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"memory": "fast"}, {"memory": 1}, {"memory": 1, "reduction": "none"}, {"reduction": "sum"}],
+    ids=str,
+)
+def test_rows_of_other_targets(device, options):
+    made = head(300, device=device, ignored=0.7)
+    counted = F.count_rows(random_targets(300, 50, device=device, seed=9, ignored=0.7))
+    leaves = made["x"], made["weight"]
+    assert_refused(device, leaves, lambda: F.fused_linear_cross_entropy(**made, **options, rows=counted))
+    judge("fused_linear_cross_entropy", made | options, run=with_counted_rows)
+
+
+def test_targets_that_change_after_the_count(device):
+    """As long as every target that counts is at a listed row, the loss is right."""
+    made = head(160, device=device, ignored=0)
+    made["target"][32:] = -100
+    counted = F.count_rows(made["target"])
+    loss = functools.partial(F.fused_linear_cross_entropy, rows=counted, **made)
+    made["target"][:16] = -100
+    made["target"][39] = 5  # a row that fills the listed ones up
+    torch.testing.assert_close(loss(), F.fused_linear_cross_entropy(**made))
+    made["target"][40] = 5
+    assert_refused(device, (made["x"],), loss)
+
+
+def test_rows_of_another_ignore_index(device):
+    made = head(300, device=device, ignored=0)
+    made["target"][100:] = 7
+    counted = F.count_rows(made["target"], ignore_index=7)
+    assert_refused(device, (made["x"],), lambda: F.fused_linear_cross_entropy(**made, rows=counted))
+
+
+@pytest.mark.cuda
+def test_rows_of_other_targets_are_found_without_waiting():
+    made = head(300, device="cuda", ignored=0.7)
+    others = F.count_rows(random_targets(300, 50, device="cuda", seed=9, ignored=0.7), max_rows=150)
+    with_max_rows(150, **made)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = F.fused_linear_cross_entropy(**made, rows=others)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isnan()
+    with pytest.raises(ValueError, match="rows leaves out"):
+        F.check_errors()
+
+
 # At most so many rows ----------------------------------------------------------------------------------------------
 
 
@@ -177,7 +244,7 @@ def test_more_rows_than_max_rows(device):
         return
     assert with_max_rows(5, **made).isnan()
     torch.cuda.synchronize()
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="too few max_rows"):
         F.softmax(torch.zeros(1, device=device))
 
 
@@ -198,11 +265,11 @@ def test_max_rows_in_a_graph(device, dynamic):
     assert rows_in_a_graph(lambda: loss(**made)) == [110]
     made["target"] = random_targets(300, made["weight"].shape[0], device=device, ignored=0)
     if device.type == "cpu":
-        with pytest.raises(RuntimeError, match="more rows of target are not ignored than max_rows"):
+        with pytest.raises(ValueError, match="too few max_rows"):
             loss(**made)
         return
     assert loss(**made).isnan()
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="too few max_rows"):
         F.check_errors()
 
 

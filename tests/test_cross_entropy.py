@@ -5,6 +5,7 @@ import torch
 from cases import LOW, draw_tensor, dtypes_of, normal, random_targets, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 import liger_ext
 from liger_ext import functional as F
@@ -135,6 +136,48 @@ def test_leading_dimensions_and_strided_targets(device):
     spread = torch.zeros(12, dtype=torch.int64, device=device)
     spread[::2] = target.view(6)
     assert torch.equal(F.cross_entropy(logits.view(6, 11), spread[::2], reduction="none"), flat)
+
+
+def test_logits_that_fit_target_in_two_ways(device):
+    """The error says how to pass each: as here, with classes last, and as in torch, with classes in dimension 1."""
+    logits, target = normal(2, 5, 5, device=device), random_targets(10, 5, device=device, ignored=0).view(2, 5)
+    for loss in (F.cross_entropy, liger_ext.liger_cross_entropy, liger_ext.LigerCrossEntropyLoss()):
+        with pytest.raises(ValueError, match=r"classes are the last dimension, as here, or dimension 1, as in torch"):
+            loss(logits, target)
+    theirs = torch.nn.functional.cross_entropy
+    last = F.cross_entropy(logits.flatten(0, -2), target.flatten())
+    torch.testing.assert_close(last, theirs(logits.transpose(1, 2), target))
+    first = F.cross_entropy(logits.movedim(1, -1).flatten(0, -2), target.flatten())
+    torch.testing.assert_close(first, theirs(logits, target))
+    with pytest.raises(ValueError, match="as here"):
+        F.cross_entropy(normal(2, 5, 5, 5, device=device), target[..., None].expand(2, 5, 5))
+
+
+def test_a_graph_makes_no_guard_of_logits_that_fit_in_two_ways(device):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    loss = torch.compile(F.cross_entropy, fullgraph=True, dynamic=True, backend=counter)
+    for length in (7, 12, 33):
+        logits, target = normal(2, length, 33, device=device), random_targets(2 * length, 33, device=device)
+        expected = F.cross_entropy(logits.flatten(0, 1), target)
+        torch.testing.assert_close(loss(logits, target.view(2, length)), expected)
+    assert counter.frame_count == 1
+
+
+def test_targets_of_uint8(device):
+    """As in torch. No ignore_index that they cannot hold stands for another one."""
+    logits, target = normal(6, 200, device=device), torch.tensor([3, 156, 0, 255, 199, 255], device=device)
+    weight = normal(200, 8, device=device)
+    for ignore_index, rows in ((255, 6), (-100, 3)):
+        short = target[:rows].to(torch.uint8)
+        found = F.cross_entropy(logits[:rows], short, ignore_index=ignore_index)
+        torch.testing.assert_close(
+            found, torch.nn.functional.cross_entropy(logits[:rows], short, ignore_index=ignore_index)
+        )
+        for counted in (None, F.count_rows(short, ignore_index)):
+            x, options = weight[:rows], {"ignore_index": ignore_index, "rows": counted}
+            fused = F.fused_linear_cross_entropy(x, weight, short, **options)
+            assert torch.equal(fused, F.fused_linear_cross_entropy(x, weight, short.long(), **options))
 
 
 def test_predictions_take_the_first_of_equals(device):

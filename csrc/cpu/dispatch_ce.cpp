@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include "cpu/dispatch.h"
+#include "kernels/bad_target.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
-#include "kernels/errors.h"
 
 namespace liger::cpu {
 namespace {
@@ -15,8 +15,7 @@ template <class Args> void check_targets(const Args& a, int64_t classes) {
   for (int64_t i = 0; i < a.rows; ++i) {
     const int64_t y = a.target[i];
     if ((y < 0 || y >= classes) && y != a.options.ignore_index)
-      throw std::out_of_range(text(a.op, ": target[", a.first_row + i, "] is ", y, ", expected a class in [0, ", classes,
-                                   ") or ignore_index (", a.options.ignore_index, ")"));
+      throw_bad_target(a.op, a.first_row + i, y, classes, text("ignore_index (", a.options.ignore_index, ")"));
   }
 }
 

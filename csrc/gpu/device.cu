@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gpu/platform_runtime.h"
+#include "kernels/bad_target.h"
 #include "launch/knobs.h"
 
 namespace liger::gpu {
@@ -82,7 +83,7 @@ void raise_reported_targets() {
   const int64_t row = record->row, target = record->target, vocab = record->vocab;
   std::atomic_thread_fence(std::memory_order_release);
   record->state = 0;
-  throw std::out_of_range(text(op, ": target[", row, "] is ", target, ", expected a class in [0, ", vocab, ") or ignore_index"));
+  throw_bad_target(op, row, target, vocab, "ignore_index");
 }
 
 }  // namespace liger::gpu

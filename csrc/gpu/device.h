@@ -32,7 +32,7 @@ TargetReport target_report(const char* op, int device);
 
 // Is there a complete record? One read of host memory, none before the first target_report().
 bool target_reported();
-// Raises std::out_of_range if there is one, and empties it.
+// Empties it and raises its error (throw_bad_target), if there is one.
 void raise_reported_targets();
 
 }  // namespace liger::gpu

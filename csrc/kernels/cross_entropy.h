@@ -6,7 +6,7 @@
 //   d ce_i / dx'[j] = t * ((1 - e) * w[y] * (p[j] - [j == y]) + e / V * (W * p[j] - w[j])),  W = sum_j w[j]
 //   d z_i  / dx'[j] = t * 2 * s * lse * p[j];        dx[j] = dx'[j] * (1 - (x'[j] / c)^2);   t is a constant (detached).
 // Ignored rows (target == ignore_index): losses and gradients 0, accuracy 0, prediction -1. A target outside [0, V) that is
-// not ignore_index: std::out_of_range on the CPU; on a GPU NaN in the row's loss and gradient, and a record for the host.
+// not ignore_index: throw_bad_target on the CPU; on a GPU NaN in the row's loss and gradient, and a record for the host.
 //
 // Accumulator type A is float, and double for double logits: every float-like array here is of A.
 #pragma once

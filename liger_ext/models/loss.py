@@ -16,6 +16,7 @@ from liger_ext.models.called_head import loss_in_chunks, rows_at_a_time, scaled
 from liger_ext.models.head import device_of, loss_caller
 from liger_ext.models.names import class_of, name_of
 from liger_ext.models.patch import is_plain_tensor
+from liger_ext.ops._checks import class_targets
 
 # Arguments of a model's forward for the loss: what changes its value, what is returned with it, how it is made.
 VALUE_OPTIONS = ("label_smoothing", "lse_square_scale", "ce_weight", "use_token_scaling")
@@ -320,7 +321,7 @@ def _targets(
     positions = rows.numel() // rows.shape[-1]
     if shift_labels.numel() != positions:
         raise ValueError(f"labels for {shift_labels.numel()} positions, but {positions} are kept (see logits_to_keep)")
-    return shift_labels.reshape(-1).to(rows.device)
+    return class_targets(shift_labels.reshape(-1).to(rows.device))
 
 
 def _output(result: torch.Tensor | CrossEntropyOutput) -> CrossEntropyOutput:

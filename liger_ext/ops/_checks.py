@@ -31,15 +31,16 @@ def code_of(op: str, argument: str, value: object, codes: Mapping[object, int]) 
     return code
 
 
-def holds(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds; False where a graph is made and they are known at run time only."""
+def holds(condition: bool | torch.SymBool, guards: bool = True) -> bool:
+    """Whether a condition on sizes holds; False where a graph is made and they are known at run time only. Without
+    ``guards``, also where the graph would need a guard to know it."""
     if isinstance(condition, Tensor):  # torch.jit.trace makes tensors of sizes
         return bool(condition)
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
-    return guard_or_false(condition)
+    return guard_or_false(condition) if guards else statically_known_true(condition)
 
 
 def check_tensors(op: str, **arguments: object) -> None:
@@ -62,6 +63,11 @@ def check_classes(op: str, name: str, t: Tensor) -> None:
     """In the shape that the user gave; the op gets rows."""
     if t.dim() < 1 or t.shape[-1] == 0:
         raise ValueError(f"{op}: {name} has shape {shape_text(t)}, expected (..., vocab_size) with vocab_size > 0")
+
+
+def class_targets(target: Tensor) -> Tensor:
+    """int64, which the ops take; torch's losses take uint8, too."""
+    return target.long() if target.dtype == torch.uint8 else target
 
 
 def require(ok: bool, *parts: object) -> None:

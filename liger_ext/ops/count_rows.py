@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from liger_ext.ops._checks import check_integer, check_tensors, shape_text
+from liger_ext import _C
+from liger_ext.ops._checks import check_integer, check_tensors, class_targets, shape_text
 
 __all__ = ["CountedRows", "count_rows"]
 
@@ -45,12 +46,22 @@ class CountedRows:
         n = min(rows, max(1, -(-int(self._kept) // step)) * step)
         return None if n == rows else self._order[:n]
 
-    def or_none_right(self, targets: Tensor, vocab_size: int) -> Tensor:
-        """``targets``, or if there are more rows than ``max_rows``, an error, or classes that do not exist."""
-        too_many = self._kept > self._max_rows
-        if targets.device.type == "cpu":
-            torch._assert_async(~too_many, "count_rows: more rows of target are not ignored than max_rows says")
-        return targets.masked_fill(too_many, vocab_size)
+    def targets(self, op: str, index: Tensor, target: Tensor, ignore_index: int, looks: bool) -> Tensor:
+        """Those of the rows in ``index``, if no other row of ``target`` counts. Else an error where ``looks``, or what
+        the op takes for no class, and raises the error for."""
+        ordered = target.index_select(0, self._order)
+        targets, others = ordered[: index.shape[0]], ordered[index.shape[0] :]
+        left_out = others != ignore_index
+        if not looks:
+            return targets.masked_fill_(left_out.any(), _C.rows_left_out)
+        if left_out.any():
+            row = int(self._order[index.shape[0] :][left_out][0])
+            raise ValueError(
+                f"{op}: rows leaves out row {row}, whose target is {int(target[row])} and not ignore_index "
+                f"({ignore_index}): rows was counted for other targets or for another ignore_index. Call count_rows "
+                "with the target and the ignore_index of this loss"
+            )
+        return targets
 
 
 def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = None) -> CountedRows | None:
@@ -60,12 +71,15 @@ def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = 
     number on the host. So it is to be called well before the loss, at the start of a forward: then the GPU has enough
     to do while the host waits. A patched model does so itself.
 
+    The loss has to have the same target and the same ignore_index: if a target counts whose row was not counted, it
+    raises a ValueError. A GPU takes all targets for out of range then: the loss is NaN, and the error is raised by the
+    next liger_ext call on the device or by :func:`check_errors`.
+
     Args:
-        target: int64, of any shape.
+        target: int64 or uint8, of any shape.
         ignore_index: as in :func:`cross_entropy`.
         max_rows: at most how many rows are not ignored, if the caller knows: the loss then takes this many, waits for
-            nothing, and can do so in a graph. If there are more, no loss can be right: on a CPU that is an error, and
-            on a GPU all targets count as out of range (see :func:`check_errors`), which makes the loss NaN.
+            nothing, and can do so in a graph. More are an error, here on a CPU, else in the loss, as of another target.
 
     Returns:
         The rows to be, or None for all rows. That is where ``max_rows`` are all of them, and without ``max_rows`` where
@@ -73,12 +87,12 @@ def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = 
         of tensors without data.
 
     Raises:
-        ValueError: target is not an int64 tensor, max_rows is less than 1, or, on a CPU, less than the number of rows
+        ValueError: target is of another dtype, max_rows is less than 1, or, on a CPU, less than the number of rows
             that are not ignored.
-        RuntimeError: the same in a graph on a CPU.
     """
     check_tensors("count_rows", target=target)
     check_integer("count_rows", ignore_index=ignore_index)
+    target = class_targets(target)
     if target.dtype != torch.int64:
         raise ValueError(f"count_rows: target has dtype {target.dtype}, expected torch.int64")
     if max_rows is not None:
@@ -145,9 +159,7 @@ def listed_rows(
         index = rows.index()
         if index is None:
             return None
-        targets = target.index_select(0, index)
-        if rows._max_rows is not None:
-            targets = rows.or_none_right(targets, vocab_size)
+        targets = rows.targets(op, index, target, ignore_index, looks)
     else:
         check_tensors(op, rows=rows)
         if rows.dtype != torch.int64 or rows.dim() != 1:

@@ -15,7 +15,9 @@ from liger_ext.ops._checks import (
     check_classes,
     check_integer,
     check_tensors,
+    class_targets,
     code_of,
+    holds,
     require,
     shape_text,
 )
@@ -66,8 +68,11 @@ def cross_entropy(
     for float64 logits). The logits are never written.
 
     Args:
-        logits: ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the CPU).
-        target: the shape of logits without its last dimension, int64, each in ``[0, vocab_size)`` or ``ignore_index``.
+        logits: ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the CPU). Classes are the last
+            dimension; in ``torch.nn.functional.cross_entropy`` they are dimension 1. Logits that fit target in both
+            ways, such as ``(N, 8, 8)``, are an error, which says what to pass for either.
+        target: the shape of logits without its last dimension, int64 or uint8, each in ``[0, vocab_size)`` or
+            ``ignore_index``.
         weight: ``(vocab_size,)``, a weight for each class, or None.
         ignore_index: such targets count for nothing: loss and gradient are 0. If all are, so is the mean.
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` (the losses in the shape of target).
@@ -96,6 +101,14 @@ def cross_entropy(
             f"cross_entropy: target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} "
             "but for the last"
         )
+    if logits.dim() > 2 and all(holds(n == logits.shape[-1], guards=False) for n in logits.shape[1:-1]):
+        raise ValueError(
+            f"cross_entropy: logits has shape {shape_text(logits)}, which fits target {shape_text(target)} whether "
+            "classes are the last dimension, as here, or dimension 1, as in torch.nn.functional.cross_entropy. Pass "
+            "target.flatten(), with logits.flatten(0, -2) if classes are the last dimension, with "
+            "logits.movedim(1, -1).flatten(0, -2) if they are dimension 1"
+        )
+    target = class_targets(target)
     if weight is not None:
         weight = class_weight("cross_entropy", weight, "weight", logits.dtype)
     outputs = _cross_entropy(

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from liger_ext import _C
-from liger_ext.ops._checks import REDUCTIONS, accumulator, check_integer, check_tensors, code_of, require, shape_text
+from liger_ext.ops._checks import (
+    REDUCTIONS,
+    accumulator,
+    check_integer,
+    check_tensors,
+    class_targets,
+    code_of,
+    require,
+    shape_text,
+)
 from liger_ext.ops._chunks import Call, Plan, gpu_memory, plan, shard_rows
 from liger_ext.ops._fused_linear_op import autocast_dtype, call_op
 from liger_ext.ops._modules import check_loss_options
@@ -57,7 +66,8 @@ def fused_linear_cross_entropy(
     Args:
         x: ``(..., hidden_size)``, the hidden states: float32, bfloat16 or float16 (float64 on the CPU).
         weight: ``(vocab_size, hidden_size)``, the head's weight; its dtype may differ from that of x.
-        target: the shape of x without its last dimension, int64, each in ``[0, vocab_size)`` or ``ignore_index``.
+        target: the shape of x without its last dimension, int64 or uint8, each in ``[0, vocab_size)`` or
+            ``ignore_index``.
         bias: ``(vocab_size,)`` or None.
         ce_weight: ``(vocab_size,)``, a weight for each class, or None.
         ignore_index, lse_square_scale, label_smoothing, reduction, softcap: as in :func:`cross_entropy`.
@@ -78,7 +88,8 @@ def fused_linear_cross_entropy(
             which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
             0 would give inf or NaN.
         rows: the rows that count, on which alone the matmuls run, the others being ignored: from :func:`count_rows`, or
-            ``(n,)``, int64, each at most once. Results have the shapes that they have without.
+            ``(n,)``, int64, each at most once. Results have the shapes that they have without. Rows from
+            :func:`count_rows` must be of this target and this ignore_index.
         process_group: shards the vocabulary over its processes (tensor parallelism): weight and bias have this
             process's classes, in the order of ranks; x, target, ce_weight and the options are those of all classes, and
             the same everywhere. So are the loss, to the bit, and the gradient of x, which is that of all classes. A
@@ -91,8 +102,9 @@ def fused_linear_cross_entropy(
         Only the loss is differentiable, with respect to x, weight and bias.
 
     Raises:
-        ValueError: an option outside its range, shapes, dtypes or devices that do not fit together, or fewer bytes of
-            ``memory`` than the call can do with.
+        ValueError: an option outside its range, shapes, dtypes or devices that do not fit together, fewer bytes of
+            ``memory`` than the call can do with, or rows of :func:`count_rows` that leave out a row that counts (on a
+            GPU the loss is NaN, and the error comes later, as that of a target out of range).
         IndexError: a target out of range, as in :func:`cross_entropy`, or a row, which a GPU reports likewise.
     """
     op = _OP
@@ -114,7 +126,7 @@ def fused_linear_cross_entropy(
         shard, x, weight, target, bias, ce_weight = local_tensors(process_group, x, weight, target, bias, ce_weight)
         memory = "fast" if memory == "auto" else memory
     flat = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
-    targets = target if target.dim() == 1 else target.reshape(-1)
+    targets = class_targets(target if target.dim() == 1 else target.reshape(-1))
     listed = None
     if rows is not None and weight.dim() == 2:
         vocab_size = weight.shape[0] if shard is None else shard.vocab_size

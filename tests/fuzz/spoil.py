@@ -111,8 +111,9 @@ def dtype(case: Case) -> None:
     wrong = case.rng.choice(WRONG_DTYPES if t.is_floating_point() else [*WRONG_DTYPES, torch.float32, torch.bfloat16])
     if wrong == t.dtype:
         return
-    # Class weights and the normalizer are converted.
+    # Class weights, the normalizer and targets of uint8 are converted.
     converted = name in case.call.constants and "target" in case.call.arguments
+    converted = converted or (name == "target" and wrong == torch.uint8)
     case.set(name, t.to(wrong), MAY if converted else MUST, str(wrong))
     case.judged = False
 

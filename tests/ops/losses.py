@@ -169,7 +169,7 @@ def _class_weight(draw: Draw, classes: int, dtype: torch.dtype) -> Tensor | None
 
 def cross_entropy(draw: Draw) -> Call:
     (lead, _), dtype, ignore_index = draw.rows(), draw.dtype(), draw.rng.choice([-100, 0, 2])
-    classes = draw.rng.choice(COLUMNS[1:])
+    classes = draw.rng.choice([n for n in COLUMNS[1:] if {*lead[1:]} != {n}])  # not what fits target in two ways
     arguments = {
         "logits": draw.normal(*lead, classes, dtype=dtype, scale=3),
         "target": draw.targets(lead, classes, ignore_index),
@@ -217,6 +217,7 @@ PROMISED = dict.fromkeys(DRAWS, _results)
 
 
 _TARGET = torch.tensor([1, 2, 3])
+_BOTH_WAYS = {"logits": (2, 5, 5), "target": torch.zeros(2, 5, dtype=torch.int64)}
 _LOSS = {"logits": (3, 8), "target": _TARGET}
 _FUSED = {"x": (3, 8), "weight": (9, 8), "target": _TARGET}
 _LEARNED = normal(1).requires_grad_()
@@ -225,6 +226,7 @@ BAD = [
     ("cross_entropy", "target_rows", {"logits": (4, 8), "target": _TARGET}, ["target", "(3", "(4"]),
     ("cross_entropy", "target_dtype", {**_LOSS, "target": _TARGET.int()}, ["target", "torch.int32", "torch.int64"]),
     ("cross_entropy", "probabilities", {"logits": (3, 8), "target": (3, 8)}, ["target", "(3, 8)"]),
+    ("cross_entropy", "both_ways", _BOTH_WAYS, ["logits", "(2, 5, 5)", "last", "dimension 1"]),
     ("cross_entropy", "no_classes", {"logits": (3, 0), "target": _TARGET}, ["logits", "(3, 0)"]),
     ("cross_entropy", "none_of_many", {"logits": (1, 3, 0), "target": _TARGET[None]}, ["logits", "(1, 3, 0)"]),
     ("cross_entropy", "ignore_type", {**_LOSS, "ignore_index": torch.half}, [TypeError, "ignore_index", "torch.float"]),

@@ -1,0 +1,19 @@
+// The error of a target that is neither a class nor ignore_index, from the CPU's kernels and from the GPU's record.
+#pragma once
+#include <cstdint>
+
+#include "kernels/errors.h"
+
+namespace liger {
+
+// liger_ext/ops/count_rows.py writes it over the targets of listed rows if a target of another row counts. No target is it by chance.
+constexpr int64_t rows_left_out = -7'305'431'802'964'118'153;
+
+[[noreturn]] inline void throw_bad_target(const char* op, int64_t row, int64_t target, int64_t classes, const std::string& ignore_index) {
+  require(target != rows_left_out, op,
+          ": rows leaves out a row whose target is not ignore_index: rows was counted for other targets, for another ignore_index, or with "
+          "too few max_rows. Call count_rows with the target and the ignore_index of this loss");
+  throw std::out_of_range(text(op, ": target[", row, "] is ", target, ", expected a class in [0, ", classes, ") or ", ignore_index));
+}
+
+}  // namespace liger
