@@ -63,7 +63,7 @@ _NAMES = """
     sam3.Sam3ViTRoPEAttention sapiens2.Sapiens2Attention seed_oss.SeedOssMLP step3p7.Step3p7Experts step3p7.Step3p7MLP
     vaultgemma.VaultGemmaDecoderLayer
 """
-CLASSES = _NAMES.split() if TRANSFORMERS >= (5, 23) else [name for name in _NAMES.split() if name.startswith("llama.")]
+CLASSES = [name for name in _NAMES.split() if TRANSFORMERS == (5, 23) or name.startswith("llama.")]
 STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
 # A patch does these as the class does them, whatever they are: it reads the defaults of arguments and the name of a
 # head's model. Our loss needs no vocab_size. Advice and defaults that the model has as well are not read.

@@ -11,8 +11,10 @@ import torch
 from llama_models import TRANSFORMERS, batch_of, build, checkpoint_layers, one_thread, patched, step  # noqa: F401
 from torch import nn
 
+from liger_ext.models.loss import CACHES
+
 LOGITS = r"no logits: .*model\(\.\.\., skip_logits=False\)"
-CACHE = r"no past_key_values: .*model\(\.\.\., use_cache=True\)"
+CACHE = r"no (past_key_values|cache): .*model\(\.\.\., use_cache=True\)"
 
 
 def test_reading_what_was_not_made():
@@ -76,7 +78,7 @@ def test_places_are_those_of_an_unpatched_model(family, use_cache):
         patched(stock)(**batch) if family == "llama" else family_models.patched(stock)(**batch),
     )
     names = list(expected)
-    missing = {"logits"} | ({"past_key_values"} if use_cache is None else set())
+    missing = {"logits"} | (set(CACHES) if use_cache is None else set())
     for place, name in enumerate(names):
         for index in (place, place - len(names)):
             if name in missing:
@@ -99,7 +101,7 @@ def test_places_are_those_of_an_unpatched_model(family, use_cache):
 def test_a_cache_where_one_is_asked_for(device, asked):
     model, batch = patched(build(device=device).train()), batch_of(device)
     made = model(**batch, use_cache=asked)
-    assert ("past_key_values" in made) == (asked is True)
+    assert (not made.keys().isdisjoint(CACHES)) == (asked is True)
     assert hasattr(made, "past_key_values") == (asked is not None)
     # With logits, a step is in every way that of an unpatched model.
     assert (model(**batch, use_cache=asked, skip_logits=False).past_key_values is not None) == (asked is not False)
