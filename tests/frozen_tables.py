@@ -2,10 +2,11 @@
 
     python tests/frozen_tables.py FOLDER...
 
-Each folder has a transformers in it (pip install --no-deps --target), the oldest first; it may be followed by others with
-what that version needs, as in a PYTHONPATH (a:b). Each release is looked at by a process of its own: all classes of all
-models. A table frozen at a release lists the digests that occur in it or in an earlier folder. The report says, for each
-next release, how many of the classes that are known today this table knows, and which families lose the fused loss.
+Each folder has a transformers in it (pip install --no-deps --target), the oldest first; it may be followed by others
+with what that version needs, as in a PYTHONPATH (a:b). A process of its own looks at all classes of all models of each
+release. A table frozen at a release lists the digests that occur in it or in an earlier folder. The report says, for
+each next release, how many of the classes that are known today this table knows, and which families lose the fused
+loss.
 """
 
 import collections
@@ -28,16 +29,18 @@ def look() -> dict[str, dict[str, list[str]]]:
 
     import transformers
     from torch import nn
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
 
-    from liger_ext.models import digests, known_code
+    from liger_ext.models import digests, known_code, normal_form
     from liger_ext.models.decoder import DecoderLayer
     from liger_ext.models.forwards import code_of, definition_of
-    from liger_ext.models.normal_form import names_read
     from liger_ext.models.rope import ROPES
 
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     found = {part: {} for part in PARTS}
+    llamas = {normal_form.of_head: LlamaForCausalLM, normal_form.of_layer: LlamaDecoderLayer}
+    of_llama = {normal: normal_form.digest(known_code._form(normal, cls)) for normal, cls in llamas.items()}
 
     def digests_of(cls: type[nn.Module]) -> None:
         name = f"{cls.__module__.removeprefix('transformers.models.')}.{cls.__name__}"
@@ -45,15 +48,15 @@ def look() -> dict[str, dict[str, list[str]]]:
         head = known_code._of_head(cls) if issubclass(cls, transformers.PreTrainedModel) else None
         layer, gate = known_code._of_layer(cls), code_of(getattr(cls, "_apply_gate", None))
         definition = definition_of(cls.forward)
-        names = names_read(definition)[0] if definition else []
+        names = normal_form.names_read(definition)[0] if definition else []
         ropes = [code_of(vars(sys.modules[cls.__module__]).get(n)) for n in names if n.startswith("apply_rotary_")]
         if code in digests.MODULES:
             is_layer = issubclass(digests.MODULES[code], DecoderLayer)
             found["layers" if is_layer else "norms and MLPs"][name] = [code]
         elif head in digests.HEADS:
-            found["heads"][name] = [head]
+            found["heads"][name] = [head, of_llama[normal_form.of_head]]
         elif layer in digests.LAYERS:
-            found["layers"][name] = [layer]
+            found["layers"][name] = [layer, of_llama[normal_form.of_layer]]
         elif gate in digests.GATES_OF_EXPERTS:
             found["experts"][name] = [gate]
         elif known_code._ropes_of(cls):
