@@ -12,7 +12,7 @@ import keyword
 import tokenize
 from collections.abc import Callable, Iterator
 
-from liger_ext.models.forwards import called_by, definition_of, text_of
+from liger_ext.models.forwards import text_of
 
 _OTHER = {"+": "-", "-": "+", "*": "/", "/": "*", "**": "*", "@": "*", "<": ">", ">": "<", "<=": "<", ">=": ">"}
 _OTHER |= {"==": "!=", "!=": "==", "is": "==", "and": "or", "or": "and", "True": "False", "False": "True", "None": "0"}
@@ -67,14 +67,6 @@ def _parses(source: str) -> bool:
     except SyntaxError:
         return False
     return True
-
-
-def functions_read(function: Callable, cls: type | None) -> list[Callable]:
-    """`function`, and what recognition reads with it."""
-    found = [inspect.unwrap(function)]
-    for each in found:
-        found += [f for f in called_by(definition_of(each), each, cls) if f not in found]
-    return found
 
 
 def texts(functions: list[Callable]) -> dict[Callable, str]:

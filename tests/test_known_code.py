@@ -11,16 +11,20 @@ import re
 import sys
 
 import pytest
+import torch
 from cases import python
 from family_models import new_look  # noqa: F401
-from llama_models import TRANSFORMERS
-from mutations import find_class, functions_read, mutants, texts
+from llama_models import TRANSFORMERS, batch_of, build, patched
+from mutations import find_class, mutants, texts
+from torch import nn
 from transformers import activations
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
+import liger_ext
 from liger_ext.models import known_code, llama, mlp
 from liger_ext.models.decoder import Attention
+from liger_ext.models.forwards import functions_read
 
 # Classes that have, together, every digest of the tables that is of transformers 5.23.
 _NAMES = """
@@ -81,11 +85,9 @@ def source_of(changed: dict) -> None:
     """`changed` says what the source of some functions is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "getsource", lambda function: changed.get(function) or _source(function))
-        for cache in (known_code._form, known_code._is_known_loss):
-            cache.cache_clear()
+        known_code._form_by_code.cache_clear()
         yield
-    for cache in (known_code._form, known_code._is_known_loss):
-        cache.cache_clear()
+    known_code._form_by_code.cache_clear()
 
 
 def undetected(functions: list, is_known, step: int = STEP) -> tuple[int, list[str]]:
@@ -209,3 +211,75 @@ def test_a_llama_that_means_something_else():
     assert found == expected and set(ours) <= {"LlamaModel"}, losses  # which was not changed
     names = ["LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM", "ForCausalLMLoss"]
     assert all(name in "".join(warned) for name in names), warned
+
+
+EDITS = ["rotate_half", "rotate_half's code", "the norm's code", "slice_logits_to_keep", "fixed_cross_entropy's code"]
+
+
+def negated(x):
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((x2, x1), dim=-1)
+
+
+def doubled(self, hidden_states):
+    return 2 * self.weight * hidden_states
+
+
+def rolled(hidden_states, logits_to_keep):
+    return torch.cat([hidden_states[:, 1:], hidden_states[:, :1]], dim=1)
+
+
+def halved(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    return 0.5 * nn.functional.cross_entropy(source, target, ignore_index=ignore_index)
+
+
+@pytest.mark.usefixtures("new_look")
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_after_the_first_patch(monkeypatch, edit):
+    """Recognition remembers what it has found for as long as nobody edits what it has read."""
+    liger_ext.apply_liger_kernel_to_llama(model=build()).revert()
+    if edit == "rotate_half":
+        monkeypatch.setattr(modeling_llama, "rotate_half", negated)
+    elif edit == "slice_logits_to_keep":
+        if not hasattr(modeling_llama, "slice_logits_to_keep"):
+            pytest.skip("this version has none")
+        monkeypatch.setattr(modeling_llama, "slice_logits_to_keep", rolled)
+    elif edit == "rotate_half's code":
+        monkeypatch.setattr(modeling_llama.rotate_half, "__code__", negated.__code__)
+    elif edit == "the norm's code":
+        monkeypatch.setattr(modeling_llama.LlamaRMSNorm.forward, "__code__", doubled.__code__)
+    else:
+        monkeypatch.setattr(loss_utils.fixed_cross_entropy, "__code__", halved.__code__)
+    stock = build().train()
+    expected = stock(**batch_of("cpu")).loss
+    with pytest.warns(UserWarning, match="does not know this code"):
+        ours = patched(stock)
+    torch.testing.assert_close(ours(**batch_of("cpu")).loss, expected)
+
+
+REPLACED_LOSS = """
+import functools, sys, warnings, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.loss import loss_utils
+
+def halved(*args, **kwargs):
+    return 0.5 * original(*args, **kwargs)
+
+original = loss_utils.fixed_cross_entropy
+loss_utils.fixed_cross_entropy = functools.partial(halved) if sys.argv[1] == "a partial" else halved
+from liger_ext import apply_liger_kernel_to_llama
+sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).train()
+ids = torch.arange(6).view(1, 6)
+expected = model(input_ids=ids, labels=ids).loss
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    apply_liger_kernel_to_llama(model=model)
+assert any("fixed_cross_entropy" in str(warning.message) for warning in caught), caught
+torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
+"""
+
+
+@pytest.mark.parametrize("how", ["a function", "a partial"])
+def test_a_loss_that_was_replaced_before_the_import(how):
+    python("-c", REPLACED_LOSS, how, OMP_NUM_THREADS="1")

@@ -12,6 +12,7 @@ from family_models import assert_same, build, freeze_few, patched
 from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, step  # noqa: F401
 
 from liger_ext.models import decoder, known_code
+from liger_ext.models.forwards import code_of
 from liger_ext.models.rope import rope_for
 
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code, and fewer models")
@@ -28,7 +29,7 @@ def known_ropes(model_type):
     """{name: (transformers' function, ours)} of those of a module that are known."""
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     functions = {name: f for name, f in vars(module).items() if name.startswith("apply_rotary_")}
-    how = {name: known_code._known_ropes().get(known_code._code_of(f)) for name, f in functions.items()}
+    how = {name: known_code.ROPES.get(code_of(f)) for name, f in functions.items()}
     return {name: (f, rope_for(f, **how[name])) for name, f in functions.items() if how[name] is not None}
 
 
@@ -101,10 +102,9 @@ def test_does_what_transformers_does(model_type):
     ],
 )
 def test_a_wrong_entry_would_be_found(monkeypatch, model_type, wrong):
-    ropes = known_code._known_ropes()
-    codes = {known_code._code_of(theirs) for theirs, _ in known_ropes(model_type).values()}
-    changed = {code: wrong if code in codes else how for code, how in ropes.items()}
-    monkeypatch.setattr(known_code, "_known_ropes", lambda: changed)
+    codes = {code_of(theirs) for theirs, _ in known_ropes(model_type).values()}
+    changed = {code: wrong if code in codes else how for code, how in known_code.ROPES.items()}
+    monkeypatch.setattr(known_code, "ROPES", changed)
     assert max(differences(model_type)) > 0.1
 
 

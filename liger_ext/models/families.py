@@ -87,7 +87,7 @@ def apply(
         if model is None:
             for cls in _models_of(model_type):
                 on_construction(cls, patch_modules, handle)
-        elif holds_known_code(model, model_type):
+        elif _holds(model, model_type):
             patch_modules(model, handle)
         else:
             raise ValueError(f"{type(model).__name__} holds no {model_type} model to patch")
@@ -130,14 +130,17 @@ def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
     return [m for m in taken if patch.unit_of(m) is not None] if issubclass(patch, MLP | Experts) else taken
 
 
-def holds_known_code(model: nn.Module, model_type: str | None = None) -> bool:
-    """Whether something of `model` can be patched; with one of `FAMILIES`, whether a part of it is of that family."""
-    classes = stock_classes(model.modules())
-    if model_type in FAMILIES:
-        folder = f"{MODELS}{folder_of(model_type)}."
-        if not any(c.__module__.startswith(folder) or (model_type == "llama" and patch_of_llamas(c)) for c in classes):
-            return False
-    return any(map(patch_of, classes))
+def holds_known_code(model: nn.Module) -> bool:
+    """Whether something of `model` can be patched."""
+    return any(map(patch_of, stock_classes(model.modules())))
+
+
+def _holds(model: nn.Module, model_type: str) -> bool:
+    """Whether a part of `model` is of this family; of types without a function of their own, whether any is known."""
+    if model_type not in FAMILIES:
+        return holds_known_code(model)
+    folder, classes = f"{MODELS}{folder_of(model_type)}.", stock_classes(model.modules())
+    return any(c.__module__.startswith(folder) or (model_type == "llama" and patch_of_llamas(c)) for c in classes)
 
 
 def patch_function(model_type: str) -> Callable[..., PatchHandle]:

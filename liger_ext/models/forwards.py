@@ -121,6 +121,23 @@ def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None 
     return list(dict.fromkeys(f for f in map(_function_of, found) if _is_of_models(f)))
 
 
+def functions_read(function: Callable, cls: type | None = None) -> list[Callable]:
+    """`function`, under the wrappers around it, and what `code_of` reads with it."""
+    found = [inspect.unwrap(function)]
+    for each in found:
+        if isinstance(each, types.FunctionType) and _definition_in(each.__code__) is not None:
+            found += [f for f in called_by(_definition_in(each.__code__), each, cls) if f not in found]
+    return found
+
+
+@functools.cache
+def _definition_in(code: types.CodeType) -> ast.FunctionDef | None:
+    try:
+        return definition_in(inspect.getsource(code))
+    except (OSError, TypeError):
+        return None
+
+
 def _function_of(found: object) -> object:
     """What a method or a property runs, under the wrappers around it."""
     if isinstance(found, staticmethod | classmethod):
@@ -153,7 +170,9 @@ def _names_read_of_self(function: Callable) -> list[str]:
     """Of a method: which attributes of its module it names. None of a patch's, as the class that it replaces is asked,
     too."""
     function = inspect.unwrap(getattr(function, "__func__", function))
-    if not isinstance(function, types.FunctionType) or function.__globals__["__name__"].startswith("liger_ext."):
+    if not isinstance(function, types.FunctionType):
+        return []
+    if function.__globals__.get("__name__", "").startswith("liger_ext."):
         return []
     text = text_of(function)
     if text is None:  # the source is not there: what it names of anything

@@ -19,7 +19,7 @@ from liger_ext.models import digests, llama, normal_form
 from liger_ext.models.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.classes import stock_class
 from liger_ext.models.decoder import Attention
-from liger_ext.models.forwards import called_by, code_of, definition_of
+from liger_ext.models.forwards import called_by, code_of, definition_of, functions_read
 from liger_ext.models.names import MODELS, name_of
 from liger_ext.models.patch import find_replacements, stands_in
 from liger_ext.models.rope import ROPES, rope_for
@@ -30,23 +30,33 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
     of_llama = patch_of_llamas(cls)
     if of_llama and any(find_replacements(of_llama)):
         return of_llama  # which `swap_classes` refuses, and says whose code is there
-    return _patch_of(cls)
+    if of_llama is llama.LlamaModel:
+        return of_llama if llama.knows_model(cls) else None
+    kind = _kind_by_code(cls, _code_read(cls.forward, cls), _code_read(loss_utils.ForCausalLMLoss))
+    if kind is None or (of_llama and issubclass(of_llama, kind)):
+        return None if kind is None else of_llama
+    return _patch_made(cls, kind)
+
+
+def _code_read(function: Callable, cls: type | None = None) -> tuple:
+    """All that recognition reads with `function`: what is remembered of it holds for as long as nobody edits that."""
+    return tuple((f, getattr(f, "__code__", None)) for f in functions_read(function, cls))
 
 
 @functools.cache
-def _patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
-    of_llama = patch_of_llamas(cls)
-    if of_llama is llama.LlamaModel:
-        return of_llama if llama.knows_model(cls) else None
-    kind, replacements = _kind_of(cls)
-    if kind is None or (of_llama and issubclass(of_llama, kind)):
-        return None if kind is None else of_llama
+def _kind_by_code(cls: type[nn.Module], code: tuple, of_loss: tuple) -> type | None:
+    return _kind_of(cls)[0]
+
+
+@functools.cache
+def _patch_made(cls: type[nn.Module], kind: type) -> type[nn.Module]:
+    replacements = _kind_of(cls)[1]
     # The module's __getattr__ finds it again.
     namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls)}
     if hasattr(kind, "forward"):
         namespace["forward"] = kind.forward
     patch = type(cls)(cls.__name__, (kind, cls), namespace)
-    others = (loss_utils.fixed_cross_entropy,) if issubclass(kind, CausalLM | CausalLMInside) else ()
+    others = ((loss_utils, "fixed_cross_entropy"),) if issubclass(kind, CausalLM | CausalLMInside) else ()
     return stands_in(sys.modules[cls.__module__], *others, **replacements)(patch)
 
 
@@ -75,12 +85,7 @@ def _ropes_of(cls: type[nn.Module]) -> dict[str, Callable]:
 
 def knows_loss() -> bool:
     """Whether transformers' loss of causal language models is the one that ours computes."""
-    return _is_known_loss(loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy)
-
-
-@functools.cache
-def _is_known_loss(loss: Callable, called: Callable) -> bool:
-    return code_of(loss) in digests.LOSSES
+    return code_of(loss_utils.ForCausalLMLoss) in digests.LOSSES
 
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
@@ -99,13 +104,18 @@ def _of_head(cls: type[nn.Module]) -> str | None:
 def _difference(normal: Callable, cls: type[nn.Module], patch: type[nn.Module], known: set[str]) -> str | None:
     """A digest of what turns the normal form of Llama's class, which `patch` replaces, into that of `cls`; None if
     either has none, or Llama's is not known."""
-    of_llama, text = _form(normal, stock_class(patch)), _form(normal, cls)
+    llamas = stock_class(patch)
+    of_llama, text = _form_by_code(normal, llamas, _code_read(llamas.forward, llamas)), _form(normal, cls)
     if text is None or of_llama is None or normal_form.digest(of_llama) not in known:
         return None
     return normal_form.digest(normal_form.difference(of_llama, text))
 
 
 @functools.cache
+def _form_by_code(normal: Callable, cls: type[nn.Module], code: tuple) -> str | None:
+    return _form(normal, cls)
+
+
 def _form(normal: Callable, cls: type[nn.Module]) -> str | None:
     """The normal form of a class, and of the functions that it calls, but for those that a patch calls as well."""
     definition = definition_of(cls.forward)

@@ -9,7 +9,7 @@ import inspect
 
 from torch import nn
 from transformers import modeling_utils
-from transformers.loss.loss_utils import fixed_cross_entropy
+from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models.causal_lm import CausalLM
@@ -113,7 +113,7 @@ class LlamaDecoderLayer(DecoderLayer, modeling_llama.LlamaDecoderLayer):
     pass
 
 
-@stands_in(modeling_llama, fixed_cross_entropy)
+@stands_in(modeling_llama, (loss_utils, "fixed_cross_entropy"))
 class LlamaForCausalLM(CausalLM, modeling_llama.LlamaForCausalLM):
     pass
 

@@ -21,7 +21,6 @@ Other libraries swap classes as well, FSDP2 among them: `liger_ext.models.classe
 import contextlib
 import functools
 import inspect
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -51,23 +50,20 @@ class PatchHandle(contextlib.ExitStack):
 
 
 def stands_in(
-    module: types.ModuleType, *others: Callable, **replacements: object
+    module: types.ModuleType, *others: tuple[types.ModuleType, str], **replacements: object
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """A decorator of patches: each is a subclass of a class of `module`, has its name, and stands in for its `forward`.
 
     With `replacements`, the patch's `forward` is the base's own, in which these names of `module` mean something else.
-    What the patch stands in for is remembered, with the functions `others`, whose work it does as well, so that
-    `swap_classes` knows when other code has replaced it.
+    What the patch stands in for is remembered, with the functions `others` (a module and a name in it each), whose work
+    it does as well, so that `swap_classes` knows when other code has replaced it.
     """
 
     def remember(patch: type[nn.Module]) -> type[nn.Module]:
         base = stock_class(patch)
         _originals[patch] = [_Original(f"{patch.__name__}.forward", base, "forward", module.__name__, base.forward)]
-        for name in replacements:
-            _originals[patch].append(_Original(name, module, name, module.__name__, getattr(module, name)))
-        for other in others:
-            name, owner = other.__name__, sys.modules[other.__module__]
-            _originals[patch].append(_Original(name, owner, name, other.__module__, other))
+        for owner, name in (*((module, name) for name in replacements), *others):
+            _originals[patch].append(_Original(name, owner, name, owner.__name__, getattr(owner, name)))
         if replacements:
             patch.forward = copy_forward(patch, **replacements)
         know_forward(patch)
