@@ -70,11 +70,12 @@ _NAMES = """
 CLASSES = [name for name in _NAMES.split() if TRANSFORMERS == (5, 23) or name.startswith("llama.")]
 STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
 # A patch does these as the class does them, whatever they are: it reads the defaults of arguments and the name of a
-# head's model. Our loss needs no vocab_size. Advice and defaults that the model has as well are not read.
+# head's model. Our loss needs no vocab_size. Advice and defaults that the model has as well are not read, and
+# a tuple in place of an output is made of our own.
 SAME = re.compile(
     r"line 1: .*(None -> 0|False -> True|True -> False)$"
     r"|line \d+: '\w+ = self\.[\w.]+\(input_ids.*, (model|backbone|decoder) -> "
-    r"|vocab_size|logger\.warning_once|self\.config\.(output_attentions|output_hidden_states|return_dict)"
+    r"|if not return_dict|vocab_size|logger\.warning_once|self\.config\.(output_attentions|output_hidden_states|return_dict)"
 )
 
 _source = functools.cache(inspect.getsource)
