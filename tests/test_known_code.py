@@ -75,7 +75,8 @@ STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
 SAME = re.compile(
     r"line 1: .*(None -> 0|False -> True|True -> False)$"
     r"|line \d+: '\w+ = self\.[\w.]+\(input_ids.*, (model|backbone|decoder) -> "
-    r"|if not return_dict|vocab_size|logger\.warning_once|self\.config\.(output_attentions|output_hidden_states|return_dict)"
+    r"|if not return_dict|vocab_size|logger\.warning_once"
+    r"|self\.config\.(output_attentions|output_hidden_states|return_dict)"
 )
 
 _source = functools.cache(inspect.getsource)
