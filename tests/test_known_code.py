@@ -285,3 +285,11 @@ torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
 @pytest.mark.parametrize("how", ["a function", "a partial"])
 def test_a_loss_that_was_replaced_before_the_import(how):
     python("-c", REPLACED_LOSS, how, OMP_NUM_THREADS="1")
+
+
+@pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
+def test_defaults_of_a_heads_arguments():
+    """A head gives its model its own defaults, and so does the patch."""
+    head = find_class("idefics.IdeficsForVisionText2Text")
+    assert known_code.patch_of(head).DEFAULTS == {"interpolate_pos_encoding": False}
+    assert known_code.patch_of(modeling_llama.LlamaForCausalLM).DEFAULTS == {}

@@ -29,7 +29,7 @@ from liger_ext.models.loss import (
     shift,
     softcapped,
 )
-from liger_ext.models.normal_form import MODEL_CALL, renamed
+from liger_ext.models.normal_form import MODEL_CALL, OWN_ARGUMENTS, renamed
 from liger_ext.models.patch import Mixin
 
 
@@ -73,9 +73,8 @@ class CausalLM(Mixin):
         output, cls.COPIED = _output_of(stock)
         cls.MODEL, cls.TAKES = _model_of(stock)
         cls.PASSED = _passed_by(stock)
-        parameters = inspect.signature(stock.forward).parameters.values()
-        cls.DEFAULTS = {p.name: p.default for p in parameters if p.default not in (None, p.empty)}
-        cls.DEFAULTS.pop("logits_to_keep", None)
+        given = [p for p in inspect.signature(stock.forward).parameters.values() if p.name not in OWN_ARGUMENTS]
+        cls.DEFAULTS = {p.name: p.default for p in given if p.default not in (None, p.empty)}
         # They read the source of a class's module, and remember for subclasses what they found.
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
             if hasattr(stock, name):

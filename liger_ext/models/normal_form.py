@@ -111,7 +111,7 @@ def of_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
         return None
     text = renamed(ast.unparse(definition)).replace("outputs[0]", "outputs.last_hidden_state")
     definition = _Resolved().visit(ast.parse(text)).body[0]
-    for_model = [n for n in _names_of_arguments(definition) if n not in ("labels", "logits_to_keep", "return_dict")]
+    for_model = [name for name in _names_of_arguments(definition) if name not in OWN_ARGUMENTS]
     for node in ast.walk(definition):
         callee = ast.unparse(node.func) if isinstance(node, ast.Call) else None
         if callee == "self.model":
@@ -137,6 +137,7 @@ def of_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
     return definition
 
 
+OWN_ARGUMENTS = "labels", "logits_to_keep", "return_dict"  # of a head, which its model need not get
 # What our head does, too, where transformers' does.
 _PASSED = "return_dict=True", "return_dict=return_dict", "labels=labels", "logits_to_keep=logits_to_keep"
 
