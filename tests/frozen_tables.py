@@ -1,4 +1,4 @@
-"""What a liger_ext whose tables are as old as a release of transformers would know of the next release.
+"""Counts the classes of a release of transformers that tables as old as the release before it would know.
 
     python tests/frozen_tables.py FOLDER...
 

@@ -20,7 +20,7 @@ _OTHER |= {"+=": "-=", "-=": "+=", "*=": "+=", "^": "|", "&": "|", "|": "&"}
 
 
 def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """What is changed, and the source with it, for each change of `source`, a function as `text_of` writes it."""
+    """Yields a description and the changed source for each change of `source`, which `text_of` has written."""
     yield from _with_another_token(source)
     yield from _with_statements_swapped(source)
 

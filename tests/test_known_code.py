@@ -147,7 +147,7 @@ def test_activations_are_read(name):
 
 @pytest.mark.skipif(llama.create_causal_mask is None, reason="this version's model is not patched")
 def test_the_model_is_read():
-    """What the patch changes: what is done with tokens, and what makes the mask."""
+    """The patch is not made if the model does something else with its tokens, or makes its mask in another way."""
     model = modeling_llama.LlamaModel
     text = texts([model.forward])[inspect.unwrap(model.forward)]
     read = re.compile(r"line ([2-9]|\d\d+): '(?!raise).*(input_ids|create_causal_mask).*', (?!causal_mask)\w+ -> ")

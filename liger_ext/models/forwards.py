@@ -99,7 +99,7 @@ def text_of(function: Callable) -> str | None:
 
 
 def code_of(function: Callable | None, cls: type | None = None, seen: tuple = ()) -> str | None:
-    """A digest of what `function` does, with the functions of transformers, and the methods of `cls`, that it calls.
+    """A digest of the code of `function`, of the functions of transformers that it calls, and of the methods of `cls`.
 
     None if some of the source is not there to be read; it is then like no other.
     """
@@ -125,21 +125,17 @@ def functions_read(function: Callable, cls: type | None = None) -> list[Callable
     """`function`, under the wrappers around it, and what `code_of` reads with it."""
     found = [inspect.unwrap(function)]
     for each in found:
-        if isinstance(each, types.FunctionType) and _definition_in(each.__code__) is not None:
-            found += [f for f in called_by(_definition_in(each.__code__), each, cls) if f not in found]
+        definition = _definition_of_code(each.__code__) if isinstance(each, types.FunctionType) else None
+        if definition is not None:
+            found += [f for f in called_by(definition, each, cls) if f not in found]
     return found
 
 
-@functools.cache
-def _definition_in(code: types.CodeType) -> ast.FunctionDef | None:
-    try:
-        return definition_in(inspect.getsource(code))
-    except (OSError, TypeError):
-        return None
+_definition_of_code = functools.cache(definition_of)  # by code objects, which nobody can edit
 
 
 def _function_of(found: object) -> object:
-    """What a method or a property runs, under the wrappers around it."""
+    """Unwraps a method or a property: returns the function that runs."""
     if isinstance(found, staticmethod | classmethod):
         found = found.__func__
     elif isinstance(found, property):

@@ -102,8 +102,8 @@ def _of_head(cls: type[nn.Module]) -> str | None:
 
 
 def _difference(normal: Callable, cls: type[nn.Module], patch: type[nn.Module], known: set[str]) -> str | None:
-    """A digest of what turns the normal form of Llama's class, which `patch` replaces, into that of `cls`; None if
-    either has none, or Llama's is not known."""
+    """Returns a digest of the difference between the normal forms of `cls` and of Llama's class, which `patch`
+    replaces. None if one of the two has no normal form, or Llama's is not known."""
     llamas = stock_class(patch)
     of_llama, text = _form_by_code(normal, llamas, _code_read(llamas.forward, llamas)), _form(normal, cls)
     if text is None or of_llama is None or normal_form.digest(of_llama) not in known:

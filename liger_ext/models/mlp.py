@@ -31,10 +31,12 @@ def _code_of_class(cls: type[nn.Module]) -> str | None:
     return None if None in codes else digest(*codes)
 
 
+_DEFINED = [cls for cls in vars(activations).values() if getattr(cls, "__module__", None) == activations.__name__]
+_KNOWN = {c: _CODE.get(_code_of_class(c)) for c in _DEFINED if isinstance(c, type) and issubclass(c, nn.Module)}
+
+
 def _classes(activation: str) -> tuple[type, ...]:
-    defined = [cls for cls in vars(activations).values() if getattr(cls, "__module__", None) == activations.__name__]
-    modules = [cls for cls in defined if isinstance(cls, type) and issubclass(cls, nn.Module)]
-    return tuple(cls for cls in modules if _CODE.get(_code_of_class(cls)) == activation)
+    return tuple(cls for cls, known in _KNOWN.items() if known == activation)
 
 
 _SILU = (nn.SiLU, *_classes("silu"))

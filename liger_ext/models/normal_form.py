@@ -69,7 +69,7 @@ def _written_value(value: object) -> str:
 
 
 def names_read(definition: ast.FunctionDef) -> tuple[list[str], list[str]]:
-    """What a function may call that is defined elsewhere: the names that are not its own, and attributes of `self`."""
+    """Returns the names that a function reads and does not define, and the attributes of `self` that it reads."""
     nodes = list(ast.walk(definition))
     names = [node for node in nodes if isinstance(node, ast.Name)]
     own = {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -85,8 +85,8 @@ def digest(*texts: str) -> str:
 
 
 def difference(text: str, other: str) -> str:
-    """What turns `text` into `other`: the lines that go and those that come, each between its neighbours, which say
-    where."""
+    """Returns the lines that are removed from `text` and added in `other`. Each has its neighbours around it, since the
+    same line at another place may compute something else."""
     changes = list(difflib.unified_diff(text.splitlines(), other.splitlines(), n=1, lineterm=""))
     return "\n".join(change for change in changes[2:] if not change.startswith("@@"))
 
@@ -138,7 +138,7 @@ def of_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
 
 
 OWN_ARGUMENTS = "labels", "logits_to_keep", "return_dict"  # of a head, which its model need not get
-# What our head does, too, where transformers' does.
+# A patched head gives its model these arguments where transformers' head does.
 _PASSED = "return_dict=True", "return_dict=return_dict", "labels=labels", "logits_to_keep=logits_to_keep"
 
 
@@ -188,7 +188,7 @@ MODEL_CALL = re.compile(
 
 
 def find_calls(tree: ast.AST, callee: str) -> list[ast.Call]:
-    """The calls in `tree` of what is written `callee`."""
+    """Returns the calls in `tree` whose function is written `callee`."""
     return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == callee]
 
 
