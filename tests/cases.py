@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ext._load import library_folder
-from liger_ext.ops import _chunks
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "padded", "offset", "columns", "transposed", "expanded")
@@ -262,21 +261,3 @@ def most_bytes(device: torch.device, run: Callable[[], Any]) -> int:
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert events, "the profiler has seen no allocation"
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
-
-
-within, graph_rows = _chunks._within, _chunks._graph_rows
-
-
-def _or_smallest_chunks(call: _chunks.Call, budget: int) -> _chunks.Plan:
-    if budget >= _chunks.least_bytes(call):
-        return within(call, budget)
-    return _chunks._in_chunks(call, _chunks._LEAST_ROWS, min(_chunks._LEAST_CLASSES, call.vocab))
-
-
-def _or_least_rows(call: _chunks.Call, budget: int) -> int:
-    return _chunks._LEAST_ROWS if budget == 1 else graph_rows(call, budget)
-
-
-# In tests fewer bytes than the fused loss can do with (memory=1) are no error, but make the smallest chunks.
-_chunks._within = _or_smallest_chunks
-_chunks._graph_rows = _or_least_rows

@@ -5,14 +5,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv ] && PATH=$PWD/.venv/bin:$PATH
-export build=$PWD/build/compile-gfx950
+export build=build/compile-gfx950   # relative, so that checkouts can share a compiler cache
+packages=ziglang==0.17.0
 if [ ! -e "$build/ready" ]; then
   rm -rf "$build"
   mkdir -p "$build/bin" "$build/bitcode"
-  python3 -m pip install --quiet --no-deps --target "$build/packages" ziglang==0.17.0
+  python3 -m pip install --quiet --no-deps --target "$build/packages" $packages
+  # ccache takes a compiler of this name for clang.
+  printf '#!/bin/sh\nexec %s/packages/ziglang/zig clang "$@"\n' "$PWD/$build" > "$build/bin/clang"
   # clang calls `lld -flavor gnu ...`.
-  printf '#!/bin/sh\nshift 2\nexec %s/packages/ziglang/zig ld.lld "$@"\n' "$build" > "$build/bin/lld"
-  chmod +x "$build/bin/lld"
+  printf '#!/bin/sh\nshift 2\nexec %s/packages/ziglang/zig ld.lld "$@"\n' "$PWD/$build" > "$build/bin/lld"
+  chmod +x "$build/bin/lld" "$build/bin/clang"
   ln -s /usr/lib/*/amdgcn/bitcode/*.bc "$build/bitcode/"
   # The nearest relative's file differs in nothing that these kernels use (cmake/Hip.cmake does the same).
   ln -sf "$(readlink -f "$build/bitcode/oclc_isa_version_1036.bc")" "$build/bitcode/oclc_isa_version_950.bc"
@@ -22,12 +25,14 @@ fi
 # Code object 6 wants newer device libraries than Debian's; Debian's HIP headers want a macro, and clang 22 wants to be told of two
 # of the device libraries.
 compile() {
-  PATH=$build/bin:$PATH "$build/packages/ziglang/zig" clang -x hip --offload-arch=gfx950 --cuda-device-only --no-gpu-bundle-output \
+  PATH=$PWD/$build/bin:$PATH $cache clang -x hip --offload-arch=gfx950 --cuda-device-only --no-gpu-bundle-output \
     -mcode-object-version=5 -O3 -std=c++20 -fvisibility=hidden -D__AMDGCN_WAVEFRONT_SIZE=64 -DLIGER_BACKEND=gpu -Icsrc \
     --rocm-path=/usr --rocm-device-lib-path="$build/bitcode" -resource-dir "$(clang++-19 -print-resource-dir)" \
     -Xclang -mlink-builtin-bitcode -Xclang "$build/bitcode/hip.bc" \
-    -Xclang -mlink-builtin-bitcode -Xclang "$build/bitcode/oclc_daz_opt_off.bc" "$1" -o "$build/$(basename "$1" .cu).co"
+    -Xclang -mlink-builtin-bitcode -Xclang "$build/bitcode/oclc_daz_opt_off.bc" -c "$1" -o "$build/$(basename "$1" .cu).co"
 }
 export -f compile
+export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 CCACHE_COMPILERCHECK="string:$packages" cache
+cache=$(command -v ccache || true)
 printf '%s\n' csrc/gpu/*.cu | xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "$(ls "$build"/*.co | wc -l) of $(ls csrc/gpu/*.cu | wc -l) files compiled for gfx950, $SECONDS s"

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv ] && PATH=$PWD/.venv/bin:$PATH
-build=$PWD/build/compile-sm70
+build=build/compile-sm70   # relative, so that checkouts can share a compiler cache
 packages=(nvidia-cuda-nvcc-cu12==12.4.131 nvidia-cuda-runtime-cu12==12.4.127 nvidia-cuda-cccl-cu12==12.8.90)
 
 # A toolkit as clang expects one: include, bin, nvvm in one folder.
@@ -21,9 +21,11 @@ if [ ! -e "$build/toolkit/ready" ]; then
 fi
 
 compile() {
-  clang++-19 -x cuda --cuda-gpu-arch=sm_70 --cuda-device-only --cuda-path="$1/toolkit" -include tests/clang_cuda.h \
+  $cache clang++-19 -x cuda --cuda-gpu-arch=sm_70 --cuda-device-only --cuda-path="$1/toolkit" -include tests/clang_cuda.h \
     -Wno-unknown-cuda-version -Wno-unknown-attributes -O3 -std=c++20 -DLIGER_BACKEND=gpu -Icsrc -c "$2" -o "$1/$(basename "$2" .cu).cubin"
 }
 export -f compile
+export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 cache
+cache=$(command -v ccache || true)
 printf '%s\n' csrc/gpu/*.cu | xargs -P "$(nproc)" -I{} bash -c 'compile "$0" {}' "$build"
 echo "$(ls "$build"/*.cubin | wc -l) of $(ls csrc/gpu/*.cu | wc -l) files compiled for sm_70, $SECONDS s"

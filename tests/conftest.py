@@ -2,23 +2,26 @@
 
 Tests take a ``device`` fixture and have the same body on a CPU and on a GPU. Without a GPU the CUDA ones are
 deselected; with one, ``pytest`` runs both and ``pytest -m cuda`` the CUDA ones. ``large`` tests need a GPU with
-memory to spare. ``amd`` tests execute AMD's code objects where the environment variable LIGER_EXT_AMD_EMULATOR names
-an emulator (tests/amd/run.py). ``sanitizer`` marks the compact selection for compute-sanitizer: ``compute-sanitizer
---tool memcheck python -m pytest -m "sanitizer and cuda"``.
+memory to spare, ``host`` tests the host target (LIGER_EXT_LIB; test_host_target runs them). ``amd`` tests execute AMD's
+code objects where the environment variable LIGER_EXT_AMD_EMULATOR names an emulator (tests/amd/run.py). ``sanitizer``
+marks the compact selection for compute-sanitizer: ``compute-sanitizer --tool memcheck python -m pytest -m "sanitizer
+and cuda"``. selection.py has the rest of what chooses tests.
 """
 
 import gc
 import os
 import tempfile
 
-# A compiled graph left in a shared cache by other code must not be what a test runs.
-_inductor_cache = tempfile.TemporaryDirectory(prefix="liger_ext_inductor_", ignore_cleanup_errors=True)
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
-os.environ["TRITON_CACHE_DIR"] = os.path.join(_inductor_cache.name, "triton")
+# A compiled graph left in a shared cache by other code must not be what a test runs. The processes of a run share one.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _inductor_cache = tempfile.TemporaryDirectory(prefix="liger_ext_inductor_", ignore_cleanup_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(_inductor_cache.name, "triton")
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import hypothesis
+import pytest
+import torch
+from cases import host_target
 
 torch.set_num_threads(2)
 gc.set_threshold(10_000, *gc.get_threshold()[1:])  # new objects: a graph that is traced has the default, 700, at once
@@ -32,12 +35,14 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("liger_ext")
 
+pytest_plugins = ["selection"]
 LARGE_BYTES = 60 << 30  # device memory that the largest of the large tests may take
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: runs on a GPU (CUDA or ROCm)")
     config.addinivalue_line("markers", "large: tensors of more than 2^31 elements; needs a GPU with about 60 GiB")
+    config.addinivalue_line("markers", "host: needs the GPU's kernels on the host (LIGER_EXT_LIB)")
     config.addinivalue_line("markers", "amd: executes AMD's code objects; needs an emulator (tests/amd/run.py)")
     config.addinivalue_line("markers", "sanitizer: a compact selection of every kernel, for compute-sanitizer")
 
@@ -45,14 +50,11 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     gpu = torch.cuda.is_available()
     room = gpu and torch.cuda.get_device_properties(0).total_memory >= LARGE_BYTES
-    here = {"cuda": gpu, "large": room, "amd": bool(os.environ.get("LIGER_EXT_AMD_EMULATOR"))}
-    runs, left_out = [], []
-    for item in items:
-        possible = all(present or not item.get_closest_marker(name) for name, present in here.items())
-        (runs if possible else left_out).append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = runs
+    amd = bool(os.environ.get("LIGER_EXT_AMD_EMULATOR"))
+    here = {"cuda": gpu, "large": room, "host": host_target(), "amd": amd}
+    absent = [name for name, present in here.items() if not present]
+    runs = [item for item in items if not any(item.get_closest_marker(name) for name in absent)]
+    config.pluginmanager.get_plugin("selection").keep(runs, items, config)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.ops._chunks import SMALLEST
 
 CASES = {}  # by name: how many processes, and what each calls
 OURS = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}
@@ -347,7 +348,7 @@ def head_of_peft(world, wrapper, alone, head):
         change=lambda model: lora(model, **(adapted if head == "LoRA" else copied)),
         results_of=weights,
         expected_ops=OURS - {"fused_linear_cross_entropy"} | {"cross_entropy"} if head == "LoRA" else OURS,
-        memory=1,
+        memory=SMALLEST,
         batch=dict(rows=6, seq=50),
         tie_word_embeddings=False,
     )

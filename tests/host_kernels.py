@@ -6,10 +6,9 @@ for each warp width, and shows how many cases each kernel ran in. By hand, after
     LIGER_EXT_LIB=liger_ext/lib/host LIGER_EXT_HOST_WARP=64 python -m pytest tests/host_kernels.py -k softmax
 """
 
-import json
 import os
-from collections import Counter
-from pathlib import Path
+import re
+from collections import Counter, defaultdict
 
 import instances
 import kernel_cases
@@ -20,6 +19,7 @@ from ops import BY_NAME, EXAMPLES, IDS
 from ops.glu import check_h, h_cases
 
 from liger_ext.ops import _chunks
+from liger_ext.ops._chunks import SMALLEST
 from liger_ext.records import RECORDS, Make, Size
 from liger_ext.testing import judge
 
@@ -79,7 +79,9 @@ def fused_loss(rows, vocab, dtype, *, hidden=8, **options):
     judge("fused_linear_cross_entropy", inputs | options)
 
 
-@pytest.mark.parametrize("case", kernel_cases.cases(), ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (not case.quick)) for case in kernel_cases.cases()], ids=str
+)
 def test_kernel_cases(case):
     judge(case.op, kernel_cases.with_gradients(case, case.inputs()))
 
@@ -178,7 +180,7 @@ def test_fused_loss(rows, vocab, reduction, dtype):
 def test_fused_loss_in_vocabulary_chunks(dtype):
     """Rows of one vector more than a block takes."""
     fused_loss(3, 8200, dtype, bias=normal(8200, dtype=dtype, seed=5).requires_grad_())
-    fused_loss(3, 1025, dtype, memory=2)
+    fused_loss(3, 1025, dtype, memory=SMALLEST)
 
 
 @dtypes
@@ -250,5 +252,9 @@ def test_every_kernel_has_run():
         idle = [name for name in idle if instances.key_of(name)[1][1:] != (4, 512)]
     assert found and not idle, "\n".join(idle)
     assert {instances.key_of(name) for name in found} == instances.table(ahead=ahead_target()).keys()
-    if file := os.environ.get("LIGER_EXT_HOST_CASES"):
-        Path(file).write_text(json.dumps(cases_of))
+    instances_of = defaultdict(list)
+    for name in found:
+        instances_of[re.sub(r"<.*", "", name.removesuffix("]")).rpartition("::")[2]].append(cases_of[name])
+    print(f"| {'kernel':26}{'instances':>10}{'cases':>8}{'fewest of an instance':>24}")
+    for kernel, cases in sorted(instances_of.items()):
+        print(f"| {kernel:26}{len(cases):10}{sum(cases):8}{min(cases):24}")

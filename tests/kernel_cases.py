@@ -27,6 +27,7 @@ class Case:
     dtype: torch.dtype
     inputs: Callable[[], dict[str, Any]]
     frozen: tuple[str, ...] = ()
+    quick: bool = False  # one of the few of its op for a quick run
 
     def __str__(self) -> str:
         return f"{self.op} {self.name} {str(self.dtype).removeprefix('torch.')}"
@@ -37,7 +38,7 @@ def cases(only: str = "", quick: bool = False) -> Iterator[Case]:
     each op."""
     for dtype in DTYPES:
         for op, name, is_quick, inputs, *frozen in ops.kernel_cases(dtype):
-            case = Case(op, name, dtype, inputs, tuple(frozen))
+            case = Case(op, name, dtype, inputs, tuple(frozen), is_quick)
             if (is_quick or not quick) and re.search(only, str(case)):
                 yield case
 

@@ -22,6 +22,7 @@ from llama_models import (  # noqa: F401
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.ops._chunks import SMALLEST
 
 peft = pytest.importorskip("peft")
 
@@ -297,7 +298,7 @@ def test_an_adapter_for_each_row(device, targets, order):
     with torch.no_grad():
         expected, found = (model(**batch, adapter_names=names) for model in models)
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
-        loss = models[1](**batch, adapter_names=names, skip_logits=True, memory=1).loss
+        loss = models[1](**batch, adapter_names=names, skip_logits=True, memory=SMALLEST).loss
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
 
 

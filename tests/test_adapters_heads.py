@@ -7,6 +7,7 @@ from test_adapters import TUNERS, adapt, assert_close, assert_trains_as_stock, b
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.ops._chunks import SMALLEST
 
 peft = pytest.importorskip("peft")
 
@@ -31,7 +32,7 @@ HEADS = {
 
 @pytest.mark.filterwarnings("ignore:.*tie:UserWarning", "ignore:.*tying:UserWarning")
 @orders
-@pytest.mark.parametrize("memory", ["auto", 1], ids=["whole", "chunks"])
+@pytest.mark.parametrize("memory", ["auto", SMALLEST], ids=["whole", "chunks"])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_heads_and_embeddings(device, options, tied, memory, order):
@@ -52,7 +53,7 @@ OTHER_HEADS = {
 }
 
 
-@pytest.mark.parametrize("memory", ["auto", 1], ids=["whole", "chunks"])
+@pytest.mark.parametrize("memory", ["auto", SMALLEST], ids=["whole", "chunks"])
 @pytest.mark.parametrize("kind, options", OTHER_HEADS.items(), ids=OTHER_HEADS)
 def test_other_tuners_of_heads(device, kind, options, memory):
     sizes = dict(tie_word_embeddings=False)
@@ -83,7 +84,7 @@ def test_a_head_with_a_weight_of_others(device):
         return model
 
     models = both("adapt, patch", change, device=device)
-    assert_trains_as_stock(*models, batch_of(device, 6, 50), memory=1)
+    assert_trains_as_stock(*models, batch_of(device, 6, 50), memory=SMALLEST)
 
 
 UNTIED = {name: options for name, options in HEADS.items() if "ensure_weight_tying" not in options}

@@ -7,6 +7,7 @@ from cases import RecordCalls, gradients, losses_of, normal, random_targets
 from ops import ONE_OF_EACH
 
 from liger_ext import functional as F
+from liger_ext.ops._chunks import SMALLEST
 from liger_ext.testing import judge, outputs_of
 
 FLCE = "fused_linear_cross_entropy"
@@ -24,7 +25,7 @@ def test_row_ops_are_as_without(device, example, dtype):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-@pytest.mark.parametrize("memory", [1, 1 << 30])
+@pytest.mark.parametrize("memory", [SMALLEST, 1 << 30])
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 def test_fused_loss(device, memory, compute, x_dtype):

@@ -16,6 +16,7 @@ from liger_ext.models.norms import Norm
 QWEN = TINY | dict(model_type="qwen3", head_dim=8)
 
 
+@pytest.mark.slow
 def test_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(families, "FAMILIES_CPU", {"tiny qwen3": (QWEN, BATCH, SEQ), "other": (TINY, 1, SEQ)})
     cli.main(["families", "--device", "cpu", "--out", str(tmp_path), "--models", "tiny"])

@@ -191,6 +191,7 @@ def test_a_search_that_may_not_go_on_says_so():
 # Whole runs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_steps(small, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(train, "CURVE_STEPS", 6)
     records, table = run(tmp_path, "--curves", "--providers", "liger_ext", "--models", "Tiny A")
@@ -252,6 +253,7 @@ def test_a_provider_that_fails_does_not_end_the_run(small, tmp_path, answered):
     assert len(run(tmp_path, "--curves")[0]) == 2 * len(models.providers("cpu"))  # nothing to draw or compare with
 
 
+@pytest.mark.slow
 def test_a_child_that_dies_is_an_error_and_none_is_left(monkeypatch, capfd):
     started = []
 
@@ -272,6 +274,7 @@ def test_a_child_that_dies_is_an_error_and_none_is_left(monkeypatch, capfd):
     child.end()
 
 
+@pytest.mark.slow
 def test_the_longest_context(tmp_path, monkeypatch, capfd):
     wide = TINY | {"intermediate_size": 8192, "num_hidden_layers": 1}  # much memory and little time for each token
     monkeypatch.setattr(context, "CONTEXT_CPU", {"wide": wide, "not asked for": TINY})

@@ -296,6 +296,7 @@ def test_what_was_replaced_and_is_put_back_is_fused_again():
         assert only_forward_runs(mlp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way, module",
     [

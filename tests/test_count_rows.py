@@ -14,6 +14,7 @@ from test_cross_entropy import loss_options
 from test_fused_linear_cross_entropy import head
 
 from liger_ext import functional as F
+from liger_ext.ops._chunks import SMALLEST
 from liger_ext.testing import judge
 
 
@@ -29,7 +30,7 @@ def rows_of_the_op(run):
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.05, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("memory", ["auto", 1])
+@pytest.mark.parametrize("memory", ["auto", SMALLEST])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_counted_rows(device, ignored, memory, reduction):
     made = {**head(device=device, bias=True, ignored=ignored), "memory": memory, "reduction": reduction}
@@ -170,7 +171,7 @@ def assert_refused(device, leaves, loss):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"memory": "fast"}, {"memory": 1}, {"memory": 1, "reduction": "none"}, {"reduction": "sum"}],
+    [{}, {"memory": "fast"}, {"memory": SMALLEST}, {"memory": SMALLEST, "reduction": "none"}, {"reduction": "sum"}],
     ids=str,
 )
 def test_rows_of_other_targets(device, options):

@@ -50,6 +50,7 @@ def loads_of_constants(source):
     return found
 
 
+@pytest.mark.slow
 @needs_nvcc
 @pytest.mark.parametrize("source", IN_PLACE)
 def test_kernels_that_write_in_place_load_what_may_be_written(source):
@@ -62,6 +63,7 @@ def test_kernels_that_write_in_place_load_what_may_be_written(source):
         assert all(loads for kernel, loads in found.items() if kernel.startswith("PartialColumns<float"))
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_dh_is_loaded_as_memory_that_is_written():
     """By the kernels that write h over it: of dh, gate and up only gate and up are constants."""

@@ -52,6 +52,7 @@ def test_bf16(tmp_path, capsys, no_memory_measurement):
     assert losses[training.UNPATCHED] != losses[training.PATCHED]
 
 
+@pytest.mark.slow
 def test_loss_memory_is_measured_and_smaller_with_the_patch(tmp_path):
     config, _, _ = models.load("random:tiny")
     config.vocab_size = 32768

@@ -46,6 +46,7 @@ def profile(runtime, device):
     return made if read(device, made.address, made.size) == 0 else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("current", [AMPERE, HOPPER])
 def test_each_device_is_asked_by_itself(runtime, current):
     """Whichever is the current one, which it stays."""

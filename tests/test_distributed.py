@@ -16,6 +16,14 @@ def errors(request, tmp_path_factory):
     return errors_of(request, "distributed_cases", tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", CASES)
+def kind(case):
+    return case.partition(",")[0]
+
+
+# Of each kind the first, but of what is compiled.
+QUICK = {kind(case): case for case in reversed(CASES) if kind(case) != "compiled"}.values()
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES])
 def test_distributed(errors, case):
     assert not errors[case], errors[case]

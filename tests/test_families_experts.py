@@ -252,6 +252,7 @@ def test_an_implementation_is_chosen_after_patching():
     model.set_attn_implementation("eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_compiled(device, implementation):
     torch._dynamo.reset()

@@ -211,6 +211,7 @@ def test_is_undone(model_type):
     assert [type(m) for m in model.modules()] == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bloom", "gpt_neox", "mamba", "opt"])
 def test_compiled(device, model_type):
     torch._dynamo.reset()

@@ -162,6 +162,7 @@ def test_checkpointed(device, family, memory):
     assert_same(step(ours, batch), step(model, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["afmoe", "granitemoeshared", "lfm2", "minicpm3", "vaultgemma"])
 def test_compiled(device, family):
     torch._dynamo.reset()

@@ -10,17 +10,13 @@ from dataclasses import replace
 import instances
 import pytest
 import torch
-from cases import host_target, leaves_of, losses_of, told
+from cases import leaves_of, losses_of, told
 from gpu_paths import arguments, size_of
 
-from liger_ext import _C, _devices, _load, _tuned
+from liger_ext import _C, _devices, _tuned
 from liger_ext.records import RECORDS, Make
 from liger_ext.testing import OPS, forced_plans, judge
 from liger_ext.tune import Case
-
-pytestmark = pytest.mark.skipif(
-    _load.gpu_kernels() is None, reason="the CPU's kernels have no plans; test_host_target runs this on the host target"
-)
 
 KNOBS = [
     {},
@@ -50,10 +46,14 @@ def sizes(op, device):
 @knob_sets
 @dtypes
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("device", [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(torch.device("cpu"), marks=pytest.mark.host),
+        pytest.param(torch.device("cuda"), marks=pytest.mark.cuda),
+    ],
+)
 def test_results_with_other_plans(op, device, dtype, knobs):
-    if device.type == "cpu" and not host_target():
-        pytest.skip("the CPU's kernels have no plans")
     for rows, cols in sizes(op, device):
         with forced_plans(**knobs):
             judge(op, arguments(op, rows, cols, dtype, device))
@@ -67,7 +67,6 @@ CASES = {
     for op, record in RECORDS.items()
     if record.kernels == op
 }
-host_only = pytest.mark.skipif(not host_target(), reason="the host target tells what it has launched")
 
 
 def launched():
@@ -93,7 +92,7 @@ def planned(op, knobs, options=None):
     ]
 
 
-@host_only
+@pytest.mark.host
 @pytest.mark.parametrize("op", CASES)
 def test_what_is_planned_is_launched(op):
     assert planned(op, {}) != planned(op, OTHER)
@@ -103,7 +102,7 @@ def test_what_is_planned_is_launched(op):
     assert run(op) == planned(op, {})
 
 
-@host_only
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("op", "options"),
     [
@@ -120,7 +119,7 @@ def test_what_is_planned_with_options_is_launched(op, options):
     assert run(op, options) == planned(op, {}, options)
 
 
-@host_only
+@pytest.mark.host
 @pytest.mark.parametrize("op", CASES)
 def test_an_entry_is_found_by_its_calls_alone(op):
     """By the key under which tuning keeps it."""

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_cross_entropy import draw_target, draw_weight, loss_options
 
 from liger_ext import functional as F
-from liger_ext.ops._chunks import Call, plan
+from liger_ext.ops._chunks import SMALLEST, Call, plan
 from liger_ext.testing import judge
 
-ONE_CHUNK, CHUNKS = 1 << 30, 1  # memory: everything at once; the smallest chunks, of 128 rows
+ONE_CHUNK, CHUNKS = 1 << 30, SMALLEST  # memory: everything at once; chunks of 128 rows
 ROWS = 300  # three chunks: 128, 128, 44
 judge_fused = functools.partial(judge, "fused_linear_cross_entropy")
 
@@ -322,7 +322,7 @@ def test_sums_of_another_shape_are_refused(device, name):
     """As many numbers in other rows would be written past the end of the gradient."""
     x, weight, bias = (normal(*shape, device=device).requires_grad_() for shape in ((300, 33), (7, 33), (7,)))
     with RecordCalls() as record:
-        F.fused_linear_cross_entropy(x, weight, random_targets(300, 7, device=device), bias, memory=1).backward()
+        F.fused_linear_cross_entropy(x, weight, random_targets(300, 7, device=device), bias, memory=SMALLEST).backward()
     op, arguments = record.calls[-1]
     names = [argument.name for argument in op._schema.arguments]
     changed = [a.unsqueeze(-1) if n == name else a for n, a in zip(names, arguments, strict=False)]

@@ -16,6 +16,7 @@ from test_fused_linear_cross_entropy import head
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _chunks
+from liger_ext.ops._chunks import SMALLEST
 from liger_ext.testing import judge
 
 OVERLAID = int(_C.Gradients.overlaid)
@@ -136,7 +137,7 @@ def test_overlaid_gradients(device, size, dtype, reduction, memory):
 
 @pytest.mark.parametrize("size", [(300, 128, 4099), (512, 256, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("memory", ["fast", "auto", 1])
+@pytest.mark.parametrize("memory", ["fast", "auto", SMALLEST])
 def test_a_bias_is_added_before_logits_are_rounded(device, size, dtype, memory):
     """Products near 512 and a bias of -512: a product that is rounded by itself is off by as much as a logit."""
     made = head(*size, dtype=dtype, device=device, bias=True)
@@ -174,7 +175,7 @@ def test_frozen_inputs(device, size, needs, memory):
 
 
 @sizes
-@pytest.mark.parametrize("memory", ["auto", "low", "min", 1])
+@pytest.mark.parametrize("memory", ["auto", "low", "min", SMALLEST])
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "bf16 x", "bf16 weight"])
 def test_the_same_bits_again(device, size, memory, dtypes):
     """From run to run, with saved tensors that are kept, behind hooks, and where the op itself is called."""
@@ -201,7 +202,7 @@ def test_the_same_bits_again(device, size, memory, dtypes):
     assert all(torch.equal(a, b) for a, b in zip(bits[: len(output)], bits[len(output) :], strict=True))
 
 
-@pytest.mark.parametrize("memory", ["auto", "low", "min", 1])
+@pytest.mark.parametrize("memory", ["auto", "low", "min", SMALLEST])
 def test_a_gradient_has_memory_of_its_own(device, memory):
     """What waits in its memory leaves nothing behind: neither a rest, nor a reference."""
     made = head(300, 128, 4098, dtype=torch.bfloat16, device=device)
@@ -217,10 +218,13 @@ def test_a_gradient_has_memory_of_its_own(device, memory):
 def test_many_rows_of_sums_are_narrowed(device):
     """More than are made at a time, of a vocabulary that halves, and of one that does not."""
     for vocab in (1024, 1025):
-        judge("fused_linear_cross_entropy", {**head(300, 16, vocab, dtype=torch.bfloat16, device=device), "memory": 1})
+        judge(
+            "fused_linear_cross_entropy",
+            {**head(300, 16, vocab, dtype=torch.bfloat16, device=device), "memory": SMALLEST},
+        )
 
 
-@pytest.mark.parametrize("memory", ["fast", "auto", "low", "min", 1 << 30, 1])
+@pytest.mark.parametrize("memory", ["fast", "auto", "low", "min", 1 << 30, SMALLEST])
 def test_a_checkpoint_around_it(device, memory):
     made = head(150, 64, 700, device=device)
     expected = torch.autograd.grad(loss_of(made, memory), leaves(made))
@@ -234,7 +238,7 @@ def test_a_checkpoint_around_it(device, memory):
             leaf.grad = None
 
 
-@pytest.mark.parametrize("memory", ["fast", "auto", "low", "min", 1])
+@pytest.mark.parametrize("memory", ["fast", "auto", "low", "min", SMALLEST])
 def test_many_gradients_at_once(device, memory):
     """torch.autograd.grad(is_grads_batched=True) runs the backward under vmap, which writes nothing in place."""
     made = head(300, 128, 515, device=device)

@@ -24,6 +24,7 @@ def test_a_call_follows_from_its_seed_and_number():
     assert drawn() == drawn()
 
 
+@pytest.mark.slow
 def test_the_driver_goes_on_behind_a_crash():
     args = arguments(
         ["--calls", "40", "--jobs", "1", "--crash-at", "12", "--ops", "softmax", "geglu_packed", "--seed", "5"]
@@ -69,6 +70,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_what_is_broken_is_found(broken, monkeypatch):
     monkeypatch.setattr(functional, "softmax", broken)

@@ -4,13 +4,9 @@
 use it when writing a kernel.
 """
 
-import functools
-import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -43,72 +39,69 @@ def run(*command, warp, **env):
     )
 
 
-@functools.cache
 def run_on_host(file, target, *args, **env):
-    """Runs a file of tests: the process, and, of host_kernels.py, the cases that each kernel ran in."""
+    """What the run of a file of tests printed; it has passed."""
     library, warp = LIBRARIES[target]
     path = os.pathsep.join([str(Path(liger_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        counts = Path(folder) / "cases.json"
-        env |= {"LIGER_EXT_LIB": str(library), "PYTHONPATH": path, "LIGER_EXT_HOST_CASES": str(counts)}
-        done = run(sys.executable, "-m", "pytest", "-q", HERE / file, *args, warp=warp, **env)
-        return done, json.loads(counts.read_text()) if counts.exists() else {}
-
-
-@targets
-@pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py", "test_gpu_paths.py"])
-def test_every_kernel(file, target):
-    others = [HERE / "test_predictions.py"] if file == "test_gpu_paths.py" else []
-    done, _ = run_on_host(file, target, *others)
+    env |= {"LIGER_EXT_LIB": str(library), "PYTHONPATH": path}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not cuda", HERE / file, *args]
+    done = run(*command, warp=warp, **env)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
+@warp_widths
+def test_quick_cases(warp):
+    """A few of each op. The slow tests below have all of them, and every kernel."""
+    run_on_host("host_kernels.py", f"warps of {warp}", "-k", "test_kernel_cases", "-m", "not slow")
+
+
+@pytest.mark.slow
+@targets
+def test_every_kernel(target, capsys):
+    """The table: kernels, their instances (by dtype, elements of an access, ...), and the cases that they ran in."""
+    said = run_on_host("host_kernels.py", target, "-rP")
+    with capsys.disabled():
+        print(f"\n{target}", *(line for line in said.splitlines() if line.startswith("| ")), sep="\n")
+
+
+@pytest.mark.slow
+@targets
+@pytest.mark.parametrize("file", ["test_forced_plans.py", "test_gpu_paths.py", "test_predictions.py"])
+def test_every_path(file, target):
+    run_on_host(file, target)
+
+
+@pytest.mark.slow
 def test_rows_that_are_held():
     """In clusters, with all options, and with values that are no numbers."""
-    done, _ = run_on_host("test_held_logits.py", "clusters", "-m", "not cuda")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_host("test_held_logits.py", "clusters")
 
 
+@pytest.mark.slow
 def test_every_layout():
-    done, _ = run_on_host("test_layouts.py", "warps of 32")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_host("test_layouts.py", "warps of 32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py"])
 def test_norms_with_asynchronous_copies(file):
     """Ampere's and Ada's way."""
-    done, _ = run_on_host(file, "asynchronous copies", "-k", "norm and not group_norm and not cuda")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_host(file, "asynchronous copies", "-k", "norm and not group_norm and not cuda")
 
 
+@pytest.mark.slow
 @targets
 def test_sums_of_exponentials_are_as_exact_as_torch(target):
-    done, _ = run_on_host("test_as_exact_as_torch.py", target, "-m", "not cuda", "-k", "1000 and not 10000")
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+    said = run_on_host("test_as_exact_as_torch.py", target, "-k", "1000 and not 10000")
+    assert "3 passed" in said, said
 
 
+@pytest.mark.slow
 def test_rows_of_logits_in_160_kib():
     """MI355X's shared memory: plans that no device with 64 KiB has."""
-    done, _ = run_on_host("host_kernels.py", "warps of 64", "-k", "fused or 64_kib", LIGER_EXT_HOST_SHARED="160")
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout + done.stderr
-
-
-def test_cases_of_every_kernel(capsys):
-    """The table: kernels, their instances (by dtype, elements of an access, ...), and cases on each target, all
-    instances together and of the one with the fewest: 0 where only another target launches it."""
-    counts = {target: run_on_host("host_kernels.py", target)[1] for target in TARGETS}
-    assert counts["warps of 32"].keys() == counts["warps of 64"].keys() and counts["clusters"]
-    every = counts["warps of 32"].keys() | counts["clusters"].keys()
-    families = {}
-    for kernel in every:
-        families.setdefault(re.sub(r"<.*", "", kernel.removesuffix("]")).rpartition("::")[2], []).append(kernel)
-    head = "".join(f"{f'cases, {target}':>22}{'fewest':>8}" for target in TARGETS)
-    lines = [f"{'kernel':26}{'instances':>10}{head}"]
-    for family, instances in sorted(families.items()):
-        found = [[counts[target].get(kernel, 0) for kernel in instances] for target in TARGETS]
-        lines.append(f"{family:26}{len(instances):10}" + "".join(f"{sum(c):22}{min(c):8}" for c in found))
-    with capsys.disabled():
-        print("", *lines, sep="\n")
+    said = run_on_host("host_kernels.py", "warps of 64", "-k", "fused or 64_kib", LIGER_EXT_HOST_SHARED="160")
+    assert "skipped" not in said, said
 
 
 # In which thread, and what is found; {warp} is the warp's width, which is also the first thread of the second warp.

@@ -282,6 +282,7 @@ torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["a function", "a partial"])
 def test_a_loss_that_was_replaced_before_the_import(how):
     python("-c", REPLACED_LOSS, how, OMP_NUM_THREADS="1")

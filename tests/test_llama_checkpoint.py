@@ -311,6 +311,7 @@ def test_the_function_that_checkpoints_is_as_it_was_set():
         assert not hasattr(module, "_gradient_checkpointing_func")
 
 
+@pytest.mark.slow
 @reentrant
 @pytest.mark.parametrize("first", ["patch", "checkpoint"])
 def test_compiled(device, use_reentrant, first):

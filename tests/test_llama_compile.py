@@ -28,7 +28,8 @@ from transformers.models.llama import modeling_llama
 
 # The partitioner's choice of what to keep is inductor's; no code is generated, which takes a test's time.
 WITHOUT_CODE = "aot_eager_decomp_partition"
-LAYERS = pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["kept", "non-reentrant", "reentrant"])
+REENTRANT = [None, *(pytest.param(value, marks=pytest.mark.slow) for value in (False, True))]
+LAYERS = pytest.mark.parametrize("use_reentrant", REENTRANT, ids=["kept", "non-reentrant", "reentrant"])
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,7 @@ def test_training_step(device):
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
 def test_lora(device, dynamic):
     stock = lora(build(device=device, num_hidden_layers=1), target_modules="all-linear", use_rslora=True).train()
@@ -87,6 +89,7 @@ def test_lora(device, dynamic):
     assert {f"liger_ext_models.{name}.default" for name in ("norm_linears", "norm_mlp", "adapted")} <= called
 
 
+@pytest.mark.slow
 @LAYERS
 @pytest.mark.parametrize("dynamic, graphs", [(None, 2), (True, 1)], ids=["", "dynamic"])
 def test_no_graph_is_made_for_a_third_length(device, dynamic, graphs, use_reentrant):
@@ -118,6 +121,7 @@ def test_layers_compiled_one_by_one(device, use_reentrant):
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_mixed_precision(device):
     stock = build(device=device).train()
 
@@ -150,6 +154,7 @@ def kept_bytes(model, batch):
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
 def test_what_a_layer_keeps(hooks):
     """Not what its norms and its activation give, nor a mask of [seq, seq]: they are computed again, or not made.
@@ -179,6 +184,7 @@ def test_a_training_step_is_exported(memory, strict):
     program.module()(**batch, use_cache=False).loss.backward()
 
 
+@pytest.mark.slow
 def test_nothing_is_recomputed_in_evaluation():
     """A checkpoint cannot be exported, and a model in evaluation, with gradients on as they are by default, can."""
     model = patched(build(LlamaModel).eval())
@@ -189,7 +195,7 @@ def test_nothing_is_recomputed_in_evaluation():
 
 
 @pytest.mark.skipif(not hasattr(modeling_llama, "create_causal_mask"), reason="LlamaModel is not patched")
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "tied"])
 def test_the_gradient_of_the_embedding(device, tied):
     """Is one op, whose sums have the weight's dtype and the same bits in each run; inductor would make them in fp32."""
     graphs = []
@@ -230,6 +236,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("embedded", [False, True], ids=["ids", "embeddings"])
 def test_attention_gets_a_mask_only_if_it_needs_one(name, embedded):
@@ -258,6 +265,7 @@ class UsersModel(LlamaModel):
     """Patched by a class that is made then, on top of this one."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [LlamaModel, UsersModel])
 def test_hidden_states_are_recorded(cls):
     """transformers looks up by the name of the model's class what there is to record."""
@@ -283,6 +291,7 @@ def test_without_a_graph_no_mask_is_made_either(monkeypatch):
     assert calls
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_passed_is_attended_to():
     stock = build().eval()
     model = torch.compile(patched(stock), fullgraph=True, backend="aot_eager")
@@ -293,6 +302,7 @@ def test_a_cache_that_is_passed_is_attended_to():
         torch.testing.assert_close(result, stock(ids).logits[:, 6:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation, is_causal", [("eager", None), ("sdpa", False)])
 def test_other_attention(implementation, is_causal):
     """That cannot do without a mask, and that is not causal, which is said beside the mask."""
@@ -306,6 +316,7 @@ def test_other_attention(implementation, is_causal):
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(modeling_llama, "create_causal_mask"), reason="masks are made by a method")
 @pytest.mark.parametrize("registered", [False, True], ids=["replaced", "registered"])
 def test_a_mask_of_other_code_is_used(monkeypatch, registered):

@@ -172,6 +172,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, memory, autocast", COMPILED)
 def test_compiled(device, name, memory, autocast):
     def forward(model, **batch):

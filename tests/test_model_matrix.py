@@ -67,7 +67,8 @@ def cases():
     for device_type in ATTENTION:
         for case in choose(product(factors(device_type))):
             name = "-".join(filter(None, (device_type, *case.values())))
-            yield pytest.param(device_type, case, id=name, marks=[pytest.mark.cuda] if device_type == "cuda" else [])
+            marks = [pytest.mark.cuda] * (device_type == "cuda") + [pytest.mark.slow] * bool(case["compiled"])
+            yield pytest.param(device_type, case, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("device, case", cases(), indirect=["device"])

@@ -85,6 +85,7 @@ def expected(corpus):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", sorted(pythons()) or ["another"])
 def test_every_python_makes_the_same(version, corpus, expected):
     if version == "another":

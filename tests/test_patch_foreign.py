@@ -262,6 +262,7 @@ if what == "function":  # what was found at the import is not taken for transfor
 SOME = ("LlamaAttention", "LlamaMLP")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what, names", [("function", PATCHED), ("callable object", SOME), ("class", SOME)])
 def test_replaced_before_the_import(what, names):
     python("-c", BEFORE_THE_IMPORT, what, *names, OMP_NUM_THREADS="1")

@@ -6,6 +6,7 @@ from llama_models import VOCAB, batch_of, build, compare, lora, one_thread, ops,
 from torch import nn
 
 from liger_ext.models.head import Linear, loss_caller
+from liger_ext.ops._chunks import SMALLEST
 
 
 def test_hooks_on_the_head(device):
@@ -70,7 +71,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("memory", [1, "auto"])
+@pytest.mark.parametrize("memory", [SMALLEST, "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
 def test_a_head_with_an_adapter_in_chunks(device, dtype, options, memory):
@@ -139,7 +140,7 @@ def test_chunks_of_a_called_head(device, casts):
         torch.testing.assert_close(run(1), chunked, rtol=0, atol=0)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     assert run(1) == 0 and not any(g.any() for g in gradients(run(1)))
-    assert model(**batch, memory=1, return_token_accuracy=True).token_accuracy == 0
+    assert model(**batch, memory=SMALLEST, return_token_accuracy=True).token_accuracy == 0
     seen = []
     model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
     run(1)

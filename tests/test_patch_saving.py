@@ -39,6 +39,7 @@ def test_deepcopy():
     assert torch.equal(copied(**batch_of("cpu")).loss, model(**batch_of("cpu")).loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(cross_entropy=True, fused_linear_cross_entropy=False)])
 def test_pickles_into_a_fresh_process(tmp_path, options):
     model = patched(build().train(), **options)

@@ -16,6 +16,7 @@ from llama_models import (  # noqa: F401
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.ops._chunks import SMALLEST
 
 orders = pytest.mark.parametrize("order", ["patch, quantise", "quantise, patch"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -190,7 +191,7 @@ def test_quantised_layers(device, quantise, order, dtype):
 
 @dtypes
 @orders
-@pytest.mark.parametrize("memory", ["auto", 1], ids=["whole", "chunks"])
+@pytest.mark.parametrize("memory", ["auto", SMALLEST], ids=["whole", "chunks"])
 @kinds
 def test_quantised_heads(device, quantise, memory, order, dtype):
     stock, model = both(order, quantise, dtype, device, ("lm_head", "k_proj"))

@@ -189,6 +189,7 @@ def test_meta_tensors(example):
     assert [(t.shape, t.dtype) for t in found] == expected
 
 
+@pytest.mark.slow
 def test_a_number_of_rows_that_the_compiler_does_not_know(device):
     """Rows chosen by a mask, as instruction tuning does."""
     x, weight = (normal(*s, device=device, seed=i).requires_grad_() for i, s in enumerate([(40, 16), (30, 16)]))

@@ -13,6 +13,7 @@ from ops import EXAMPLES, IDS
 
 from liger_ext import _C
 from liger_ext import functional as F
+from liger_ext.ops._chunks import SMALLEST
 from liger_ext.testing import OPS
 
 pytestmark = pytest.mark.sanitizer
@@ -40,7 +41,7 @@ def test_rows(device, cols):
         assert_finite(op, made | (options if op == "cross_entropy" else {}))
 
 
-@pytest.mark.parametrize("memory", [1, 1 << 30])
+@pytest.mark.parametrize("memory", [SMALLEST, 1 << 30])
 def test_fused_loss(device, memory):
     x, weight = normal(200, 24, device=device).requires_grad_(), normal(1003, 24, device=device).requires_grad_()
     loss = F.fused_linear_cross_entropy(x, weight, random_targets(200, 1003, device=device), memory=memory)

@@ -23,7 +23,9 @@ def errors(request, tmp_path_factory):
     return errors_of(request, "sharded_cases", tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (size > 2)) for case, (size, _) in CASES.items()]
+)
 def test_sharded_vocabulary(errors, case):
     assert not errors[case], errors[case]
 

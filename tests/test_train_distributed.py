@@ -108,6 +108,7 @@ def test_it_learns_and_saves(material, script, alone):
     assert {path.name for path in output.iterdir() if path.is_dir()} == {"step-14", "step-16"}  # the newest two
 
 
+@pytest.mark.slow
 def test_four_processes_train_as_one(material, alone, tmp_path):
     assert_same_curve(losses(finish(start(4, *of_text(material, tmp_path)))), alone[0])
     models = [AutoModelForCausalLM.from_pretrained(output) for output in (alone[1], tmp_path)]
@@ -115,6 +116,7 @@ def test_four_processes_train_as_one(material, alone, tmp_path):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_process_is_killed(material, alone, tmp_path):
     """torchrun ends the others; a single one goes on from the newest checkpoint, and ends on the same curve."""
     process = start(2, *of_text(material, tmp_path))
@@ -137,6 +139,7 @@ def test_a_process_is_killed(material, alone, tmp_path):
     assert_same_curve(losses(said + rest), alone[0])
 
 
+@pytest.mark.slow
 def test_random_weights(script, tmp_path):
     """They, and tokens of Python's own library, are the same on any number of processes; nothing is saved."""
     options = ["random:tiny", "--steps", 5, "--batch", 2, "--seq", 32, "--lr", 1e-3, "--log-every", 2, "--alone", 1]

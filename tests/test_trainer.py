@@ -160,6 +160,7 @@ def precision_put_back():
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("precision_put_back")
 def test_compiled(compare, device):
     torch._dynamo.reset()

@@ -8,6 +8,7 @@ from cases import dtypes_of, normal
 from test_fused_linear_cross_entropy import head
 
 from liger_ext import functional as F
+from liger_ext.ops._chunks import SMALLEST
 from liger_ext.testing import judge
 
 
@@ -28,11 +29,11 @@ def test_chunks_of_the_vocabulary(device):
                 "return_token_accuracy": True,
                 "return_predicted_tokens": True,
             }
-            judge("fused_linear_cross_entropy", {**made, **options, "memory": 1})
+            judge("fused_linear_cross_entropy", {**made, **options, "memory": SMALLEST})
     x, weight = torch.ones(2, 4, device=device), torch.ones(4096, 4, device=device)
     weight[1500:1502] = weight[3000] = 2
     got = F.fused_linear_cross_entropy(
-        x, weight, torch.tensor([1500, 3000], device=device), memory=1, return_predicted_tokens=True
+        x, weight, torch.tensor([1500, 3000], device=device), memory=SMALLEST, return_predicted_tokens=True
     )
     assert got.predicted_tokens.tolist() == [1500, 1500]
 

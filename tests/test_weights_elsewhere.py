@@ -198,6 +198,7 @@ def of_queue(queue, results):
     queue.get()  # the memory is there until all is read
 
 
+@pytest.mark.slow
 def test_sent_to_another_process():
     context = torch.multiprocessing.get_context("spawn")
     queue, results = context.Queue(), context.Queue()

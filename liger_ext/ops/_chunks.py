@@ -15,6 +15,7 @@ from liger_ext.ops._checks import accumulator, holds
 from liger_ext.ops._loss_memory import Call, Plan, bytes_of
 
 LEVELS = ("fast", "auto", "low", "min")
+SMALLEST = "smallest chunks"  # a level for tests: of 128 rows and 1,024 classes, whatever would take less memory
 
 _OP = "fused_linear_cross_entropy"
 _MIB = 1 << 20
@@ -67,7 +68,7 @@ def shard_rows(call: Call, memory: str | int) -> int:
 
 def _check(memory: str | int) -> None:
     number = isinstance(memory, numbers.Integral) and not isinstance(memory, bool) and memory > 0
-    if not number and not (isinstance(memory, str) and memory in LEVELS):
+    if not number and not (isinstance(memory, str) and memory in (*LEVELS, SMALLEST)):
         levels = ", ".join(map(repr, LEVELS))
         raise ValueError(f"{_OP}: memory is {memory!r}, expected {levels} or a number of bytes, an integer above 0")
 
@@ -107,6 +108,8 @@ def _planned(*call_and_memory) -> Plan:
     call = Call(*call)
     if not isinstance(memory, str):
         return _within(call, int(memory))
+    if memory == SMALLEST:
+        return _in_chunks(call, _LEAST_ROWS, min(_LEAST_CLASSES, call.vocab))
     return _overlaid(call, memory) or _in_chunks(call, level_rows(call, memory), call.vocab)
 
 
@@ -119,6 +122,8 @@ def level_rows(call: Call, level: str) -> int:
     half times ``hidden`` (or 4,096), or 256 MiB if that is more; 512 MiB without a gradient of the weight. ``"low"`` is
     a quarter of that, ``"min"`` a twelfth; on a CPU 32 and 16 MiB.
     """
+    if level == SMALLEST:
+        return _LEAST_ROWS
     sum_bytes = call.vocab * call.hidden * accumulator(call.dtype).itemsize if call.dweight else 0
     if call.gpu_bytes is None:
         budget = {"low": 32 * _MIB, "min": 16 * _MIB}.get(level) or max(64 * _MIB, 256 * _row_bytes(call), sum_bytes)

@@ -21,9 +21,17 @@ from elftools.elf.elffile import ELFFile
 
 BUILD = Path(__file__).parents[2] / "build"
 HIP_LIBRARY = BUILD / "compile-hip/lib/libliger_ext_gpu.so"  # tests/compile_gpu.sh hip
-ARCHITECTURES = ("gfx90a", "gfx942", "gfx1100", "gfx1201")  # what it has
 SEPARATE = {"gfx950": BUILD / "compile-gfx950"}  # by tests/compile_gfx950.sh: code objects of another compiler
 
+
+def _architectures() -> tuple[str, ...]:
+    """Those in the HIP library; the supported ones where it is not built."""
+    cache = HIP_LIBRARY.parents[1] / "CMakeCache.txt"
+    built = re.search(r"(?m)^LIGER_EXT_HIP_ARCHS:\w+=(.*)$", cache.read_text()) if HIP_LIBRARY.exists() else None
+    return tuple(built[1].split(";")) if built else ("gfx90a", "gfx942", "gfx1100", "gfx1201")
+
+
+ARCHITECTURES = _architectures()
 BUNDLE_MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 METADATA_NOTE = 32  # NT_AMDGPU_METADATA
 MACHINE_AT, GFX942, GFX950 = 48, 0x4C, 0x4F  # the low byte of an ELF file's e_flags

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import liger_ext
 from liger_ext import functional as F
+from liger_ext.ops._chunks import SMALLEST
 
 _FUSED_LOSS = "fused_linear_cross_entropy"
 _ALL_RESULTS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
@@ -37,10 +38,13 @@ EXAMPLES = [
         constants=_targets(7, 33, weight=class_weights(33), **_ALL_OPTIONS, **_ALL_RESULTS),
     ),
     example("cross_entropy", "none", logits=(7, 33), constants=_targets(7, 33, reduction="none")),
-    # memory=1: the smallest chunks, of 128 rows.
     example(_FUSED_LOSS, x=(9, 16), weight=(33, 16), constants=_targets(9, 33)),
-    example(_FUSED_LOSS, "chunks", x=(261, 4), weight=(11, 4), bias=(11,), constants=_targets(261, 11, memory=1)),
-    example(_FUSED_LOSS, "none", x=(261, 4), weight=(11, 4), constants=_targets(261, 11, reduction="none", memory=1)),
+    example(
+        _FUSED_LOSS, "chunks", x=(261, 4), weight=(11, 4), bias=(11,), constants=_targets(261, 11, memory=SMALLEST)
+    ),
+    example(
+        _FUSED_LOSS, "none", x=(261, 4), weight=(11, 4), constants=_targets(261, 11, reduction="none", memory=SMALLEST)
+    ),
     example(
         _FUSED_LOSS,
         "options",
@@ -102,7 +106,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
             made["ce_weight"] = laid_out(class_weights(vocab)("cpu", dtype), layout)
         return made
 
-    chunks = {"memory": 1}  # of 128 rows
+    chunks = {"memory": SMALLEST}
     fused: list[tuple[str, bool, tuple, dict]] = [
         ("one chunk", True, (9, 16, 1003), {}),
         ("one chunk, all", False, (9, 16, 1003, True, True), options | results),
@@ -181,8 +185,8 @@ def cross_entropy(draw: Draw) -> Call:
 
 def fused_linear_cross_entropy(draw: Draw) -> Call:
     rng, dtype, ignore_index = draw.rng, draw.dtype(), draw.rng.choice([-100, 0, 2])
-    # More than 128 rows are several chunks where memory=1.
-    lead, memory = rng.choice([(rng.choice(LEADING), rng.choice(["auto", 1])), ((rng.choice([129, 261]),), 1)])
+    several = (rng.choice([129, 261]),), SMALLEST  # rows of several chunks
+    lead, memory = rng.choice([(rng.choice(LEADING), rng.choice(["auto", SMALLEST])), several])
     hidden, classes = rng.choice([0, 1, 3, 4, 8, 16, 33]), rng.choice([1, 2, 7, 16, 33, 64, 75, 1100])
     weight_dtype = draw.other_dtype(dtype)
     arguments = {

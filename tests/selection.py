@@ -1,0 +1,104 @@
+"""Which tests run, and in which process: a plugin of pytest.
+
+``make test`` leaves out the tests marked ``slow``. ``--share 2/6`` runs every sixth of the selected tests, from the
+second on: CI runs one share of the slow tests, chosen by the number of commits. ``--skips ci`` compares the skips of a
+run with the column ``ci`` of skips.txt, so that no test disappears unseen.
+
+With ``-n`` the tests of a file share one process, which makes their fixtures once. Files with slow tests start first,
+so that none of them is left over when the others have ended. Each test of the files APART has a process of its own.
+"""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+SKIPS = Path(__file__).parent / "skips.txt"
+OTHER_SKIPS = pytest.StashKey()
+APART = ("tests/test_host_target.py",)  # minutes, and nothing that its tests share
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", help="I/N: of the selected tests, each N-th, from the I-th on")
+    parser.addoption("--skips", help="a column of tests/skips.txt: how often each reason for a skip is expected")
+
+
+@pytest.hookimpl(trylast=True)  # behind -m, -k and conftest.py
+def pytest_collection_modifyitems(config, items):
+    if share := config.getoption("share"):
+        keep(share_of(items, share), items, config)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def keep(runs, items, config):
+    """Leaves only ``runs`` of the collected ``items``."""
+    chosen = set(runs)
+    if left_out := [item for item in items if item not in chosen]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = runs
+
+
+def share_of(items, share):
+    found = re.fullmatch(r"(\d+)/(\d+)", share)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--share is {share!r}, expected I/N with I from 1 to N")
+    return items[part - 1 :: parts]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return nodeid if file in APART else file
+
+    config.option.loadscopereorder = False  # by the number of tests, which is not their time
+    return Scheduler(config, log)
+
+
+def expected_skips(text, column):
+    """{reason: the fewest and the most skips that it may have}, of a column of a table like skips.txt."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    names = lines[0].split()[:-1]
+    if column not in names:
+        raise pytest.UsageError(f"--skips is {column!r}, expected one of {names}")
+    rows = [line.split(maxsplit=len(names)) for line in lines[1:]]
+    return {row[-1]: tuple(map(int, (row[names.index(column)].split("-") * 2)[:2])) for row in rows}
+
+
+def other_skips(found, expected):
+    """A line for each reason in ``found``, {reason: count}, or in ``expected`` whose count is another one."""
+    lines = []
+    for reason in sorted(found.keys() | expected.keys()):
+        count, (fewest, most) = found.get(reason, 0), expected.get(reason, (0, 0))
+        if not fewest <= count <= most:
+            lines.append(f"{count} skipped, expected {fewest if fewest == most else f'{fewest} to {most}'}: {reason}")
+    return lines
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session):
+    """The run fails where its skips are not those of the column. Workers report to the process that called them."""
+    column, reporter = session.config.getoption("skips"), session.config.pluginmanager.get_plugin("terminalreporter")
+    if not column or hasattr(session.config, "workerinput"):
+        return
+    expected = expected_skips(SKIPS.read_text(), column)
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reporter.stats.get("skipped", []))
+    session.config.stash[OTHER_SKIPS] = lines = other_skips(reasons, expected)
+    if lines and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if lines := config.stash.get(OTHER_SKIPS, []):
+        terminalreporter.section(
+            f"skips that differ from tests/skips.txt, {config.getoption('skips')}", sep="=", red=True
+        )
+        terminalreporter.write_line("\n".join(lines))
