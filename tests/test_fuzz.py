@@ -1,6 +1,8 @@
 """A few thousand calls of the fuzz test (``make fuzz``), and that it finds what is wrong: ops that are broken here on
 purpose, and a process that dies."""
 
+import resource
+
 import pytest
 import torch
 from fuzz import driver, worker
@@ -70,7 +72,17 @@ BROKEN = {
 }
 
 
+@pytest.fixture
+def limited_memory():
+    """As in the fuzz test's own processes: calls ask for more than any machine should give."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    worker.limit_memory()
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("limited_memory")
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_what_is_broken_is_found(broken, monkeypatch):
     monkeypatch.setattr(functional, "softmax", broken)

@@ -9,6 +9,7 @@ import torch
 from cases import class_weights, dtypes_of, laid_out
 
 from liger_ext import functional as F
+from liger_ext.ops._chunks import SMALLEST
 
 NAN, INF = float("nan"), float("inf")
 # (largest, what is before the first of them)
@@ -60,7 +61,7 @@ def test_fused_loss(device, weighted, gradient):
     """Rows that are short, rows that are held, and classes in two chunks; element by element where class weights are
     not aligned."""
     options = {name: value for name, value in OPTIONS[-1].items() if weighted and name != "weight"}
-    for dtype, (cols, memory) in itertools.product(dtypes_of(device), ((35, "fast"), (1051, "fast"), (2051, 1))):
+    for dtype, (cols, memory) in itertools.product(dtypes_of(device), ((35, "fast"), (1051, "fast"), (2051, SMALLEST))):
         if weighted:
             options["ce_weight"] = laid_out(class_weights(cols)(device, dtype), "offset")
         for row, expected in zip(*rows_and_predictions(cols, (3,), dtype, device), strict=True):

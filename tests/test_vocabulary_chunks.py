@@ -45,7 +45,7 @@ def test_chunks_of_values_that_are_no_numbers(device, value):
     weight[1700, 0] = value
     inputs = {"x": x, "weight": weight, "target": torch.tensor([5, 6, -100], device=device), "reduction": "none"}
     results = []
-    for memory in (1, 1 << 30):
+    for memory in (SMALLEST, 1 << 30):
         made = inputs | {"x": x.clone().requires_grad_(), "weight": weight.clone().requires_grad_()}
         out = F.fused_linear_cross_entropy(**made, memory=memory, return_predicted_tokens=True)
         out.loss.nansum().backward()
