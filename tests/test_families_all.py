@@ -71,6 +71,7 @@ def build(model_type: str) -> nn.Module:
     return randomised(AutoModelForCausalLM.from_config(config)).train()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 @pytest.mark.parametrize("model_type", MODELS)
 def test_equals_stock(model_type):

@@ -154,6 +154,7 @@ def test_plans_are_legal_and_cover_everything(op):
     every_profile()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_plans_with_any_knobs_are_legal_and_cover_everything(op):
     @settings(max_examples=300)

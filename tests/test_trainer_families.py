@@ -84,6 +84,7 @@ def test_packed_documents(run, device, family):
 MODES = "nll", "chunked_nll", "label_smoothing", "packed", "metrics"
 
 
+@pytest.mark.slow
 @of_trl
 @families
 @pytest.mark.parametrize("mode", MODES)
