@@ -1,11 +1,11 @@
 # One command each, on a machine with python3 (venv), make and a C++20 compiler:
 #   make demo    fine-tune a real Llama with and without liger_ext and compare       make bench   the benchmark tables
 #   make test    the tests that need no GPU, but for the slow ones: about 8 minutes on two cores
-#   make test-all    every test that needs no GPU, kernels compiled for every architecture, the oldest transformers and the sanitizers
+#   make test-all    every test that needs no GPU, kernels compiled for every architecture, the oldest transformers, and AddressSanitizer
 #   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl
 #   make host    the GPU's kernels for the CPU, to test them (part of make test)
 #   make compile-all   the GPU kernels for every architecture that is supported; no GPU is needed, but nvcc and clang-19
-#   make test-models   patched Llamas in every combination of settings (part of make test: every pair of settings)
+#   make test-models   patched Llamas in every combination of settings (part of make test-all: every pair of settings)
 #   make test-oldest   the Llama tests with the oldest transformers that is supported
 #   make fuzz    any arguments for every op, a million calls (make fuzz ARGS="--help")
 #   make test-newest   the tests that depend on torch with the newest one, and the libraries as they are (installs it: 6 GB)
@@ -75,7 +75,7 @@ test: build host $(MODEL)
 	$(PY) -m pytest $(SELECTED) $(ARGS)
 
 test-all: compile-all
-	$(MAKE) test MARKS="not cuda" SKIPS=all
+	$(MAKE) test MARKS="not cuda" SKIPS=all $(if $(filter none,$(GPU)),GPU=cuda CUDA_ARCHS="8.0;9.0a")
 	$(MAKE) test-oldest MARKS="not cuda" SKIPS=oldest-all
 	$(MAKE) test-asan MARKS="not cuda" SKIPS=asan-all
 

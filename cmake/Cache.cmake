@@ -1,7 +1,7 @@
 # Every compiler runs through ccache, where it is installed. Checkouts share its folder: paths in a checkout are hashed relative to it, and
 # the folder in which a compiler runs is not hashed. LIGER_COMPILER_CACHE is the prefix of commands that CMake does not make by itself.
 set(LIGER_COMPILER_CACHE "")
-find_program(LIGER_CCACHE ccache)
+find_program(LIGER_CCACHE ccache NO_CACHE)
 if(LIGER_CCACHE)
   set(LIGER_COMPILER_CACHE "${CMAKE_COMMAND}" -E env "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${LIGER_CCACHE}")
   foreach(language C CXX CUDA)

@@ -48,13 +48,17 @@ endif()
 
 # One command a file, with the compiler's own dependency list, so that touching one file rebuilds one object.
 file(MAKE_DIRECTORY "${CMAKE_BINARY_DIR}/hip")
+set(hip_cache ${LIGER_COMPILER_CACHE})
+if(hip_cache AND LIGER_ROCM_BITCODE)   # the compiler reads the device libraries by itself
+  list(PREPEND hip_cache "${CMAKE_COMMAND}" -E env "CCACHE_EXTRAFILES=${LIGER_ROCM_BITCODE}/ocml.bc")
+endif()
 set(hip_objects "")
 foreach(source ${gpu_sources})
   get_filename_component(name "${source}" NAME_WE)
   set(object "${CMAKE_BINARY_DIR}/hip/${name}.o")
   add_custom_command(
     OUTPUT "${object}"
-    COMMAND ${LIGER_COMPILER_CACHE} "${hip_compiler}" ${hip_flags} "-DLIGER_EXT_GPU_ARCHS=\"${LIGER_GPU_ARCH_TEXT}\"" -I "${CMAKE_SOURCE_DIR}/csrc"
+    COMMAND ${hip_cache} "${hip_compiler}" ${hip_flags} "-DLIGER_EXT_GPU_ARCHS=\"${LIGER_GPU_ARCH_TEXT}\"" -I "${CMAKE_SOURCE_DIR}/csrc"
             -MD -MF "${object}.d" -MT "${object}" -c "${source}" -o "${object}"
     WORKING_DIRECTORY "${CMAKE_BINARY_DIR}"
     DEPENDS "${source}" DEPFILE "${object}.d" COMMENT "HIP ${name}.cu" VERBATIM)

@@ -10,7 +10,7 @@ VENDOR=${vendor^^}
 [ -d .venv ] && PATH=$PWD/.venv/bin:$PATH
 build=$PWD/build/compile-$vendor
 cmake -G Ninja -S . -B "$build" -DPython_EXECUTABLE="$(python3 -c 'import sys; print(sys.executable)')" -DLIGER_EXT_GPU="$vendor" \
-  ${2:+-DLIGER_EXT_${VENDOR}_ARCHS="$2"} -DLIGER_EXT_OUTPUT="$build/lib" --log-level=WARNING
+  -U LIGER_EXT_${VENDOR}_ARCHS ${2:+-DLIGER_EXT_${VENDOR}_ARCHS="$2"} -DLIGER_EXT_OUTPUT="$build/lib" --log-level=WARNING
 cmake --build "$build" --target liger_ext_gpu
 archs=$(sed -n "s/^LIGER_EXT_${VENDOR}_ARCHS:[A-Z]*=//p" "$build/CMakeCache.txt")
 echo "built for $vendor, ${archs:-every architecture}: $(du -h "$build/lib/libliger_ext_gpu.so" | cut -f1), $SECONDS s"

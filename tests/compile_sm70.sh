@@ -25,7 +25,7 @@ compile() {
     -Wno-unknown-cuda-version -Wno-unknown-attributes -O3 -std=c++20 -DLIGER_BACKEND=gpu -Icsrc -c "$2" -o "$1/$(basename "$2" .cu).cubin"
 }
 export -f compile
-export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 cache
+export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 CCACHE_EXTRAFILES=$build/toolkit/bin/ptxas cache
 cache=$(command -v ccache || true)
 printf '%s\n' csrc/gpu/*.cu | xargs -P "$(nproc)" -I{} bash -c 'compile "$0" {}' "$build"
 echo "$(ls "$build"/*.cubin | wc -l) of $(ls csrc/gpu/*.cu | wc -l) files compiled for sm_70, $SECONDS s"

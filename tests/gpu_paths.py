@@ -1,5 +1,5 @@
 """Calls of every op that between them take every path that launches have on a GPU: what the tests of a GPU run
-(test_gpu_paths), what compute-sanitizer watches (test_sanitizer), and what plan_branches.py counts as run there.
+(test_gpu_paths), and what compute-sanitizer watches (test_sanitizer).
 
 Their numbers of rows follow from the plans of the device, so that they are what they are meant to be on any: persistent
 blocks whose rings of rows wrap around, clusters, few rows and many.

@@ -19,6 +19,14 @@ OTHER_SKIPS = pytest.StashKey()
 APART = ("tests/test_host_target.py",)  # minutes, and nothing that its tests share
 
 
+def pytest_configure(config):
+    """A wrong option is an error before the first test."""
+    if share := config.getoption("share"):
+        share_of([], share)
+    if column := config.getoption("skips"):
+        expected_skips(SKIPS.read_text(), column)
+
+
 def pytest_addoption(parser):
     parser.addoption("--share", help="I/N: of the selected tests, each N-th, from the I-th on")
     parser.addoption("--skips", help="a column of tests/skips.txt: how often each reason for a skip is expected")
@@ -85,11 +93,14 @@ def other_skips(found, expected):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session):
-    """The run fails where its skips are not those of the column. Workers report to the process that called them."""
+    """A run with other skips than the column's fails, and a share with more. Workers report to the process that called
+    them."""
     column, reporter = session.config.getoption("skips"), session.config.pluginmanager.get_plugin("terminalreporter")
     if not column or hasattr(session.config, "workerinput"):
         return
     expected = expected_skips(SKIPS.read_text(), column)
+    if session.config.getoption("share"):
+        expected = {reason: (0, most) for reason, (_, most) in expected.items()}
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reporter.stats.get("skipped", []))
     session.config.stash[OTHER_SKIPS] = lines = other_skips(reasons, expected)
     if lines and session.exitstatus == pytest.ExitCode.OK:

@@ -104,7 +104,7 @@ def test_registers_are_enough(built_by):
         pytest.skip(f"no library of `{built_by}`")
     found = resources(LIBRARIES[built_by])
     if not found:
-        pytest.skip(f"{LIBRARIES[built_by]} has no CUDA machine code")
+        pytest.skip(f"the library of `{built_by}` has no CUDA machine code")
     assert all(len(kernels) > 100 for kernels in found.values()), {arch: len(of) for arch, of in found.items()}
     assert {
         f"{name} on {arch}": m for arch, of in found.items() for name, (r, m) in of.items() if spilled(arch, r, m)

@@ -18,9 +18,7 @@ HERE, HOST = Path(__file__).parent, library_folder() / "host"
 AHEAD = library_folder() / "ahead" / "host"  # with clusters, and copies that fetch rows ahead
 ASYNC = library_folder() / "async" / "host"  # with asynchronous copies alone, which the norms' backward uses there
 
-pytestmark = pytest.mark.skipif(
-    not (HOST / "broken_kernels").exists(), reason=f"no host target in {HOST}: `make host` builds it"
-)
+pytestmark = pytest.mark.skipif(not (HOST / "broken_kernels").exists(), reason="no host target: `make host` builds it")
 WARPS = 32, 64
 TARGETS = {"warps of 32": (HOST, 32), "warps of 64": (HOST, 64), "clusters": (AHEAD, 32)}
 LIBRARIES = {**TARGETS, "asynchronous copies": (ASYNC, 32)}

@@ -33,8 +33,9 @@ def wheel(tmp_path_factory) -> Path:
     if named := os.environ.get("LIGER_EXT_WHEEL"):
         return Path(named)
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(out), str(ROOT)]
     # Built beside the checkout's own libraries, which other tests use meanwhile.
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(out)]
+    command += ["--config-settings", f"build-dir={out}/build", str(ROOT)]
     options = {"LIGER_EXT_GPU": "none", "SKBUILD_CMAKE_DEFINE": f"LIGER_EXT_OUTPUT={out}/built/lib"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | options)
     assert done.returncode == 0, done.stdout + done.stderr

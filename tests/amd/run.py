@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from amd import device, emulator, objects  # noqa: E402
 
-ARCHITECTURES = (*objects.ARCHITECTURES, *(arch for arch, folder in objects.SEPARATE.items() if folder.exists()))
+ARCHITECTURES = (*objects.ARCHITECTURES, *objects.SEPARATE)
 WRONG, NO_BUILD, NO_EMULATOR = 1, 2, 3
 
 

@@ -197,8 +197,8 @@ OPTIONS: dict[str, list[tuple[Any, int]]] = {
     "softcap": [(v, MUST) for v in (0.0, -1.0, NAN, INF, 1e-300, 1e300, "x")]
     + [(v, NEVER) for v in (1e-18, 1e-3, 30, 1e18)],
     "return_z_loss": [(1, MAY), (None, MAY), ("x", MAY)],
-    "memory": [(v, MUST if v <= 0 else MAY) for v in INTEGERS]
-    + [(NAN, MUST), (INF, MAY), (0.5, MUST), ("all", MUST), (True, MUST)],
+    "memory": [(v, MUST if v <= 0 else NEVER if v >= 2**31 else MAY) for v in INTEGERS]
+    + [(NAN, MUST), (INF, MUST), (0.5, MUST), ("all", MUST), (True, MUST)],
     "accum_dtype": [(torch.int32, MUST), (torch.bool, MUST), (torch.float16, MAY), ("x", MUST)],
     "normalizer": [(v, NEVER if abs(v) < 1e38 else MAY) for v in FLOATS]
     + [(0, NEVER), (-3, NEVER), ("x", MUST), (2**70, MAY), (torch.ones(2), MUST)],
