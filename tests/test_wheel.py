@@ -35,7 +35,7 @@ def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     # Built beside the checkout's own libraries, which other tests use meanwhile.
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(out)]
-    command += ["--config-settings", f"build-dir={out}/build", str(ROOT)]
+    command += ["--config-settings", f"build-dir={ROOT}/build/test-wheel", str(ROOT)]
     options = {"LIGER_EXT_GPU": "none", "SKBUILD_CMAKE_DEFINE": f"LIGER_EXT_OUTPUT={out}/built/lib"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | options)
     assert done.returncode == 0, done.stdout + done.stderr
