@@ -74,10 +74,12 @@ test test-oldest: export OMP_WAIT_POLICY := passive
 test: build host $(MODEL)
 	$(PY) -m pytest $(SELECTED) $(ARGS)
 
+# With one set of settings, CI's where there is no GPU, so that nothing is compiled twice.
+test-all: ALL = MARKS="not cuda" $(if $(filter none,$(GPU)),GPU=cuda CUDA_ARCHS="8.0;9.0a")
 test-all: compile-all
-	$(MAKE) test MARKS="not cuda" SKIPS=all $(if $(filter none,$(GPU)),GPU=cuda CUDA_ARCHS="8.0;9.0a")
-	$(MAKE) test-oldest MARKS="not cuda" SKIPS=oldest-all
-	$(MAKE) test-asan MARKS="not cuda" SKIPS=asan-all
+	$(MAKE) test $(ALL) SKIPS=all
+	$(MAKE) test-oldest $(ALL) SKIPS=oldest-all
+	$(MAKE) test-asan $(ALL) SKIPS=asan-all
 
 test-models: build
 	LIGER_EXT_MODELS=full $(PY) -m pytest $(ARGS) tests/test_model_matrix.py tests/test_families_all.py

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,6 +23,11 @@ from liger_ext._load import library_folder
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "padded", "offset", "columns", "transposed", "expanded")
+
+
+def slow_if(condition: Any, *values: Any) -> Any:
+    """Parameters of a test, marked ``slow`` if the condition holds."""
+    return pytest.param(*values, marks=[pytest.mark.slow] * bool(condition))
 
 
 def dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:

@@ -14,7 +14,7 @@ import instances
 import kernel_cases
 import pytest
 import torch
-from cases import LOW, ahead_target, laid_out, normal, random_targets, told
+from cases import LOW, ahead_target, laid_out, normal, random_targets, slow_if, told
 from ops import BY_NAME, EXAMPLES, IDS
 from ops.glu import check_h, h_cases
 
@@ -79,9 +79,7 @@ def fused_loss(rows, vocab, dtype, *, hidden=8, **options):
     judge("fused_linear_cross_entropy", inputs | options)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (not case.quick)) for case in kernel_cases.cases()], ids=str
-)
+@pytest.mark.parametrize("case", [slow_if(not case.quick, case) for case in kernel_cases.cases()], ids=str)
 def test_kernel_cases(case):
     judge(case.op, kernel_cases.with_gradients(case, case.inputs()))
 

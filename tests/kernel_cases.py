@@ -39,7 +39,7 @@ def cases(only: str = "", quick: bool = False) -> Iterator[Case]:
     for dtype in DTYPES:
         for op, name, is_quick, inputs, *frozen in ops.kernel_cases(dtype):
             case = Case(op, name, dtype, inputs, tuple(frozen), is_quick)
-            if (is_quick or not quick) and re.search(only, str(case)):
+            if (case.quick or not quick) and re.search(only, str(case)):
                 yield case
 
 

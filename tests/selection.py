@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 SKIPS = Path(__file__).parent / "skips.txt"
-OTHER_SKIPS = pytest.StashKey()
+EXPECTED, OTHER = pytest.StashKey(), pytest.StashKey()  # skips
 APART = ("tests/test_host_target.py",)  # minutes, and nothing that its tests share
 
 
@@ -24,7 +24,7 @@ def pytest_configure(config):
     if share := config.getoption("share"):
         share_of([], share)
     if column := config.getoption("skips"):
-        expected_skips(SKIPS.read_text(), column)
+        config.stash[EXPECTED] = expected_skips(SKIPS.read_text(), column)
 
 
 def pytest_addoption(parser):
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def keep(runs, items, config):
-    """Leaves only ``runs`` of the collected ``items``."""
+    """Deselects the collected ``items`` that are not in ``runs``."""
     chosen = set(runs)
     if left_out := [item for item in items if item not in chosen]:
         config.hook.pytest_deselected(items=left_out)
@@ -72,7 +72,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def expected_skips(text, column):
-    """{reason: the fewest and the most skips that it may have}, of a column of a table like skips.txt."""
+    """Reads a column of a table like skips.txt: {reason: (fewest, most) skips}."""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     names = lines[0].split()[:-1]
     if column not in names:
@@ -82,7 +82,7 @@ def expected_skips(text, column):
 
 
 def other_skips(found, expected):
-    """A line for each reason in ``found``, {reason: count}, or in ``expected`` whose count is another one."""
+    """Returns a line for each reason whose count in ``found``, {reason: count}, is not within ``expected``."""
     lines = []
     for reason in sorted(found.keys() | expected.keys()):
         count, (fewest, most) = found.get(reason, 0), expected.get(reason, (0, 0))
@@ -95,20 +95,21 @@ def other_skips(found, expected):
 def pytest_sessionfinish(session):
     """A run with other skips than the column's fails, and a share with more. Workers report to the process that called
     them."""
-    column, reporter = session.config.getoption("skips"), session.config.pluginmanager.get_plugin("terminalreporter")
-    if not column or hasattr(session.config, "workerinput"):
+    config = session.config
+    expected = config.stash.get(EXPECTED, None)
+    if expected is None or hasattr(config, "workerinput"):
         return
-    expected = expected_skips(SKIPS.read_text(), column)
-    if session.config.getoption("share"):
+    if config.getoption("share"):
         expected = {reason: (0, most) for reason, (_, most) in expected.items()}
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reporter.stats.get("skipped", []))
-    session.config.stash[OTHER_SKIPS] = lines = other_skips(reasons, expected)
+    config.stash[OTHER] = lines = other_skips(reasons, expected)
     if lines and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if lines := config.stash.get(OTHER_SKIPS, []):
+    if lines := config.stash.get(OTHER, []):
         terminalreporter.section(
             f"skips that differ from tests/skips.txt, {config.getoption('skips')}", sep="=", red=True
         )

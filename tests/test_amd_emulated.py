@@ -29,7 +29,7 @@ def script(name, *args, **env):
 
 
 @pytest.mark.amd
-@pytest.mark.parametrize("arch", run.ARCHITECTURES)
+@pytest.mark.parametrize("arch", objects.BUILT)
 def test_a_few_cases_of_every_op(arch):
     done = script("run.py", arch)
     assert done.returncode == 0 and " 0 wrong" in done.stdout, done.stdout + done.stderr
@@ -44,7 +44,7 @@ def test_lanes_read_each_others_registers(arch):
 
 
 @needs_build
-@pytest.mark.parametrize("arch", run.ARCHITECTURES)
+@pytest.mark.parametrize("arch", objects.BUILT)
 def test_every_launch_fits_the_device(arch):
     """Threads, whole waves, shared memory and grid, for hundreds of shapes of every op."""
     done = script("launches.py", arch)

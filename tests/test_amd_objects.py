@@ -12,7 +12,6 @@ import pytest
 from amd import objects
 
 LANES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}  # of a wave
-BUILT = [*objects.ARCHITECTURES, *objects.SEPARATE]
 
 # What each kernel reads or writes once and should not keep in the caches (Hint::stream in csrc/gpu).
 STREAMS = {
@@ -56,7 +55,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=BUILT)
+@pytest.fixture(scope="module", params=objects.BUILT)
 def kernels(request):
     """All kernels of an architecture."""
     found = [kernel for image in objects.images(request.param) for kernel in objects.kernels_of_image(image)]
@@ -67,8 +66,10 @@ def kernels(request):
 
 
 def test_every_architecture_has_every_kernel():
-    symbols = {arch: {k for image in objects.images(arch) for k in objects.metadata_of(image)} for arch in BUILT}
-    assert all(found == symbols[BUILT[0]] for found in symbols.values())
+    symbols = {
+        arch: {k for image in objects.images(arch) for k in objects.metadata_of(image)} for arch in objects.BUILT
+    }
+    assert all(found == symbols[objects.BUILT[0]] for found in symbols.values())
 
 
 def test_every_kernel_of_the_table_is_there(kernels):
@@ -176,7 +177,7 @@ def test_each_check_finds_what_it_is_for(kernels):
 
 def test_variables_that_the_host_asks_for():
     """No kernel uses them, and a compiler leaves out what nothing uses."""
-    for arch in BUILT:
+    for arch in objects.BUILT:
         variables = [item for image in objects.images(arch) for item in objects.variables_of(image).items()]
         betas = [value for name, value in variables if "device_beta" in name]
         assert betas == [struct.pack("<2f", 0, 1)]

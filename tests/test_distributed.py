@@ -7,6 +7,7 @@ import torch
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("torch without gloo", allow_module_level=True)
 
+from cases import slow_if
 from distributed_cases import CASES
 from processes import errors_of
 
@@ -20,10 +21,10 @@ def kind(case):
     return case.partition(",")[0]
 
 
-# Of each kind the first, but of what is compiled.
+# `make test` runs the first case of each kind. Compiled cases are all slow.
 QUICK = {kind(case): case for case in reversed(CASES) if kind(case) != "compiled"}.values()
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES])
+@pytest.mark.parametrize("case", [slow_if(case not in QUICK, case) for case in CASES])
 def test_distributed(errors, case):
     assert not errors[case], errors[case]

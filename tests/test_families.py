@@ -10,6 +10,7 @@ from pathlib import Path
 import family_table
 import pytest
 import torch
+from cases import slow_if
 from family_models import (  # noqa: F401
     LAYERS,
     OPTIONS,
@@ -315,13 +316,12 @@ def test_models_that_are_built_later(family):
         apply(rms_norm=3)
 
 
-COMPILED = ("gemma", "mistral", "gemma2", "glm4", "granite", "llama4_text", "olmo2", "phi3")
+COMPILED = ("gemma", "mistral", "qwen3", "gemma2", "glm4", "granite", "llama4_text", "olmo2", "phi3")
 COMPILED_FOR_ANY_SIZE = ("qwen3", "gemma2", "llama4_text", "phi3")  # which takes three times as long
-SLOW = [(f, None) for f in COMPILED] + [(f, True) for f in COMPILED_FOR_ANY_SIZE]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+COMPILATIONS = [*((f, None) for f in COMPILED), *((f, True) for f in COMPILED_FOR_ANY_SIZE)]
 
 
-@pytest.mark.parametrize("family, dynamic", [("qwen3", None), *SLOW])
+@pytest.mark.parametrize("family, dynamic", [slow_if(case != ("qwen3", None), *case) for case in COMPILATIONS])
 def test_compiled(device, family, dynamic):
     if TRANSFORMERS < (5, 17) and (dynamic or family not in ("gemma", "mistral", "qwen3")):
         pytest.skip("older transformers do not compile all of it")

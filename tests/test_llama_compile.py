@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from cases import slow_if
 from functorch.compile import make_boxed_func
 from llama_models import (  # noqa: F401
     TRANSFORMERS,
@@ -28,7 +29,7 @@ from transformers.models.llama import modeling_llama
 
 # The partitioner's choice of what to keep is inductor's; no code is generated, which takes a test's time.
 WITHOUT_CODE = "aot_eager_decomp_partition"
-REENTRANT = [None, *(pytest.param(value, marks=pytest.mark.slow) for value in (False, True))]
+REENTRANT = [slow_if(value is not None, value) for value in (None, False, True)]
 LAYERS = pytest.mark.parametrize("use_reentrant", REENTRANT, ids=["kept", "non-reentrant", "reentrant"])
 
 
@@ -195,7 +196,7 @@ def test_nothing_is_recomputed_in_evaluation():
 
 
 @pytest.mark.skipif(not hasattr(modeling_llama, "create_causal_mask"), reason="LlamaModel is not patched")
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "tied"])
+@pytest.mark.parametrize("tied", [slow_if(not tied, tied) for tied in (False, True)], ids=["", "tied"])
 def test_the_gradient_of_the_embedding(device, tied):
     """Is one op, whose sums have the weight's dtype and the same bits in each run; inductor would make them in fp32."""
     graphs = []

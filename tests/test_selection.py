@@ -72,24 +72,10 @@ def test_a_run(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
 
     def run(*arguments):
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "xdist",
-            "-p",
-            "selection",
-            "-n",
-            "2",
-            "--dist",
-            "loadfile",
-        ]
+        plugins = "-p", "xdist", "-p", "selection", "-n", "2", "--dist", "loadfile"
+        command = [sys.executable, "-m", "pytest", "-q", *plugins, *arguments]
         env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        done = subprocess.run(
-            [*command, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout
 
     status, said = run("--skips", "ci")

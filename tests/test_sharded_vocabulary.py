@@ -10,7 +10,7 @@ import torch
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("torch without gloo", allow_module_level=True)
 
-from cases import LOW
+from cases import LOW, slow_if
 from processes import errors_of
 from sharded_cases import CASES
 from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, head, judge_fused
@@ -23,9 +23,7 @@ def errors(request, tmp_path_factory):
     return errors_of(request, "sharded_cases", tmp_path_factory)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (size > 2)) for case, (size, _) in CASES.items()]
-)
+@pytest.mark.parametrize("case", [slow_if(processes > 2, case) for case, (processes, _) in CASES.items()])
 def test_sharded_vocabulary(errors, case):
     assert not errors[case], errors[case]
 

@@ -15,7 +15,7 @@ from liger_ext.ops._checks import accumulator, holds
 from liger_ext.ops._loss_memory import Call, Plan, bytes_of
 
 LEVELS = ("fast", "auto", "low", "min")
-SMALLEST = "smallest chunks"  # a level for tests: 128 rows and 1,024 classes, even if more would take less memory
+SMALLEST = "smallest chunks"  # a level for tests: 128 rows, and 1,024 classes where sizes are known
 
 _OP = "fused_linear_cross_entropy"
 _MIB = 1 << 20

@@ -22,17 +22,17 @@ from elftools.elf.elffile import ELFFile
 BUILD = Path(__file__).parents[2] / "build"
 HIP_LIBRARY = BUILD / "compile-hip/lib/libliger_ext_gpu.so"  # tests/compile_gpu.sh hip
 SEPARATE = {"gfx950": BUILD / "compile-gfx950"}  # by tests/compile_gfx950.sh: code objects of another compiler
-SEPARATE = {arch: folder for arch, folder in SEPARATE.items() if (folder / "done").exists()}
 
 
 def _architectures() -> tuple[str, ...]:
-    """Those in the HIP library; the supported ones where it is not built."""
+    """Returns the architectures in the HIP library, or the supported ones if it is not built."""
     cache = HIP_LIBRARY.parents[1] / "CMakeCache.txt"
     built = re.search(r"(?m)^LIGER_EXT_HIP_ARCHS:\w+=(.*)$", cache.read_text()) if HIP_LIBRARY.exists() else None
     return tuple(built[1].split(";")) if built else ("gfx90a", "gfx942", "gfx1100", "gfx1201")
 
 
 ARCHITECTURES = _architectures()
+BUILT = (*ARCHITECTURES, *(arch for arch, folder in SEPARATE.items() if (folder / "done").exists()))
 BUNDLE_MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 METADATA_NOTE = 32  # NT_AMDGPU_METADATA
 MACHINE_AT, GFX942, GFX950 = 48, 0x4C, 0x4F  # the low byte of an ELF file's e_flags
@@ -156,10 +156,10 @@ def kernels_of_image(image: bytes) -> list[Kernel]:
 def images(arch: str) -> list[bytes]:
     """An architecture's code objects, one for each source; FileNotFoundError names the script that compiles them."""
     if arch in SEPARATE:
-        found = [path.read_bytes() for path in sorted(SEPARATE[arch].glob("*.co"))]
+        found = [path.read_bytes() for path in sorted(SEPARATE[arch].glob("*.co")) if arch in BUILT]
         script = f"tests/compile_{arch}.sh"
     else:
-        found = [by_arch[arch] for by_arch in images_of(HIP_LIBRARY)] if HIP_LIBRARY.exists() else []
+        found = [by_arch[arch] for by_arch in images_of(HIP_LIBRARY) if arch in by_arch] if HIP_LIBRARY.exists() else []
         script = "tests/compile_gpu.sh hip"
     if not found:
         raise FileNotFoundError(f"there is no code for {arch}: run {script}")

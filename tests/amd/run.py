@@ -25,13 +25,12 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from amd import device, emulator, objects  # noqa: E402
 
-ARCHITECTURES = (*objects.ARCHITECTURES, *objects.SEPARATE)
 WRONG, NO_BUILD, NO_EMULATOR = 1, 2, 3
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architectures", nargs="*", default=ARCHITECTURES)
+    parser.add_argument("architectures", nargs="*", default=objects.BUILT)
     parser.add_argument("--all", action="store_true", help="every case, in both orders of the waves")
     parser.add_argument("--only", default="", help="cases with this expression in their text, as in a report")
     parser.add_argument("--json", type=Path, help="where results go, one JSON object a line for each op and dtype")
