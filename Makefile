@@ -2,7 +2,8 @@
 #   make demo    fine-tune a real Llama with and without liger_ext and compare       make bench   the benchmark tables
 #   make test    the tests that need no GPU, but for the slow ones: about 8 minutes on two cores
 #   make test-all    every test that needs no GPU, kernels compiled for every architecture, the oldest transformers, and AddressSanitizer
-#   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl
+#   make build   the libraries, into liger_ext/lib
+#   make wheel   dist/*.whl for this Python and GPU      make wheels   one for all GPUs and Pythons; needs nvcc and clang-19 or ROCm
 #   make host    the GPU's kernels for the CPU, to test them (part of make test)
 #   make compile-all   the GPU kernels for every architecture that is supported; no GPU is needed, but nvcc and clang-19
 #   make test-models   patched Llamas in every combination of settings (part of make test-all: every pair of settings)
@@ -59,9 +60,9 @@ ifndef GPU
     GPU := none
   endif
 endif
-CMAKE_FLAGS := -DLIGER_EXT_GPU=$(GPU) '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' $(if $(HIP_ARCHS),'-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)')
+CMAKE_FLAGS = '-DLIGER_EXT_GPU=$(GPU)' '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' '-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)' '-DLIGER_EXT_OUTPUT=$(CURDIR)/liger_ext/lib'
 
-.PHONY: docs demo test test-all test-models test-oldest test-newest test-asan test-tsan fuzz build host compile-all wheel bench lint format clean configure
+.PHONY: docs demo test test-all test-models test-oldest test-newest test-asan test-tsan fuzz build host compile-all wheel wheels pythons bench lint format clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
@@ -155,8 +156,33 @@ configure: $(ENVIRONMENT)
 	    mv $(BUILD)/settings.new $(BUILD)/settings; \
 	fi
 
+# For this Python and GPU. pip's build has a folder of its own, beside that of `make build`.
+wheel: export LIGER_EXT_GPU = $(GPU)
+wheel: export LIGER_EXT_CUDA_ARCHS = $(CUDA_ARCHS)
+wheel: export LIGER_EXT_HIP_ARCHS = $(HIP_ARCHS)
 wheel: $(ENVIRONMENT)
 	$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+# For every machine: all GPUs, and every supported Python that is found with headers; audited. torch's libraries come with torch.
+PYTHONS = $(shell for minor in 10 11 12 13 14; do \
+    for python in $$(command -v python3.$$minor) ~/.pyenv/versions/3.$$minor.*/bin/python /opt/python/cp3$$minor-cp3$$minor/bin/python; do \
+      $$python -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null && echo $$python && break; \
+    done; \
+  done | paste -sd';')
+wheels: GPUS = cuda;hip
+wheels: export LIGER_EXT_GPU = $(GPUS)
+wheels: export LIGER_EXT_PYTHONS = $(PYTHONS)
+wheels: export LIGER_EXT_CUDA_ARCHS = $(CUDA_ARCHS)
+wheels: export LIGER_EXT_HIP_ARCHS = $(HIP_ARCHS)
+wheels: $(ENVIRONMENT)
+	rm -rf build/wheels
+	$(PY) -m pip wheel --no-build-isolation --no-deps -w build/wheels .
+	$(PY) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude libamdhip64.so --wheel-dir dist build/wheels/*.whl
+	$(PY) -m check_wheel_contents dist/*.whl
+	$(PY) -m twine check --strict dist/*.whl
+
+pythons:   # that `make wheels` compiles _C for
+	@echo "$(PYTHONS)"
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check .
@@ -181,5 +207,5 @@ $(VENV)/.model-installed: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf build dist demo_out liger_ext/lib liger_ext/_C*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist demo_out *.egg-info liger_ext/lib liger_ext/_C*.so .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

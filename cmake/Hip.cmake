@@ -1,4 +1,4 @@
-# The HIP build of liger_ext_gpu. The kernels are the same csrc/gpu/*.cu, compiled by clang (ROCm's amdclang++, or a distribution's
+# The HIP build of the GPU library. The kernels are the same csrc/gpu/*.cu, compiled by clang (ROCm's amdclang++, or a distribution's
 # clang with its device libraries); everything else is the same plain C++ as for CUDA.
 set(LIGER_EXT_HIP_COMPILER "" CACHE FILEPATH "clang++ that compiles HIP (empty: amdclang++ of ROCm, else clang++-19, clang++)")
 set(LIGER_EXT_HIP_FLAGS "" CACHE STRING "more flags for it, e.g. '--rocm-path=/opt/rocm'")
@@ -17,13 +17,25 @@ endif()
 set(hip_flags -x hip -std=c++20 -O3 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -DLIGER_BACKEND=gpu)
 separate_arguments(more_flags UNIX_COMMAND "${LIGER_EXT_HIP_FLAGS}")
 list(APPEND hip_flags ${more_flags})
+# The default has what the compiler has: gfx950 is newer than clang 19.
+execute_process(COMMAND "${hip_compiler}" --version OUTPUT_VARIABLE hip_version ERROR_QUIET)
+string(REGEX MATCH "clang version [0-9.]+" hip_version "${hip_version}")
 set(archs ${LIGER_EXT_HIP_ARCHS})
+if(NOT archs)
+  foreach(arch gfx90a gfx942 gfx950 gfx1100 gfx1201)
+    execute_process(COMMAND "${hip_compiler}" --target=amdgcn-amd-amdhsa -mcpu=${arch} -nogpulib -x c -c /dev/null -o /dev/null
+                    RESULT_VARIABLE refused ERROR_QUIET)
+    if(refused)
+      message(WARNING "the HIP library has no code for ${arch}, which ${hip_compiler} (${hip_version}) does not compile for")
+    else()
+      list(APPEND archs ${arch})
+    endif()
+  endforeach()
+endif()
 foreach(arch ${archs})
   list(APPEND hip_flags --offload-arch=${arch})
 endforeach()
-list(JOIN archs " " LIGER_GPU_ARCH_TEXT)
-execute_process(COMMAND "${hip_compiler}" --version OUTPUT_VARIABLE hip_version ERROR_QUIET)
-string(REGEX MATCH "clang version [0-9.]+" LIGER_GPU_COMPILER_TEXT "${hip_version}")
+list(JOIN archs " " architectures)
 
 # ROCm's compiler finds its own device libraries. A distribution's may be older than some of the targets: then a folder of links
 # gives each missing target the file of its nearest relative, which differs in nothing that these kernels use.
@@ -58,19 +70,19 @@ foreach(source ${gpu_sources})
   set(object "${CMAKE_BINARY_DIR}/hip/${name}.o")
   add_custom_command(
     OUTPUT "${object}"
-    COMMAND ${hip_cache} "${hip_compiler}" ${hip_flags} "-DLIGER_EXT_GPU_ARCHS=\"${LIGER_GPU_ARCH_TEXT}\"" -I "${CMAKE_SOURCE_DIR}/csrc"
+    COMMAND ${hip_cache} "${hip_compiler}" ${hip_flags} "-DLIGER_EXT_GPU_ARCHS=\"${architectures}\"" -I "${CMAKE_SOURCE_DIR}/csrc"
             -MD -MF "${object}.d" -MT "${object}" -c "${source}" -o "${object}"
     WORKING_DIRECTORY "${CMAKE_BINARY_DIR}"
     DEPENDS "${source}" DEPFILE "${object}.d" COMMENT "HIP ${name}.cu" VERBATIM)
   list(APPEND hip_objects "${object}")
 endforeach()
 set_source_files_properties(${hip_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
-target_sources(liger_ext_gpu PRIVATE ${hip_objects})
 
 # libamdhip64 is not linked: its symbols resolve through libtorch_hip's own dependency, so one library serves every ROCm major.
 # The stub has that dependency where there is a libamdhip64, so that the library can be loaded beside it.
 find_library(LIGER_AMDHIP amdhip64 HINTS $ENV{ROCM_PATH}/lib /opt/rocm/lib)
-liger_torch_gpu_stub(torch_hip $<$<BOOL:${LIGER_AMDHIP}>:${LIGER_AMDHIP}>)
+liger_gpu_library(hip torch_hip "${hip_version}" "${architectures}" $<$<BOOL:${LIGER_AMDHIP}>:${LIGER_AMDHIP}>)
+target_sources(liger_ext_hip PRIVATE ${hip_objects})
 
 # A target for tests, built by name alone.
 include("${CMAKE_SOURCE_DIR}/tests/amd/emulated.cmake" OPTIONAL)

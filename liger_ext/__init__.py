@@ -2,13 +2,13 @@
 
 import importlib
 
-from liger_ext import _load, _tuned, compat, functional, modules  # noqa: F401  (_load loads the libraries: first)
-from liger_ext._C import version as __version__  # noqa: F401
+from liger_ext import _load, _tuned, compat, functional, modules  # _load is first: it loads the libraries
 from liger_ext.compat import *  # noqa: F403
 from liger_ext.functional import *  # noqa: F403
 from liger_ext.models import FAMILIES as _FAMILIES
 from liger_ext.modules import *  # noqa: F403
 
+__version__ = _load.cpu_facts.version
 _tuned.load()
 
 # Patching needs transformers, which is imported when one of these is first used.

@@ -4,48 +4,11 @@ know the rest."""
 from __future__ import annotations
 
 import ctypes
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from . import _C, _load
-
-
-def coverage(architectures: str, major: int, minor: int) -> str:
-    """How a build for these CUDA architectures ("8.0 9.0a 7.5+PTX") runs on a GPU of compute capability major.minor:
-    "machine code", "PTX" (compiled by the driver at the first call) or "nothing".
-
-    Code for a capability runs on later ones of its major version, "9.0a" on 9.0 alone, PTX on everything later.
-    """
-    found = "nothing"
-    for architecture in architectures.split():
-        number = tuple(int(part) for part in architecture.removesuffix("+PTX").rstrip("af").split("."))
-        if architecture.endswith("+PTX"):
-            if number <= (major, minor) and found == "nothing":
-                found = "PTX"
-        elif number == (major, minor) or (not architecture.endswith("a") and number[0] == major and number[1] <= minor):
-            found = "machine code"
-    return found
-
-
-def code_for(architecture: str) -> str:
-    """What this build holds for a GPU of an architecture ("9.0", "gfx942"): "machine code", "PTX" or "nothing"."""
-    if architecture.startswith("gfx"):
-        covered = _C.gpu_backend == "hip" and architecture in _C.gpu_architectures.split()
-        return "machine code" if covered else "nothing"
-    built = _C.gpu_architectures if _C.gpu_backend == "cuda" else ""
-    return coverage(built, *map(int, architecture.split(".")))
-
-
-def rebuild(architecture: str) -> str:
-    """The command that makes a library with code for an architecture."""
-    backend, variable = "cuda", "LIGER_EXT_CUDA_ARCHS"
-    if architecture.startswith("gfx"):
-        backend, variable = "hip", "LIGER_EXT_HIP_ARCHS"
-    install = "pip install --no-build-isolation --force-reinstall --no-deps ."
-    return f"LIGER_EXT_GPU={backend} {variable}={architecture} {install}"
+from . import _C, _fit, _load
 
 
 @dataclass(frozen=True)
@@ -80,7 +43,7 @@ def devices() -> list[Device]:
             architecture = properties.gcnArchName.split(":")[0]
         else:
             architecture = f"{properties.major}.{properties.minor}"
-        code = code_for(architecture)
+        code = _fit.code_for(architecture, _load.gpu_facts)
         free, total = torch.cuda.mem_get_info(index)
         found.append(Device(index, properties.name, architecture, code, total, free, running_profile(index)))
     return found
@@ -88,20 +51,16 @@ def devices() -> list[Device]:
 
 def driver() -> str:
     """The kernel driver's version: NVIDIA's or AMD's, "none" or "unknown"."""
-    nvidia, amd = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
-    if nvidia.exists():
-        number = re.search(r"\b\d{3,}\.\d+(\.\d+)?", nvidia.read_text())
-        return f"NVIDIA {number.group()}" if number else "NVIDIA, unknown version"
-    if amd.exists():
-        return f"amdgpu {amd.read_text().strip()}"
-    return "unknown" if torch.cuda.is_available() else "none"
+    found = _fit.gpu_driver()
+    return "unknown" if found == "none" and torch.cuda.is_available() else found
 
 
 def toolkit() -> str:
-    """What torch and liger_ext's GPU library were compiled with."""
+    """What torch and liger_ext's GPU libraries were compiled with."""
     of_torch = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     of_torch = of_torch if torch.version.cuda or torch.version.hip else "no GPU toolkit"
-    return f"torch with {of_torch}, liger_ext's GPU library with {_C.gpu_compiler}"
+    of_ours = ", ".join(facts.compiler for facts in _load.gpu_facts.values())
+    return f"torch with {of_torch}, liger_ext's GPU library with {of_ours or 'none'}"
 
 
 def cpu_isa() -> str:

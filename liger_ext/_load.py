@@ -1,19 +1,30 @@
-"""Finds and loads the two libraries, and says why the GPU one is missing where it is.
+"""Finds and loads the libraries, and explains why the GPU one is missing where it is.
 
-``libliger_ext_cpu.so`` (schemas and the CPU backend) must load; ``libliger_ext_gpu.so`` may be absent. The environment
-variable ``LIGER_EXT_LIB`` names another folder to take them from, for developers with several builds.
+``libliger_ext_cpu.so`` (schemas and the CPU backend) must load. Of ``libliger_ext_cuda.so`` and ``libliger_ext_hip.so``
+the one that fits torch is loaded, if it is there. The environment variable ``LIGER_EXT_LIB`` names another folder to
+take them from, for developers with several builds. ``_C`` must not be imported before this module: here its absence is
+explained.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.machinery
 import os
+import sys
+import sysconfig
 from pathlib import Path
 
 import torch
 
+from . import _fit
+
 MINIMUM_TORCH = (2, 11)
 
+cpu_facts: _fit.BuildFacts
+gpu_facts: dict[str, _fit.BuildFacts] = {}
+"""Of the GPU libraries in the folder, by backend, loaded or not."""
 _gpu_error: str | None = None
 _folder: Path
 
@@ -23,21 +34,25 @@ def library_folder() -> Path:
     return Path(os.environ.get("LIGER_EXT_LIB") or Path(__file__).parent / "lib").resolve()
 
 
+def gpu_library() -> Path:
+    """The GPU library that fits torch's build, whether it is there or not."""
+    return library_folder() / f"libliger_ext_{_fit.this_machine().backend or 'cuda'}.so"
+
+
 def gpu_available() -> bool:
-    """Is the GPU library loaded? (Says nothing about whether there is a GPU.)"""
+    """Is the GPU library loaded? (Nothing follows about whether there is a GPU.)"""
     return _gpu_error is None
 
 
 def gpu_status() -> str:
     """One sentence: which GPU library is loaded, or why none is and what to do about it."""
-    return f"loaded {_folder / 'libliger_ext_gpu.so'}" if _gpu_error is None else _gpu_error
+    return f"loaded {gpu_library()}" if _gpu_error is None else _gpu_error
 
 
 def gpu_kernels() -> ctypes.CDLL | None:
     """The loaded library that launches the GPU's kernels: the GPU library, or the host target where that has taken the
     CPU library's place (CONTRIBUTING.md)."""
-    name = "libliger_ext_gpu.so" if gpu_available() else "libliger_ext_cpu.so"
-    library = ctypes.CDLL(str(_folder / name))
+    library = ctypes.CDLL(str(gpu_library() if gpu_available() else _folder / "libliger_ext_cpu.so"))
     return library if hasattr(library, "liger_ext_gpu_profile") else None
 
 
@@ -48,6 +63,35 @@ def _check_torch_version() -> None:
         raise ImportError(
             f"liger_ext needs torch >= {needed}, but torch {torch.__version__} is installed. Upgrade torch."
         )
+
+
+def _check_python(package: Path) -> None:
+    """The module ``_C`` is there for this Python, and loads."""
+    here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    if any((package / f"_C{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES):
+        try:
+            importlib.import_module("liger_ext._C")
+        except ImportError as error:
+            raise ImportError(
+                f"liger_ext's module for {here} does not load: {error}. Install liger_ext again."
+            ) from error
+        return
+    tags = sorted((path.name.split("-")[1] for path in package.glob("_C.cpython-*.so")), key=lambda tag: int(tag[1:]))
+    served = ", ".join(f"{tag[0]}.{tag[1:]}" for tag in tags)
+    if not served:
+        raise ImportError(
+            f"liger_ext's module _C does not exist in {package}: the package is not built. In its source folder run: "
+            "pip install --no-build-isolation ."
+        )
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise ImportError(
+            f"liger_ext has no module for a free-threaded Python ({sys.executable} is one); it has one for each of "
+            f"Python {served}. Use a Python with the GIL."
+        )
+    raise ImportError(
+        f"liger_ext in {package} is built for Python {served}, and {sys.executable} is {here}. Install it with this "
+        f"Python: {sys.executable} -m pip install --force-reinstall --no-deps liger_ext"
+    )
 
 
 def _claim_process(folder: Path) -> None:
@@ -63,28 +107,28 @@ def _claim_process(folder: Path) -> None:
 
 
 def _load_gpu(folder: Path) -> str | None:
-    """Loads the GPU library; returns why it could not."""
-    runtime = "CUDA" if torch.version.cuda else "ROCm" if torch.version.hip else None
-    if runtime is None:
-        return f"torch {torch.__version__} is a build for the CPU only, so liger_ext's GPU library is not loaded"
-    path = folder / "libliger_ext_gpu.so"
-    if not path.exists():
-        toolkit = "CUDA's nvcc" if runtime == "CUDA" else "ROCm"
-        return (
-            f"liger_ext was built without its GPU library ({path} does not exist). Install {toolkit} and build again: "
-            "pip install --no-build-isolation ."
-        )
+    """Loads the GPU library that fits; returns why none could be."""
+    for backend in ("cuda", "hip"):
+        if (path := folder / f"libliger_ext_{backend}.so").exists():
+            try:
+                gpu_facts[backend] = _fit.read_facts(path)
+            except (OSError, ValueError) as error:
+                return f"liger_ext's GPU library {path} cannot be read: {error}. Install liger_ext again"
+    machine = _fit.this_machine()
+    if reason := _fit.misfit(gpu_facts, cpu_facts.version, machine):
+        return reason
     try:
-        torch.ops.load_library(path)
+        torch.ops.load_library(gpu_library())
     except OSError as error:
-        return f"liger_ext's GPU library does not load with torch {torch.__version__} ({runtime} build): {error}"
+        return f"liger_ext's GPU library does not load with torch {torch.__version__} ({machine.backend}): {error}"
     return None
 
 
 def load() -> None:
     """Loads the libraries into the process, once."""
-    global _gpu_error, _folder
+    global _gpu_error, _folder, cpu_facts
     _check_torch_version()
+    _check_python(Path(__file__).parent)
     _folder = library_folder()
     path = _folder / "libliger_ext_cpu.so"
     if not path.exists():
@@ -95,7 +139,8 @@ def load() -> None:
     _claim_process(_folder)
     try:
         torch.ops.load_library(path)
-    except OSError as error:
+        cpu_facts = _fit.read_facts(path)
+    except (OSError, ValueError) as error:
         raise ImportError(f"liger_ext's library does not load with torch {torch.__version__}: {error}") from error
     _gpu_error = _load_gpu(_folder)
 

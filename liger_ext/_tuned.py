@@ -64,9 +64,9 @@ def read(file: Path) -> list[Entry]:
     """All entries, of whatever device; ValueError says why the file cannot be used."""
     try:
         found = json.loads(file.read_text())
-        if found["format"] != FORMAT or found["library"] != _C.version:
+        if found["format"] != FORMAT or found["library"] != _load.cpu_facts.version:
             version = f"liger_ext {found['library']}, format {found['format']}"
-            raise ValueError(f"it was made by {version}; this is liger_ext {_C.version}, format {FORMAT}")
+            raise ValueError(f"it was made by {version}; this is liger_ext {_load.cpu_facts.version}, format {FORMAT}")
         entries = [Entry.of(made) for made in found["tuned"]]
         pack(entries)
     except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -83,7 +83,7 @@ def write(file: Path, device: str, driver: str, measured: Iterable[Call], winner
         known = []
     gone = {(device, driver, call.row_class()) for call in measured}
     entries = [e for e in known if (e.device, e.driver, e.call) not in gone] + list(winners)
-    made = {"format": FORMAT, "library": _C.version, "tuned": [asdict(entry) for entry in entries]}
+    made = {"format": FORMAT, "library": _load.cpu_facts.version, "tuned": [asdict(entry) for entry in entries]}
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         new = Path(folder) / file.name

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import _C, _devices, _llama, _load, _tuned, tune
+from . import _C, _devices, _fit, _llama, _load, _tuned, tune
 
 TRANSFORMERS_RANGE = ("4.51.3", "5.23.0")  # the versions that the tests ran with, from oldest to newest
 
@@ -118,13 +118,14 @@ def _tuned_plans() -> str:
 def report() -> list[tuple[str, list[str]]]:
     """What is installed: headings, and lines under each."""
     threads = torch.get_num_threads()
-    gpu_build = f"{_C.gpu_backend} for {_C.gpu_architectures}" if _C.gpu_backend != "none" else "not built"
+    build = _load.cpu_facts
+    gpu_builds = [f"{facts.backend} for {facts.architectures}" for facts in _load.gpu_facts.values()]
     return [
-        ("liger_ext", [f"{_C.version} in {Path(__file__).parent}, built with torch {_C.torch_version}"]),
+        ("liger_ext", [f"{build.version} in {Path(__file__).parent}, built with torch {build.torch}"]),
         ("torch", [_torch()]),
         ("transformers", [_transformers()]),
         ("CPU library", [f"{_load.library_folder() / 'libliger_ext_cpu.so'}"]),
-        ("GPU library", [gpu_build, _load.gpu_status()]),
+        ("GPU library", [*(gpu_builds or ["not built"]), _load.gpu_status()]),
         ("tuned plans", [_tuned_plans()]),
         ("driver", [_devices.driver(), _devices.toolkit()]),
         ("CPU", [f"{_cpu()}, {threads} threads, instruction set {_devices.cpu_isa()}"]),
@@ -138,15 +139,14 @@ def _installation() -> Iterator[Problem]:
         name = f"GPU {device.index} ({device.name}, {device.architecture})"
         if not _load.gpu_available():
             yield Problem(3, f"{name} is not used: liger_ext's GPU library is not loaded", _load.gpu_status())
-        elif device.code == "nothing":
-            built = _C.gpu_architectures or "no GPU"
-            what = f"{name} is not used: the GPU library has no code for it, it was built for {built}"
-            again = _devices.rebuild(device.architecture)
-            yield Problem(3, what, f"build again, in liger_ext's source folder: {again}")
+        elif reason := _fit.misfit(_load.gpu_facts, _load.cpu_facts.version, _fit.this_machine(), device.architecture):
+            yield Problem(3, f"{name} is not used", reason)
         elif device.profile is None:
             yield Problem(
                 3, f"{name}: the GPU library cannot read its properties", f"the driver is {_devices.driver()}"
             )
+    if (machine := _fit.this_machine()).backend is None and machine.driver != "none":
+        yield Problem(3, f"there is a GPU driver ({machine.driver}), and torch does not use GPUs", _load.gpu_status())
     if "too old" in _transformers():
         advice = f"pip install 'transformers>={TRANSFORMERS_RANGE[0]},<6' (the ops and modules work without)"
         yield Problem(4, f"transformers {_transformers()}", advice)
@@ -253,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
 def _others(name: str, as_json: bool) -> int:
     """Plans for a reference profile."""
     profile = _C.profile(name)
-    code = _devices.code_for(profile.architecture)
+    code = _fit.code_for(profile.architecture, _load.gpu_facts)
     if as_json:
         tokens = _llama.tokens_at_each_level(profile.memory_bytes, profile.memory_bytes)
         found = {"profile": profile.name, "code": code, "plans": plan_lines(profile), "fused_loss_tokens": tokens}
@@ -261,7 +261,7 @@ def _others(name: str, as_json: bool) -> int:
         return 0
     memory, shared = _gib(profile.memory_bytes), profile.shared_per_block_optin // 1024
     print(f"{profile.name}: {profile.architecture}, {_facts(profile)}, {memory}, {shared} KiB of shared memory a block")
-    print(f"{_CODE[code]}{f': {_devices.rebuild(profile.architecture)}' if code == 'nothing' else ''}")
+    print(f"{_CODE[code]}{f': {_fit.rebuild(profile.architecture)}' if code == 'nothing' else ''}")
     _print_plans(profile.name, profile, profile.memory_bytes)
     return 0
 

@@ -347,7 +347,8 @@ def _measure_all(todo: Sequence[tuple], profile: _C.DeviceProfile, arguments: ar
     keep(results, profile.name, driver)
     kept = f"Kept in {_tuned.path()} for {profile.name}, driver {driver}; used from the next start of Python on."
     if arguments.json:
-        facts = {"device": profile.name, "driver": driver, "liger_ext": _C.version, "torch": torch.__version__}
+        versions = {"liger_ext": _load.cpu_facts.version, "torch": torch.__version__}
+        facts = {"device": profile.name, "driver": driver, **versions}
         print(json.dumps(facts | {"results": [asdict(r) | {"ratio": r.ratio} for r in results]}))
     else:
         print(f"{table(results)}\n\n{summary(results)}\n{kept}")

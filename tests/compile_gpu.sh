@@ -11,6 +11,6 @@ VENDOR=${vendor^^}
 build=$PWD/build/compile-$vendor
 cmake -G Ninja -S . -B "$build" -DPython_EXECUTABLE="$(python3 -c 'import sys; print(sys.executable)')" -DLIGER_EXT_GPU="$vendor" \
   -U LIGER_EXT_${VENDOR}_ARCHS ${2:+-DLIGER_EXT_${VENDOR}_ARCHS="$2"} -DLIGER_EXT_OUTPUT="$build/lib" --log-level=WARNING
-cmake --build "$build" --target liger_ext_gpu
+cmake --build "$build" --target "liger_ext_$vendor"
 archs=$(sed -n "s/^LIGER_EXT_${VENDOR}_ARCHS:[A-Z]*=//p" "$build/CMakeCache.txt")
-echo "built for $vendor, ${archs:-every architecture}: $(du -h "$build/lib/libliger_ext_gpu.so" | cut -f1), $SECONDS s"
+echo "built for $vendor, ${archs:-every architecture}: $(du -h "$build/lib/libliger_ext_$vendor.so" | cut -f1), $SECONDS s"

@@ -14,8 +14,8 @@ from liger_ext import _load
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = {
-    "make build": _load.library_folder() / "libliger_ext_gpu.so",
-    "tests/compile_gpu.sh cuda": ROOT / "build/compile-cuda/lib/libliger_ext_gpu.so",
+    "make build": _load.library_folder() / "libliger_ext_cuda.so",
+    "tests/compile_gpu.sh cuda": ROOT / "build/compile-cuda/lib/libliger_ext_cuda.so",
 }
 TOOLKIT = os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"
 PACKAGES = sysconfig.get_path("purelib") + "/nvidia/cu13/bin"  # of nvidia-cuda-cuobjdump

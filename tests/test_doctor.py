@@ -7,7 +7,8 @@ import pytest
 import torch
 from cases import python
 
-from liger_ext import _C, _devices, _llama, doctor, functional
+import liger_ext
+from liger_ext import _C, _devices, _fit, _llama, _load, doctor, functional
 
 
 @pytest.fixture
@@ -22,31 +23,11 @@ def quick(monkeypatch):
 def test_report_names_versions_libraries_and_devices(capsys):
     assert doctor.main([]) == 0
     printed = capsys.readouterr().out
-    for fact in (torch.__version__, _C.version, "libliger_ext_cpu.so", importlib.metadata.version("transformers")):
-        assert fact in printed
+    versions = torch.__version__, liger_ext.__version__, importlib.metadata.version("transformers")
+    assert all(fact in printed for fact in (*versions, "libliger_ext_cpu.so"))
     assert [heading for heading, _ in doctor.report()] == [
         "liger_ext", "torch", "transformers", "CPU library", "GPU library", "tuned plans", "driver", "CPU", "GPU",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("architectures", "capability", "code"),
-    [
-        ("7.5 8.0 9.0a", (8, 0), "machine code"),
-        ("7.5 8.0 9.0a", (8, 9), "machine code"),  # that for 8.0 runs on later 8.x
-        ("7.5 8.6 9.0a", (8, 0), "nothing"),
-        ("7.5 9.0a", (9, 0), "machine code"),
-        ("9.0a", (9, 1), "nothing"),
-        ("9.0a", (10, 0), "nothing"),
-        ("9.0a 7.5+PTX", (10, 0), "PTX"),
-        ("7.5+PTX 10.0", (10, 0), "machine code"),
-        ("8.0 7.5+PTX", (7, 0), "nothing"),
-        ("10.0", (12, 0), "nothing"),
-        ("", (8, 0), "nothing"),
-    ],
-)
-def test_coverage(architectures, capability, code):
-    assert _devices.coverage(architectures, *capability) == code
 
 
 @pytest.mark.parametrize(
@@ -121,13 +102,20 @@ def a_device(code, profile=None):
     return _devices.Device(0, "Some GPU", "9.0", code, 2**36, 2**35, profile)
 
 
-def test_a_gpu_that_the_library_does_not_cover(quick, monkeypatch, capsys):
+def test_a_gpu_that_the_library_does_not_serve(quick, monkeypatch, capsys):
     monkeypatch.setattr(_devices, "devices", lambda: [a_device("nothing")])
     monkeypatch.setattr(doctor._load, "gpu_available", lambda: True)
+    monkeypatch.setattr(_fit, "misfit", lambda *arguments: f"no code for {arguments[-1]}")
     assert doctor.main(["doctor"]) == 3
-    printed = capsys.readouterr().out
-    assert "GPU 0 (Some GPU, 9.0) is not used: the GPU library has no code for it" in printed
-    assert "LIGER_EXT_GPU=cuda LIGER_EXT_CUDA_ARCHS=9.0 pip install" in printed
+    assert "PROBLEM: GPU 0 (Some GPU, 9.0) is not used\n  TO DO: no code for 9.0" in capsys.readouterr().out
+
+
+def test_a_driver_beside_a_torch_for_the_cpu(quick, monkeypatch, capsys):
+    machine = _fit.Machine("2.13.0+cpu", None, None, "NVIDIA 580.95")
+    monkeypatch.setattr(_fit, "this_machine", lambda: machine)
+    monkeypatch.setattr(_devices, "devices", list)
+    assert doctor.main(["doctor"]) == 3
+    assert "there is a GPU driver (NVIDIA 580.95), and torch does not use GPUs" in capsys.readouterr().out
 
 
 def test_a_gpu_without_the_gpu_library(quick, monkeypatch, capsys):
@@ -156,8 +144,8 @@ def test_every_profile_can_be_shown(profile, capsys):
 
 def test_what_a_profile_says(monkeypatch, capsys):
     """Of the build, too."""
-    monkeypatch.setattr(_devices._C, "gpu_backend", "cuda")
-    monkeypatch.setattr(_devices._C, "gpu_architectures", "9.0a 7.5+PTX")
+    library = _fit.BuildFacts("0.1.0", "2.11.0", "cuda", "CUDA 13.0.88", "9.0a 7.5+PTX")
+    monkeypatch.setattr(_load, "gpu_facts", {"cuda": library})
     expected = {
         "mi250x": ("gfx90a, warps of 64, 110 compute units, native bf16", "NOT covered", "LIGER_EXT_HIP_ARCHS=gfx90a "),
         "rx7900xt": ("gfx1100, warps of 32, 42 pairs of compute units, native bf16", "LIGER_EXT_GPU=hip ", "64 KiB"),

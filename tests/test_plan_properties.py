@@ -310,7 +310,7 @@ def cuda_report():
     packages = sysconfig.get_path("purelib") + "/nvidia/cu13/bin"  # of nvidia-cuda-cuobjdump
     toolkits = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", os.environ["PATH"], packages]
     tool = shutil.which("cuobjdump", path=os.pathsep.join(toolkits))
-    library = _load.library_folder() / "libliger_ext_gpu.so"
+    library = _load.library_folder() / "libliger_ext_cuda.so"
     if tool is None or shutil.which("c++filt") is None or not library.exists():
         pytest.skip("needs cuobjdump, c++filt and a GPU library: the launch bounds stand in")
     if "entry" not in (text := subprocess.run([tool, "-res-usage", library], capture_output=True, text=True).stdout):

@@ -129,13 +129,13 @@ def test_a_failing_write_leaves_the_old_file(file, monkeypatch):
     assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
 
 
-GOOD = {"format": _tuned.FORMAT, "library": _C.version, "tuned": []}
+GOOD = {"format": _tuned.FORMAT, "library": _load.cpu_facts.version, "tuned": []}
 BAD_FILES = {
     "nothing": b"",
     "no JSON": b"{",
     "not text": b"\xff\xfe\x00",
     "a list": b"[]",
-    "no entries": json.dumps({"format": _tuned.FORMAT, "library": _C.version}).encode(),
+    "no entries": json.dumps({"format": _tuned.FORMAT, "library": _load.cpu_facts.version}).encode(),
     "an entry without a call": json.dumps(GOOD | {"tuned": [{"device": "H200"}]}).encode(),
     "an unknown kernel": json.dumps(
         GOOD | {"tuned": [vars(ENTRY) | {"call": vars(CALL) | {"kernel": "norm"}}]}
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(content, file, i
     assert "cannot be used: " in dict(doctor.report())["tuned plans"][0]
     assert str(file) in text and "python -m liger_ext tune" in text
     if content == BAD_FILES["another version"]:
-        assert "0.0.1" in text and _C.version in text
+        assert "0.0.1" in text and _load.cpu_facts.version in text
     assert installed == []
     keep(ENTRY)  # and tuning makes it anew
     assert _tuned.read(file) == [ENTRY]

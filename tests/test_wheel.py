@@ -1,6 +1,9 @@
-"""A wheel has everything, installs into a fresh environment and works there."""
+"""What `pip install`, an editable install, a release of sources and `make wheels` make, and that it works where it is
+installed. Built in a copy of the checkout, whose own libraries other tests use meanwhile."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -10,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from liger_ext import _fit
+
 ROOT = Path(__file__).parent.parent
+NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "lib", "_C*.so", "__pycache__", "*.egg-info", "demo_out")
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 pytestmark = pytest.mark.slow
 
 USE = """
@@ -20,68 +27,211 @@ x = torch.randn(5, 33, requires_grad=True)
 w = torch.ones(33, requires_grad=True)
 y = F.rms_norm(x, w)
 y.square().sum().backward()
-want = torch.nn.functional.rms_norm(x, (33,), w, 1e-6)
-torch.testing.assert_close(y, want)
+torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (33,), w, 1e-6))
 assert x.grad.abs().sum() > 0
+
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+model, ids = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)), torch.arange(32).reshape(2, 16)
+want = model(ids, labels=ids).loss
+liger_ext.apply_liger_kernel_to_llama(model=model)
+loss = model(ids, labels=ids).loss
+loss.backward()
+torch.testing.assert_close(loss, want)
 print("works")
 """
 
+PLANS = """
+import glob, importlib.util, sys
+file = next(f for f in glob.glob(sys.argv[1] + "/_C.*") if ".cpython-%d%d-" % sys.version_info[:2] in f)
+spec = importlib.util.spec_from_file_location("liger_ext._C", file)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(len(module.plans("rms_norm", module.profile("H200"), 8192, 4096)), "plans")
+"""
+
+
+def run(*command, cwd, ok=True, **settings) -> str:
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("LIGER_EXT_")}
+    env = kept | {"LIGER_EXT_GPU": "none"} | settings
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def a_wheel(source: Path, out: Path, ok=True, **settings):
+    """`pip wheel` of a folder or a release of sources: the file, or what was printed where it must fail."""
+    command = *PIP, "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", out, source
+    printed = run(*command, cwd=out, ok=ok, **settings)
+    return next(out.glob("liger_ext-*.whl")) if ok else printed
+
+
+def names_in(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
+
+
+def environment(folder: Path, python: str = sys.executable) -> Path:
+    """A new environment with this process's torch and transformers beside it; its Python."""
+    if python == sys.executable:
+        venv.create(folder, with_pip=False, symlinks=True)
+        site = next((folder / "lib").glob("python*/site-packages"))
+        (site / "torch_of_the_tests.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
+    else:
+        subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
+    return folder / "bin" / "python"
+
+
+def install(python: Path, *what) -> None:
+    run(*PIP, "--python", python, "install", "--no-deps", "--no-index", *what, cwd=python.parent)
+
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel under test: the one in LIGER_EXT_WHEEL, or one built here without its GPU library."""
+def source(tmp_path_factory) -> Path:
+    """A copy of the sources, with files where `make build` puts its own."""
+    copy = tmp_path_factory.mktemp("source") / "liger_ext"
+    shutil.copytree(ROOT, copy, ignore=NOT_SOURCES)
+    (copy / "liger_ext/lib").mkdir()
+    for name in ("lib/libliger_ext_cpu.so", "lib/libliger_ext_cuda.so", "_C.cpython-38-x86_64-linux-gnu.so"):
+        (copy / "liger_ext" / name).write_text("of `make build`")
+    return copy
+
+
+def of_make_build(source: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in source.glob("liger_ext/**/*.so")}
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    """The wheel under test: the one in LIGER_EXT_WHEEL, or one built here without a GPU library."""
     if named := os.environ.get("LIGER_EXT_WHEEL"):
         return Path(named)
-    out = tmp_path_factory.mktemp("wheel")
-    # Built beside the checkout's own libraries, which other tests use meanwhile.
-    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(out)]
-    command += ["--config-settings", f"build-dir={ROOT}/build/test-wheel", str(ROOT)]
-    options = {"LIGER_EXT_GPU": "none", "SKBUILD_CMAKE_DEFINE": f"LIGER_EXT_OUTPUT={out}/built/lib"}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return next(out.glob("liger_ext-*.whl"))
+    before = of_make_build(source)
+    made = a_wheel(source, tmp_path_factory.mktemp("wheel"))
+    assert of_make_build(source) == before, "pip's build has overwritten that of make"
+    return made
 
 
 @pytest.fixture(scope="module")
-def environment(wheel, tmp_path_factory) -> Path:
-    """A new environment with the wheel in it, and this process's torch beside it; its Python."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
-    done = subprocess.run(install, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    site = next((folder / "lib").glob("python*/site-packages"))
-    (site / "torch_of_the_tests.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
+def installed(wheel, tmp_path_factory) -> Path:
+    python = environment(tmp_path_factory.mktemp("environment"))
+    install(python, wheel)
     return python
 
 
-def python_in(environment: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LIGER_EXT_LIB")}
-    return subprocess.run([str(environment), *arguments], cwd=cwd, env=clean, capture_output=True, text=True)
-
-
 def test_wheel_holds_package_libraries_and_module_and_nothing_else(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    assert "liger_ext/lib/libliger_ext_cpu.so" in names
-    assert any(name.startswith("liger_ext/_C.") and name.endswith(".so") for name in names)
+    names = names_in(wheel)
+    assert {"liger_ext/lib/libliger_ext_cpu.so", "liger_ext/lib/libliger_ext_plans.so"} <= names
+    assert any(name.startswith(f"liger_ext/_C.cpython-{sys.version_info[0]}{sys.version_info[1]}-") for name in names)
     packaged = {name for name in names if name.endswith(".py")}
     assert packaged == {path.relative_to(ROOT).as_posix() for path in (ROOT / "liger_ext").rglob("*.py")}
     tops = {name.split("/")[0] for name in names}
     assert len(tops) == 2 and "liger_ext" in tops, tops  # the other is the dist-info
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    assert f"-{python}-{python}-" in wheel.name  # _C is compiled for this Python
+    assert not any("cpython-38" in name for name in names)
 
 
-def test_wheel_works_in_a_fresh_environment(environment, tmp_path):
-    done = python_in(environment, "-c", USE, cwd=tmp_path)
-    assert done.returncode == 0 and "works" in done.stdout, done.stdout + done.stderr
+def test_links_of_the_readme_work_on_a_package_index(wheel):
+    files = zipfile.ZipFile(wheel)
+    text = files.read(next(name for name in files.namelist() if name.endswith("METADATA"))).decode()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 15 and all(link.startswith(("https://", "#")) for link in links), links
 
 
-def test_python_m_liger_ext_of_the_wheel(environment, tmp_path):
-    done = python_in(environment, "-m", "liger_ext", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    version = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("version = "))
-    assert done.stdout.startswith("liger_ext") and version.split('"')[1] in done.stdout
-    assert torch.__version__ in done.stdout
+def test_wheel_works_in_a_fresh_environment(installed, tmp_path):
+    """Without a compiler: the PATH is empty."""
+    assert "works" in run(installed, "-c", USE, cwd=tmp_path, PATH="")
+    printed = run(installed, "-m", "liger_ext", cwd=tmp_path, PATH="")
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert f"{version} in {installed.parents[1]}" in printed and torch.__version__ in printed
+    assert run(installed, "-m", "liger_ext", "doctor", cwd=tmp_path, PATH="").rstrip().endswith("OK")
+
+
+def test_a_module_that_is_gone_does_not_stay(source, tmp_path):
+    extra = source / "liger_ext/gone.py"
+    extra.write_text("")
+    assert "liger_ext/gone.py" in names_in(a_wheel(source, tmp_path))
+    extra.unlink()
+    assert "liger_ext/gone.py" not in names_in(a_wheel(source, tmp_path))
+
+
+def test_an_editable_install_has_module_and_libraries_from_one_place(tmp_path):
+    source = tmp_path / "liger_ext"
+    shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
+    python = environment(tmp_path / "environment")
+    install(python, "--no-build-isolation", "-e", source)
+    code = "import liger_ext; from liger_ext import _C, _load; print(_C.__file__, _load.library_folder())"
+    module, libraries = run(python, "-c", code, cwd=tmp_path).split()
+    assert Path(module).parent == Path(libraries).parent == source / "liger_ext"
+
+
+def test_a_release_of_sources_builds_offline(source, tmp_path):
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", tmp_path, source, cwd=tmp_path)
+    release = next(tmp_path.glob("liger_ext-*.tar.gz"))
+    assert "liger_ext/lib/libliger_ext_cpu.so" in names_in(a_wheel(release, tmp_path, PIP_NO_INDEX="1"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"LIGER_EXT_GPU": "metal"}, "LIGER_EXT_GPU is 'metal', expected auto, none, cuda, hip or 'cuda;hip'"),
+        ({"LIGER_EXT_PYTHONS": "{fake}"}, "Python.h does not exist. Install them (Debian, Ubuntu: apt "),
+        ({"PATH": "{empty}"}, "liger_ext is built by cmake and ninja, and the PATH has no "),
+    ],
+    ids=["backend", "headers", "tools"],
+)  # fmt: skip
+def test_what_is_missing_gets_a_sentence(settings, words, source, tmp_path):
+    fake, empty = tmp_path / "python3.12", tmp_path / "bin"
+    fake.write_text('#!/bin/sh\ncase "$2" in *version*) echo cp312;; *) echo "/nowhere;.cpython-312.so";; esac\n')
+    fake.chmod(0o755)
+    empty.mkdir()
+    settings = {name: value.format(fake=fake, empty=empty) for name, value in settings.items()}
+    if "PATH" not in settings:
+        assert words in " ".join(a_wheel(source, tmp_path, ok=False, **settings).split())
+        return
+    build = "import runpy, sys; sys.executable = '/nowhere/python'; runpy.run_path('setup.py')"
+    assert words in run(sys.executable, "-c", build, "build_ext", cwd=source, ok=False, **settings)
+
+
+# One wheel for every machine ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheels(source) -> Path:
+    """Of `make wheels`, with the architectures that `.ci/run` compiles for, whose objects a compiler cache has."""
+    if named := os.environ.get("LIGER_EXT_WHEEL"):
+        return Path(named)
+    if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()) or not shutil.which("clang++-19"):
+        pytest.skip("needs nvcc and clang-19")
+    settings = [f"PYTHON={sys.executable}", "NO_VENV=1", "CUDA_ARCHS=8.0;9.0a", "HIP_ARCHS=gfx942;gfx1100"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    printed = run("make", "wheels", *settings, cwd=source, PATH=path)
+    assert "PASSED" in printed and ": OK" in printed, printed
+    return next((source / "dist").glob("*.whl"))
+
+
+def test_one_wheel_for_every_machine(wheels, tmp_path):
+    assert wheels.stat().st_size < 40 << 20
+    tag = re.fullmatch(r"liger_ext-[\d.]+-((?:cp3\d+\.?)+)-none-manylinux_2_(\d+)_x86_64\.whl", wheels.name)
+    assert int(tag[2]) <= 34
+    modules = {re.search(r"cpython-(\d+)-", name)[1] for name in names_in(wheels) if "/_C." in name}
+    assert {f"cp{python}" for python in modules} == set(tag[1].split("."))
+    zipfile.ZipFile(wheels).extractall(tmp_path)
+    for backend in ("cpu", "cuda", "hip", "plans"):
+        assert _fit.read_facts(tmp_path / f"liger_ext/lib/libliger_ext_{backend}.so").backend == backend
+
+
+def test_it_works_in_a_fresh_environment(wheels, tmp_path):
+    python = environment(tmp_path / "environment")
+    install(python, wheels)
+    assert "works" in run(python, "-c", USE, cwd=tmp_path, PATH="")
+    assert "cuda for 8.0 9.0a" in (printed := run(python, "-m", "liger_ext", "doctor", cwd=tmp_path, PATH=""))
+    assert "hip for gfx942 gfx1100" in printed and printed.rstrip().endswith("OK")
+
+
+def test_every_python_that_is_here_loads_its_module(wheels, tmp_path):
+    pythons = run("make", "-s", "pythons", cwd=ROOT).strip().split(";")
+    for number, found in enumerate(pythons):
+        python = environment(tmp_path / str(number), found)
+        install(python, wheels)
+        package = next((tmp_path / str(number) / "lib").glob("python*/site-packages/liger_ext"))
+        assert run(python, "-c", PLANS, package, cwd=tmp_path).split()[1] == "plans", found

@@ -1,4 +1,4 @@
-// liger_ext._C: what was built, device profiles and launch plans, the ops' checks, for Python. Knows nothing of torch.
+// liger_ext._C: device profiles, launch plans (of the library liger_ext_plans) and the ops' checks, for Python. Nothing here needs torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -244,12 +244,7 @@ void bind_plans(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Build information, device profiles, launch plans and argument checks of liger_ext";
-  m.attr("version") = LIGER_EXT_VERSION;
-  m.attr("torch_version") = LIGER_TORCH_VERSION;
-  m.attr("gpu_backend") = LIGER_GPU_BACKEND;
-  m.attr("gpu_architectures") = LIGER_GPU_ARCHS;
-  m.attr("gpu_compiler") = LIGER_GPU_COMPILER;
+  m.doc() = "Device profiles, launch plans and argument checks of liger_ext";
   bind_profiles(m);
   bind_knobs(m);
   bind_plans(m);

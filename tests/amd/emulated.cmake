@@ -8,3 +8,4 @@ set_property(SOURCE tests/amd/runtime.cpp PROPERTY COMPILE_DEFINITIONS __HIP_PLA
 # What takes the place of other libraries' functions does so in this library alone.
 target_link_options(liger_ext_emulated PRIVATE "-Wl,--version-script=${CMAKE_SOURCE_DIR}/tests/amd/exports.map")
 target_link_libraries(liger_ext_emulated PRIVATE liger_torch ${CMAKE_DL_LIBS})
+liger_build_facts(liger_ext_emulated emulated "${hip_version}" "${architectures}")

@@ -20,7 +20,7 @@ import msgpack
 from elftools.elf.elffile import ELFFile
 
 BUILD = Path(__file__).parents[2] / "build"
-HIP_LIBRARY = BUILD / "compile-hip/lib/libliger_ext_gpu.so"  # tests/compile_gpu.sh hip
+HIP_LIBRARY = BUILD / "compile-hip/lib/libliger_ext_hip.so"  # tests/compile_gpu.sh hip
 SEPARATE = {"gfx950": BUILD / "compile-gfx950"}  # by tests/compile_gfx950.sh: code objects of another compiler
 
 

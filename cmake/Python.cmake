@@ -1,0 +1,50 @@
+# What Python asks of C++: liger_ext_plans (device profiles and launch plans), which knows nothing of Python, and over it liger_ext._C, one
+# small module for each Python. Both are free of torch, so that they work, and explain what is missing, where torch's libraries do not load.
+add_library(liger_ext_plans SHARED ${launch_sources})
+target_include_directories(liger_ext_plans PRIVATE csrc)
+target_compile_definitions(liger_ext_plans PRIVATE LIGER_BACKEND=python)
+set_target_properties(liger_ext_plans PROPERTIES CXX_VISIBILITY_PRESET default)   # _C calls its functions
+liger_build_facts(liger_ext_plans plans "${cxx}" "")
+install(TARGETS liger_ext_plans LIBRARY DESTINATION liger_ext/lib)
+
+execute_process(COMMAND "${Python_EXECUTABLE}" -c "import pybind11; print(pybind11.get_include())"
+                OUTPUT_VARIABLE pybind11_include OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE pybind11_missing ERROR_QUIET)
+if(pybind11_missing)
+  message(FATAL_ERROR "liger_ext needs pybind11 >= 3.0 and ${Python_EXECUTABLE} has none. Install it: pip install pybind11")
+endif()
+
+function(liger_python_module python)
+  execute_process(COMMAND "${python}" -c "import sysconfig as s; print(s.get_path('include'), s.get_config_var('EXT_SUFFIX'), sep=';')"
+                  OUTPUT_VARIABLE facts OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  list(GET facts 0 include)
+  list(GET facts 1 suffix)
+  if(NOT EXISTS "${include}/Python.h")
+    message(FATAL_ERROR "${python} has no headers: ${include}/Python.h does not exist. Install them (Debian, Ubuntu: apt install python3-dev).")
+  endif()
+  string(MAKE_C_IDENTIFIER "_C${suffix}" target)
+  # One compilation for all ops: what they include takes longer than they do.
+  file(GLOB ops CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/python/ops/*.cpp")
+  set_source_files_properties(${ops} PROPERTIES UNITY_GROUP ops)
+  add_library(${target} MODULE csrc/python/module.cpp ${ops})
+  target_include_directories(${target} PRIVATE csrc)
+  target_include_directories(${target} SYSTEM PRIVATE "${pybind11_include}" "${include}")
+  target_compile_definitions(${target} PRIVATE LIGER_BACKEND=python)
+  target_link_libraries(${target} PRIVATE liger_ext_plans)
+  # pybind11's templates are most of it: for size it is compiled in two thirds of the time, and with a sanitizer otherwise takes minutes.
+  target_compile_options(${target} PRIVATE $<IF:$<BOOL:${LIGER_EXT_SANITIZE}>,-O0,-Os>)
+  target_link_options(${target} PRIVATE "-Wl,-rpath,$ORIGIN/lib")
+  set_target_properties(${target} PROPERTIES PREFIX "" OUTPUT_NAME _C SUFFIX "${suffix}" UNITY_BUILD ON UNITY_BUILD_MODE GROUP
+                                             LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/..")
+  install(TARGETS ${target} LIBRARY DESTINATION liger_ext)
+endfunction()
+
+if(LIGER_EXT_SANITIZE)
+  set_source_files_properties(${launch_sources} PROPERTIES COMPILE_OPTIONS -O1)
+endif()
+set(pythons ${LIGER_EXT_PYTHONS})
+if(NOT pythons)
+  set(pythons "${Python_EXECUTABLE}")
+endif()
+foreach(python ${pythons})
+  liger_python_module("${python}")
+endforeach()
