@@ -187,6 +187,8 @@ pythons:   # that `make wheels` compiles _C for
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check .
 	git ls-files -z '*.h' '*.cpp' '*.cu' | xargs -0 clang-format --dry-run -Werror
+	[ ! -d .github ] || zizmor --offline --no-progress --quiet .github
+	! command -v actionlint >/dev/null || actionlint
 
 format: $(ENVIRONMENT)
 	$(PY) -m ruff check --fix .

@@ -18,7 +18,6 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SETTINGS = ("LIGER_EXT_GPU", "LIGER_EXT_CUDA_ARCHS", "LIGER_EXT_HIP_ARCHS", "LIGER_EXT_PYTHONS")  # in the environment
-PREBUILT = os.environ.get("LIGER_EXT_PREBUILT")  # a folder of GPU libraries that other machines have built
 PYTHONS = [python for python in os.environ.get("LIGER_EXT_PYTHONS", "").split(";") if python] or [sys.executable]
 
 
@@ -46,8 +45,6 @@ class BuildLibraries(build_ext):
         ):
             if status := subprocess.run(["cmake", *arguments]).returncode:
                 sys.exit(f"cmake {arguments[0]} failed with status {status}: its message is above")
-        for library in Path(PREBUILT).glob("*.so") if PREBUILT else ():
-            shutil.copy(library, target / "liger_ext" / "lib")
 
     def get_outputs(self):
         return []

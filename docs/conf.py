@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 project = "liger_ext"
 version = release = liger_ext.__version__
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**.md"]
 exclude_patterns = [
     ".venv*",
     ".[a-z]*",
@@ -44,7 +44,7 @@ CONTENTS = {
     "Use": ["training", "families", "tools"],
     "API": ["api/patching", "api/functional", "api/modules", "api/compat", "api/torch_ops"],
     "Results": ["results", "measurements", "numerics"],
-    "Development": ["../CONTRIBUTING", "writing_a_kernel", "decisions", "../CHANGELOG"],
+    "Development": ["../CONTRIBUTING", "writing_a_kernel", "decisions", "../CHANGELOG", "../SECURITY"],
 }
 
 

@@ -1,6 +1,7 @@
-"""The Markdown pages: their links lead somewhere, their lines are short, and they name what is public."""
+"""The Markdown pages: their links lead to tracked files, their lines are short, and they name what is public."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from liger_ext import functional, modules
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 HELPERS = {"CountedRows", "CrossEntropyOutput", "check_errors", "count_rows"}  # belong to ops, and are no ops
 
 
@@ -18,13 +19,21 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.fixture(scope="module")
+def tracked() -> set[Path]:
+    """The files and folders of the repository, without those that only this machine has."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in listed.split("\0")]
+    return {*files, *(folder for file in files for folder in file.parents if ROOT in folder.parents)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page(page):
+def test_a_page(page, tracked):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         file, _, anchor = target.partition("#")
-        leads_to = page.parent / file if file else page
-        assert leads_to.exists(), target
+        leads_to = (page.parent / file).resolve() if file else page
+        assert leads_to in tracked, target
         assert not anchor or anchor in anchors(leads_to), target
     long = [line for line in text.splitlines() if len(line) > 160 and not line.startswith("|")]
     assert not long

@@ -126,7 +126,8 @@ def test_wheel_holds_package_libraries_and_module_and_nothing_else(wheel):
     assert packaged == {path.relative_to(ROOT).as_posix() for path in (ROOT / "liger_ext").rglob("*.py")}
     tops = {name.split("/")[0] for name in names}
     assert len(tops) == 2 and "liger_ext" in tops, tops  # the other is the dist-info
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+    licences = {name.rpartition("/licenses/")[2] for name in names if "/licenses/" in name}
+    assert licences == {"LICENSE", "THIRD_PARTY_NOTICES.md"}
     assert not any("cpython-38" in name for name in names)
 
 
