@@ -34,7 +34,7 @@ function(liger_python_module python)
   target_compile_options(${target} PRIVATE $<IF:$<BOOL:${LIGER_EXT_SANITIZE}>,-O0,-Os>)
   target_link_options(${target} PRIVATE "-Wl,-rpath,$ORIGIN/lib")
   set_target_properties(${target} PROPERTIES PREFIX "" OUTPUT_NAME _C SUFFIX "${suffix}" UNITY_BUILD ON UNITY_BUILD_MODE GROUP
-                                             LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/..")
+                                             UNITY_BUILD_RELOCATABLE ON LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/..")
   install(TARGETS ${target} LIBRARY DESTINATION liger_ext)
 endfunction()
 

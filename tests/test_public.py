@@ -62,12 +62,13 @@ def test_the_command_of_publish_yml_fails_for_another_tag():
 
 
 def test_the_address_is_pyprojects():
-    """pyproject.toml is the place of the repository's address; the citation repeats it, and no other file has it."""
+    """pyproject.toml is the place of the repository's address; other files repeat it where it is used."""
     address = re.search(r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     assert f"repository-code: {address}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"git clone {address} " in (ROOT / "README.md").read_text()
     search = ["git", "grep", "-l", "-F", address]
     found = subprocess.run(search, cwd=ROOT, capture_output=True, text=True).stdout.split()
-    assert set(found) == {"pyproject.toml", "CITATION.cff"}
+    assert set(found) == {"pyproject.toml", "CITATION.cff", "README.md", "docs/installation.md"}
 
 
 def lint(name: str, package: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -53,7 +53,8 @@ print(len(module.plans("rms_norm", module.profile("H200"), 8192, 4096)), "plans"
 
 def run(*command, cwd, ok=True, **settings) -> str:
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("LIGER_EXT_")}
-    env = kept | {"LIGER_EXT_GPU": "none"} | settings
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = kept | {"LIGER_EXT_GPU": "none", "PATH": tools} | settings
     done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -204,8 +205,7 @@ def wheels(source) -> Path:
     if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()) or not shutil.which("clang++-19"):
         pytest.skip("needs nvcc and clang-19")
     settings = [f"PYTHON={sys.executable}", "NO_VENV=1", "CUDA_ARCHS=8.0;9.0a", "HIP_ARCHS=gfx942;gfx1100"]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    printed = run("make", "wheels", *settings, cwd=source, PATH=path)
+    printed = run("make", "wheels", *settings, cwd=source)
     assert "PASSED" in printed and ": OK" in printed, printed
     return next((source / "dist").glob("*.whl"))
 
