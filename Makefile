@@ -20,7 +20,7 @@
 #   MARKS="not cuda"    the tests of these three: pytest's markers; left out: all but those for a GPU and the slow ones
 #   SKIPS=all           the column of tests/skips.txt that the skips of a run must have
 #   SUITES="rows host"  the benchmarks to run: rows, flce, host, memory, train, families, lora
-#   GPU=cuda|hip|none   the GPU library to build; left out: for the GPU of this machine, none where there is no GPU
+#   GPU=cuda|hip|none   the GPU library to build; left out: for the GPU of this machine, none where there is no GPU; both: 'cuda;hip'
 #   CUDA_ARCHS, HIP_ARCHS   e.g. "8.0;9.0a" (default with GPU=cuda or hip: every supported one)
 #   PYTHON=python3.12   the Python that makes the environment      VENV=.venv   where it is made
 #   NO_VENV=1           use PYTHON and its packages as they are: nothing is installed
@@ -45,13 +45,14 @@ else
   MODEL :=
 endif
 
-# A development build holds what this machine can run; a wheel holds every architecture.
+# A development build holds what this machine can run; a wheel holds every architecture. With a GPU and no toolkit, `auto` makes CMake
+# explain what is missing.
 BUILD := build/dev
 NVIDIA_ARCHS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | sed 's/^9\.0$$/9.0a/' | paste -sd';')
 AMD_ARCHS = $(shell rocminfo 2>/dev/null | grep -o -m1 'gfx[0-9a-f]*')
 ifndef GPU
   ifneq ($(NVIDIA_ARCHS),)
-    GPU := $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null),cuda,none)
+    GPU := $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null),cuda,auto)
     CUDA_ARCHS ?= $(NVIDIA_ARCHS)
   else ifneq ($(AMD_ARCHS),)
     GPU := hip

@@ -4,7 +4,7 @@ find_program(liger_nvcc nvcc HINTS $ENV{CUDA_HOME}/bin /usr/local/cuda/bin NO_CA
 find_program(liger_hipcc NAMES amdclang++ HINTS /opt/rocm/bin /opt/rocm/llvm/bin NO_CACHE)
 set(gpus ${LIGER_EXT_GPU})
 if(gpus STREQUAL "auto")
-  set(no_gpu_library "Install CUDA's nvcc or ROCm, or set LIGER_EXT_GPU=none for a build without a GPU library")
+  set(no_gpu_library "Install CUDA's nvcc or ROCm, or set LIGER_EXT_GPU=none (make: GPU=none) for a build without a GPU library")
   if(liger_nvcc)
     set(gpus cuda)
   elseif(liger_hipcc)

@@ -13,7 +13,7 @@ shift
 build=$PWD/build/sanitize-${sanitizers%%,*}
 cmake -G Ninja -S . -B "$build" -DPython_EXECUTABLE="$(python3 -c 'import sys; print(sys.executable)')" -DCMAKE_CXX_COMPILER=clang++-19 \
   -DCMAKE_C_COMPILER=clang-19 -DCMAKE_BUILD_TYPE=RelWithDebInfo -DLIGER_EXT_GPU=none -DLIGER_EXT_SANITIZE="$sanitizers" \
-  -DLIGER_EXT_OUTPUT="$build/liger_ext/lib" --log-level=WARNING
+  --log-level=WARNING
 cmake --build "$build"
 ln -sfn "$PWD"/liger_ext/*.py "$PWD"/liger_ext/{models,ops,records} "$build/liger_ext/"
 
