@@ -60,11 +60,15 @@ def run(*command, cwd, ok=True, **settings) -> str:
     return done.stdout + done.stderr
 
 
-def a_wheel(source: Path, out: Path, ok=True, **settings):
-    """`pip wheel` of a folder or a release of sources: the file, or what was printed where it must fail."""
+def build(source: Path, out: Path, ok=True, **settings) -> str:
+    """`pip wheel` of a folder or a release of sources; what was printed."""
     command = *PIP, "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", out, source
-    printed = run(*command, cwd=out, ok=ok, **settings)
-    return next(out.glob("liger_ext-*.whl")) if ok else printed
+    return run(*command, cwd=out, ok=ok, **settings)
+
+
+def a_wheel(source: Path, out: Path, **settings) -> Path:
+    build(source, out, **settings)
+    return next(out.glob("liger_ext-*.whl"))
 
 
 def names_in(wheel: Path) -> set[str]:
@@ -156,6 +160,13 @@ def test_a_module_that_is_gone_does_not_stay(source, tmp_path):
     assert "liger_ext/gone.py" not in names_in(a_wheel(source, tmp_path))
 
 
+def test_a_touched_file_is_compiled_alone(source, wheel, tmp_path):
+    build(source, tmp_path)
+    (source / "csrc/launch/softmax.cpp").touch()
+    compiled = re.findall(r"Building \S+ object (\S+)", build(source, tmp_path))
+    assert [Path(name).name for name in compiled] == ["softmax.cpp.o"]
+
+
 def test_an_editable_install_has_module_and_libraries_from_one_place(tmp_path):
     source = tmp_path / "liger_ext"
     shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
@@ -188,10 +199,10 @@ def test_what_is_missing_gets_a_sentence(settings, words, source, tmp_path):
     empty.mkdir()
     settings = {name: value.format(fake=fake, empty=empty) for name, value in settings.items()}
     if "PATH" not in settings:
-        assert words in " ".join(a_wheel(source, tmp_path, ok=False, **settings).split())
+        assert words in " ".join(build(source, tmp_path, ok=False, **settings).split())
         return
-    build = "import runpy, sys; sys.executable = '/nowhere/python'; runpy.run_path('setup.py')"
-    assert words in run(sys.executable, "-c", build, "build_ext", cwd=source, ok=False, **settings)
+    script = "import runpy, sys; sys.executable = '/nowhere/python'; runpy.run_path('setup.py')"
+    assert words in run(sys.executable, "-c", script, "build_ext", cwd=source, ok=False, **settings)
 
 
 # One wheel for every machine ------------------------------------------------------------------------------------------
