@@ -162,7 +162,7 @@ def test_every_source_compiles_with_cuda_12():
 @needs_cubins
 @needs_cuobjdump
 def test_local_memory_with_cuda_12():
-    """The kernels were made for nvcc's registers; clang keeps up to 264 bytes (7.0, GroupNorm)."""
+    """The kernels were made for nvcc's registers; of clang's, up to 280 bytes lie there (9.0a, a norm's backward)."""
     found = resources()
     assert all(len(kernels) > 100 for kernels in found.values())
     assert {f"{name} on {arch}": m for arch, of in found.items() for name, (_, m) in of.items() if m > 288} == {}
