@@ -144,7 +144,7 @@ host: configure
 compile-all: $(ENVIRONMENT)
 	tests/compile_gpu.sh hip
 	tests/compile_gfx950.sh
-	tests/compile_sm70.sh
+	tests/compile_cuda12.sh
 	tests/compile_gpu.sh cuda
 
 # Configured once for each set of settings; ninja itself sees changes of the CMake files. A copied or moved checkout starts anew.

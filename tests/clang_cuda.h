@@ -1,6 +1,6 @@
-// What clang's CUDA headers lack of nvcc's words, for tests/compile_sm70.sh alone.
+// What clang's CUDA headers lack of nvcc's words, for tests/compile_cuda12.sh alone.
 #pragma once
-#define __CUDA_ARCH_LIST__ 700
+#define __CUDA_ARCH_LIST__ 700, 750, 800, 860, 890, 900
 
 __device__ inline void __stcs(unsigned* to, unsigned v) { asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory"); }
 __device__ inline void __stcs(uint2* to, uint2 v) {
