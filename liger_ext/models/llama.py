@@ -20,7 +20,7 @@ from liger_ext.models.mlp import MLP
 from liger_ext.models.normal_form import find_calls
 from liger_ext.models.norms import RMSNorm
 from liger_ext.models.patch import PatchHandle, copy_forward, stands_in
-from liger_ext.models.rope import rope_for
+from liger_ext.models.rope import rope_for, written_rope
 
 try:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, sdpa_mask  # 4.53 on
@@ -103,7 +103,7 @@ class LlamaMLP(MLP, modeling_llama.LlamaMLP):
     forward = MLP.forward
 
 
-@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(modeling_llama.apply_rotary_pos_emb))
+@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(written_rope(modeling_llama.apply_rotary_pos_emb)))
 class LlamaAttention(Attention, modeling_llama.LlamaAttention):
     pass
 
