@@ -25,11 +25,11 @@ def mapping(model: nn.Module) -> dict[str, str]:
     Raises:
         ValueError: it has none.
     """
-    registered = set()
-    for module in model.modules():
-        registered.add(getattr(module, "kernel_layer_name", None))
-        functions = getattr(module, "_kernel_funcs", {}).values()
-        registered.update(getattr(function, "kernel_layer_name", None) for function in functions)
+    from transformers import KernelConfig  # of transformers 5
+
+    config = KernelConfig()
+    config.store_registered_layer_names(model)
+    registered = set(config.registered_layer_names.values())
     found = {name: f"{__path__[0]}:{layer.__name__}" for name, layer in _LAYERS.items() if name in registered}
     if not found:
         raise ValueError(

@@ -15,12 +15,12 @@ from transformers.models.llama import modeling_llama
 from liger_ext.models.causal_lm import CausalLM
 from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.embedding import embedding, is_one_op
-from liger_ext.models.forwards import definition_of
+from liger_ext.models.forwards import definition_of, written_function
 from liger_ext.models.mlp import MLP
 from liger_ext.models.normal_form import find_calls
 from liger_ext.models.norms import RMSNorm
 from liger_ext.models.patch import PatchHandle, copy_forward, stands_in
-from liger_ext.models.rope import rope_for, written_rope
+from liger_ext.models.rope import rope_for
 
 try:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, sdpa_mask  # 4.53 on
@@ -103,7 +103,7 @@ class LlamaMLP(MLP, modeling_llama.LlamaMLP):
     forward = MLP.forward
 
 
-@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(written_rope(modeling_llama.apply_rotary_pos_emb)))
+@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(written_function(modeling_llama.apply_rotary_pos_emb)))
 class LlamaAttention(Attention, modeling_llama.LlamaAttention):
     pass
 

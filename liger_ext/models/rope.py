@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from liger_ext import functional
-from liger_ext.models.forwards import code_of
+from liger_ext.models.forwards import code_of, written_function
 
 ROPES: dict[str, dict[str, object]] = {  # what `rope_for` makes of them
     "1f557c15b1869342": {},  # Llama's, before 5.0
@@ -64,15 +64,9 @@ ROPES: dict[str, dict[str, object]] = {  # what `rope_for` makes of them
 
 def known_rope(rope: Callable | None) -> Callable | None:
     """What takes the place of a function of transformers that applies rotary embeddings; None if it is not known."""
-    how = ROPES.get(code_of(written_rope(rope)))
-    return None if how is None else rope_for(written_rope(rope), **how)
-
-
-def written_rope(rope: Callable) -> Callable:
-    """`rope`, or the function that transformers has written, if the package kernels has made a module of it."""
-    if not hasattr(type(rope), "kernel_layer_name"):
-        return rope
-    return inspect.getclosurevars(type(rope).forward).nonlocals.get("func", rope)
+    rope = written_function(rope)
+    how = ROPES.get(code_of(rope))
+    return None if how is None else rope_for(rope, **how)
 
 
 @functools.cache
