@@ -130,7 +130,7 @@ def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None 
 
 def functions_read(function: Callable, cls: type | None = None) -> list[Callable]:
     """`function`, under the wrappers around it, and what `code_of` reads with it."""
-    found = [inspect.unwrap(function)]
+    found = [inspect.unwrap(written_function(function))]
     for each in found:
         definition = _definition_of_code(each.__code__) if isinstance(each, types.FunctionType) else None
         if definition is not None:
