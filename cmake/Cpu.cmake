@@ -13,7 +13,7 @@ target_link_libraries(liger_ops_cpu PRIVATE liger_torch)
 add_library(liger_ext_cpu SHARED $<TARGET_OBJECTS:liger_ops_cpu> ${cpu_baseline})
 target_include_directories(liger_ext_cpu PRIVATE csrc)
 target_compile_definitions(liger_ext_cpu PRIVATE LIGER_BACKEND=cpu)
-target_link_libraries(liger_ext_cpu PRIVATE liger_torch)
+target_link_libraries(liger_ext_cpu PRIVATE liger_torch ${CMAKE_DL_LIBS})
 
 set(optimized -O3)
 if(LIGER_EXT_SANITIZE)

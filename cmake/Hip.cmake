@@ -23,7 +23,7 @@ string(REGEX MATCH "clang version [0-9.]+" hip_version "${hip_version}")
 set(archs ${LIGER_EXT_HIP_ARCHS})
 if(NOT archs)
   foreach(arch gfx90a gfx942 gfx950 gfx1100 gfx1201)
-    execute_process(COMMAND "${hip_compiler}" --target=amdgcn-amd-amdhsa -mcpu=${arch} -nogpulib -x c -c /dev/null -o /dev/null
+    execute_process(COMMAND "${hip_compiler}" --target=amdgcn-amd-amdhsa -mcpu=${arch} -nogpulib -fsyntax-only -x c /dev/null
                     RESULT_VARIABLE refused ERROR_QUIET)
     if(refused)
       message(WARNING "the HIP library has no code for ${arch}, which ${hip_compiler} (${hip_version}) does not compile for")

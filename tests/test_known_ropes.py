@@ -11,9 +11,9 @@ from cases import RecordCalls, normal
 from family_models import assert_same, build, freeze_few, patched
 from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, step  # noqa: F401
 
-from liger_ext.models import decoder, known_code
-from liger_ext.models.forwards import code_of
-from liger_ext.models.rope import rope_for
+from liger_ext.models import decoder, rope
+from liger_ext.models.forwards import code_of, written_function
+from liger_ext.models.rope import known_rope
 
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code, and fewer models")
 HALF_WIDTH = ("codegen", "deepseek_v2", "gpt_oss", "gptj", "llama4", "openai_privacy_filter")
@@ -28,9 +28,8 @@ MODELS = [name for name in _NAMES.split() if importlib.util.find_spec(f"transfor
 def known_ropes(model_type):
     """{name: (transformers' function, ours)} of those of a module that are known."""
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    functions = {name: f for name, f in vars(module).items() if name.startswith("apply_rotary_")}
-    how = {name: known_code.ROPES.get(code_of(f)) for name, f in functions.items()}
-    return {name: (f, rope_for(f, **how[name])) for name, f in functions.items() if how[name] is not None}
+    functions = {name: written_function(f) for name, f in vars(module).items() if name.startswith("apply_rotary_")}
+    return {name: (f, known_rope(f)) for name, f in functions.items() if known_rope(f) is not None}
 
 
 def differences(model_type, dtype=torch.float32):
@@ -103,8 +102,8 @@ def test_does_what_transformers_does(model_type):
 )
 def test_a_wrong_entry_would_be_found(monkeypatch, model_type, wrong):
     codes = {code_of(theirs) for theirs, _ in known_ropes(model_type).values()}
-    changed = {code: wrong if code in codes else how for code, how in known_code.ROPES.items()}
-    monkeypatch.setattr(known_code, "ROPES", changed)
+    changed = {code: wrong if code in codes else how for code, how in rope.ROPES.items()}
+    monkeypatch.setattr(rope, "ROPES", changed)
     assert max(differences(model_type)) > 0.1
 
 

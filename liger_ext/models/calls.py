@@ -72,9 +72,16 @@ def _is_known(module: nn.Module, part: int) -> bool:
         return False
     own = module.__dict__
     for name in names:  # noqa: SIM110 (it runs for each module in each step)
-        if name in own:
+        if name in own and not _is_class_method(own[name], module, name):
             return False
     return True
+
+
+def _is_class_method(function: Callable, module: nn.Module, name: str) -> bool:
+    """Whether `function`, which `module` has itself, is its class's method. The package kernels puts that on a module
+    for which it finds no kernel."""
+    bound_to = getattr(function, "__self__", None)
+    return bound_to is module and function.__func__ is getattr(type(module), name)
 
 
 def _names(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:

@@ -89,6 +89,13 @@ def definition_of(function: Callable) -> ast.FunctionDef | None:
         return None
 
 
+def written_function(found: object) -> object:
+    """`found`, or the function that transformers has written, if the package kernels has made a module of it."""
+    if not hasattr(type(found), "kernel_layer_name"):
+        return found
+    return inspect.getclosurevars(type(found).forward).nonlocals.get("func", found)
+
+
 def text_of(function: Callable) -> str | None:
     """A function's code without comments, annotations and decorators. None if its source is not there to be read."""
     definition = definition_of(function)
@@ -123,7 +130,7 @@ def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None 
 
 def functions_read(function: Callable, cls: type | None = None) -> list[Callable]:
     """`function`, under the wrappers around it, and what `code_of` reads with it."""
-    found = [inspect.unwrap(function)]
+    found = [inspect.unwrap(written_function(function))]
     for each in found:
         definition = _definition_of_code(each.__code__) if isinstance(each, types.FunctionType) else None
         if definition is not None:
@@ -136,6 +143,7 @@ _definition_of_code = functools.cache(definition_of)  # by code objects, which n
 
 def _function_of(found: object) -> object:
     """Unwraps a method or a property: returns the function that runs."""
+    found = written_function(found)
     if isinstance(found, staticmethod | classmethod):
         found = found.__func__
     elif isinstance(found, property):

@@ -22,7 +22,7 @@ from liger_ext.models.decoder import Attention
 from liger_ext.models.forwards import called_by, code_of, definition_of, functions_read
 from liger_ext.models.names import MODELS, name_of
 from liger_ext.models.patch import find_replacements, stands_in
-from liger_ext.models.rope import ROPES, rope_for
+from liger_ext.models.rope import known_rope
 
 
 def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
@@ -79,8 +79,8 @@ def _ropes_of(cls: type[nn.Module]) -> dict[str, Callable]:
         return {}
     names = [name for name in normal_form.names_read(definition)[0] if name.startswith("apply_rotary_")]
     ropes = {name: vars(sys.modules[cls.__module__]).get(name) for name in names}
-    known = {name: (rope, ROPES.get(code_of(rope))) for name, rope in ropes.items()}
-    return {name: rope_for(rope, **how) for name, (rope, how) in known.items() if how is not None}
+    known = {name: known_rope(rope) for name, rope in ropes.items()}
+    return {name: rope for name, rope in known.items() if rope is not None}
 
 
 def knows_loss() -> bool:

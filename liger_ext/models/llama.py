@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from liger_ext.models.causal_lm import CausalLM
 from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.embedding import embedding, is_one_op
-from liger_ext.models.forwards import definition_of
+from liger_ext.models.forwards import definition_of, written_function
 from liger_ext.models.mlp import MLP
 from liger_ext.models.normal_form import find_calls
 from liger_ext.models.norms import RMSNorm
@@ -103,7 +103,7 @@ class LlamaMLP(MLP, modeling_llama.LlamaMLP):
     forward = MLP.forward
 
 
-@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(modeling_llama.apply_rotary_pos_emb))
+@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(written_function(modeling_llama.apply_rotary_pos_emb)))
 class LlamaAttention(Attention, modeling_llama.LlamaAttention):
     pass
 

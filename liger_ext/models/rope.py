@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from liger_ext import functional
+from liger_ext.models.forwards import code_of, written_function
 
 ROPES: dict[str, dict[str, object]] = {  # what `rope_for` makes of them
     "1f557c15b1869342": {},  # Llama's, before 5.0
@@ -59,6 +60,13 @@ ROPES: dict[str, dict[str, object]] = {  # what `rope_for` makes of them
     "80efb0ff05326854": {},  # DINOv3's, of the patches behind other tokens
     "5ed17c96df72aa62": {"turns": -1},  # NanoChat's, which turns the other way
 }
+
+
+def known_rope(rope: Callable | None) -> Callable | None:
+    """What takes the place of a function of transformers that applies rotary embeddings; None if it is not known."""
+    rope = written_function(rope)
+    how = ROPES.get(code_of(rope))
+    return None if how is None else rope_for(rope, **how)
 
 
 @functools.cache

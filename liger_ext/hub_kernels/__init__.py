@@ -1,0 +1,39 @@
+"""Layers for Hugging Face's package `kernels`, which loads this folder as a local kernel: `use_kernels=True`.
+
+`kernels` replaces the `forward` of modules whose class transformers has registered by the name of a layer. It imports
+this folder by its path, reads metadata.json, and takes `layers` of what it has imported.
+"""
+
+from torch import nn
+
+from liger_ext.hub_kernels import layers
+
+__all__ = ["layers", "mapping"]
+
+_LAYERS = {  # by the name that transformers registers
+    "RMSNorm": layers.RMSNorm,
+    "RMSNormZeroCentered": layers.RMSNorm,
+    "rotary_pos_emb": layers.RotaryPosEmb,
+    "SwiGLUMLP": layers.MLP,
+    "GeGLUMLP": layers.MLP,
+}
+
+
+def mapping(model: nn.Module) -> dict[str, str]:
+    """What `transformers.KernelConfig(..., use_local_kernel=True)` takes: those layers that `model` has registered.
+
+    Raises:
+        ValueError: it has none.
+    """
+    from transformers import KernelConfig  # of transformers 5
+
+    config = KernelConfig()
+    config.store_registered_layer_names(model)
+    registered = set(config.registered_layer_names.values())
+    found = {name: f"{__path__[0]}:{layer.__name__}" for name, layer in _LAYERS.items() if name in registered}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} registers no layer of {', '.join(_LAYERS)} with the package kernels: transformers "
+            "registers them if the version of kernels that it asks for is installed when it is imported"
+        )
+    return found
