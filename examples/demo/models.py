@@ -100,8 +100,8 @@ def _cpu_multiplies_bf16() -> bool:
 def make_plan(args: argparse.Namespace, config: PretrainedConfig) -> Plan:
     """Sizes for this machine, where the command line names none.
 
-    On two CPU cores the real model takes a few minutes, and in fp32 half a batch. On a GPU sequences have 2,048 tokens and the batch is the
-    largest, up to 8, whose unpatched step fits in memory.
+    On two CPU cores the real model takes a few minutes, with half a batch in fp32. On a GPU sequences have 2,048
+    tokens and the batch is the largest, up to 8, whose unpatched step fits in memory.
     """
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cuda = device.type == "cuda"
