@@ -1,6 +1,6 @@
 # One command each, on a machine with python3 (venv), make and a C++20 compiler:
 #   make demo    fine-tune a real Llama with and without liger_ext and compare       make bench   the benchmark tables
-#   make test    the tests that need no GPU, but for the slow ones: about 8 minutes on two cores of an AMD EPYC (AVX2)
+#   make test    the tests that need no GPU, but for the slow ones: about 8 minutes on two cores
 #   make test-all    every test that needs no GPU, kernels compiled for every architecture, the oldest transformers, and AddressSanitizer
 #   make build   the libraries, into liger_ext/lib      make wheel   dist/*.whl
 #   make host    the GPU's kernels for the CPU, to test them (part of make test)
@@ -175,7 +175,7 @@ format: $(ENVIRONMENT)
 	git ls-files -z '*.h' '*.cpp' '*.cu' | xargs -0 clang-format -i
 
 # The environment of the build and of the demo: cmake and ninja, which this file calls, and what pyproject.toml names, whose
-# [build-system] pip needs to read the demo's extra. Python compiles what is imported; compiling all would take a minute.
+# [build-system] pip needs to read the demo's extra. Python compiles modules as they are imported.
 PIP_INSTALL = $(PY) -m pip install --quiet --no-compile
 $(VENV)/.demo-installed: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' || \

@@ -56,7 +56,7 @@ template <class A> struct RowSums {
 };
 
 // terms: 1, or 2 with label smoothing, whose sum of logits alone may overflow: differences to one of them, the anchor, are summed. NaN
-// may be lost to `max`, but not to the sum of exponentials. Not inlined: kernels share it, and a call for each row costs nothing.
+// may be lost to `max`, but not to the sum of exponentials. Not inlined, so that kernels share its code: one call for each row.
 template <class A, int terms, class T, class Cap, class W>
 [[gnu::noinline, gnu::flatten]] RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, A anchor) {
   constexpr A least = -std::numeric_limits<A>::infinity();
