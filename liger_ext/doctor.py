@@ -238,6 +238,7 @@ def _failures(results: Sequence[dict[str, Any]]) -> Iterator[Problem]:
 def _parser() -> argparse.ArgumentParser:
     statuses = "; ".join(f"{status}: {what}" for status, what in STATUS.items())
     parser = argparse.ArgumentParser(prog="python -m liger_ext", description=__doc__.strip().splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"liger_ext {_load.cpu_facts.version}")
     commands = parser.add_subparsers(dest="command")
     doctor = commands.add_parser(
         "doctor",

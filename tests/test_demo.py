@@ -21,7 +21,7 @@ TINY = ["--model", "random:tiny", "--device", "cpu", "--steps", "9"]
 @pytest.fixture
 def no_memory_measurement(monkeypatch):
     """Leaves out the part that starts processes."""
-    monkeypatch.setattr(memory, "measure_apart", lambda *_: {training.UNPATCHED: None, training.PATCHED: None})
+    monkeypatch.setattr(memory, "measure_apart", lambda *_: None)
 
 
 def check_outputs(out: Path, printed: str) -> dict:
@@ -41,6 +41,19 @@ def test_command_prints_the_table_and_writes_picture_and_numbers(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = check_outputs(tmp_path, done.stdout)
+    phases = (
+        "importing torch and transformers",
+        "loading the model and the text",
+        f"measuring peak memory: {training.UNPATCHED}",
+        f"measuring peak memory: {training.PATCHED}",
+        "training with and without liger_ext",
+        "step 2 of 9",
+        "step 9 of 9",
+        "time of a step",
+    )
+    assert done.stdout.startswith(phases[0])
+    places = [done.stdout.find(phase) for phase in phases]
+    assert -1 not in places and places == sorted(places), done.stdout
     for measured in numbers["table"]["peak memory of the loss, MiB"].values():
         assert measured > 0
 
@@ -57,8 +70,10 @@ def test_loss_memory_is_measured_and_smaller_with_the_patch(tmp_path):
     config, _, _ = models.load("random:tiny")
     config.vocab_size = 32768
     args = demo.parse([*TINY, "--batch", "4", "--seq", "512", "--dtype", "fp32"])
-    measured = memory.measure_apart(config, models.make_plan(args, config))
-    plain, patched = measured[training.UNPATCHED]["loss"], measured[training.PATCHED]["loss"]
+    plan = models.make_plan(args, config)
+    plain, patched = (
+        memory.measure_apart(name, config, plan)["loss"] for name in (training.UNPATCHED, training.PATCHED)
+    )
     logits = 4 * 512 * 32768 * 4
     assert plain > 1.9 * logits  # the logits and their gradient at least: the meter sees what must be there
     assert patched < 0.75 * plain
@@ -75,7 +90,8 @@ def test_the_level_of_memory(monkeypatch):
         return subprocess.CompletedProcess(command, 0, "{}")
 
     monkeypatch.setattr(memory.subprocess, "run", run)
-    memory.measure_apart(config, plan)
+    for name in (training.UNPATCHED, training.PATCHED):
+        memory.measure_apart(name, config, plan)
     assert [request["level"] for request in requests] == [None, "low"]
     _, patched = training.make_runs(build, plan)
     assert patched.model.liger_memory == "low"

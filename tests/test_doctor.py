@@ -20,6 +20,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(testing, "examples", lambda device: every(device, (torch.float32,)))
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"liger_ext {liger_ext.__version__}\n"
+
+
 def test_report_names_versions_libraries_and_devices(capsys):
     assert doctor.main([]) == 0
     printed = capsys.readouterr().out

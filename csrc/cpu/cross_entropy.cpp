@@ -20,10 +20,10 @@ template <class A, class T> LIGER_INLINE void write_zeros(const Out<T>& out, int
 }
 
 // out may be the logits' own memory; the target may be beside its columns. What lse has beyond A's precision is in the factor of the
-// probabilities.
+// probabilities. Not inlined, as sum_row.
 template <class A, class T, class Cap, class W>
-LIGER_INLINE void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap,
-                                 const LogSumExp& lse, const Slopes& slopes, const In<W>& weight) {
+[[gnu::noinline, gnu::flatten]] void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap,
+                                                    const LogSumExp& lse, const Slopes& slopes, const In<W>& weight) {
   const vec<A> probability = splat<A>(A(slopes.probability * __builtin_exp(-lse.low)));
   const vec<A> share = splat<A>(A(slopes.weight)), minus_lse = splat<A>(A(-lse.high));
   const auto write = [&](int64_t j, auto n, vec<A> minus) {
@@ -59,10 +59,7 @@ LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t
         }
         const In<T> x = row<T>(a.logits, i);
         const double x_target = softcap(element<A>(x, y));
-        RowSums<A> sums;
-        const A anchor = A(formula.anchor(x_target));
-        if (a.options.label_smoothing != 0) sums = sum_row<A, 2>(x, a.vocab, softcap, weight, anchor);
-        else sums = sum_row<A, 1>(x, a.vocab, softcap, weight, anchor);
+        const RowSums<A> sums = sum_row<A>(a.options, x, a.vocab, softcap, weight, A(formula.anchor(x_target)));
         const LogSumExp lse = sums.lse();
         results.losses(i, formula, lse, x_target, sums.weighted);
         if (results.want_prediction()) results.prediction(i, argmax(x, a.vocab, sums));

@@ -11,9 +11,8 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
     using T = decltype(t);
     using A = accumulator_of<T>;
     using Slots = CrossEntropyStatistics;
-    const bool smooth = of.options.label_smoothing != 0;
     double weights = double(of.vocab);
-    if (smooth && of.class_weight.data != nullptr) {
+    if (of.options.label_smoothing != 0 && of.class_weight.data != nullptr) {
       const auto weight = param<A>(of.class_weight);
       weights = sum_columns<A>(of.vocab, [&](int64_t j, auto n) { return load<A>(weight, j, n); });
     }
@@ -32,8 +31,7 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
           const bool here = target >= 0 && target < of.vocab;
           const double near = softcap(element<A>(x, here ? target : 0));
           const A anchor = A(Formula<A>::anchor(near));
-          const RowSums<A> sums =
-              smooth ? sum_row<A, 2>(x, of.vocab, softcap, weight, anchor) : sum_row<A, 1>(x, of.vocab, softcap, weight, anchor);
+          const RowSums<A> sums = sum_row<A>(of.options, x, of.vocab, softcap, weight, anchor);
           put(Slots::maximum, sums.shift);
           put(Slots::sum, sums.exponentials);
           put(Slots::target, here ? near : 0.0);

@@ -56,9 +56,9 @@ template <class A> struct RowSums {
 };
 
 // terms: 1, or 2 with label smoothing, whose sum of logits alone may overflow: differences to one of them, the anchor, are summed. NaN
-// may be lost to `max`, but not to the sum of exponentials.
+// may be lost to `max`, but not to the sum of exponentials. Not inlined, so that kernels share its code: one call for each row.
 template <class A, int terms, class T, class Cap, class W>
-LIGER_INLINE RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, A anchor) {
+[[gnu::noinline, gnu::flatten]] RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, A anchor) {
   constexpr A least = -std::numeric_limits<A>::infinity();
   RowSums<A> r;
   const A guess = max_columns<A>(std::min(vocab, first_guess_columns), [&](int64_t j, auto n) { return load<A>(row, j, n); });
@@ -87,6 +87,14 @@ LIGER_INLINE RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& soft
     }
   }
   return r;
+}
+
+// With label smoothing or without it.
+template <class A, class T, class Cap, class W>
+LIGER_INLINE RowSums<A> sum_row(const CrossEntropyOptions& options, const In<T>& row, int64_t vocab, const Cap& softcap,
+                                const In<W>& weight, A anchor) {
+  if (options.label_smoothing != 0) return sum_row<A, 2>(row, vocab, softcap, weight, anchor);
+  return sum_row<A, 1>(row, vocab, softcap, In<constant>{1}, anchor);
 }
 
 // As torch.argmax: the first of equal values, and NaN is the greatest.

@@ -3,6 +3,8 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <unistd.h>
@@ -41,6 +43,12 @@ Isa chosen_isa() {
 Isa isa() {
   static const Isa chosen = chosen_isa();
   return chosen;
+}
+
+void throw_no_kernels() {
+  throw std::runtime_error(std::string("liger_ext was built for one instruction set of CPUs, and this is another: ") +
+                           isa_names[int(isa())] +
+                           ", the best of this machine or LIGER_EXT_CPU_ISA. Build every instruction set: make build");
 }
 
 // What one output may take of the last-level cache before it is written around it. Some virtual machines report no size.

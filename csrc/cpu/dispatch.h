@@ -21,6 +21,9 @@ enum class Isa { baseline, avx2, avx512 };
 // The best that this machine has; LIGER_EXT_CPU_ISA=baseline|avx2|avx512 lowers it. Decided once.
 Isa isa();
 
+// A build for one machine (LIGER_EXT_CPU_NATIVE) has kernels of its instruction set alone.
+[[noreturn]] void throw_no_kernels();
+
 namespace baseline {
 template <class Args> void run(const Args&, int64_t begin, int64_t end);
 }
@@ -40,7 +43,10 @@ template <class Args> Kernel<Args>* kernel() {
 #if LIGER_HAS_AVX2
   if (isa() == Isa::avx2) return &avx2::run<Args>;
 #endif
-  return &baseline::run<Args>;
+#if LIGER_HAS_BASELINE
+  if (isa() == Isa::baseline) return &baseline::run<Args>;
+#endif
+  throw_no_kernels();
 }
 
 // Splits [0, items) among torch's threads; one thread gets at least this many elements, since waking another takes microseconds.

@@ -12,14 +12,19 @@ import argparse
 import contextlib
 import io
 import logging
+import math
 import platform
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":  # the imports take seconds, and some packages warn when they are imported
+    print("importing torch and transformers", flush=True)
 
 import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.status import Status
 
 from . import memory, models, report, training
 from .data import batches
@@ -69,6 +74,27 @@ def device_name(device: torch.device) -> str:
     return f"{next(names, platform.processor() or 'CPU')}, {torch.get_num_threads()} threads"
 
 
+def phase(console: Console, what: str) -> Status:
+    """What the demo does now: beside a spinner on a terminal, elsewhere as a line."""
+    if not console.is_terminal:
+        console.print(what)
+    return console.status(what)
+
+
+def train(console: Console, runs: list[training.Run], data: list[torch.Tensor], plan: models.Plan) -> None:
+    """Trains both: with a bar for each on a terminal, elsewhere with a line for about every fifth of the steps."""
+    every = math.ceil(plan.steps / 5)
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    bars = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal)
+    with bars:
+        tasks = {run.name: bars.add_task(run.name, total=plan.steps) for run in runs}
+        for run in training.train(runs, data, plan):
+            done, shown = len(run.losses), f"{run.name:12}  loss {run.losses[-1]:.4f}"
+            bars.update(tasks[run.name], completed=done, description=shown)
+            if bars.disable and (done % every == 0 or done == plan.steps):
+                console.print(f"{shown}  step {done} of {plan.steps}")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     console = Console()
@@ -76,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         # What the loaders print, bars of their own above all, would tear the display; what goes wrong is an exception.
-        with console.status("loading the model and the text"), contextlib.redirect_stderr(io.StringIO()):
+        with phase(console, "loading the model and the text"), contextlib.redirect_stderr(io.StringIO()):
             config, build, encode = models.load(args.model)
             plan = models.make_plan(args, config)
             data = batches(encode, max(1, (plan.steps - 1) // EPOCHS), plan.batch, plan.seq, args.text)
@@ -90,15 +116,13 @@ def main(argv: list[str] | None = None) -> int:
         f"{level}{device_name(plan.device)}, torch {torch.__version__}, transformers {transformers.__version__}"
     )
     console.print(title)
-    with console.status("measuring peak memory, each variant in a process of its own"):
-        peaks = memory.measure_apart(config, plan)
-
-    runs = training.make_runs(build, plan)
-    counts = MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(TextColumn("{task.description}"), BarColumn(), *counts, console=console) as progress:
-        tasks = {run.name: progress.add_task(run.name, total=plan.steps) for run in runs}
-        for run in training.train(runs, data, plan):
-            progress.update(tasks[run.name], advance=1, description=f"{run.name:12}  loss {run.losses[-1]:.4f}")
+    peaks: report.Memory = {}
+    for name in (training.UNPATCHED, training.PATCHED):
+        with phase(console, f"measuring peak memory: {name}, in a process of its own"):
+            peaks[name] = memory.measure_apart(name, config, plan)
+    with phase(console, "training with and without liger_ext"):
+        runs = training.make_runs(build, plan)
+    train(console, runs, data, plan)
 
     agreed = report.agreement(runs[0].losses, runs[1].losses, plan.dtype)
     report.print_table(console, title, runs, peaks, plan, agreed)

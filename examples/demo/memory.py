@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .meter import Meter
 from .models import DTYPES, Plan, cast_parameters
-from .training import PATCHED, UNPATCHED, optimizer_for, patch
+from .training import PATCHED, optimizer_for, patch
 
 
 class FixedHidden(torch.nn.Module):
@@ -62,33 +62,30 @@ def measure(
 
     model.model = layers
     optimizer = optimizer_for(model, 0.0)
-    for _ in range(2):  # the first makes the optimizer's state
+    for rows in (8, seq):  # the first makes the optimizer's state
         meter.reset()
         optimizer.zero_grad(set_to_none=True)
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        model(input_ids=tokens[:, :rows], labels=tokens[:, :rows], use_cache=False).loss.backward()
         optimizer.step()
     return {"loss": of_loss, "step": meter.peak() - (0 if device.type == "cuda" else empty)}
 
 
-def measure_apart(config: LlamaConfig, plan: Plan) -> dict[str, dict[str, int] | None]:
-    """`measure` for both variants, each in a new process; None where the system cannot tell (no Linux, no /proc)."""
+def measure_apart(name: str, config: LlamaConfig, plan: Plan) -> dict[str, int] | None:
+    """`measure` for one of the variants, in a new process; None where the system cannot tell (no Linux, no /proc)."""
     if plan.device.type == "cpu" and not os.access("/proc/self/clear_refs", os.W_OK):
-        return {UNPATCHED: None, PATCHED: None}
+        return None
     request = {
         "config": config.to_diff_dict(), "device": str(plan.device), "batch": plan.batch, "seq": plan.seq,
         "dtype": next(name for name, dtype in DTYPES.items() if dtype == plan.dtype),
+        "level": plan.memory if name == PATCHED else None,
     }  # fmt: skip
     # Freed blocks of a megabyte go back to the system at once, so that the resident set is what is in use.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    measured = {}
-    for name in (UNPATCHED, PATCHED):
-        asked = request | {"level": plan.memory if name == PATCHED else None}
-        command = [sys.executable, "-m", __spec__.name, json.dumps(asked)]
-        child = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if child.returncode:
-            raise RuntimeError(f"measuring the memory of {name} failed:\n{child.stderr[-4000:]}")
-        measured[name] = json.loads(child.stdout.splitlines()[-1])
-    return measured
+    command = [sys.executable, "-m", __spec__.name, json.dumps(request)]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if child.returncode:
+        raise RuntimeError(f"measuring the memory of {name} failed:\n{child.stderr[-4000:]}")
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
