@@ -1,5 +1,6 @@
 // Vector types of the build's instruction set, element types in memory, and the conversions between them. Part of cpu/simd.h.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
