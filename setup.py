@@ -12,9 +12,13 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    sys.exit("liger_ext is built with setuptools >= 77, and an older one is installed: pip install -U setuptools")
 
 ROOT = Path(__file__).resolve().parent
 SETTINGS = ("LIGER_EXT_GPU", "LIGER_EXT_CUDA_ARCHS", "LIGER_EXT_HIP_ARCHS", "LIGER_EXT_PYTHONS")  # in the environment
@@ -37,7 +41,7 @@ class BuildLibraries(build_ext):
         build = ROOT / "build" / f"pip-{sys.implementation.cache_tag}"
         target = ROOT if self.editable_mode or self.inplace else Path(self.build_lib)
         (build / "CMakeCache.txt").unlink(missing_ok=True)
-        settings = [f"-D{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
+        settings = [f"-D{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
         for arguments in (
             ["-G", "Ninja", "-S", ROOT, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", *settings],
             ["--build", build],

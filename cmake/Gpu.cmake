@@ -3,7 +3,7 @@
 find_program(liger_nvcc nvcc HINTS $ENV{CUDA_HOME}/bin /usr/local/cuda/bin NO_CACHE)
 find_program(liger_hipcc NAMES amdclang++ HINTS /opt/rocm/bin /opt/rocm/llvm/bin NO_CACHE)
 set(gpus ${LIGER_EXT_GPU})
-if(gpus STREQUAL "auto")
+if(NOT gpus OR gpus STREQUAL "auto")
   set(no_gpu_library "Install CUDA's nvcc or ROCm, or set LIGER_EXT_GPU=none (make: GPU=none) for a build without a GPU library")
   if(liger_nvcc)
     set(gpus cuda)

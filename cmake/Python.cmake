@@ -15,7 +15,11 @@ endif()
 
 function(liger_python_module python)
   execute_process(COMMAND "${python}" -c "import sysconfig as s; print(s.get_path('include'), s.get_config_var('EXT_SUFFIX'), sep=';')"
-                  OUTPUT_VARIABLE facts OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+                  OUTPUT_VARIABLE facts OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed ERROR_QUIET)
+  if(failed)
+    message(FATAL_ERROR "LIGER_EXT_PYTHONS is '${LIGER_EXT_PYTHONS}', and '${python}' is no Python that runs here. Expected are "
+                        "interpreters, separated by ';', e.g. '/usr/bin/python3.12;/usr/bin/python3.13'.")
+  endif()
   list(GET facts 0 include)
   list(GET facts 1 suffix)
   if(NOT EXISTS "${include}/Python.h")
@@ -32,9 +36,9 @@ function(liger_python_module python)
   target_link_libraries(${target} PRIVATE liger_ext_plans)
   # pybind11's templates are most of it: for size it is compiled in two thirds of the time, and with a sanitizer otherwise takes minutes.
   target_compile_options(${target} PRIVATE $<IF:$<BOOL:${LIGER_EXT_SANITIZE}>,-O0,-Os>)
-  target_link_options(${target} PRIVATE "-Wl,-rpath,$ORIGIN/lib")
   set_target_properties(${target} PROPERTIES PREFIX "" OUTPUT_NAME _C SUFFIX "${suffix}" UNITY_BUILD ON UNITY_BUILD_MODE GROUP
-                                             UNITY_BUILD_RELOCATABLE ON LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/..")
+                                             UNITY_BUILD_RELOCATABLE ON LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/.."
+                                             INSTALL_RPATH "$ORIGIN/lib")
   install(TARGETS ${target} LIBRARY DESTINATION liger_ext)
 endfunction()
 

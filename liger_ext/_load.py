@@ -79,10 +79,7 @@ def _check_python(package: Path) -> None:
     tags = sorted((path.name.split("-")[1] for path in package.glob("_C.cpython-*.so")), key=lambda tag: int(tag[1:]))
     served = ", ".join(f"{tag[0]}.{tag[1:]}" for tag in tags)
     if not served:
-        raise ImportError(
-            f"liger_ext's module _C does not exist in {package}: the package is not built. In its source folder run: "
-            "pip install --no-build-isolation ."
-        )
+        raise _absent(package, f"module {package / '_C'}")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise ImportError(
             f"liger_ext has no module for a free-threaded Python ({sys.executable} is one); it has one for each of "
@@ -92,6 +89,18 @@ def _check_python(package: Path) -> None:
         f"liger_ext in {package} is built for Python {served}, and {sys.executable} is {here}. Install it with this "
         f"Python: {sys.executable} -m pip install --force-reinstall --no-deps liger_ext"
     )
+
+
+def _absent(package: Path, what: str) -> ImportError:
+    """The error for a file that should be there."""
+    if (package.parent / "CMakeLists.txt").exists():
+        advice = (
+            "these sources are not built. Run `make build` or `pip install --no-build-isolation -e .` there; or leave "
+            "this folder, whose sources hide an installed liger_ext"
+        )
+    else:
+        advice = "install liger_ext again: pip install --force-reinstall --no-deps liger_ext"
+    return ImportError(f"liger_ext's {what} does not exist: {advice}.")
 
 
 def _claim_process(folder: Path) -> None:
@@ -128,20 +137,25 @@ def load() -> None:
     """Loads the libraries into the process, once."""
     global _gpu_error, _folder, cpu_facts
     _check_torch_version()
-    _check_python(Path(__file__).parent)
+    package = Path(__file__).parent
+    _check_python(package)
     _folder = library_folder()
     path = _folder / "libliger_ext_cpu.so"
     if not path.exists():
-        raise ImportError(
-            f"liger_ext's library {path} does not exist: the package is not built. In its source folder run: "
-            "pip install --no-build-isolation ."
-        )
+        if os.environ.get("LIGER_EXT_LIB"):
+            raise ImportError(f"the environment variable LIGER_EXT_LIB names {_folder}, which has no {path.name}.")
+        raise _absent(package, f"library {path}")
     _claim_process(_folder)
     try:
         torch.ops.load_library(path)
         cpu_facts = _fit.read_facts(path)
     except (OSError, ValueError) as error:
         raise ImportError(f"liger_ext's library does not load with torch {torch.__version__}: {error}") from error
+    if (plans := _fit.read_facts(package / "lib" / "libliger_ext_plans.so").version) != cpu_facts.version:
+        raise ImportError(
+            f"liger_ext is mixed of two versions: {path} is of {cpu_facts.version}, its launch plans are of {plans}. "
+            "Remove liger_ext and install it again."
+        )
     _gpu_error = _load_gpu(_folder)
 
 

@@ -2,6 +2,9 @@
 
 import importlib.metadata
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -136,6 +139,14 @@ def test_transformers_that_cannot_be_patched(quick, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_transformers", lambda: "4.40.0: too old, the Llama patch needs 4.51.3 or newer")
     assert doctor.main(["doctor"]) == 4
     assert "pip install 'transformers>=4.51.3,<6'" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves():
+    """As `| head` does: no traceback."""
+    command = [sys.executable, "-m", "liger_ext", "doctor", "--profile", "h100"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize("profile", [device.name for device in _C.profiles()])

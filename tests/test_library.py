@@ -41,10 +41,45 @@ def test_every_instruction_set(isa):
     assert re.search(rf"isa {isa} measured \d\d\d", done.stdout), done.stdout
 
 
-def test_a_missing_library_says_how_to_build(tmp_path):
+def test_a_folder_without_libraries(tmp_path):
     done = python("-c", "import liger_ext", LIGER_EXT_LIB=str(tmp_path))
     assert done.returncode != 0 and "ImportError" in done.stderr
-    assert str(tmp_path) in done.stderr and "pip install" in done.stderr
+    assert f"LIGER_EXT_LIB names {tmp_path}, which has no libliger_ext_cpu.so" in done.stderr
+
+
+def older(library: Path) -> None:
+    version = f'"version": "{liger_ext.__version__}"'.encode()
+    assert version in library.read_bytes()
+    library.write_bytes(library.read_bytes().replace(version, b'"version": "0.0.9"'))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda package: None, ""),
+        (lambda package: (package / "lib/libliger_ext_cpu.so").unlink(), "does not exist: install liger_ext again"),
+        (lambda package: next(package.glob("_C.*")).unlink(), "_C does not exist: install liger_ext again"),
+        (lambda package: (package / "lib/libliger_ext_plans.so").unlink(), "does not load: libliger_ext_plans.so"),
+        (lambda package: older(package / "lib/libliger_ext_plans.so"), "is mixed of two versions"),
+        (
+            lambda package: (shutil.rmtree(package / "lib"), (package.parent / "CMakeLists.txt").touch()),
+            "does not load",
+        ),
+        (
+            lambda package: (next(package.glob("_C.*")).unlink(), (package.parent / "CMakeLists.txt").touch()),
+            "these sources are not built. Run `make build`",
+        ),
+    ],
+    ids=["nothing", "cpu", "_C", "plans", "versions", "lib", "sources"],
+)
+def test_a_spoiled_installation(spoil, words, tmp_path):
+    package = tmp_path / "liger_ext"
+    ignored = shutil.ignore_patterns("host", "ahead", "async", "__pycache__", "libliger_ext_cuda.so", "*_hip.so")
+    shutil.copytree(PACKAGE / "liger_ext", package, ignore=ignored)
+    spoil(package)
+    (tmp_path / "use.py").write_text("import liger_ext; print(liger_ext.__file__)")
+    done = python(tmp_path / "use.py")
+    assert (done.returncode == 0) == (not words) and words in done.stderr, done.stderr
 
 
 def test_a_second_copy_is_refused(tmp_path):

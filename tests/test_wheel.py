@@ -188,10 +188,11 @@ def test_a_release_of_sources_builds_offline(source, tmp_path):
     ("settings", "words"),
     [
         ({"LIGER_EXT_GPU": "metal"}, "LIGER_EXT_GPU is 'metal', expected auto, none, cuda, hip or 'cuda;hip'"),
+        ({"LIGER_EXT_PYTHONS": "/bin/ls"}, "LIGER_EXT_PYTHONS is '/bin/ls', and '/bin/ls' is no Python that runs here"),
         ({"LIGER_EXT_PYTHONS": "{fake}"}, "Python.h does not exist. Install them (Debian, Ubuntu: apt "),
         ({"PATH": "{empty}"}, "liger_ext is built by cmake and ninja, and the PATH has no "),
     ],
-    ids=["backend", "headers", "tools"],
+    ids=["backend", "pythons", "headers", "tools"],
 )  # fmt: skip
 def test_what_is_missing_gets_a_sentence(settings, words, source, tmp_path):
     fake, empty = tmp_path / "python3.12", tmp_path / "bin"
@@ -206,6 +207,24 @@ def test_what_is_missing_gets_a_sentence(settings, words, source, tmp_path):
     assert words in run(sys.executable, "-c", script, "build_ext", cwd=source, ok=False, **settings)
 
 
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+CLANG = shutil.which("clang++-19")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "archs", "words"),
+    [
+        ("cuda", "nonsense", "LIGER_EXT_CUDA_ARCHS is 'nonsense', expected architectures such as '8.0;9.0a;7.5+PTX'"),
+        ("hip", "gfx942;gfx9999", "LIGER_EXT_HIP_ARCHS has 'gfx9999', which"),
+    ],
+)
+def test_architectures_that_the_compiler_does_not_have(gpu, archs, words, source, tmp_path):
+    if not {"cuda": NVCC, "hip": CLANG}[gpu]:
+        pytest.skip("needs nvcc or clang-19")
+    settings = {"LIGER_EXT_GPU": gpu, f"LIGER_EXT_{gpu.upper()}_ARCHS": archs}
+    assert words in " ".join(build(source, tmp_path, ok=False, **settings).split())
+
+
 # One wheel for every machine ------------------------------------------------------------------------------------------
 
 
@@ -214,7 +233,7 @@ def wheels(source) -> Path:
     """Of `make wheels`, with the architectures that `.ci/run` compiles for, whose objects a compiler cache has."""
     if named := os.environ.get("LIGER_EXT_WHEEL"):
         return Path(named)
-    if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()) or not shutil.which("clang++-19"):
+    if not NVCC or not CLANG:
         pytest.skip("needs nvcc and clang-19")
     settings = [f"PYTHON={sys.executable}", "NO_VENV=1", "CUDA_ARCHS=8.0;9.0a", "HIP_ARCHS=gfx942;gfx1100"]
     printed = run("make", "wheels", *settings, cwd=source)
