@@ -35,7 +35,11 @@ function(liger_python_module python)
   target_compile_definitions(${target} PRIVATE LIGER_BACKEND=python)
   target_link_libraries(${target} PRIVATE liger_ext_plans)
   # pybind11's templates are most of it: for size it is compiled in two thirds of the time, and with a sanitizer otherwise takes minutes.
-  target_compile_options(${target} PRIVATE $<IF:$<BOOL:${LIGER_EXT_SANITIZE}>,-O0,-Os>)
+  if(LIGER_EXT_SANITIZE)
+    target_compile_options(${target} PRIVATE -O0)
+  else()
+    target_compile_options(${target} PRIVATE -Os)
+  endif()
   set_target_properties(${target} PROPERTIES PREFIX "" OUTPUT_NAME _C SUFFIX "${suffix}" UNITY_BUILD ON UNITY_BUILD_MODE GROUP
                                              UNITY_BUILD_RELOCATABLE ON LIBRARY_OUTPUT_DIRECTORY "${LIGER_EXT_OUTPUT}/.."
                                              INSTALL_RPATH "$ORIGIN/lib")
