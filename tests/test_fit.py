@@ -95,7 +95,7 @@ def test_files_without_facts(tmp_path):
     [
         (["_C.cpython-38-x86_64-linux-gnu.so", "_C.cpython-310-x86_64-linux-gnu.so"], 0, "for Python 3.8, 3.10, and"),
         (["_C.cpython-310-x86_64-linux-gnu.so"], 1, "no module for a free-threaded Python"),
-        ([], 0, "the package is not built"),
+        ([], 0, "_C does not exist: install liger_ext again"),
         ([f"_C.cpython-{sys.version_info.major}{sys.version_info.minor}-x86_64-linux-gnu.so"], 0, "does not load"),
     ],
 )  # fmt: skip
