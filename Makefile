@@ -165,9 +165,9 @@ configure: $(DEMO_ENVIRONMENT)
 	fi
 
 # For this Python and GPU. pip's build has a folder of its own, beside that of `make build`.
+wheel wheels: export LIGER_EXT_CUDA_ARCHS = $(CUDA_ARCHS)
+wheel wheels: export LIGER_EXT_HIP_ARCHS = $(HIP_ARCHS)
 wheel: export LIGER_EXT_GPU = $(GPU)
-wheel: export LIGER_EXT_CUDA_ARCHS = $(CUDA_ARCHS)
-wheel: export LIGER_EXT_HIP_ARCHS = $(HIP_ARCHS)
 wheel: $(ENVIRONMENT)
 	$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
 
@@ -177,11 +177,8 @@ PYTHONS = $(shell for minor in 10 11 12 13 14; do \
       $$python -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null && echo $$python && break; \
     done; \
   done | paste -sd';')
-wheels: GPUS = cuda;hip
-wheels: export LIGER_EXT_GPU = $(GPUS)
+wheels: export LIGER_EXT_GPU = cuda;hip
 wheels: export LIGER_EXT_PYTHONS = $(PYTHONS)
-wheels: export LIGER_EXT_CUDA_ARCHS = $(CUDA_ARCHS)
-wheels: export LIGER_EXT_HIP_ARCHS = $(HIP_ARCHS)
 wheels: $(ENVIRONMENT)
 	rm -rf build/wheels
 	$(PY) -m pip wheel --no-build-isolation --no-deps -w build/wheels .

@@ -56,7 +56,7 @@ def driver() -> str:
 
 
 def toolkit() -> str:
-    """What torch and liger_ext's GPU libraries were compiled with."""
+    """The compilers of torch and of liger_ext's GPU libraries."""
     of_torch = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     of_torch = of_torch if torch.version.cuda or torch.version.hip else "no GPU toolkit"
     of_ours = ", ".join(facts.compiler for facts in _load.gpu_facts.values())

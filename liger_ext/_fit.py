@@ -31,8 +31,8 @@ class BuildFacts:
 
 
 def read_facts(library: Path) -> BuildFacts:
-    """What a library was built for, read from its file, which need not be loadable here. OSError or ValueError where
-    that is not to be found."""
+    """Reads the facts from a library's file. The library need not be loadable here. Raises OSError or ValueError if the
+    file has no facts."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content.find(_MARK) + len(_MARK)
         if start < len(_MARK):
@@ -42,8 +42,8 @@ def read_facts(library: Path) -> BuildFacts:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU library must fit. ``cuda`` and ``hip``: torch's runtime. ``driver``: its name and version, or "none".
-    ``driver_cuda``: the newest CUDA that NVIDIA's driver runs."""
+    """The torch and the driver that a GPU library must fit. ``cuda`` and ``hip``: torch's runtime. ``driver``: its name
+    and version, or "none". ``driver_cuda``: the newest CUDA that NVIDIA's driver runs."""
 
     torch: str
     cuda: str | None
@@ -97,7 +97,7 @@ def coverage(architectures: str, major: int, minor: int) -> str:
 
 
 def code_for(architecture: str, libraries: Mapping[str, BuildFacts]) -> str:
-    """What the libraries hold for a GPU of an architecture ("9.0", "gfx942"): "machine code", "PTX" or "nothing"."""
+    """Returns the code that libraries have for an architecture ("9.0", "gfx942"): "machine code", "PTX", "nothing"."""
     of_amd = architecture.startswith("gfx")
     library = libraries.get("hip" if of_amd else "cuda")
     if library is None:

@@ -36,7 +36,7 @@ def library_folder() -> Path:
 
 def gpu_library() -> Path:
     """The GPU library that fits torch's build, whether it is there or not."""
-    return library_folder() / f"libliger_ext_{_fit.this_machine().backend or 'cuda'}.so"
+    return library_folder() / f"libliger_ext_{'hip' if torch.version.hip else 'cuda'}.so"
 
 
 def gpu_available() -> bool:

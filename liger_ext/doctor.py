@@ -135,17 +135,18 @@ def report() -> list[tuple[str, list[str]]]:
 
 def _installation() -> Iterator[Problem]:
     """What is wrong before anything has run."""
+    machine = _fit.this_machine()
     for device in _devices.devices():
         name = f"GPU {device.index} ({device.name}, {device.architecture})"
         if not _load.gpu_available():
             yield Problem(3, f"{name} is not used: liger_ext's GPU library is not loaded", _load.gpu_status())
-        elif reason := _fit.misfit(_load.gpu_facts, _load.cpu_facts.version, _fit.this_machine(), device.architecture):
+        elif reason := _fit.misfit(_load.gpu_facts, _load.cpu_facts.version, machine, device.architecture):
             yield Problem(3, f"{name} is not used", reason)
         elif device.profile is None:
             yield Problem(
                 3, f"{name}: the GPU library cannot read its properties", f"the driver is {_devices.driver()}"
             )
-    if (machine := _fit.this_machine()).backend is None and machine.driver != "none":
+    if machine.backend is None and machine.driver != "none":
         yield Problem(3, f"there is a GPU driver ({machine.driver}), and torch does not use GPUs", _load.gpu_status())
     if "too old" in _transformers():
         advice = f"pip install 'transformers>={TRANSFORMERS_RANGE[0]},<6' (the ops and modules work without)"

@@ -118,7 +118,7 @@ def test_one_layer_alone(registered):
 
 
 def test_layers_are_what_kernels_takes(registered):
-    """Each can be loaded for each name: nothing but `forward`, with the arguments of what it replaces."""
+    """`kernels` refuses a layer with other arguments or more than `forward`."""
     model = registered(build("llama"))
     mapping = hub_kernels.mapping(model)
     for name, where in mapping.items():

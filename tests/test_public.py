@@ -1,4 +1,4 @@
-"""What a public release needs: one version everywhere, workflows that two linters accept, and one address."""
+"""A public release has one version everywhere, workflows that two linters accept, and one address."""
 
 import re
 import runpy

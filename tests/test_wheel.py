@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_cuda_code import NVCC
 
 from liger_ext import _fit
 
@@ -207,7 +208,6 @@ def test_what_is_missing_gets_a_sentence(settings, words, source, tmp_path):
     assert words in run(sys.executable, "-c", script, "build_ext", cwd=source, ok=False, **settings)
 
 
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 CLANG = shutil.which("clang++-19")
 
 

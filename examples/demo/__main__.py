@@ -75,7 +75,7 @@ def device_name(device: torch.device) -> str:
 
 
 def phase(console: Console, what: str) -> Status:
-    """What the demo does now: beside a spinner on a terminal, elsewhere as a line."""
+    """Shows the demo's current phase: a terminal gets a spinner with it, anything else a line."""
     if not console.is_terminal:
         console.print(what)
     return console.status(what)

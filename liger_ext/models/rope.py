@@ -63,7 +63,7 @@ ROPES: dict[str, dict[str, object]] = {  # what `rope_for` makes of them
 
 
 def known_rope(rope: Callable | None) -> Callable | None:
-    """What takes the place of a function of transformers that applies rotary embeddings; None if it is not known."""
+    """Returns our replacement of a function of transformers that applies rotary embeddings; None if it is not known."""
     rope = written_function(rope)
     how = ROPES.get(code_of(rope))
     return None if how is None else rope_for(rope, **how)
