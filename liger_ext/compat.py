@@ -20,8 +20,9 @@ def install() -> "_PatchHandle":
     """Answers to the name ``liger_kernel`` in this process, so that ``Trainer(use_liger_kernel=True)`` patches with
     liger_ext. To be called before ``trl`` is imported, which looks for the name then.
 
-    ``liger_kernel.transformers`` has this library's modules, functions and patches. A name of upstream's that
-    this library does not have can be imported, and raises NotImplementedError when it is used.
+    Its modules have this library's classes, functions and patches where Liger-Kernel has its own; docs/liger_kernel.md
+    lists them. ``Liger*``, ``liger_*`` and ``apply_liger_*`` names that this library does not have can be imported, and
+    raise NotImplementedError when they are used. Patched models have ``output.logits`` None after a training step.
 
     Returns:
         A handle, whose ``.revert()`` takes the name away again. As a context manager it reverts at the end.
@@ -29,6 +30,6 @@ def install() -> "_PatchHandle":
     Raises:
         RuntimeError: Liger-Kernel itself is installed.
     """
-    from liger_ext.models import stand_in  # the mechanism of patching is not needed before
+    from liger_ext import liger_kernel  # the mechanism of patching is not needed before
 
-    return stand_in.install()
+    return liger_kernel.install()

@@ -39,31 +39,6 @@ def test_handles_of_two(installed):
     assert importlib.util.find_spec("liger_kernel") is None
 
 
-def test_names(installed):
-    import liger_kernel.transformers
-    from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
-    from liger_kernel.transformers import (
-        AutoLigerKernelForCausalLM,
-        LigerRMSNorm,
-        _apply_liger_kernel_to_instance,
-        apply_liger_kernel_to_llama,
-        apply_liger_kernel_to_muse_glimmer,
-        liger_rms_norm,
-    )
-
-    assert liger_kernel.transformers.LigerSwiGLUMLP is liger_ext.LigerSwiGLUMLP
-    assert (LigerRMSNorm, liger_rms_norm) == (liger_ext.LigerRMSNorm, liger_ext.liger_rms_norm)
-    assert AutoLigerKernelForCausalLM is liger_ext.AutoLigerKernelForCausalLM
-    assert apply_liger_kernel_to_llama is liger_ext.apply_liger_kernel_to_llama
-    assert _apply_liger_kernel_to_instance is liger_ext.apply_liger_kernel_to_instance
-    for absent in (LigerFusedLinearDPOLoss, apply_liger_kernel_to_muse_glimmer):
-        with pytest.raises(NotImplementedError, match=rf"liger_ext has no {absent.__name__}, which liger_kernel"):
-            absent(beta=0.1)
-    with pytest.raises(ImportError):
-        from liger_kernel.transformers import something_else  # noqa: F401
-    assert not hasattr(liger_kernel.transformers, "__file__")
-
-
 def test_trainer(installed, tmp_path, monkeypatch):
     """The same steps as with a model that is patched by hand, and as with one that is not."""
     accelerate = pytest.importorskip("accelerate")

@@ -66,7 +66,7 @@ def test_can_be_called(model_type):
     else:
         liger_ext.apply_liger_kernel(model_type, rope=False, rms_norm=False).revert()
         with pytest.raises(ValueError, match=f"holds no {FUNCTION_OF[model_type]} model"):
-            auto._patch(model_type, model=nn.Linear(2, 2))
+            auto._patch(model_type, {"model": nn.Linear(2, 2)}, auto.patch_function)
 
 
 @pytest.mark.parametrize("family, unit", [("gemma", "geglu"), ("nemotron", "relu_squared"), ("mistral", "swiglu")])

@@ -1,6 +1,7 @@
 """Models of images and text: their language models, and the loss of their heads, against transformers' own."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from llama_models import SIZES, TRANSFORMERS, assert_as_good, one_thread, random
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 from transformers.models.mllama import modeling_mllama
 
-from liger_ext import apply_liger_kernel_to_instance
+from liger_ext import apply_liger_kernel_to_instance, compat
 from liger_ext.models import causal_lm, decoder
 from liger_ext.models.mlp import VisionMLP
 
@@ -167,6 +168,9 @@ def test_options_of_the_loss(device):
     torch.testing.assert_close(found.logits, logits)
     ours.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()  # the user's own
     torch.testing.assert_close(ours(input_ids=ids, labels=ids).loss, logits.mean())
+    with compat.install():
+        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama4(model=model)
+        assert model(input_ids=ids, labels=ids).logits is None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v_moe"])

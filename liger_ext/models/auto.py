@@ -1,7 +1,7 @@
 """Finding the patch of a model by its model type; model classes that patch what they build."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -23,11 +23,7 @@ def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
     An unknown model type is left alone, and options that the type's function does not take are dropped; each draws one
     warning.
     """
-    if model_type not in FUNCTION_OF:
-        known = ", ".join(FUNCTION_OF)
-        warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {known})")
-        return PatchHandle()
-    return _patch(model_type, **options)
+    return patch_type(model_type, options)
 
 
 def apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
@@ -41,14 +37,42 @@ def apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
     Raises:
         TypeError: `model` is no module.
     """
+    return patch_instance(model, options)
+
+
+# The function that patches models of a type. It may have been added to a table of them, beside those of FUNCTION_OF.
+FunctionOf = Callable[[str], Callable[..., PatchHandle]]
+
+
+def patch_type(
+    model_type: str,
+    options: dict[str, object],
+    known: Collection[str] = FUNCTION_OF,
+    function_of: FunctionOf = patch_function,
+) -> PatchHandle:
+    """`apply_liger_kernel`, by the functions of the types `known`."""
+    if model_type not in known:
+        names = ", ".join(known)
+        warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {names})")
+        return PatchHandle()
+    return _patch(model_type, options, function_of)
+
+
+def patch_instance(
+    model: nn.Module,
+    options: dict[str, object],
+    known: Collection[str] = FUNCTION_OF,
+    function_of: FunctionOf = patch_function,
+) -> PatchHandle:
+    """`apply_liger_kernel_to_instance`, by the functions of the types `known`."""
     check_model(model)
     model_type = next((found for found in map(_model_type, model.modules()) if found is not None), None)
     if model_type is None:
-        warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(FUNCTION_OF)})")
+        warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(known)})")
         return PatchHandle()
-    if model_type in FUNCTION_OF or not holds_known_code(model):
-        return apply_liger_kernel(model_type, model=model, **options)
-    return _patch(model_type, model=model, **options)
+    if model_type not in known and holds_known_code(model):
+        return _patch(model_type, {**options, "model": model}, function_of)
+    return patch_type(model_type, {**options, "model": model}, known, function_of)
 
 
 def _model_type(module: nn.Module) -> str | None:
@@ -62,34 +86,38 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     Models of which liger_ext knows nothing are built as they are.
     """
 
+    _function_of = staticmethod(patch_function)
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, *model_args, **kwargs) -> PreTrainedModel:
-        return _build(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+        return cls._build(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     @classmethod
     def from_config(cls, config, **kwargs) -> PreTrainedModel:
-        return _build(super().from_config, config, **kwargs)
+        return cls._build(super().from_config, config, **kwargs)
+
+    @classmethod
+    def _build(cls, build: Callable[..., PreTrainedModel], *args, **kwargs) -> PreTrainedModel:
+        names = set().union(*(_option_names(patch_function(family)) for family in FAMILIES)) - {"model"}
+        options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        model = build(*args, **kwargs)
+        if model.config.model_type in FUNCTION_OF or holds_known_code(model):
+            _patch(model.config.model_type, {**options, "model": model}, cls._function_of)
+        else:
+            _warn_dropped(model.config.model_type, options)
+        return model
 
 
-def _build(build: Callable[..., PreTrainedModel], *args, **kwargs) -> PreTrainedModel:
-    names = set().union(*(_option_names(patch_function(family)) for family in FAMILIES)) - {"model"}
-    options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-    model = build(*args, **kwargs)
-    if model.config.model_type in FUNCTION_OF or holds_known_code(model):
-        _patch(model.config.model_type, model=model, **options)
-    else:
-        _warn_dropped(model.config.model_type, options)
-    return model
-
-
-def _patch(model_type: str, **options) -> PatchHandle:
-    patch = patch_function(model_type)
-    _warn_dropped(model_type, options.keys() - _option_names(patch))
-    return patch(**{name: value for name, value in options.items() if name in _option_names(patch)})
+def _patch(model_type: str, options: dict[str, object], function_of: FunctionOf) -> PatchHandle:
+    patch = function_of(model_type)
+    names = _option_names(patch)
+    _warn_dropped(model_type, {name for name, value in options.items() if name not in names and value is not None})
+    return patch(**{name: value for name, value in options.items() if name in names})
 
 
 def _option_names(patch: Callable[..., PatchHandle]) -> set[str]:
-    return set(inspect.signature(patch).parameters)
+    """Every option that `patch` takes; its signature may have fewer (`patch_function`)."""
+    return set(getattr(patch, "options", None) or inspect.signature(patch).parameters)
 
 
 def _warn_dropped(model_type: str, names: Iterable[str]) -> None:

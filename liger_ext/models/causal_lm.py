@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils import can_return_tuple
 
+from liger_ext.models.as_liger_kernel import fused_loss_of, output_class
 from liger_ext.models.called_head import scaled
 from liger_ext.models.forwards import text_of
 from liger_ext.models.loss import (
@@ -130,9 +131,10 @@ class CausalLM(Mixin):
         if softcap is not None:
             options["softcap"] = softcap
         if skip_logits:
-            output, shown = self.OUTPUT_WITHOUT[spared], {}
+            output, shown = output_class(self, spared), {}
             if options.get("memory") is None:
                 options["memory"] = self.liger_memory
+            options["function"] = fused_loss_of(self)
             result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
         else:
             logits = self.lm_head(hidden_states)
@@ -274,7 +276,7 @@ class CausalLMInside(Mixin):
         spared = self.training and _spare_cache(inner, arguments)  # here: stock's forward reads the cache
         outputs = super().forward(**arguments, **given, skip_logits=True, return_dict=True)
         results = {name: value for name, value in outputs.items() if not (spared and name in CACHES)}
-        return self.OUTPUT_WITHOUT[spared](loss=results.pop("logits"), **results)  # the first that it was given
+        return output_class(self, spared)(loss=results.pop("logits"), **results)  # the first that it was given
 
 
 def _outputs_without(output: type[ModelOutput]) -> dict[bool, type[ModelOutput]]:

@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models import llama
+from liger_ext.models.as_liger_kernel import mark
 from liger_ext.models.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.classes import stock_class, written_class
 from liger_ext.models.decoder import Attention, DecoderLayer
@@ -34,10 +35,22 @@ from liger_ext.models.warn import warn
 
 
 def apply(
-    model_type: str, *, model: nn.Module | None, memory: str | None, unit: str = "swiglu", **switches: bool
+    model_type: str,
+    *,
+    model: nn.Module | None,
+    memory: str | None,
+    unit: str = "swiglu",
+    as_liger_kernel: bool = False,
+    **switches: bool,
 ) -> PatchHandle:
-    """What `apply_liger_kernel_to_llama` says, of models of `model_type`, whose function calls `swiglu` `unit`."""
+    """What `apply_liger_kernel_to_llama` says, of models of `model_type`, whose function calls `swiglu` `unit`.
+
+    `as_liger_kernel`: the caller expects Liger-Kernel. A switch that is None is off, and logits that a training step
+    does not compute are None.
+    """
     names = {switch: unit if switch == "swiglu" else switch for switch in switches}
+    if as_liger_kernel:
+        switches = {switch: False if value is None else value for switch, value in switches.items()}
     for switch, value in switches.items():
         if not isinstance(value, bool):
             hint = "; a model is given by its name, model=..." if isinstance(value, nn.Module) else ""
@@ -78,6 +91,8 @@ def apply(
             elif _has_our_loss(model):
                 kept.append("cross_entropy")
         set_memory(modules, memory, handle)
+        if as_liger_kernel:
+            mark(modules, handle)
         for module in modules:
             if isinstance(module, DecoderLayer):
                 module.adopt_checkpoint_function()
@@ -143,10 +158,14 @@ def _holds(model: nn.Module, model_type: str) -> bool:
     return any(c.__module__.startswith(folder) or (model_type == "llama" and patch_of_llamas(c)) for c in classes)
 
 
-def patch_function(model_type: str) -> Callable[..., PatchHandle]:
-    """`apply_liger_kernel_to_<model_type>`; for a part of a model, that of the whole."""
+def patch_function(model_type: str, as_liger_kernel: bool = False) -> Callable[..., PatchHandle]:
+    """`apply_liger_kernel_to_<model_type>`; for a part of a model, that of the whole.
+
+    `as_liger_kernel`: as `apply` has it. `inspect.signature` then gives the arguments that Liger-Kernel's function has,
+    of which callers make their own; the others are taken all the same.
+    """
     family = FUNCTION_OF.get(model_type, model_type)
-    if family == "llama":
+    if family == "llama" and not as_liger_kernel:
         return llama.apply_liger_kernel_to_llama
     taken = FAMILIES.get(family, ())
     unit = next((name for name in UNITS if name in taken), "swiglu")
@@ -162,14 +181,16 @@ def patch_function(model_type: str) -> Callable[..., PatchHandle]:
     def patch(*args, **kwargs) -> PatchHandle:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return apply(family, swiglu=bound.arguments.pop(unit), unit=unit, **bound.arguments)
+        activation = bound.arguments.pop(unit)
+        return apply(family, swiglu=activation, unit=unit, as_liger_kernel=as_liger_kernel, **bound.arguments)
 
     patch.__name__ = patch.__qualname__ = f"apply_liger_kernel_to_{family}"
     patch.__doc__ = f"""Makes Hugging Face models of type {family!r} train with liger_ext; arguments, result and
     errors are those of :func:`apply_liger_kernel_to_llama`, in Liger-Kernel's order. `geglu` and `relu_squared` are
     `swiglu` of MLPs with another activation; `layer_norm` is of all `nn.LayerNorm`, which are in the parts that look at
     images. What runs code that liger_ext does not know stays as it is, with a warning."""
-    patch.__signature__ = signature
+    patch.options = tuple(signature.parameters)
+    patch.__signature__ = signature.replace(parameters=ordered) if as_liger_kernel else signature
     return patch
 
 

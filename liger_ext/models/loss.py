@@ -2,6 +2,7 @@
 
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
 from typing import ClassVar
 
@@ -13,9 +14,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.called_head import loss_in_chunks, rows_at_a_time, scaled
+from liger_ext.models.forwards import describe
 from liger_ext.models.head import device_of, loss_caller
 from liger_ext.models.names import class_of, name_of
 from liger_ext.models.patch import is_plain_tensor
+from liger_ext.models.warn import warn
 from liger_ext.ops._checks import class_targets
 
 # Arguments of a model's forward for the loss: what changes its value, what is returned with it, how it is made.
@@ -145,6 +148,7 @@ def fused_causal_lm_loss(
     ignore_index: int = -100,
     rows: functional.CountedRows | None = None,
     logit_scale: float = 1.0,
+    function: Callable = functional.fused_linear_cross_entropy,
     **options,
 ) -> CrossEntropyOutput:
     """The loss of `lm_head(hidden_states) * logit_scale` against the labels, without keeping logits.
@@ -158,6 +162,7 @@ def fused_causal_lm_loss(
         shift_labels: [...] int64, labels shifted already; `labels` is not read then.
         num_items_in_batch: what the summed loss is divided by. None: the number of targets that are not ignored.
         rows: of `counted_rows`.
+        function: computes the loss of a head that is a plain linear layer.
         options: of `functional.fused_linear_cross_entropy`.
 
     Raises:
@@ -165,6 +170,7 @@ def fused_causal_lm_loss(
     """
     call = loss_caller(lm_head)
     if call is None:
+        _warn_if_replaced(function)
         of_labels = labels, shift_labels, num_items_in_batch, ignore_index
         return _called_loss(lm_head, hidden_states, *of_labels, logit_scale, **options)
 
@@ -173,7 +179,7 @@ def fused_causal_lm_loss(
             logits = scaled(nn.functional.linear(hidden_states, weight, bias), logit_scale)
             return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options)
         return _output(
-            functional.fused_linear_cross_entropy(
+            function(
                 scaled(hidden_states.reshape(-1, hidden_states.shape[-1]), logit_scale),
                 weight,
                 _targets(labels, shift_labels, ignore_index, hidden_states),
@@ -187,6 +193,14 @@ def fused_causal_lm_loss(
 
     # A plain tuple: hooks take it apart and make it anew.
     return CrossEntropyOutput(*call(hidden_states, loss=lambda *arguments: tuple(loss(*arguments))))
+
+
+def _warn_if_replaced(function: Callable) -> None:
+    if not getattr(function, "__module__", "").startswith("liger_ext."):
+        warn(
+            f"{describe(function)} replaces liger_fused_linear_cross_entropy and is not called: lm_head is more than a "
+            "linear layer (LoRA, quantised weights, hooks)"
+        )
 
 
 def _called_loss(

@@ -9,7 +9,13 @@ from liger_ext import _C
 from liger_ext.ops._checks import ROPE_LAYOUTS, check_integer, check_tensors, code_of, shape_text
 from liger_ext.ops._register import register
 
-__all__ = ["liger_rope", "liger_rotary_pos_emb", "rope"]
+__all__ = [
+    "liger_rope",
+    "liger_rotary_pos_emb",
+    "liger_rotary_pos_emb_gpt_oss",
+    "liger_rotary_pos_emb_vision",
+    "rope",
+]
 
 _rope_backward = torch.ops.liger_ext.rope_backward.default
 
@@ -75,13 +81,40 @@ def rope(
 
 
 def liger_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_ext.functional.rope`.
 
-    ``position_ids`` has no effect: cos and sin are those of the positions already, as in Hugging Face.
+    Args:
+        position_ids: no effect: cos and sin are those of the positions already, as in Hugging Face.
+        rotary_dim: how many elements of a head are rotated: the columns of cos and sin, or twice as many, which means
+            ``half_tables``. None: the columns.
+
+    Raises:
+        ValueError: another ``rotary_dim``.
     """
-    return rope(q, k, cos, sin, unsqueeze_dim)
+    columns = cos.shape[-1]
+    if rotary_dim not in (None, columns, 2 * columns):
+        raise ValueError(f"rope: rotary_dim is {rotary_dim}, expected the columns of cos, {columns}, or twice as many")
+    return rope(q, k, cos, sin, unsqueeze_dim, half_tables=rotary_dim == 2 * columns)
+
+
+def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`liger_ext.functional.rope` of whole heads, with ``half_tables``."""
+    return rope(q, k, cos, sin, half_tables=True)
+
+
+def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`liger_ext.functional.rope` of images in Qwen-VL: q and k are ``(seq, heads, head_dim)``, cos and sin
+    ``(seq, head_dim)``."""
+    q, k = rope(q.unsqueeze(0), k.unsqueeze(0), cos, sin, unsqueeze_dim=2)
+    return q.squeeze(0), k.squeeze(0)
 
 
 liger_rope = liger_rotary_pos_emb

@@ -1,0 +1,190 @@
+"""The name ``liger_kernel``, for code that was written for Liger-Kernel: what it imports from there is liger_ext's.
+
+`install` puts a finder in front of imports, which makes the modules of ``MODULES`` when they are asked for. All of them
+have the same names, which come from:
+
+- ``liger_ext``: its modules and functions;
+- the files beside this one: ``ops.py``, ``transformers.py`` and ``utils.py``, for what only Liger-Kernel has;
+- and any other name that begins as Liger-Kernel's do can be imported, since callers import all that they may use, and
+  raises when it is used.
+
+What is in none of these is absent. An import of it raises, with the reason, in the finder: ``from module import name``
+asks it for ``module.name``, since each module counts as a package, while ``hasattr(module, name)`` is False.
+Which names work is listed in docs/liger_kernel.md.
+"""
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import liger_ext
+from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.patch import PatchHandle
+
+NAME = "liger_kernel"
+# Upstream's version whose names and arguments these are.
+UPSTREAM_VERSION = "0.8.5"
+
+_OPS = """cross_entropy fused_add_rms_norm fused_linear_cross_entropy geglu group_norm jsd layer_norm relu_squared
+    rms_norm rope softmax swiglu"""
+_PARTS = {
+    NAME: "chunked_loss ops transformers triton utils",
+    f"{NAME}.chunked_loss": """
+        cosine_similarity_loss cpo_loss dpo_loss functional fused_linear_distillation fused_linear_ppo
+        fused_linear_preference fused_linear_unpaired_preference grpo_loss jsd_loss kto_loss orpo_loss simpo_loss""",
+    f"{NAME}.ops": f"""
+        {_OPS} attn_res dyt fused_ce_tvd fused_linear_jsd fused_linear_kl_div fused_linear_scaled_cross_entropy
+        fused_moe fused_neighborhood_attention grpo_loss kl_div llama4_rope mhc mlp modulated_rms_norm
+        multi_token_attention poly_norm qwen2vl_mrope sparsemax tiled_mlp tvd utils vocab_parallel_cross_entropy""",
+    f"{NAME}.transformers": f"""{_OPS} auto_model dyt fsdp functional fused_ce_tvd fused_linear_jsd fused_linear_kl_div
+        fused_neighborhood_attention grpo_loss kl_div llama4_rope mhc mlp model modulated_rms_norm monkey_patch
+        multi_token_attention poly_norm qwen2vl_mrope sparsemax tiled_mlp trainer trainer_integration tvd
+        vocab_parallel_cross_entropy""",
+    f"{NAME}.transformers.model": "loss_utils output_classes",
+    f"{NAME}.transformers.trainer": "orpo_trainer",
+    f"{NAME}.triton": "monkey_patch",
+}
+MODULES = frozenset((NAME, *(f"{parent}.{part}" for parent, parts in _PARTS.items() for part in parts.split())))
+
+_OF_LIGER_KERNEL = ("Liger", "liger_", "apply_liger_")
+_PUBLIC = frozenset(name for name in liger_ext.__all__ if name.startswith((*_OF_LIGER_KERNEL, "CrossEntropyOutput")))
+_PATCHES = frozenset(f"apply_liger_kernel_to_{model_type}" for model_type in FUNCTION_OF)
+_FILES = {  # which of the files beside this one has a name
+    "ops": """
+        LigerCrossEntropyFunction LigerFusedAddRMSNormFunction LigerFusedGateUpSiLUMulFunction
+        LigerFusedLinearCrossEntropyFunction LigerGELUMulFunction LigerGroupNormFunction LigerJSDFunction
+        LigerLayerNormFunction LigerRMSNormFunction LigerReLUSquaredFunction LigerRopeFunction LigerSiLUMulFunction
+        LigerSoftmaxFunction apply_liger_triton_cache_manager calculate_settings compare_version ensure_contiguous
+        fused_linear_cross_entropy_backward fused_linear_cross_entropy_forward torch_to_triton_dtype""",
+    "transformers": """
+        AutoLigerKernelForCausalLM LigerCausalLMOutputWithPast LigerForCausalLMLoss MODEL_TYPE_TO_APPLY_LIGER_FN
+        _FSDPForwardRedirection _apply_liger_kernel _apply_liger_kernel_to_instance""",
+    "utils": """
+        PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device is_hip is_npu_available is_peft_available
+        transformers_version_dispatch""",
+}
+_FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
+
+_installed = 0  # by how many handles
+
+
+def install() -> PatchHandle:
+    """See `liger_ext.compat.install`."""
+    global _installed
+    if not _installed:
+        found = importlib.util.find_spec(NAME)
+        if found is not None:
+            raise RuntimeError(
+                f"{NAME} is installed ({found.origin}), and its name is taken: uninstall liger-kernel, or patch with "
+                "liger_ext.apply_liger_kernel_to_instance(model) and without use_liger_kernel=True"
+            )
+        sys.meta_path.append(_FINDER)
+        _set_available(True)
+    _installed += 1
+    handle = PatchHandle()
+    handle.callback(_uninstall)
+    return handle
+
+
+def _uninstall() -> None:
+    global _installed
+    _installed -= 1
+    if _installed == 0:
+        for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+            del sys.modules[name]
+        sys.meta_path.remove(_FINDER)
+        _set_available(False)
+
+
+class _Finder(importlib.metadata.DistributionFinder):
+    """Finds the modules, and the distribution by which older versions of transformers look for the package."""
+
+    def find_spec(self, name: str, *_) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] != NAME:
+            return None
+        if name not in MODULES:
+            parent, _, last = name.rpartition(".")
+            # The name is not the one that is missing: `from parent import last` would hide such an error.
+            raise ModuleNotFoundError(
+                f"{parent} has no {last} here: liger_ext answers to the name {NAME} (liger_ext.compat.install()) and "
+                f"has no {name} of Liger-Kernel's. docs/liger_kernel.md lists what it has.",
+                name=NAME,
+            )
+        spec = importlib.machinery.ModuleSpec(name, _Loader(), origin="liger_ext.compat", is_package=True)
+        spec.submodule_search_locations = []
+        return spec
+
+    def find_distributions(self, context=importlib.metadata.DistributionFinder.Context()) -> list["_Distribution"]:  # noqa: B008
+        asked = (context.name or "").replace("-", "_").lower()
+        return [_Distribution()] if asked == NAME else []
+
+
+_FINDER = _Finder()
+
+
+class _Loader:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name, "liger_ext under the name of Liger-Kernel: liger_ext.compat.install()")
+        module.__version__ = UPSTREAM_VERSION
+
+        def find(name: str) -> object:
+            found = _find(spec.name, name)
+            setattr(module, name, found)
+            return found
+
+        module.__getattr__ = find
+        module.__dir__ = lambda: sorted({*vars(module), *_PUBLIC, *_PATCHES, *_FILE_OF})
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _find(module: str, name: str) -> object:
+    """What `name` of `module` is."""
+    if f"{module}.{name}" in MODULES:
+        return importlib.import_module(f"{module}.{name}")
+    if name in _FILE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+    if name in _PATCHES:
+        return importlib.import_module(f"{__name__}.transformers").patch_function(name)
+    if name in _PUBLIC:
+        return getattr(liger_ext, name)
+    if name.startswith(_OF_LIGER_KERNEL):
+        return _absent(module, name)
+    raise AttributeError(f"liger_ext, which answers to the name {module}, has no {name}")
+
+
+def _absent(module: str, name: str) -> type:
+    def refuse(*_, **__):
+        raise NotImplementedError(
+            f"liger_ext, which answers to the name {NAME} here (liger_ext.compat.install()), has no {name}. Call what "
+            "PyTorch has in its place. If a trainer has called it, set its use_liger_kernel or use_liger_loss to False"
+        )
+
+    return type(name, (), {"__new__": refuse, "apply": refuse, "__module__": module})
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def read_text(self, filename: str) -> str | None:
+        text = f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {UPSTREAM_VERSION}\n"
+        return text if filename == "METADATA" else None
+
+    def locate_file(self, path: object) -> Path:
+        return Path(__file__).parent / str(path)
+
+
+def _set_available(available: bool) -> None:
+    """Others look for the package once, and keep the answer."""
+    for name in ("transformers.utils.import_utils", "trl.import_utils", "accelerate.utils.imports"):
+        module = sys.modules.get(name)
+        if hasattr(module, "_liger_kernel_available"):
+            module._liger_kernel_available = available
+        check = getattr(module, "is_liger_kernel_available", None)
+        while check is not None and not hasattr(check, "cache_clear"):
+            check = getattr(check, "__wrapped__", None)
+        if check is not None:
+            check.cache_clear()

@@ -1,0 +1,136 @@
+"""What only ``liger_kernel.transformers`` has: patch functions as its callers expect them, and the loss of heads that
+they write themselves.
+
+A patch function here takes None for a switch that is off, has upstream's signature (callers read it), and gives models
+whose ``output.logits`` is None where no logits were computed (`liger_ext.models.as_liger_kernel`).
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_ext.functional import CrossEntropyOutput
+from liger_ext.models import auto, families
+from liger_ext.models.as_liger_kernel import FUNCTIONAL
+from liger_ext.models.loss import VALUE_OPTIONS, LigerCausalLMOutputWithPast, shift
+from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.patch import PatchHandle, is_fsdp1
+
+__all__ = [
+    "MODEL_TYPE_TO_APPLY_LIGER_FN",
+    "AutoLigerKernelForCausalLM",
+    "LigerCausalLMOutputWithPast",
+    "LigerForCausalLMLoss",
+    "patch_function",
+]
+
+
+@functools.cache
+def _of_family(family: str) -> Callable[..., PatchHandle]:
+    return families.patch_function(family, as_liger_kernel=True)
+
+
+def patch_function(name: str) -> Callable[..., PatchHandle]:
+    """The function called ``apply_liger_kernel_to_<model type>``; for a part of a model, that of the whole."""
+    return _of_family(FUNCTION_OF[name.removeprefix("apply_liger_kernel_to_")])
+
+
+# Callers look model types up, and may add functions of their own.
+MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _of_family(family) for model_type, family in FUNCTION_OF.items()}
+
+
+def _function_of(model_type: str) -> Callable[..., PatchHandle]:
+    return MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type) or _of_family(model_type)
+
+
+def _apply_liger_kernel(model_type: str, **options) -> PatchHandle:
+    """:func:`liger_ext.apply_liger_kernel`."""
+    return auto.patch_type(model_type, options, MODEL_TYPE_TO_APPLY_LIGER_FN, _function_of)
+
+
+def _apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
+    """:func:`liger_ext.apply_liger_kernel_to_instance`."""
+    return auto.patch_instance(model, options, MODEL_TYPE_TO_APPLY_LIGER_FN, _function_of)
+
+
+class AutoLigerKernelForCausalLM(auto.AutoLigerKernelForCausalLM):
+    _function_of = staticmethod(_function_of)
+
+
+def LigerForCausalLMLoss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor | None,
+    hidden_size: int,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    final_logit_softcapping: float | None = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **kwargs,
+) -> Tensor | CrossEntropyOutput:
+    """The loss of the logits ``hidden_states @ lm_head_weight.T``, which are not computed as a whole.
+
+    Args:
+        hidden_states: ``[..., hidden_size]``.
+        lm_head_weight: ``[vocab_size, hidden_size]``.
+        labels: ``[...]`` int64; each position is judged by its successor's label.
+        shift_labels: ``[...]`` int64, labels shifted already; ``labels`` is not read then.
+        num_items_in_batch: what the summed loss is divided by. None: the number of targets that are not ignored.
+        final_logit_softcapping: ``softcap`` of :func:`liger_ext.functional.fused_linear_cross_entropy`.
+        kwargs: its options by their names; others, which callers hand on from a model's forward, have no effect.
+
+    Returns:
+        The loss; with a ``return_*`` option a :class:`CrossEntropyOutput`.
+    """
+    options = {name: value for name, value in kwargs.items() if name in _LOSS_OPTIONS}
+    targets = shift(labels, ignore_index) if shift_labels is None else shift_labels
+    function = importlib.import_module(FUNCTIONAL).liger_fused_linear_cross_entropy  # which others may replace
+    result = function(
+        hidden_states.reshape(-1, hidden_size),
+        lm_head_weight,
+        targets.reshape(-1).to(hidden_states.device),
+        normalizer=num_items_in_batch,
+        ignore_index=ignore_index,
+        softcap=final_logit_softcapping,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        **options,
+    )
+    wants_more = return_token_accuracy or return_predicted_tokens
+    return result if isinstance(result, Tensor) or wants_more else result.loss
+
+
+_LOSS_OPTIONS = (*VALUE_OPTIONS, "accum_dtype", "bias", "memory")
+
+
+class _FSDPForwardRedirection:
+    """Calls ``method(*args, **kwargs)`` as the forward of what FullyShardedDataParallel wraps, so that the wrapped
+    module's weights are gathered around it."""
+
+    def __call__(self, wrapper_module: nn.Module, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not is_fsdp1(wrapper_module):
+            raise TypeError(
+                f"wrapper_module is of {type(wrapper_module)}, expected torch's FullyShardedDataParallel (FSDP1)"
+            )
+        inner = wrapper_module.module
+        own = vars(inner).get("forward")
+
+        def restore() -> None:
+            vars(inner).pop("forward", None)
+            if own is not None:
+                inner.forward = own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            restore()  # `method` may call it
+            return method(*args, **kwargs)
+
+        inner.forward = forward
+        try:
+            return wrapper_module(*args, **kwargs)
+        finally:
+            restore()

@@ -1,0 +1,43 @@
+"""Models that were patched under the name liger_kernel (`liger_ext.compat.install`) and behave as Liger-Kernel's where
+code that was written for it depends on that:
+
+- `output.logits` of a training step, which computes none, is None. (Under our own names reading it is an error.)
+- The loss is that of `liger_kernel.transformers.functional`, whose function others replace: axolotl does to set
+  `use_token_scaling`.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from transformers.modeling_outputs import ModelOutput
+
+from liger_ext import functional
+from liger_ext.models.patch import PatchHandle, record_change
+
+FUNCTIONAL = "liger_kernel.transformers.functional"
+_MARK = "_as_liger_kernel"
+
+
+def mark(modules: Iterable[nn.Module], handle: PatchHandle | None) -> None:
+    """Has the patched heads among `modules` behave so until `handle` is reverted."""
+    for module in modules:
+        if hasattr(module, "OUTPUT_WITHOUT"):
+            undo = None if _MARK in module.__dict__ else _unmark
+            setattr(module, _MARK, True)
+            record_change(module, _MARK, handle, undo)
+
+
+def _unmark(module: nn.Module) -> None:
+    module.__dict__.pop(_MARK, None)
+
+
+def output_class(head: nn.Module, without_cache: bool) -> type[ModelOutput]:
+    """The class of what `head` returns from a step that computes no logits and, `without_cache`, no cache."""
+    return head.OUTPUT if hasattr(head, _MARK) else head.OUTPUT_WITHOUT[without_cache]
+
+
+def fused_loss_of(head: nn.Module) -> Callable:
+    """The function that computes the loss of `head`, with the arguments of `functional.fused_linear_cross_entropy`."""
+    module = sys.modules.get(FUNCTIONAL) if hasattr(head, _MARK) else None
+    return functional.fused_linear_cross_entropy if module is None else module.liger_fused_linear_cross_entropy
