@@ -250,7 +250,7 @@ def test_softmax_over_another_dimension_is_refused(dim):
             call()
 
 
-@pytest.mark.parametrize("dim", [None, -1.0, 2.0, True, "-1", torch.float32, torch.tensor(-1)], ids=repr)
+@pytest.mark.parametrize("dim", [None, -1.0, 2.0, True, "-1", torch.float32, torch.tensor(-1), np.ones(2)], ids=repr)
 def test_softmax_over_what_is_no_integer(dim):
     words = f"oftmax: dim is {re.escape(repr(dim))}, expected an integer"
     for call in (lambda: F.softmax(normal(2, 3, 24), dim), lambda: LigerSoftmax(dim)):

@@ -27,7 +27,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         TypeError: ``dim`` is no integer.
         ValueError: a tensor without dimensions, a ``dim`` that is not the last one, or a dtype that is not supported.
     """
-    if dim != -1 or type(dim) is not int:
+    if type(dim) is not int or dim != -1:
         _check_dim(x, dim)
     return _softmax(x)
 
