@@ -50,13 +50,13 @@ def check_tensors(op: str, **arguments: object) -> None:
             raise TypeError(f"{op}: {name} must be a Tensor, not {type(value).__name__}")
 
 
-def check_integer(op: str, **arguments: object) -> None:
+def check_integer(op: str, expected: str = "an integer", /, **arguments: object) -> None:
     """Raises TypeError for what is no integer; the dispatcher takes True, a dtype or a tensor for one."""
     for name, value in arguments.items():
         if type(value) is not int and (
             isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt))
         ):
-            raise TypeError(f"{op}: {name} is {value!r}, expected an integer")
+            raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
 
 
 def check_classes(op: str, name: str, t: Tensor) -> None:

@@ -9,13 +9,56 @@ from torch import nn
 
 from liger_ext.ops._checks import REDUCTIONS, check_integer, code_of
 
-_INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
+_INITIALISERS = {"ones": nn.init.ones_, "zeros": nn.init.zeros_}
+_LAST_SIZE = (
+    "a positive integer, the size of the last dimension (to normalise over several, flatten them: x.flatten(-2))"
+)
 
 
-def parameter(init_fn: str, hidden_size: int) -> nn.Parameter:
-    if not isinstance(init_fn, str) or init_fn not in _INITIALISERS:
-        raise ValueError(f"init_fn is {init_fn!r}, expected 'ones' or 'zeros'")
-    return nn.Parameter(_INITIALISERS[init_fn](hidden_size))
+class NormModule(nn.Module):
+    """What the modules of norms share: parameters on any device and of any dtype, and their first values."""
+
+    init_fn = "ones"  # in instances that were pickled before they kept it
+    weight: nn.Parameter | None
+
+    def _make_parameters(
+        self,
+        size: int,
+        init_fn: str,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+        **wanted: bool,
+    ) -> None:
+        """Registers a parameter for each name in ``wanted``, or None where its value is False."""
+        if not isinstance(init_fn, str) or init_fn not in _INITIALISERS:
+            raise ValueError(f"{type(self).__name__}: init_fn is {init_fn!r}, expected 'ones' or 'zeros'")
+        self.init_fn = init_fn
+        for name, is_wanted in wanted.items():
+            made = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if is_wanted else None
+            self.register_parameter(name, made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gives the parameters the values that they begin with."""
+        if self.weight is not None:
+            _INITIALISERS[self.init_fn](self.weight)
+        bias = getattr(self, "bias", None)
+        if bias is not None:
+            nn.init.zeros_(bias)
+
+    def _absent(self, affine: str) -> str:
+        """For extra_repr: the argument that left parameters out."""
+        if self.weight is None:
+            return f", {affine}=False"
+        return ", with_bias=False" if self.bias is None else ""
+
+
+def check_size(module: nn.Module, expected: str = _LAST_SIZE, **sizes: int) -> None:
+    """When a module is made: torch's own errors do not name the argument, or come with the first call."""
+    check_integer(type(module).__name__, expected, **sizes)
+    for name, value in sizes.items():
+        if not isinstance(value, torch.SymInt) and value < 1:
+            raise ValueError(f"{type(module).__name__}: {name} is {value}, expected {expected}")
 
 
 def check_number(module: str, name: str, value: object, least: float, most: float, expected: str = "a number") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -95,6 +97,7 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
 class _GatedMLP(nn.Module):
     def __init__(self, config, intermediate_size: int | None = None):
         super().__init__()
+        _check_config(self, config, *_sizes(intermediate_size))
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
@@ -104,7 +107,24 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
 
-def _check_silu(module: nn.Module, config) -> None:
+def _sizes(intermediate_size: int | None = None) -> tuple[str, ...]:
+    """The sizes that a configuration must have beside the one that is given."""
+    return ("hidden_size", "intermediate_size") if intermediate_size is None else ("hidden_size",)
+
+
+def _check_config(module: nn.Module, config: object, *names: str) -> None:
+    """Raises TypeError for a configuration without one of these attributes; ``"a or b"`` stands for either."""
+    missing = [n for n in names if all(getattr(config, either, None) is None for either in n.split(" or "))]
+    if missing:
+        hint = "types.SimpleNamespace(**config)" if isinstance(config, Mapping) else "a configuration of transformers"
+        raise TypeError(
+            f"{type(module).__name__}: config is of type {type(config).__name__} and has no {', no '.join(missing)}; "
+            f"expected an object with the attributes {', '.join(names)}, such as {hint}"
+        )
+
+
+def _check_silu(module: nn.Module, config, *names: str) -> None:
+    _check_config(module, config, "hidden_act", *names)
     if config.hidden_act not in ("silu", "swish"):
         name = type(module).__name__
         raise ValueError(f"{name}: config.hidden_act is {config.hidden_act!r}, expected 'silu' or 'swish'")
@@ -117,11 +137,12 @@ class LigerSwiGLUMLP(_GatedMLP):
         config: has ``hidden_size``, ``intermediate_size`` and ``hidden_act``, and may have ``mlp_bias``.
 
     Raises:
+        TypeError: ``config`` lacks one of these attributes; a dict and a number have none of them.
         ValueError: ``hidden_act`` is neither silu nor swish.
     """
 
     def __init__(self, config, intermediate_size: int | None = None):
-        _check_silu(self, config)
+        _check_silu(self, config, *_sizes(intermediate_size))
         super().__init__(config, intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -158,6 +179,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
     """
 
     def __init__(self, config):
+        _check_silu(self, config, *_sizes(), "mlp_multipliers")
         super().__init__(config)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
@@ -173,12 +195,13 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         config: has ``hidden_size``, ``intermediate_size`` and ``hidden_act``.
 
     Raises:
+        TypeError: ``config`` lacks one of these attributes; a dict and a number have none of them.
         ValueError: ``hidden_act`` is neither silu nor swish.
     """
 
     def __init__(self, config):
         super().__init__()
-        _check_silu(self, config)
+        _check_silu(self, config, *_sizes())
         self.config = config
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
@@ -197,7 +220,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        _check_silu(self, config)
+        _check_silu(self, config, *_sizes())
         self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
@@ -219,20 +242,27 @@ class LigerExperts(nn.Module):
     ``torch.nn.functional.grouped_mm`` takes on a GPU.
 
     Raises:
+        TypeError: ``config`` lacks one of these attributes; a dict and a number have none of them.
         ValueError: ``hidden_act`` is neither silu nor swish.
     """
 
     def __init__(self, config):
         super().__init__()
-        _check_silu(self, config)
+        needed = "hidden_size", "moe_intermediate_size or intermediate_size", "num_local_experts or num_experts"
+        _check_silu(self, config, *needed)
         named = [getattr(config, name, None) for name in ("num_local_experts", "num_experts")]
         self.num_experts = next(count for count in named if count is not None)
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        self.initializer_range = getattr(config, "initializer_range", 0.02)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gives the parameters new values as those that they begin with: normal, of ``config.initializer_range``."""
         for weight in (self.gate_up_proj, self.down_proj):
-            nn.init.normal_(weight, std=getattr(config, "initializer_range", 0.02))
+            nn.init.normal_(weight, std=self.initializer_range)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of what a token's experts make of it.
@@ -269,6 +299,7 @@ class LigerGEGLUMLP(_GatedMLP):
             ``hidden_act``; its value ``"gelu"`` means the tanh form too, as in Gemma's first configurations.
 
     Raises:
+        TypeError: ``config`` lacks a size; a dict and a number have none.
         ValueError: the activation is no GELU.
     """
 
@@ -295,7 +326,8 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     """
 
     def __init__(self, config, layer_idx: int = 0):
-        modes, shared = getattr(config, "kv_sharing_modes", None), getattr(config, "num_kv_shared_layers", 0)
+        modes, shared = getattr(config, "kv_sharing_modes", None), getattr(config, "num_kv_shared_layers", None) or 0
+        _check_config(self, config, *_sizes(), *(["num_hidden_layers"] if shared and modes is None else []))
         if modes is not None:
             reuses = modes[layer_idx] == "reuse"
         else:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_ext.ops._checks import accumulator, check_integer
-from liger_ext.ops._modules import parameter
+from liger_ext.ops._modules import NormModule, check_size
 from liger_ext.ops._register import register
 from liger_ext.ops.layer_norm import fake_gradients
 
@@ -43,40 +43,59 @@ def group_norm(
     return _group_norm(x, weight, bias, num_groups, eps)[0]
 
 
-class LigerGroupNorm(nn.Module):
+class LigerGroupNorm(NormModule):
     """:func:`liger_ext.functional.group_norm` with its weight and bias.
 
     Args:
-        num_channels: of the input, ``(batch, num_channels, *)``.
+        num_channels: of the input, ``(batch, num_channels, *)``. It comes first, as upstream's; in
+            ``torch.nn.GroupNorm`` ``num_groups`` does.
         num_groups: a divisor of ``num_channels``.
         eps: added to the variance.
         bias: accepted for compatibility: there is a bias parameter either way, as upstream's checkpoints have it, and
-            it begins with zeros either way (upstream begins with random values if True).
+            it begins with zeros either way (upstream begins with random values if True). ``bias=False`` of
+            ``torch.nn.GroupNorm`` is ``with_bias=False`` here.
         init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
+        affine: False: neither weight nor bias.
+        with_bias: False: no bias parameter.
+        device, dtype: of the parameters; by default torch's.
 
     Raises:
+        TypeError, ValueError: ``num_channels`` or ``num_groups`` is no positive integer, or ``init_fn`` another value.
         ValueError: ``num_groups`` does not divide ``num_channels``; when it is called, an input with another number of
             channels.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(
-        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+        self,
+        num_channels: int,
+        num_groups: int,
+        eps: float = 1e-6,
+        bias: bool = False,
+        init_fn: str = "ones",
+        *,
+        affine: bool = True,
+        with_bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_integer("LigerGroupNorm", num_channels=num_channels, num_groups=num_groups)
-        if num_groups <= 0 or num_channels % num_groups:
-            raise ValueError(f"num_groups is {num_groups}, expected a divisor of the {num_channels} channels")
+        check_size(self, "a positive integer", num_channels=num_channels, num_groups=num_groups)
+        if num_channels % num_groups:
+            text = f"num_groups is {num_groups}, expected a divisor of the {num_channels} channels"
+            raise ValueError(f"{type(self).__name__}: {text}")
         self.num_channels = num_channels
         self.num_groups = num_groups
-        self.weight = parameter(init_fn, num_channels)
-        self.bias = nn.Parameter(torch.zeros(num_channels))
         self.variance_epsilon = eps
+        self._make_parameters(num_channels, init_fn, device, dtype, weight=affine, bias=affine and with_bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return group_norm(hidden_states, self.num_groups, self.weight, self.bias, self.variance_epsilon)
 
     def extra_repr(self) -> str:
-        return f"{self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}"
+        absent = self._absent("affine")
+        return f"{self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}{absent}"
 
 
 def liger_group_norm(

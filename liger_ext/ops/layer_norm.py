@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._modules import parameter
+from liger_ext.ops._modules import NormModule, check_size
 from liger_ext.ops._register import register
 
 __all__ = ["LigerLayerNorm", "layer_norm", "liger_layer_norm"]
@@ -35,29 +35,50 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps
     return _layer_norm(x, weight, bias, eps)[0]
 
 
-class LigerLayerNorm(nn.Module):
+class LigerLayerNorm(NormModule):
     """:func:`liger_ext.functional.layer_norm` with its weight and bias.
 
     Args:
         hidden_size: size of the last dimension of the input.
         eps: added to the variance.
         bias: accepted for compatibility: there is a bias parameter either way, as upstream's checkpoints have it, and
-            it begins with zeros either way (upstream begins with random values if True).
+            it begins with zeros either way (upstream begins with random values if True). ``bias=False`` of
+            ``torch.nn.LayerNorm`` is ``with_bias=False`` here.
         init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
+        elementwise_affine: False: neither weight nor bias.
+        with_bias: False: no bias parameter.
+        device, dtype: of the parameters; by default torch's.
+
+    Raises:
+        TypeError, ValueError: ``hidden_size`` is no positive integer, or ``init_fn`` another value.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"):
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        bias: bool = False,
+        init_fn: str = "ones",
+        *,
+        elementwise_affine: bool = True,
+        with_bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
+        check_size(self, hidden_size=hidden_size)
         self.hidden_size = hidden_size
-        self.weight = parameter(init_fn, hidden_size)
-        self.bias = nn.Parameter(torch.zeros(hidden_size))
         self.variance_epsilon = eps
+        has_bias = elementwise_affine and with_bias
+        self._make_parameters(hidden_size, init_fn, device, dtype, weight=elementwise_affine, bias=has_bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.variance_epsilon}"
+        return f"{self.hidden_size}, eps={self.variance_epsilon}{self._absent('elementwise_affine')}"
 
 
 def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_ext.ops._checks import CASTING_MODES, accumulator, code_of
-from liger_ext.ops._modules import parameter
+from liger_ext.ops._modules import NormModule, check_size
 from liger_ext.ops._register import register
 
 __all__ = [
@@ -83,7 +83,7 @@ def add_rms_norm(
     )[:2]
 
 
-class LigerRMSNorm(nn.Module):
+class LigerRMSNorm(NormModule):
     """:func:`liger_ext.functional.rms_norm` with its weight.
 
     Args:
@@ -93,6 +93,10 @@ class LigerRMSNorm(nn.Module):
         in_place, row_mode: accepted for compatibility, without effect: no input or gradient is ever written, and the
             launch is planned from the device and the shape.
         elementwise_affine: False: no weight.
+        device, dtype: of the weight; by default torch's.
+
+    Raises:
+        TypeError, ValueError: ``hidden_size`` is no positive integer, or ``init_fn`` another value.
     """
 
     def __init__(
@@ -105,10 +109,13 @@ class LigerRMSNorm(nn.Module):
         in_place: bool = True,
         row_mode: bool | None = None,
         elementwise_affine: bool = True,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        weight = parameter(init_fn, hidden_size)
-        self.register_parameter("weight", weight if elementwise_affine else None)
+        check_size(self, hidden_size=hidden_size)
+        self._make_parameters(hidden_size, init_fn, device, dtype, weight=elementwise_affine)
         self.variance_epsilon = eps
         self.offset = offset
         self.casting_mode = casting_mode
@@ -126,6 +133,8 @@ class LigerRMSNorm(nn.Module):
 class LigerRMSNormForGemma(LigerRMSNorm):
     """:class:`LigerRMSNorm` of Gemma: the factor is 1 + weight, and the result rounded once."""
 
+    init_fn = "zeros"
+
     def __init__(
         self,
         hidden_size: int,
@@ -135,8 +144,13 @@ class LigerRMSNormForGemma(LigerRMSNorm):
         init_fn: str = "zeros",
         in_place: bool = True,
         row_mode: bool | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+        super().__init__(
+            hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode, device=device, dtype=dtype
+        )
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
@@ -158,8 +172,12 @@ class LigerRMSNormForGemma3(LigerRMSNormForGemma):
         casting_mode: str = "gemma",
         init_fn: str = "zeros",
         in_place: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
+        check_size(self, dim=dim)
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, device=device, dtype=dtype)
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
@@ -174,8 +192,22 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
         init_fn: str = "ones",
         in_place: bool = False,
         with_scale: bool = True,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        check_size(self, dim=dim)
+        super().__init__(
+            dim,
+            eps,
+            offset,
+            casting_mode,
+            init_fn,
+            in_place,
+            elementwise_affine=with_scale,
+            device=device,
+            dtype=dtype,
+        )
         self.with_scale = with_scale
 
 
@@ -188,7 +220,7 @@ class LigerRMSNormForGlm4(LigerRMSNorm):
     """:class:`LigerRMSNorm` under upstream's other name."""
 
 
-class LigerFusedAddRMSNorm(nn.Module):
+class LigerFusedAddRMSNorm(NormModule):
     """:func:`liger_ext.functional.add_rms_norm` with its weight: ``forward(hidden_states, residual) -> (normed, sum)``.
 
     Arguments as in :class:`LigerRMSNorm`; ``in_place`` has no effect.
@@ -202,9 +234,13 @@ class LigerFusedAddRMSNorm(nn.Module):
         casting_mode: str = "llama",
         init_fn: str = "ones",
         in_place: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.weight = parameter(init_fn, hidden_size)
+        check_size(self, hidden_size=hidden_size)
+        self._make_parameters(hidden_size, init_fn, device, dtype, weight=True)
         self.variance_epsilon = eps
         self.offset = offset
         self.casting_mode = casting_mode
