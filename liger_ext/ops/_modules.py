@@ -9,7 +9,7 @@ from torch import nn
 
 from liger_ext.ops._checks import REDUCTIONS, check_integer, code_of
 
-_INITIALISERS = {"ones": nn.init.ones_, "zeros": nn.init.zeros_}
+_INITIAL = {"ones": 1.0, "zeros": 0.0}
 _LAST_SIZE = (
     "a positive integer, the size of the last dimension (to normalise over several, flatten them: x.flatten(-2))"
 )
@@ -30,7 +30,7 @@ class NormModule(nn.Module):
         **wanted: bool,
     ) -> None:
         """Registers a parameter for each name in ``wanted``, or None where its value is False."""
-        if not isinstance(init_fn, str) or init_fn not in _INITIALISERS:
+        if not isinstance(init_fn, str) or init_fn not in _INITIAL:
             raise ValueError(f"{type(self).__name__}: init_fn is {init_fn!r}, expected 'ones' or 'zeros'")
         self.init_fn = init_fn
         for name, is_wanted in wanted.items():
@@ -40,11 +40,11 @@ class NormModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """Gives the parameters the values that they begin with."""
-        if self.weight is not None:
-            _INITIALISERS[self.init_fn](self.weight)
-        bias = getattr(self, "bias", None)
-        if bias is not None:
-            nn.init.zeros_(bias)
+        # Not by torch.nn.init, whose functions transformers turns off while a model is loaded.
+        with torch.no_grad():
+            for parameter, value in ((self.weight, _INITIAL[self.init_fn]), (getattr(self, "bias", None), 0.0)):
+                if parameter is not None:
+                    parameter.fill_(value)
 
     def _absent(self, affine: str) -> str:
         """For extra_repr: the argument that left parameters out."""
