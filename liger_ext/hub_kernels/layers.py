@@ -14,6 +14,7 @@ from liger_ext.models.calls import has_known_methods
 from liger_ext.models.patch import is_plain_tensor
 from liger_ext.models.rope import known_rope
 from liger_ext.models.warn import warn
+from liger_ext.ops._compile import assume_constant_result
 
 
 class RMSNorm(nn.Module):
@@ -91,12 +92,12 @@ def _find_rope(cls: type[nn.Module]) -> bool:
 
 
 # torch.compile can look neither into these nor past `functools.cache`, and takes numbers alone as results.
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _number(cls: type[nn.Module]) -> int | None:
     return _find_number(cls)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _has_rope(cls: type[nn.Module]) -> bool:
     """Whether `cls.liger_rope` does what the function does of which `kernels` has made `cls`."""
     return _find_rope(cls)

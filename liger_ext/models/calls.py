@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_ext.models.forwards import find_foreign, methods_called
+from liger_ext.ops._compile import assume_constant_result
 
 
 def only_forward_runs(module: nn.Module) -> bool:
@@ -91,7 +92,7 @@ def _names(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
     return call.names[part]
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _names_in_graph(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
     """torch.compile cannot look into it."""
     return _names(cls, part)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_ext.ops._inductor import introduce
+from liger_ext.ops._compile import introduce
 
 _LIBRARY = torch.library.Library("liger_ext_models", "FRAGMENT")  # apart from the public ops, which have records
 

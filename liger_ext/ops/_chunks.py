@@ -12,6 +12,7 @@ import torch
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator, holds
+from liger_ext.ops._compile import assume_constant_result
 from liger_ext.ops._loss_memory import Call, Plan, bytes_of
 
 LEVELS = ("fast", "auto", "low", "min")
@@ -223,7 +224,7 @@ def _in_chunks(call: Call, rows: int, classes: int) -> Plan:
     return Plan(_gradients_of(call.dx, call.dweight or call.dbias, at_once, call.per_row), rows, classes)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
     return int(_C.gradients_of(need_dx, need_parameters, at_once, per_row))
 
@@ -262,7 +263,7 @@ def gpu_memory(device: torch.device) -> int | None:
     return _total_memory(device) if device.type == "cuda" else None
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _total_memory(device: torch.device) -> int:
     return _memory_of(device)
 

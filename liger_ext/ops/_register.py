@@ -22,7 +22,7 @@ import torch
 from torch.autograd import forward_ad
 
 from liger_ext import _C, _load
-from liger_ext.ops._inductor import introduce, make_known
+from liger_ext.ops._compile import introduce, make_known
 
 LIBRARY = torch.library.Library("liger_ext", "IMPL")
 

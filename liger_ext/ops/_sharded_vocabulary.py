@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
 from liger_ext.ops._chunks import padded_vocab
+from liger_ext.ops._compile import outside_of_graphs
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
 
@@ -56,7 +57,7 @@ def is_dtensor(t: Tensor) -> bool:
     return hasattr(t, "placements")
 
 
-@torch.compiler.disable  # breaks a graph, as the loss does
+@outside_of_graphs  # breaks a graph, as the loss does
 def local_tensors(
     group: torch.distributed.ProcessGroup | None,
     x: Tensor,
@@ -196,7 +197,7 @@ class _ShardedLoss(torch.autograd.Function):
         return tuple(gradients)
 
 
-@torch.compiler.disable
+@outside_of_graphs
 def sharded_loss(shard: Shard, needs: tuple[bool, bool, bool], chunk: int, *arguments) -> tuple[Tensor, ...]:
     """loss, z_loss, token_accuracy and predicted_tokens, as of the op. ``needs``: of gradients of x, weight and bias;
     ``chunk``: rows of logits that may exist at a time; ``arguments``: the op's, to ``compute_dtype``."""
