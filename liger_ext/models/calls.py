@@ -15,7 +15,14 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_ext.models.forwards import find_foreign, methods_called
+from liger_ext.models.recompute import is_exported
 from liger_ext.ops._compile import assume_constant_result
+
+
+def exports_onnx() -> bool:
+    """Whether torch.onnx exports the model. ONNX has no operators for our ops: patches do then what the class does that
+    they replace, since no call counts as known (`_is_known`), and no tensor as plain (`is_plain_tensor`)."""
+    return (is_exported() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
 
 
 def only_forward_runs(module: nn.Module) -> bool:
@@ -69,7 +76,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def _is_known(module: nn.Module, part: int) -> bool:
     """Whether `part` of what a call of `module` runs is what a library that we know, or a patch, gives to its class."""
     names = (_names_in_graph if torch.compiler.is_compiling() else _names)(type(module), part)
-    if names is None:
+    if names is None or exports_onnx():
         return False
     own = module.__dict__
     for name in names:  # noqa: SIM110 (it runs for each module in each step)

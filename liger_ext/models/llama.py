@@ -12,6 +12,7 @@ from transformers import modeling_utils
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
+from liger_ext.models.calls import exports_onnx
 from liger_ext.models.causal_lm import CausalLM
 from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.embedding import embedding, is_one_op
@@ -43,6 +44,8 @@ class LlamaModel(modeling_llama.LlamaModel):
 
     def forward(self, *args, **kwargs):
         arguments = {**dict(zip(_MODEL_NAMES, args, strict=False)), **kwargs}
+        if exports_onnx():
+            return super().forward(**arguments)
         ids, given = arguments.get("input_ids"), arguments.get("inputs_embeds")
         if ids is not None and given is None and is_one_op(self.embed_tokens, self.training):
             arguments.update(input_ids=None, inputs_embeds=embedding(ids, self.embed_tokens))

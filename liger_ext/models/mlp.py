@@ -9,7 +9,7 @@ from torch import nn
 from transformers import activations
 
 from liger_ext import functional
-from liger_ext.models.calls import only_forward_runs
+from liger_ext.models.calls import exports_onnx, only_forward_runs
 from liger_ext.models.forwards import code_of
 from liger_ext.models.normal_form import digest
 from liger_ext.models.recompute import recomputed, remade
@@ -227,7 +227,9 @@ class UngatedMLP(MLP):
 def only_activation_runs(act_fn: nn.Module | None) -> bool:
     """Whether a call of `act_fn`, of a class of `UNITS`, does what the class is there for. None: the activation is a
     function, which no module holds."""
-    return act_fn is None or (only_forward_runs(act_fn) and _has_its_own_gelu(act_fn))
+    if act_fn is None:
+        return not exports_onnx()
+    return only_forward_runs(act_fn) and _has_its_own_gelu(act_fn)
 
 
 def _has_its_own_gelu(act_fn: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from torch.nn.modules import normalization
 from transformers.activations import ACT2FN
 
 from liger_ext import functional
-from liger_ext.models.calls import has_known_methods, only_forward_runs
+from liger_ext.models.calls import exports_onnx, has_known_methods, only_forward_runs
 from liger_ext.models.patch import is_plain_tensor, stands_in
 from liger_ext.models.recompute import recomputed
 
@@ -136,7 +136,8 @@ class GatedRMSNorm(Norm):
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         alike = gate.dtype == hidden_states.dtype and gate.shape == hidden_states.shape
-        if getattr(self, "activation", "silu") != "silu" or not alike or _raises_dtype(self.weight, hidden_states):
+        known = alike and getattr(self, "activation", "silu") == "silu" and has_known_methods(self)
+        if not known or _raises_dtype(self.weight, hidden_states):
             return super(Norm, self).forward(hidden_states, gate)
         return functional.swiglu(gate, Norm.forward(self, hidden_states))
 
@@ -211,6 +212,8 @@ class WeightlessLayerNorm(Norm):
     """OLMo's, of the first version."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not has_known_methods(self):
+            return super(Norm, self).forward(hidden_states)
         return functional.layer_norm(hidden_states, None, None, 1e-5)
 
 
@@ -233,7 +236,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         parameters = [p for p in (self.weight, self.bias) if p is not None]
-        if len(self.normalized_shape) > 1 or not all(map(is_plain_tensor, parameters)):
+        if len(self.normalized_shape) > 1 or not all(map(is_plain_tensor, parameters)) or exports_onnx():
             return super().forward(input)
         if input.is_cuda and torch.is_autocast_enabled("cuda"):
             input = input.float()  # as torch does

@@ -31,7 +31,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from liger_ext.models.calls import know_forward, only_forward_runs
+from liger_ext.models.calls import exports_onnx, know_forward, only_forward_runs
 from liger_ext.models.classes import inherits_forward, stock_class, with_ancestor, with_patch, written_class
 from liger_ext.models.forwards import describe, find_foreign, leads_to, methods_called, rewrap, with_globals
 from liger_ext.models.warn import warn
@@ -183,9 +183,10 @@ _LINEARS_OF_DEEPSPEED = "deepspeed.runtime.zero.linear"
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is neither a DTensor nor another subclass with a meaning of its own (quantised weights, ...).
 
-    Those that stand in for plain ones while a graph is made count as plain, so that the graph has the same ops.
+    Those that stand in for plain ones while a graph is made count as plain, so that the graph has the same ops. None is
+    plain in a graph for ONNX (`exports_onnx`).
     """
-    return type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+    return type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor) and not exports_onnx()
 
 
 class _HookedConstructor:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from liger_ext import functional
+from liger_ext.models.calls import exports_onnx
 from liger_ext.models.forwards import code_of, written_function
 
 ROPES: dict[str, dict[str, object]] = {  # what `rope_for` makes of them
@@ -87,12 +88,13 @@ def rope_for(
         turns: -1 turns the other way.
     """
 
-    def is_learned(*tables):
-        return torch.is_grad_enabled() and any(t.requires_grad for t in tables)
+    def is_stocks(*tables):
+        """Whether the tables are learned, or the graph is for ONNX."""
+        return (torch.is_grad_enabled() and any(t.requires_grad for t in tables)) or exports_onnx()
 
     def pair(q, k, cos, sin, unsqueeze_dim):
-        """None if the tables are of another shape, as of images' towers, or learned."""
-        if cos.dim() != 3 or is_learned(cos, sin):
+        """None if `stock_rope` is to run, or the tables are of another shape, as of images' towers."""
+        if cos.dim() != 3 or is_stocks(cos, sin):
             return None
         if tables == "first half":
             cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
@@ -122,14 +124,14 @@ def rope_for(
         return torch.cat([x[..., :first], rotated[0]], dim=-1)
 
     def rope_by_sin(tensor, sin, cos):
-        if is_learned(cos, sin):
+        if is_stocks(cos, sin):
             return stock_rope(tensor, sin, cos)
         return functional.rope(tensor, None, cos, sin, 2, layout, tables != "whole")[0]
 
     def rope_of_patches(q, k, cos, sin):
         """Of (patches, heads, head_dim), or a batch of that, or (batch, heads, patches, head_dim)."""
         known = ((4, 2),) if heads == 1 else ((3, 2), (4, 2), (4, 3))
-        if (q.dim(), cos.dim()) not in known or is_learned(cos, sin):
+        if (q.dim(), cos.dim()) not in known or is_stocks(cos, sin):
             return stock_rope(q, k, cos, sin)
         if q.dim() == 4:
             return functional.rope(q, k, cos, sin, heads, layout)
@@ -138,13 +140,13 @@ def rope_for(
     def rope_behind_prefix(q, k, cos, sin, **kwargs):
         """Of the last of (batch, heads, tokens, head_dim), as many as the tables have rows: the patches of an image."""
         prefix = q.shape[-2] - cos.shape[-2]
-        if (q.dim(), cos.dim()) != (4, 2) or is_learned(cos, sin) or k.shape[-2] != q.shape[-2]:
+        if (q.dim(), cos.dim()) != (4, 2) or is_stocks(cos, sin) or k.shape[-2] != q.shape[-2]:
             return stock_rope(q, k, cos, sin, **kwargs)
         rotated = functional.rope(q[..., prefix:, :], k[..., prefix:, :], cos, sin, 1, layout)
         return tuple(torch.cat([t[..., :prefix, :], r], dim=-2) for t, r in zip((q, k), rotated, strict=True))
 
     def rope_of_angles(xq, xk, freqs_cis):
-        if freqs_cis.dim() != 3 or is_learned(freqs_cis):
+        if freqs_cis.dim() != 3 or is_stocks(freqs_cis):
             return stock_rope(xq, xk, freqs_cis)
         cos, sin = torch.view_as_real(freqs_cis).unbind(-1)
         return functional.rope(xq, xk, cos, sin, heads, layout, tables != "whole")

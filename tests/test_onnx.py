@@ -1,0 +1,74 @@
+"""Export to ONNX, of which our ops are no part: a patched model is exported as the unpatched one is."""
+
+import copy
+import io
+
+import family_models
+import pytest
+import torch
+from llama_models import build, one_thread, ops, tokens  # noqa: F401
+from torch import nn
+
+from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
+
+pytest.importorskip("onnxscript", reason="torch.onnx needs it")
+onnx = pytest.importorskip("onnx")
+reference = pytest.importorskip("onnx.reference")
+
+
+def exported(model, *args, dynamo=True, **kwargs):
+    """The model of `onnx`."""
+    file = io.BytesIO()
+    torch.onnx.export(model, args, file, kwargs=kwargs, dynamo=dynamo, verbose=False)
+    return onnx.load_from_string(file.getvalue())
+
+
+def assert_same_graph(found, expected):
+    """But for the names of what is between the nodes."""
+    graphs = []
+    for model in (found, expected):
+        numbers = {}
+        graphs.append(
+            [
+                (n.op_type, [numbers.setdefault(v, len(numbers)) for v in (*n.input, *n.output)])
+                for n in model.graph.node
+            ]
+        )
+    assert graphs[0] == graphs[1] and len(graphs[0]) > 3
+    tensors = [sorted(tensor.raw_data for tensor in model.graph.initializer) for model in (found, expected)]
+    assert tensors[0] == tensors[1]
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_layers(dynamo):
+    """By both exporters: the earlier one records what runs, and cannot do a whole Llama."""
+    model = build(num_hidden_layers=1).eval()
+    layer = model.model.layers[0]
+    x, layers = torch.randn(2, 3, 64), nn.Sequential(layer.input_layernorm, layer.mlp)
+    expected = exported(layers, x, dynamo=dynamo)
+    with apply_liger_kernel_to_llama(model=model):
+        found = exported(layers, x, dynamo=dynamo)
+        assert {"rms_norm", "glu"} <= ops(layers, input=x)  # nothing stays switched off
+        assert_same_graph(found, expected)
+        (y,) = reference.ReferenceEvaluator(found).run(None, {found.graph.input[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(y), layers(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "mixtral", "phi3", "qwen3", "qwen3_moe", "glm4", "granite", "cohere2"]
+)
+def test_models(family):
+    stock = (build() if family == "llama" else family_models.build(family)).eval()
+    if family in ("mixtral", "qwen3_moe"):
+        stock.set_experts_implementation("batched_mm")  # transformers exports no other
+    model = copy.deepcopy(stock)
+    apply_liger_kernel_to_instance(model)
+    ids = tokens(2, 7)
+    found, expected = (exported(m, input_ids=ids, use_cache=False) for m in (model, stock))
+    assert_same_graph(found, expected)
+    expected = stock(ids).logits.detach()
+    results = reference.ReferenceEvaluator(found).run(None, {"input_ids": ids.numpy()})
+    (logits,) = (torch.from_numpy(result) for result in results if result.shape == expected.shape)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    assert "fused_linear_cross_entropy" in ops(model.train(), input_ids=ids, labels=ids)
