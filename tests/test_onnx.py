@@ -55,9 +55,7 @@ def test_layers(dynamo):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "mixtral", "phi3", "qwen3", "qwen3_moe", "glm4", "granite", "cohere2"]
-)
+@pytest.mark.parametrize("family", "llama cohere2 gemma2 glm4 granite mixtral phi3 qwen3 qwen3_moe".split())
 def test_models(family):
     stock = (build() if family == "llama" else family_models.build(family)).eval()
     if family in ("mixtral", "qwen3_moe"):
