@@ -16,6 +16,9 @@ onnx = pytest.importorskip("onnx")
 reference = pytest.importorskip("onnx.reference")
 
 
+FAMILIES = "llama", "cohere2", "gemma2", "glm4", "granite", "mixtral", "phi3", "qwen3", "qwen3_moe"
+
+
 def exported(model, *args, dynamo=True, **kwargs):
     """The model of `onnx`."""
     file = io.BytesIO()
@@ -55,7 +58,7 @@ def test_layers(dynamo):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", "llama cohere2 gemma2 glm4 granite mixtral phi3 qwen3 qwen3_moe".split())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_models(family):
     stock = (build() if family == "llama" else family_models.build(family)).eval()
     if family in ("mixtral", "qwen3_moe"):
