@@ -13,7 +13,7 @@
 #   make test-asan     the tests of the CPU's ops under AddressSanitizer and UndefinedBehaviorSanitizer (clang-19)
 #   make test-tsan     the same under ThreadSanitizer: do the threads of an op, or several calls at once, disturb each other?
 #   make docs    a site of the documentation and of the API, in build/docs (installs its generator into build/)
-#   make lint    what CI checks    make format   apply .clang-format and ruff        make clean
+#   make lint    what CI checks    make format   apply .clang-format and ruff    make stubs   the types (*.pyi)    make clean
 # Settings:
 #   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
 #   WORKERS=2           processes that share the files of tests (make test, test-oldest, test-asan)
@@ -67,7 +67,7 @@ ifndef GPU
 endif
 CMAKE_FLAGS = '-DLIGER_EXT_GPU=$(GPU)' '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' '-DLIGER_EXT_HIP_ARCHS=$(HIP_ARCHS)' '-DLIGER_EXT_OUTPUT=$(CURDIR)/liger_ext/lib'
 
-.PHONY: docs demo test test-all test-models test-oldest test-newest test-asan test-tsan fuzz build host compile-all wheel wheels pythons bench lint format clean configure
+.PHONY: docs demo test test-all test-models test-oldest test-newest test-asan test-tsan fuzz build host compile-all wheel wheels pythons bench lint format stubs clean configure
 .DELETE_ON_ERROR:
 
 demo: build $(MODEL)
@@ -191,9 +191,14 @@ pythons:   # that `make wheels` compiles _C for
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check .
+	$(PY) -m mypy
 	git ls-files -z '*.h' '*.cpp' '*.cu' | xargs -0 clang-format --dry-run -Werror
 	[ ! -d .github ] || zizmor --offline --no-progress --quiet .github
 	! command -v actionlint >/dev/null || actionlint
+
+# The types of names that are made at run time. A test fails where they are not those of the signatures.
+stubs: $(ENVIRONMENT) build
+	PYTHONPATH=. $(PY) tests/stubs.py
 
 format: $(ENVIRONMENT)
 	$(PY) -m ruff check --fix .

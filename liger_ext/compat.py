@@ -8,20 +8,19 @@ import typing as _typing
 
 from liger_ext.ops import PUBLIC as _PUBLIC
 
-if _typing.TYPE_CHECKING:  # editors and type checkers cannot run the code below
+if _typing.TYPE_CHECKING:
     from liger_ext.models.patch import PatchHandle as _PatchHandle
-    from liger_ext.ops import *  # noqa: F403
-else:
-    __all__ = [name for name in _PUBLIC if name.startswith("liger_")]
-    globals().update((name, _PUBLIC[name]) for name in __all__)
+
+__all__ = [name for name in _PUBLIC if name.startswith("liger_")]
+globals().update((name, _PUBLIC[name]) for name in __all__)
 
 
 def install() -> "_PatchHandle":
     """Answers to the name ``liger_kernel`` in this process, so that ``Trainer(use_liger_kernel=True)`` patches with
     liger_ext. To be called before ``trl`` is imported, which looks for the name then.
 
-    Its modules have this library's classes, functions and patches where Liger-Kernel has its own; docs/liger_kernel.md
-    lists them. ``Liger*``, ``liger_*`` and ``apply_liger_*`` names that this library does not have can be imported, and
+    Its modules have this library's classes, functions and patches where Liger-Kernel has its own:
+    docs/liger_kernel_names.md lists them. ``Liger*``, ``liger_*`` and ``apply_liger_*`` names that this library does not have can be imported, and
     raise NotImplementedError when they are used. Patched models have ``output.logits`` None after a training step.
 
     Returns:

@@ -5,14 +5,9 @@ float32, bfloat16 and float16 tensors in any mixture of parameter and activation
 ...) are numbers, not tensors: one that requires a gradient raises TypeError, and torch.compile takes no tensor for one.
 """
 
-import typing as _typing
-
 from liger_ext import compat as _compat
 from liger_ext import modules as _modules
 from liger_ext.ops import PUBLIC as _PUBLIC
 
-if _typing.TYPE_CHECKING:  # editors and type checkers cannot run the code below
-    from liger_ext.ops import *  # noqa: F403
-else:
-    __all__ = [name for name in _PUBLIC if name not in {*_compat.__all__, *_modules.__all__}]
-    globals().update((name, _PUBLIC[name]) for name in __all__)
+__all__ = [name for name in _PUBLIC if name not in {*_compat.__all__, *_modules.__all__}]
+globals().update((name, _PUBLIC[name]) for name in __all__)

@@ -10,7 +10,7 @@ have the same names, which come from:
 
 What is in none of these is absent. An import of it raises, with the reason, in the finder: ``from module import name``
 asks it for ``module.name``, since each module counts as a package, while ``hasattr(module, name)`` is False.
-Which names work is listed in docs/liger_kernel.md.
+Which names work is listed in docs/liger_kernel_names.md.
 """
 
 import importlib.machinery
@@ -110,7 +110,7 @@ class _Finder(importlib.metadata.DistributionFinder):
             # The name is not the one that is missing: `from parent import last` would hide such an error.
             raise ModuleNotFoundError(
                 f"{parent} has no {last} here: liger_ext answers to the name {NAME} (liger_ext.compat.install()) and "
-                f"has no {name} of Liger-Kernel's. docs/liger_kernel.md lists what it has.",
+                f"has no {name} of Liger-Kernel's. docs/liger_kernel_names.md lists what it has.",
                 name=NAME,
             )
         spec = importlib.machinery.ModuleSpec(name, _Loader(), origin="liger_ext.compat", is_package=True)

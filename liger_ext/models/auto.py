@@ -1,10 +1,11 @@
 """Finding the patch of a model by its model type; model classes that patch what they build."""
 
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from liger_ext.models.families import check_model, holds_known_code, patch_function
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF
@@ -17,7 +18,7 @@ def supported_model_types() -> tuple[str, ...]:
     return tuple(FUNCTION_OF)
 
 
-def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
+def apply_liger_kernel(model_type: str, **options: bool | str | nn.Module | None) -> PatchHandle:
     """Patches models of one type; the type's own function, such as `apply_liger_kernel_to_llama`, has the options.
 
     An unknown model type is left alone, and options that the type's function does not take are dropped; each draws one
@@ -26,7 +27,7 @@ def apply_liger_kernel(model_type: str, **options) -> PatchHandle:
     return patch_type(model_type, options)
 
 
-def apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
+def apply_liger_kernel_to_instance(model: nn.Module, **options: bool | str | None) -> PatchHandle:
     """Patches `model`: what of it runs code that liger_ext knows, whatever its type. It is of transformers, or holds
     such models: a wrapper of PEFT, DataParallel or DistributedDataParallel, nn.Sequential, ...
 
@@ -89,11 +90,13 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     _function_of = staticmethod(patch_function)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str, *model_args, **kwargs) -> PreTrainedModel:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: object, **kwargs: object
+    ) -> PreTrainedModel:
         return cls._build(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     @classmethod
-    def from_config(cls, config, **kwargs) -> PreTrainedModel:
+    def from_config(cls, config: PretrainedConfig, **kwargs: object) -> PreTrainedModel:
         return cls._build(super().from_config, config, **kwargs)
 
     @classmethod

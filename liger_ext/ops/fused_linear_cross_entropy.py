@@ -239,10 +239,34 @@ def _copies(x: Tensor, flat: Tensor, weight: Tensor, *vectors: Tensor | None) ->
 
 
 def liger_fused_linear_cross_entropy(
-    input: Tensor, weight: Tensor, target: Tensor, *options, **named_options
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+    *,
+    memory: str | int = "auto",
+    normalizer: Tensor | float | None = None,
+    rows: CountedRows | Tensor | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """:func:`liger_ext.functional.fused_linear_cross_entropy`, whose options have upstream's names and order."""
-    return fused_linear_cross_entropy(input, weight, target, *options, **named_options)
+    """:func:`liger_ext.functional.fused_linear_cross_entropy`; ``chunk_mem_const`` has no effect."""
+    return fused_linear_cross_entropy(
+        input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+        memory=memory, normalizer=normalizer, rows=rows, process_group=process_group,
+    )  # fmt: skip
 
 
 def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:

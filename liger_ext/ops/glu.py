@@ -95,7 +95,7 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
 
 
 class _GatedMLP(nn.Module):
-    def __init__(self, config, intermediate_size: int | None = None):
+    def __init__(self, config: object, intermediate_size: int | None = None):
         super().__init__()
         _check_config(self, config, *_sizes(intermediate_size))
         self.config = config
@@ -141,7 +141,7 @@ class LigerSwiGLUMLP(_GatedMLP):
         ValueError: ``hidden_act`` is neither silu nor swish.
     """
 
-    def __init__(self, config, intermediate_size: int | None = None):
+    def __init__(self, config: object, intermediate_size: int | None = None):
         _check_silu(self, config, *_sizes(intermediate_size))
         super().__init__(config, intermediate_size)
 
@@ -166,7 +166,7 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
         layer_idx, is_shared_mlp: kept as attributes, without effect.
     """
 
-    def __init__(self, config, layer_idx: int | None = None, is_shared_mlp: bool = False):
+    def __init__(self, config: object, layer_idx: int | None = None, is_shared_mlp: bool = False):
         super().__init__(config)
         self.layer_idx, self.is_shared_mlp = layer_idx, is_shared_mlp
 
@@ -178,7 +178,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         config: as in :class:`LigerSwiGLUMLP`, and ``mlp_multipliers``, the two factors.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: object):
         _check_silu(self, config, *_sizes(), "mlp_multipliers")
         super().__init__(config)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
@@ -199,7 +199,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         ValueError: ``hidden_act`` is neither silu nor swish.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: object):
         super().__init__()
         _check_silu(self, config, *_sizes())
         self.config = config
@@ -218,7 +218,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         config: as in :class:`LigerPhi3SwiGLUMLP`.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: object):
         super().__init__()
         _check_silu(self, config, *_sizes())
         self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
@@ -246,7 +246,7 @@ class LigerExperts(nn.Module):
         ValueError: ``hidden_act`` is neither silu nor swish.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: object):
         super().__init__()
         needed = "hidden_size", "moe_intermediate_size or intermediate_size", "num_local_experts or num_experts"
         _check_silu(self, config, *needed)
@@ -303,7 +303,7 @@ class LigerGEGLUMLP(_GatedMLP):
         ValueError: the activation is no GELU.
     """
 
-    def __init__(self, config, intermediate_size: int | None = None):
+    def __init__(self, config: object, intermediate_size: int | None = None):
         activation = (
             getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
         )
@@ -325,7 +325,7 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
         layer_idx: which layer this is.
     """
 
-    def __init__(self, config, layer_idx: int = 0):
+    def __init__(self, config: object, layer_idx: int = 0):
         modes, shared = getattr(config, "kv_sharing_modes", None), getattr(config, "num_kv_shared_layers", None) or 0
         _check_config(self, config, *_sizes(), *(["num_hidden_layers"] if shared and modes is None else []))
         if modes is not None:

@@ -1,0 +1,72 @@
+"""What a user may write, for mypy --strict (tests/test_types.py). Nobody runs it."""
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from typing_extensions import assert_type
+
+import liger_ext
+import liger_ext.functional as LF
+from liger_ext import (
+    AutoLigerKernelForCausalLM,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerLayerNorm,
+    LigerRMSNorm,
+    LigerSwiGLUMLP,
+    apply_liger_kernel_to_gemma2,
+    apply_liger_kernel_to_instance,
+    apply_liger_kernel_to_llama,
+    compat,
+    functional,
+    modules,
+)
+from liger_ext.models import PatchHandle
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm = LigerRMSNorm(64, eps=1e-5, dtype=torch.bfloat16)
+        self.last = modules.LigerGroupNorm(64, 4, device="cpu")
+        self.mlp = LigerSwiGLUMLP(config)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        normed, stream = functional.add_rms_norm(x, residual, self.norm.weight)
+        gated = LF.swiglu(normed, stream) + LF.geglu(normed, stream, approximate="none")
+        return liger_ext.softmax(LF.layer_norm(gated, None), dim=-1)
+
+
+def losses(x: Tensor, weight: Tensor, target: Tensor, logits: Tensor) -> Tensor:
+    loss = LF.cross_entropy(logits, target, label_smoothing=0.1)
+    assert_type(loss, Tensor)
+    output = LF.cross_entropy(logits, target, return_z_loss=True)
+    assert_type(output, LF.CrossEntropyOutput)
+    assert output.z_loss is not None
+    rows = LF.count_rows(target, -100)
+    fused = liger_ext.fused_linear_cross_entropy(x, weight, target, memory="low", rows=rows)
+    assert_type(fused, Tensor)
+    predicted = compat.liger_fused_linear_cross_entropy(x, weight, target, return_predicted_tokens=True)
+    assert_type(predicted.predicted_tokens, Tensor | None)
+    assert_type(compat.liger_cross_entropy(logits, target), Tensor)
+    module = LigerFusedLinearCrossEntropyLoss(reduction="sum", memory=1 << 30)
+    both = module.forward(weight, x, target)
+    return loss + output.z_loss + fused + (both if isinstance(both, Tensor) else both.loss)
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    q, k = LF.rope(q, k, cos, sin, layout="interleaved")
+    assert_type(LF.rope(q, None, cos, sin), tuple[Tensor, None])
+    return q + LF.rope(q, None, cos, sin)[0] + k
+
+
+def train(name: str) -> None:
+    with compat.install(), apply_liger_kernel_to_gemma2(rope=False, geglu=True, memory="low"):
+        pass
+    model = LlamaForCausalLM(LlamaConfig())
+    handle = apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=True)
+    assert_type(handle, PatchHandle)
+    handle.revert()
+    apply_liger_kernel_to_instance(AutoLigerKernelForCausalLM.from_pretrained(name, rope=False), memory="min").revert()
+    norm = LigerLayerNorm(64, elementwise_affine=False)
+    norm.reset_parameters()
+    print(liger_ext.__version__, norm.variance_epsilon)
