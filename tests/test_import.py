@@ -3,7 +3,7 @@
 from cases import python
 
 # Beside our own: of torch and of Python.
-SMALL = "torch.utils.flop_counter", "torch.utils.module_tracker", "sysconfig", "_sysconfigdata", "importlib.metadata"
+SMALL = "sysconfig", "_sysconfigdata", "importlib.metadata"
 
 
 def test_import_is_light():
@@ -15,3 +15,16 @@ def test_import_is_light():
     found = [name for name in said.splitlines()[-1].split() if not name.startswith(("liger_ext", *SMALL))]
     assert found == []
     assert "liger_ext.ops.rope" in said.split() and "liger_ext.models.patch" not in said.split()
+
+
+def test_flops_are_counted():
+    """By torch's counter, whether it is imported before liger_ext or after."""
+    count = (
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "x, w, y = torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.int64)\n"
+        "with FlopCounterMode(display=False) as counter: liger_ext.fused_linear_cross_entropy(x, w, y)\n"
+        "print(counter.get_total_flops())\n"
+    )
+    look = "import importlib.util; importlib.util.find_spec('torch.utils.flop_counter')\n"
+    for before in ("", "from torch.utils import flop_counter\n"):
+        assert python("-c", f"import torch\n{before}import liger_ext\n{look}{count}").split()[-1] == str(2 * 3 * 4 * 5)

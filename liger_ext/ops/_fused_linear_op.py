@@ -23,11 +23,11 @@ from torch._C._autograd import (
     _saved_tensors_hooks_is_enabled,
     _top_saved_tensors_default_hooks,
 )
-from torch.utils.flop_counter import register_flop_formula
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator
 from liger_ext.ops._chunks import padded_vocab
+from liger_ext.ops._compile import flop_formula
 from liger_ext.ops._register import register, register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
 
@@ -181,7 +181,7 @@ def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
     return 2 * x_shape[0] * x_shape[1] * weight_shape[0] * matmuls
 
 
-@register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
+@flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
 def _forward_flops(x_shape, weight_shape, *args, **_) -> int:
     gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
     # If the vocabulary is cut into chunks, logits are made twice: for their statistics, and for their gradient.
@@ -189,7 +189,7 @@ def _forward_flops(x_shape, weight_shape, *args, **_) -> int:
     return _matmul_flops(x_shape, weight_shape, 1 + again + (gradients == _ACCUMULATED) * (need_dx + need_dweight))
 
 
-@register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward)
+@flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward)
 def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
     logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight_shape[0]))
@@ -201,6 +201,6 @@ def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     )
 
 
-@register_flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward_)
+@flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward_)
 def _backward_in_place_flops(dweight_shape, saved_shape, dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     return _backward_flops(dloss_shape, x_shape, weight_shape, *args)

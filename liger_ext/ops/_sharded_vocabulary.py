@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
 from liger_ext.ops._chunks import padded_vocab
-from liger_ext.ops._compile import outside_of_graphs
+from liger_ext.ops._compile import flop_formula, outside_of_graphs
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
 
@@ -251,12 +250,12 @@ register_without_derivative("vocabulary_shard_backward", _fake_backward)
 
 
 # Formulas for torch.utils.flop_counter, which passes shapes in place of tensors.
-@register_flop_formula(torch.ops.liger_ext.vocabulary_shard_statistics)
+@flop_formula(torch.ops.liger_ext.vocabulary_shard_statistics)
 def _statistics_flops(x_shape, weight_shape, *_, **__) -> int:
     return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
 
 
-@register_flop_formula(torch.ops.liger_ext.vocabulary_shard_backward)
+@flop_formula(torch.ops.liger_ext.vocabulary_shard_backward)
 def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     *_, need_dx, need_dweight, _ = args
     again = len(args[5]) < 2  # nothing was kept
