@@ -20,7 +20,7 @@ def install() -> "_PatchHandle":
     liger_ext. To be called before ``trl`` is imported, which looks for the name then.
 
     Its modules have this library's classes, functions and patches where Liger-Kernel has its own:
-    docs/liger_kernel_names.md lists them. ``Liger*``, ``liger_*`` and ``apply_liger_*`` names that this library does
+    docs/liger_kernel_names.md lists them. ``Liger*``, ``liger_*`` and ``apply_*`` names that this library does
     not have can be imported, and raise NotImplementedError when they are used. Models that are patched there have
     ``output.logits`` None after a training step.
 

@@ -111,7 +111,7 @@ def test_the_list_of_names():
     ]
     assert wrong == []
     absent = [name for states in modules.values() for name in states.get("absent", ())]
-    assert not [name for name in absent if name.startswith(("Liger", "liger_", "apply_liger_"))]
+    assert not [name for name in absent if name.startswith(("Liger", "liger_", "apply_"))]
 
 
 def test_what_is_absent():

@@ -49,7 +49,7 @@ _PARTS = {
 }
 MODULES = frozenset((NAME, *(f"{parent}.{part}" for parent, parts in _PARTS.items() for part in parts.split())))
 
-_OF_LIGER_KERNEL = ("Liger", "liger_", "apply_liger_")
+_OF_LIGER_KERNEL = ("Liger", "liger_", "apply_")
 _PUBLIC = frozenset(name for name in liger_ext.__all__ if name.startswith((*_OF_LIGER_KERNEL, "CrossEntropyOutput")))
 _PATCHES = frozenset(f"apply_liger_kernel_to_{model_type}" for model_type in FUNCTION_OF)
 _FILES = {  # which of the files beside this one has a name
