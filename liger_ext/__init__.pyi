@@ -1,6 +1,13 @@
-"""Made by tests/stubs.py (`make stubs`)."""
+# Made by `make stubs`: see tests/stubs.py.
+# fmt: off
+# ruff: noqa
 
-from liger_ext import compat as compat, functional as functional, modules as modules
+from liger_ext import compat as compat
+from liger_ext import functional as functional
+from liger_ext import modules as modules
+from liger_ext.compat import *
+from liger_ext.functional import *
+from liger_ext.modules import *
 from liger_ext.models import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
 from liger_ext.models import apply_liger_kernel as apply_liger_kernel
 from liger_ext.models import apply_liger_kernel_to_instance as apply_liger_kernel_to_instance
@@ -52,63 +59,36 @@ from liger_ext.models import apply_liger_kernel_to_smolvlm as apply_liger_kernel
 from liger_ext.models import apply_liger_kernel_to_llava as apply_liger_kernel_to_llava
 from liger_ext.models import apply_liger_kernel_to_nemotron as apply_liger_kernel_to_nemotron
 from liger_ext.models import apply_liger_kernel_to_pixtral as apply_liger_kernel_to_pixtral
-from liger_ext.functional import CountedRows as CountedRows
-from liger_ext.functional import CrossEntropyOutput as CrossEntropyOutput
-from liger_ext.functional import add_rms_norm as add_rms_norm
-from liger_ext.functional import check_errors as check_errors
-from liger_ext.functional import count_rows as count_rows
-from liger_ext.functional import cross_entropy as cross_entropy
-from liger_ext.functional import fused_linear_cross_entropy as fused_linear_cross_entropy
-from liger_ext.functional import geglu as geglu
-from liger_ext.functional import geglu_packed as geglu_packed
-from liger_ext.functional import group_norm as group_norm
-from liger_ext.functional import jsd as jsd
-from liger_ext.functional import layer_norm as layer_norm
-from liger_ext.functional import relu_squared as relu_squared
-from liger_ext.functional import rms_norm as rms_norm
-from liger_ext.functional import rope as rope
-from liger_ext.functional import softmax as softmax
-from liger_ext.functional import swiglu as swiglu
-from liger_ext.functional import swiglu_packed as swiglu_packed
-from liger_ext.modules import LigerBlockSparseTop2MLP as LigerBlockSparseTop2MLP
-from liger_ext.modules import LigerCrossEntropyLoss as LigerCrossEntropyLoss
-from liger_ext.modules import LigerExperts as LigerExperts
-from liger_ext.modules import LigerFalconH1SwiGLUMLP as LigerFalconH1SwiGLUMLP
-from liger_ext.modules import LigerFusedAddRMSNorm as LigerFusedAddRMSNorm
-from liger_ext.modules import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
-from liger_ext.modules import LigerGEGLUMLP as LigerGEGLUMLP
-from liger_ext.modules import LigerGEGLUMLPForGemma4 as LigerGEGLUMLPForGemma4
-from liger_ext.modules import LigerGroupNorm as LigerGroupNorm
-from liger_ext.modules import LigerHunyuanV1SwiGLUMLP as LigerHunyuanV1SwiGLUMLP
-from liger_ext.modules import LigerJSD as LigerJSD
-from liger_ext.modules import LigerLayerNorm as LigerLayerNorm
-from liger_ext.modules import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP
-from liger_ext.modules import LigerQwen3MoeSwiGLUMLP as LigerQwen3MoeSwiGLUMLP
-from liger_ext.modules import LigerRMSNorm as LigerRMSNorm
-from liger_ext.modules import LigerRMSNormForGemma as LigerRMSNormForGemma
-from liger_ext.modules import LigerRMSNormForGemma2 as LigerRMSNormForGemma2
-from liger_ext.modules import LigerRMSNormForGemma3 as LigerRMSNormForGemma3
-from liger_ext.modules import LigerRMSNormForGemma4 as LigerRMSNormForGemma4
-from liger_ext.modules import LigerRMSNormForGlm4 as LigerRMSNormForGlm4
-from liger_ext.modules import LigerRMSNormForOlmo2 as LigerRMSNormForOlmo2
-from liger_ext.modules import LigerRMSNormForQwen3Next as LigerRMSNormForQwen3Next
-from liger_ext.modules import LigerReLUSquared as LigerReLUSquared
-from liger_ext.modules import LigerSoftmax as LigerSoftmax
-from liger_ext.modules import LigerSwiGLUMLP as LigerSwiGLUMLP
-from liger_ext.compat import liger_cross_entropy as liger_cross_entropy
-from liger_ext.compat import liger_fused_add_rms_norm as liger_fused_add_rms_norm
-from liger_ext.compat import liger_fused_linear_cross_entropy as liger_fused_linear_cross_entropy
-from liger_ext.compat import liger_geglu as liger_geglu
-from liger_ext.compat import liger_group_norm as liger_group_norm
-from liger_ext.compat import liger_jsd as liger_jsd
-from liger_ext.compat import liger_layer_norm as liger_layer_norm
-from liger_ext.compat import liger_relu_squared as liger_relu_squared
-from liger_ext.compat import liger_rms_norm as liger_rms_norm
-from liger_ext.compat import liger_rope as liger_rope
-from liger_ext.compat import liger_rotary_pos_emb as liger_rotary_pos_emb
-from liger_ext.compat import liger_rotary_pos_emb_gpt_oss as liger_rotary_pos_emb_gpt_oss
-from liger_ext.compat import liger_rotary_pos_emb_vision as liger_rotary_pos_emb_vision
-from liger_ext.compat import liger_softmax as liger_softmax
-from liger_ext.compat import liger_swiglu as liger_swiglu
 
+__all__ = [
+    "AutoLigerKernelForCausalLM", "apply_liger_kernel", "apply_liger_kernel_to_instance",
+    "apply_liger_kernel_to_llama", "apply_liger_kernel_to_cohere2", "apply_liger_kernel_to_deepseek_v3",
+    "apply_liger_kernel_to_deepseek_v4", "apply_liger_kernel_to_ernie4_5", "apply_liger_kernel_to_exaone4",
+    "apply_liger_kernel_to_falcon_h1", "apply_liger_kernel_to_glm4", "apply_liger_kernel_to_glm4v",
+    "apply_liger_kernel_to_glm4v_moe", "apply_liger_kernel_to_gpt_oss", "apply_liger_kernel_to_granite",
+    "apply_liger_kernel_to_hunyuan_v1_dense", "apply_liger_kernel_to_hunyuan_v1_moe",
+    "apply_liger_kernel_to_ministral", "apply_liger_kernel_to_ministral3", "apply_liger_kernel_to_mistral",
+    "apply_liger_kernel_to_mixtral", "apply_liger_kernel_to_olmo2", "apply_liger_kernel_to_olmo3",
+    "apply_liger_kernel_to_phi3", "apply_liger_kernel_to_qwen2", "apply_liger_kernel_to_qwen2_5_vl",
+    "apply_liger_kernel_to_qwen2_moe", "apply_liger_kernel_to_qwen3", "apply_liger_kernel_to_qwen3_5",
+    "apply_liger_kernel_to_qwen3_5_moe", "apply_liger_kernel_to_qwen3_moe", "apply_liger_kernel_to_qwen3_next",
+    "apply_liger_kernel_to_qwen3_vl", "apply_liger_kernel_to_qwen3_vl_moe", "apply_liger_kernel_to_seed_oss",
+    "apply_liger_kernel_to_smollm3", "apply_liger_kernel_to_gemma", "apply_liger_kernel_to_gemma2",
+    "apply_liger_kernel_to_gemma3_text", "apply_liger_kernel_to_gemma4_text", "apply_liger_kernel_to_gemma3",
+    "apply_liger_kernel_to_gemma4", "apply_liger_kernel_to_paligemma", "apply_liger_kernel_to_mllama",
+    "apply_liger_kernel_to_qwen2_vl", "apply_liger_kernel_to_llama4", "apply_liger_kernel_to_internvl",
+    "apply_liger_kernel_to_smolvlm", "apply_liger_kernel_to_llava", "apply_liger_kernel_to_nemotron",
+    "apply_liger_kernel_to_pixtral", "liger_cross_entropy", "liger_fused_add_rms_norm",
+    "liger_fused_linear_cross_entropy", "liger_geglu", "liger_group_norm", "liger_jsd", "liger_layer_norm",
+    "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_rotary_pos_emb", "liger_rotary_pos_emb_gpt_oss",
+    "liger_rotary_pos_emb_vision", "liger_softmax", "liger_swiglu", "CountedRows", "CrossEntropyOutput",
+    "add_rms_norm", "check_errors", "count_rows", "cross_entropy", "fused_linear_cross_entropy", "geglu",
+    "geglu_packed", "group_norm", "jsd", "layer_norm", "relu_squared", "rms_norm", "rope", "softmax", "swiglu",
+    "swiglu_packed", "LigerBlockSparseTop2MLP", "LigerCrossEntropyLoss", "LigerExperts", "LigerFalconH1SwiGLUMLP",
+    "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP", "LigerGEGLUMLPForGemma4",
+    "LigerGroupNorm", "LigerHunyuanV1SwiGLUMLP", "LigerJSD", "LigerLayerNorm", "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP", "LigerRMSNorm", "LigerRMSNormForGemma", "LigerRMSNormForGemma2", "LigerRMSNormForGemma3",
+    "LigerRMSNormForGemma4", "LigerRMSNormForGlm4", "LigerRMSNormForOlmo2", "LigerRMSNormForQwen3Next",
+    "LigerReLUSquared", "LigerSoftmax", "LigerSwiGLUMLP",
+]
 __version__: str

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,9 +136,16 @@ def _statistics(error: Tensor) -> list[float]:
     return torch.stack([largest, torch.linalg.vector_norm(error) / error.numel() ** 0.5, error.mean().abs()]).tolist()
 
 
-def check(*args: Any, **kwargs: Any) -> Measurement:
+def check(
+    op: str,
+    what: str,
+    result: Tensor,
+    reference: Tensor,
+    baseline: Tensor,
+    **options: Tensor | float | torch.dtype | None,
+) -> Measurement:
     """As ``measure``; raises AssertionError with op, dtype, error, bound and ratio when the rule is broken."""
-    result = measure(*args, **kwargs)
-    if not result.ratio <= 1:
-        raise AssertionError(f"further from float64 than the rule allows: {result}")
-    return result
+    measured = measure(op, what, result, reference, baseline, **options)
+    if not measured.ratio <= 1:
+        raise AssertionError(f"further from float64 than the rule allows: {measured}")
+    return measured

@@ -111,7 +111,7 @@ class Expected:
 
 def expected(
     name: str,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, object],
     grads: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
     compute_dtype: torch.dtype | None = None,
@@ -159,10 +159,10 @@ def expected(
 
 def compare(
     name: str,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, object],
     *,
     grad: float | None = None,
-    run: Callable[..., Any] | None = None,
+    run: Callable[..., object] | None = None,
     compute_dtype: torch.dtype | None = None,
     base_autocast: bool = False,
 ) -> list[Measurement]:
@@ -207,9 +207,11 @@ def compare(
     return results
 
 
-def judge(name: str, inputs: Mapping[str, Any], **kwargs: Any) -> list[Measurement]:
+def judge(
+    name: str, inputs: Mapping[str, object], **options: float | Callable[..., object] | torch.dtype | None
+) -> list[Measurement]:
     """As ``compare``; raises AssertionError for the worst result that breaks the rule."""
-    results = compare(name, inputs, **kwargs)
+    results = compare(name, inputs, **options)
     worst = max(results, key=lambda m: m.ratio)
     if not worst.ratio <= 1:
         shapes = {k: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for k, v in inputs.items()}
@@ -223,7 +225,7 @@ def examples(
     tokens: int = 48,
     hidden: int = 320,
     vocab: int = 1003,
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, object]]]:
     """Every op at a small Llama-like shape (an even number of tokens), in each dtype: its name, and leaves as its
     arguments."""
     for dtype in dtypes:

@@ -1,136 +1,165 @@
-"""Writes the stubs (`*.pyi`) of modules whose names are made at run time, for type checkers: `make stubs`.
+"""Writes the type stubs of the modules whose names are made at run time, from these names and their signatures.
 
-Most lines hand on a name from the file in which it is defined. Written out are patch functions, which no file defines,
-and functions whose result depends on an argument: one overload for each result. tests/test_types.py fails when a stub
-is not what this makes of the installed signatures.
+`make stubs` runs it after a change of a public name or signature; tests/test_types.py compares what it makes with the
+files. The stubs also have what the sources do without: overloads of functions whose result depends on an argument, and
+the types of a module's call, which are those of its `forward`.
 """
 
 import importlib
 import inspect
-from collections.abc import Iterator
+import pkgutil
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+
+from torch import nn
 
 import liger_ext
 from liger_ext import compat, functional, models, modules, ops
-from liger_ext.models.patch import PatchHandle
 
 PACKAGE = Path(liger_ext.__file__).parent
-_HEAD = '"""Made by tests/stubs.py (`make stubs`)."""\n\n'
-_FILES = [path.stem for path in sorted((PACKAGE / "ops").glob("[a-z]*.py"))]
-_OF_FLAGS = "Tensor | CrossEntropyOutput"  # the first where no flag is True
+HEAD = "# Made by `make stubs`: see tests/stubs.py.\n# fmt: off\n# ruff: noqa\n\n"
+TYPES = "from typing import Generic, Literal, overload\n\nimport torch\nfrom torch import Tensor\n"
+LOSS, ROTATED = "Tensor | CrossEntropyOutput", "tuple[Tensor, Tensor | None]"
+
+
+def overloads(signature: inspect.Signature, result: str) -> Iterator[tuple[inspect.Signature, str]]:
+    """A signature and its result; of a loss, and of `rope`, those for each type of the result."""
+    flags = [name for name in signature.parameters if name.startswith("return_")]
+    if result == LOSS and flags:
+        yield annotated(signature, dict.fromkeys(flags, "Literal[False]")), "Tensor"
+        yield annotated(signature, dict.fromkeys(flags, "Literal[True]")), "CrossEntropyOutput"
+    if result == ROTATED:
+        yield annotated(signature, {"k": "Tensor"}), "tuple[Tensor, Tensor]"
+        yield annotated(signature, {"k": "None"}), "tuple[Tensor, None]"
+    else:
+        yield signature, result
+
+
+def annotated(signature: inspect.Signature, annotations: dict[str, str]) -> inspect.Signature:
+    """With these annotations. A default that may not be of its new type is an ellipsis."""
+    parameters = []
+    for name, p in signature.parameters.items():
+        if name in annotations:
+            p = p.replace(annotation=annotations[name], default=p.default if p.default is p.empty else ...)
+        parameters.append(p)
+    return signature.replace(parameters=parameters)
+
+
+def of_function(name: str, function: Callable) -> str:
+    signature = inspect.signature(function)
+    found = list(overloads(signature, text_of(signature.return_annotation)))
+    return "".join("@overload\n" * (len(found) > 1) + definition(name, *one) for one in found)
+
+
+def definition(name: str, signature: inspect.Signature, result: str) -> str:
+    """In lines of 120 characters: a line for each parameter would be too many lines."""
+    parts, by_name = [], False
+    for p in signature.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not by_name:
+            parts, by_name = [*parts, "*"], True
+        annotation = "" if p.annotation is p.empty else f": {text_of(p.annotation)}"
+        default = "" if p.default is p.empty else " = ..." if p.default is ... else f" = {p.default!r}"
+        parts.append(p.name + annotation + default)
+    line = f"def {name}({', '.join(parts)}) -> {result}: ...\n"
+    if len(line) <= 116:
+        return line
+    unbroken = ", ".join(part.replace(" ", "\0") for part in parts)
+    lines = textwrap.fill(unbroken, 115, initial_indent="    ", subsequent_indent="    ").replace("\0", " ")
+    return f"def {name}(\n{lines},\n) -> {result}: ...\n"
+
+
+def text_of(annotation: object) -> str:
+    """As the source has it, which imports names without their modules."""
+    if isinstance(annotation, str):
+        return annotation
+    return " | ".join(part.rpartition(".")[2] for part in inspect.formatannotation(annotation).split(" | "))
+
+
+def of_module(cls: type[nn.Module]) -> str:
+    """A subclass of the op's class, and of the other public ones that this is a subclass of."""
+    name, forward = cls.__name__, inspect.signature(cls.forward)
+    bases = [f"_{name}", *(base.__name__ for base in cls.__bases__ if base.__name__ in modules.__all__)]
+    methods, result = [], text_of(forward.return_annotation)
+    if result == LOSS:
+        bases, result = [*bases, "Generic[_Result]"], "_Result"
+        for signature, made in overloads(inspect.signature(cls.__init__), LOSS):
+            signature = annotated(signature, {"self": f"{name}[{made}]"})
+            methods.append("@overload\n" + definition("__init__", signature, "None"))
+    if "forward" in vars(cls):
+        methods.append(definition("__call__", forward, result))
+    body = "\n" + textwrap.indent("".join(methods), "    ") if methods else " ...\n"
+    return f"class {name}({', '.join(bases)}):{body}"
+
+
+def listed(space: ModuleType) -> str:
+    """Its `__all__`, which says what a star imports."""
+    names = textwrap.fill(", ".join(f'"{name}"' for name in space.__all__), 115)
+    return f"__all__ = [\n{textwrap.indent(names, '    ')},\n]\n"
+
+
+def origins() -> dict[str, str]:
+    """The module of each public name of an op."""
+    files = [f"{ops.__name__}.{file.name}" for file in pkgutil.iter_modules(ops.__path__)]
+    return {name: file for file in files for name in getattr(importlib.import_module(file), "__all__", ())}
+
+
+def of_functions(space: ModuleType) -> str:
+    """Of `functional` and `compat`."""
+    files, imports, made = origins(), [], []
+    for name in space.__all__:
+        text = of_function(name, getattr(space, name)) if inspect.isfunction(getattr(space, name)) else ""
+        if text.startswith("@overload"):
+            made.append(text)
+        else:
+            imports.append(f"from {files[name]} import {name} as {name}\n")
+    if space is compat:
+        imports.append("from liger_ext.functional import CountedRows, CrossEntropyOutput\n")
+        imports.append("from liger_ext.models.patch import PatchHandle as _PatchHandle\n")
+        made.append(of_function("install", compat.install))
+    return "\n".join([HEAD + TYPES, "".join(sorted(imports)), listed(space), *made])
+
+
+def of_modules() -> str:
+    files = origins()
+    types = "from typing_extensions import TypeVar\n\nfrom liger_ext.functional import CrossEntropyOutput\n"
+    imports = [f"from {files[name]} import {name} as _{name}\n" for name in modules.__all__]
+    classes = sorted((getattr(modules, name) for name in modules.__all__), key=lambda cls: len(cls.__mro__))
+    variable = f'_Result = TypeVar("_Result", bound={LOSS}, default=Tensor)\n'
+    head = HEAD + TYPES + types + "".join(imports)
+    return "\n".join([head, listed(modules), variable, *map(of_module, classes)])
+
+
+def of_models() -> str:
+    """Each family's function has its own arguments."""
+    imports, made = [], []
+    for name, file in models._MODULES.items():
+        if file == "families":
+            made.append(of_function(name, getattr(models, name)))
+        else:
+            imports.append(f"from liger_ext.models.{file} import {name} as {name}\n")
+    return "".join([HEAD, "from torch.nn import Module\n\n", *sorted(imports), "\n", listed(models), "\n", *made])
+
+
+def of_package() -> str:
+    spaces = [f"from liger_ext import {space} as {space}\n" for space in ("compat", "functional", "modules")]
+    names = [f"from liger_ext.{space} import *\n" for space in ("compat", "functional", "modules")]
+    patching = [f"from liger_ext.models import {name} as {name}\n" for name in liger_ext._PATCHING]
+    return "".join([HEAD, *spaces, *names, *patching, "\n", listed(liger_ext), "__version__: str\n"])
 
 
 def stubs() -> dict[Path, str]:
-    """The text of each stub."""
-    patching = {f"apply_liger_kernel_to_{family}" for family in models.FAMILIES}
-    parts = {module.__name__.rpartition(".")[2]: module for module in (functional, modules, compat)}
-    texts = {name: _HEAD + _imports(module.__all__) + _overloads(module.__all__) for name, module in parts.items()}
-    texts["compat"] += "\ndef install() -> PatchHandle: ...\n"
-    texts["compat"] = texts["compat"].replace(_HEAD, f"{_HEAD}from liger_ext.models.patch import PatchHandle\n")
-    own = [name for name in models.__all__ if name not in patching]
-    texts["models/__init__"] = (
-        f"{_HEAD}from torch import nn\n\n"
-        + "".join(f"from liger_ext.models.{_file_of_model(n)} import {n} as {n}\n" for n in own)
-        + "\nOLDEST_TRANSFORMERS: str\nNEWEST_TRANSFORMERS: str\nFAMILIES: dict[str, tuple[str, ...]]\n"
-        + "".join(f"\ndef {name}{_signature(getattr(models, name))}: ...\n" for name in sorted(patching))
-    )
-    texts["__init__"] = _HEAD + "from liger_ext import compat as compat, functional as functional, modules as modules\n"
-    of_models = [name for name in liger_ext.__all__ if name in models.__all__]
-    texts["__init__"] += "".join(f"from liger_ext.models import {name} as {name}\n" for name in of_models)
-    for name, module in parts.items():
-        texts["__init__"] += "".join(f"from liger_ext.{name} import {n} as {n}\n" for n in module.__all__)
-    texts["__init__"] += "\n__version__: str\n"
-    return {PACKAGE / f"{name}.pyi": text for name, text in texts.items()}
-
-
-def _imports(names: list[str]) -> str:
-    """The lines of what is not written out, and of the types of what is."""
-    written = [name for name in names if _has_overloads(getattr(ops, name))]
-    types = []
-    if written:
-        types = ["from typing import Literal, overload", "import torch", "from torch import Tensor"]
-        if any("CrossEntropyOutput" in str(inspect.signature(getattr(ops, name))) for name in written):
-            types += [_handed_on(name) for name in ("CountedRows", "CrossEntropyOutput") if name not in names]
-    return "\n".join(types + [_handed_on(name) for name in names if name not in written]) + "\n"
-
-
-def _handed_on(name: str) -> str:
-    files = (file for file in _FILES if name in importlib.import_module(f"liger_ext.ops.{file}").__all__)
-    return f"from liger_ext.ops.{next(files)} import {name} as {name}"
-
-
-def _file_of_model(name: str) -> str:
-    return inspect.getmodule(getattr(models, name)).__name__.rpartition(".")[2]
-
-
-def _has_overloads(value: object) -> bool:
-    return inspect.isfunction(value) and any(_variants(inspect.signature(value)))
-
-
-def _overloads(names: list[str]) -> str:
-    text = ""
-    for name in names:
-        if _has_overloads(getattr(ops, name)):
-            for variant in _variants(inspect.signature(getattr(ops, name))):
-                text += f"\n@overload\ndef {name}{_text(variant)}: ...\n"
-    return text
-
-
-def _variants(signature: inspect.Signature) -> Iterator[inspect.Signature]:
-    """The overloads of a function; none where its result does not depend on an argument."""
-    parameters = signature.parameters
-    flags = [name for name in parameters if name.startswith("return_")]
-    if signature.return_annotation == _OF_FLAGS and flags:
-        tensor, output = _OF_FLAGS.split(" | ")
-        yield _with(signature, tensor, dict.fromkeys(flags, "Literal[False]"))
-        for flag in flags:
-            yield _with(signature, output, {flag: "Literal[True]"}, by_name=flag)
-        yield signature
-    elif signature.return_annotation == "tuple[Tensor, Tensor | None]":
-        yield _with(signature, "tuple[Tensor, Tensor]", {"k": "Tensor"})
-        yield _with(signature, "tuple[Tensor, None]", {"k": "None"})
-        yield signature
-
-
-def _with(
-    signature: inspect.Signature, result: str, types: dict[str, str], by_name: str | None = None
-) -> inspect.Signature:
-    """With other types. The argument `by_name`, and those behind it, are given by name, and it has no default."""
-    parameters, kind = [], None
-    for parameter in signature.parameters.values():
-        kind = parameter.KEYWORD_ONLY if parameter.name == by_name else kind
-        default = parameter.empty if parameter.name == by_name else parameter.default
-        annotation = types.get(parameter.name, parameter.annotation)
-        kind_now = kind or parameter.kind
-        parameters.append(parameter.replace(kind=kind_now, default=default, annotation=annotation))
-    return signature.replace(parameters=parameters, return_annotation=result)
-
-
-def _signature(function: object) -> str:
-    return _text(inspect.signature(function))
-
-
-def _text(signature: inspect.Signature) -> str:
-    """With `...` for every default but None, numbers and text."""
-    parameters, star = [], False
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not star:
-            star = True
-            parameters.append("*")
-        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        parameters.append(f"{parameter.name}: {_type(parameter.annotation)}{default}")
-    return f"({', '.join(parameters)}) -> {_type(signature.return_annotation)}"
-
-
-def _type(annotation: object) -> str:
-    if isinstance(annotation, str):
-        return annotation
-    if isinstance(annotation, type):
-        return annotation.__name__
-    return str(annotation).replace("torch.nn.modules.module.", "nn.")
+    """The text of each file, by its place."""
+    return {
+        PACKAGE / "__init__.pyi": of_package(),
+        PACKAGE / "compat.pyi": of_functions(compat),
+        PACKAGE / "functional.pyi": of_functions(functional),
+        PACKAGE / "models/__init__.pyi": of_models(),
+        PACKAGE / "modules.pyi": of_modules(),
+    }
 
 
 if __name__ == "__main__":
-    assert PatchHandle.__name__ in stubs()[PACKAGE / "compat.pyi"]
     for path, text in stubs().items():
         path.write_text(text)

@@ -1,70 +1,91 @@
-"""Types for users (PEP 561): stubs, annotations of what is public, and what mypy makes of both."""
+"""The types that users get: the stubs are of the names and signatures that there are, and no public name is without.
+
+`make lint` runs mypy over the stubs and over a user's script, typed_user.py.
+"""
 
 import inspect
-import subprocess
-import sys
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import stubs
+from stubs import stubs
 
 import liger_ext
-from liger_ext import compat, models
+from liger_ext import compat, doctor, functional, hub_kernels, models, testing
 
-ROOT = Path(__file__).parent.parent
-
-
-def test_stubs_are_those_of_the_signatures():
-    texts = stubs.stubs()
-    assert (stubs.PACKAGE / "py.typed").exists()
-    assert {path.name for path in texts} == {path.name for path in stubs.PACKAGE.rglob("*.pyi")}
-    for path, text in texts.items():
-        assert path.read_text() == text, f"{path} is not of these signatures: make stubs"
+PACKAGE = Path(liger_ext.__file__).parent
+UNTYPED = re.compile(
+    r"\bAny\b|\b(Callable|[Tt]uple|[Dd]ict|[Ll]ist|[Tt]ype|Mapping|Sequence|Iterator|Iterable)\b(?!\[)"
+)
 
 
-def test_everything_public_has_types():
-    names = {name: getattr(liger_ext, name) for name in liger_ext.__all__}
-    names |= {name: getattr(models, name) for name in models.__all__} | {"install": compat.install}
-    functions = {}
-    for name, value in names.items():
-        if isinstance(value, type):
-            public = [member for member in vars(value) if not member.startswith("_") or member == "__init__"]
-            of_class = {f"{name}.{member}": getattr(value, member) for member in public}
-            functions |= {key: member for key, member in of_class.items() if inspect.isroutine(member)}
-        else:
-            functions[name] = value
-    assert len(functions) > 120
-    unknown = []
-    for name, function in functions.items():
-        signature = inspect.signature(function)
-        types = [p.annotation for p in signature.parameters.values() if p.name not in ("self", "cls")]
-        if not name.endswith("__init__"):
-            types.append(signature.return_annotation)
-        if any(annotation is signature.empty or "Any" in str(annotation) for annotation in types):
-            unknown.append(name)
-    assert unknown == []
+def test_the_stubs_are_those_that_make_stubs_makes():
+    made = stubs()
+    assert set(made) == set(PACKAGE.rglob("*.pyi")) and (PACKAGE / "py.typed").exists()
+    stale = [path.name for path, text in made.items() if path.read_text() != text]
+    assert not stale, f"run `make stubs`: names or signatures are others than in {', '.join(stale)}"
 
 
-# `make lint` checks tests/typed_user.py. These are wrong.
-WRONG = {
-    "LigerRMSNorm(8, epsilon=1.0)": '"epsilon" for "LigerRMSNorm"',
-    "LF.softmax(x, dims=-1)": '"dims" for "softmax"',
-    "apply_liger_kernel_to_llama(geglu=True)": '"geglu" for "apply_liger_kernel_to_llama"',
-    "y: Tensor = LF.cross_entropy(x, x, return_z_loss=True)": 'expression has type "CrossEntropyOutput"',
-    "LF.rope(x, None, x, x)[1].sum()": '"None" has no attribute "sum"',
-    "LF.no_such_function(x)": 'no attribute "no_such_function"',
-}
+def without_option(x: object, weight: object = None, *, new: bool = True) -> object:
+    """Of another signature than the function in whose place it is put."""
 
 
-@pytest.mark.slow
-def test_mypy_finds_mistakes(tmp_path):
-    file = tmp_path / "wrong.py"
-    names = "LigerRMSNorm, apply_liger_kernel_to_llama, functional as LF"
-    head = f"from liger_ext import {names}\nfrom torch import Tensor\ndef f(x: Tensor) -> None:\n"
-    file.write_text(head + "".join(f"    {line}\n" for line in WRONG))
-    command = [sys.executable, "-m", "mypy", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
-    assert len(errors) == len(WRONG), done.stdout + done.stderr
-    for error, words in zip(errors, WRONG.values(), strict=True):
-        assert words in error
+@pytest.mark.parametrize(
+    ("module", "name", "file"),
+    [
+        (functional, "cross_entropy", "functional.pyi"),
+        (compat, "liger_fused_linear_cross_entropy", "compat.pyi"),
+        (compat, "install", "compat.pyi"),
+        (models, "apply_liger_kernel_to_gemma2", "models/__init__.pyi"),
+        (functional, "rope", "functional.pyi"),
+    ],
+)
+def test_another_signature_makes_another_stub(module, name, file, monkeypatch):
+    monkeypatch.setattr(module, name, without_option, raising=False)
+    path = PACKAGE / file
+    assert stubs()[path] != path.read_text()
+
+
+def public_functions() -> Iterator[tuple[str, Callable]]:
+    """Functions, and of classes the constructor, methods and properties that liger_ext defines."""
+    places = [(liger_ext, liger_ext.__all__), (models, models.__all__), (compat, ["install"]), (doctor, ["main"])]
+    places += [(testing, testing.__all__), (hub_kernels, ["mapping"])]
+    for module, names in places:
+        for name in names:
+            value, shown = getattr(module, name), f"{module.__name__}.{name}"
+            if isinstance(value, type):
+                for method, found in methods_of(value).items():
+                    yield f"{shown}.{method}", found
+            elif callable(value):
+                yield shown, value
+
+
+def methods_of(cls: type) -> dict[str, Callable]:
+    own = [base for base in cls.__mro__ if base.__module__.startswith("liger_ext.")]
+    members = {name: value for base in reversed(own) for name, value in vars(base).items()}
+    functions = {name: getattr(value, "__func__", getattr(value, "fget", value)) for name, value in members.items()}
+    public = {name: f for name, f in functions.items() if name == "__init__" or not name.startswith("_")}
+    return {name: f for name, f in public.items() if inspect.isfunction(f)}
+
+
+def untyped(function: Callable) -> list[str]:
+    """The arguments, and "return", that have no type, or Any."""
+    signature = inspect.signature(function)
+    annotations = {name: p.annotation for name, p in signature.parameters.items() if name not in ("self", "cls")}
+    if function.__name__ != "__init__":
+        annotations["return"] = signature.return_annotation
+    texts = {n: a if isinstance(a, str) else inspect.formatannotation(a) for n, a in annotations.items()}
+    return [n for n, a in annotations.items() if a is inspect.Parameter.empty or UNTYPED.search(texts[n])]
+
+
+def test_every_public_name_has_types():
+    found = dict(public_functions())
+    assert len(found) > 150 and {"liger_ext.LigerExperts.forward", "liger_ext.testing.judge"} <= found.keys()
+    assert {name: missing for name, function in found.items() if (missing := untyped(function))} == {}
+
+
+def test_a_missing_type_is_found():
+    def function(a, b: "list", c: "dict[str, Any]", d: Callable, e: "list[int]", *f: int, **g) -> type: ...  # noqa: F821
+
+    assert untyped(function) == ["a", "b", "c", "d", "g", "return"]

@@ -130,7 +130,8 @@ def test_wheel_holds_package_libraries_and_module_and_nothing_else(wheel):
     assert any(name.startswith(f"liger_ext/_C.cpython-{sys.version_info[0]}{sys.version_info[1]}-") for name in names)
     packaged = {name for name in names if name.endswith(".py")}
     assert packaged == {path.relative_to(ROOT).as_posix() for path in (ROOT / "liger_ext").rglob("*.py")}
-    assert "liger_ext/hub_kernels/metadata.json" in names
+    types = {path.relative_to(ROOT).as_posix() for path in (ROOT / "liger_ext").rglob("*.pyi")}
+    assert types and {"liger_ext/py.typed", "liger_ext/hub_kernels/metadata.json", *types} <= names
     tops = {name.split("/")[0] for name in names}
     assert len(tops) == 2 and "liger_ext" in tops, tops  # the other is the dist-info
     licences = {name.rpartition("/licenses/")[2] for name in names if "/licenses/" in name}

@@ -1,4 +1,4 @@
-"""What a user may write, for mypy --strict (tests/test_types.py). Nobody runs it."""
+"""What a user may write, and may not, for mypy --strict (`make lint`). Nobody runs it."""
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ class Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        normed, stream = functional.add_rms_norm(x, residual, self.norm.weight)
+        normed, stream = functional.add_rms_norm(self.last(x), residual, self.norm.weight)
+        assert_type(self.norm(self.mlp(normed)), Tensor)
         gated = LF.swiglu(normed, stream) + LF.geglu(normed, stream, approximate="none")
         return liger_ext.softmax(LF.layer_norm(gated, None), dim=-1)
 
@@ -48,9 +49,9 @@ def losses(x: Tensor, weight: Tensor, target: Tensor, logits: Tensor) -> Tensor:
     predicted = compat.liger_fused_linear_cross_entropy(x, weight, target, return_predicted_tokens=True)
     assert_type(predicted.predicted_tokens, Tensor | None)
     assert_type(compat.liger_cross_entropy(logits, target), Tensor)
-    module = LigerFusedLinearCrossEntropyLoss(reduction="sum", memory=1 << 30)
-    both = module.forward(weight, x, target)
-    return loss + output.z_loss + fused + (both if isinstance(both, Tensor) else both.loss)
+    assert_type(LigerFusedLinearCrossEntropyLoss(reduction="sum", memory=1 << 30)(weight, x, target), Tensor)
+    counted = LigerFusedLinearCrossEntropyLoss(return_token_accuracy=True)(weight, x, target)
+    return loss + output.z_loss + fused + counted.loss
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -70,3 +71,17 @@ def train(name: str) -> None:
     norm = LigerLayerNorm(64, elementwise_affine=False)
     norm.reset_parameters()
     print(liger_ext.__version__, norm.variance_epsilon)
+
+
+def mistakes(x: Tensor, model: nn.Module, handle: PatchHandle) -> int:
+    """mypy reports an ignored error that is none."""
+    apply_liger_kernel_to_gemma2(swiglu=True)  # type: ignore[call-arg]
+    apply_liger_kernel_to_instance(model, rope=x)  # type: ignore[arg-type]
+    LF.rms_norm(x, x, epsilon=1e-6)  # type: ignore[call-arg]
+    LF.cross_entropy(x, x, return_z_loss=True).backward()  # type: ignore[attr-defined]
+    LF.rope(x, None, x, x)[1].sum()  # type: ignore[attr-defined]
+    LigerRMSNorm(8)(x, x)  # type: ignore[call-arg]
+    handle.undo()  # type: ignore[attr-defined]
+    liger_ext.no_such_function(x)  # type: ignore[attr-defined]
+    with handle:
+        return LF.softmax(x)  # type: ignore[return-value]

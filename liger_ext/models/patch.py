@@ -37,7 +37,7 @@ from liger_ext.models.forwards import describe, find_foreign, leads_to, methods_
 from liger_ext.models.warn import warn
 
 
-class PatchHandle(contextlib.ExitStack):
+class PatchHandle(contextlib.ExitStack[None]):
     """What a patch did, and how to undo it: call `revert()`, or use the handle as a context manager.
 
     Reverting twice is harmless. Handles may be reverted in any order: what several of them did to a module is undone
