@@ -14,6 +14,7 @@ from transformers.utils import can_return_tuple
 
 from liger_ext.models.as_liger_kernel import fused_loss_of, output_class
 from liger_ext.models.called_head import scaled
+from liger_ext.models.calls import exports_onnx
 from liger_ext.models.forwards import text_of
 from liger_ext.models.loss import (
     CACHES,
@@ -103,7 +104,7 @@ class CausalLM(Mixin):
         has_labels = labels is not None or shift_labels is not None
         if skip_logits is None:
             skip_logits = self.training and has_labels
-        if self.loss_function not in _LOSSES:
+        if self.loss_function not in _LOSSES or exports_onnx():
             return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
@@ -260,7 +261,7 @@ class CausalLMInside(Mixin):
         if skip_logits is None:
             skip_logits = self.training and has_labels
         options = {name: arguments.get(name) for name in _LOSS_OPTIONS if name in arguments}
-        if not has_labels or not known or not (skip_logits or options):
+        if not has_labels or not known or not (skip_logits or options) or exports_onnx():
             return super().forward(**arguments)
         given = {name: arguments.pop(name) for name in (*_LOSS_ARGUMENTS, *options) if name in arguments}
         wants_more = any(options.get(name) for name in OUTPUT_OPTIONS)  # and the language model's are not handed on
