@@ -16,6 +16,11 @@ onnx = pytest.importorskip("onnx")
 reference = pytest.importorskip("onnx.reference")
 
 
+QUICK = "falcon_h1", "gemma4_text", "llama", "mixtral", "nemotron", "olmo", "starcoder2"
+ALL = [
+    pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
+    for family in sorted({*QUICK, *family_models.LAYERS, *family_models.OPTIONS})
+]
 FAMILIES = "llama", "cohere2", "gemma2", "glm4", "granite", "mixtral", "phi3", "qwen3", "qwen3_moe"
 
 
@@ -55,6 +60,22 @@ def test_layers(dynamo):
         assert_same_graph(found, expected)
         (y,) = reference.ReferenceEvaluator(found).run(None, {found.graph.input[0].name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(y), layers(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_no_op_of_ours_runs(family, monkeypatch):
+    """Whatever a family has, as it is while a graph for ONNX is made."""
+    stock = family_models.build(family, num_hidden_layers=2, output_router_logits=False).eval()
+    family_models.set_experts(stock, "batched_mm")
+    model = family_models.patched(stock, layer_norm=True) if family == "starcoder2" else family_models.patched(stock)
+    ids = dict(input_ids=tokens(1, 8), use_cache=False)
+    assert ops(model, **ids)
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    for batch in (ids, ids | dict(labels=ids["input_ids"])):
+        with torch.no_grad():
+            found, expected = model.train("labels" in batch)(**batch), stock.train("labels" in batch)(**batch)
+        assert not ops(model, **batch) and torch.equal(found.logits, expected.logits)
 
 
 @pytest.mark.slow
