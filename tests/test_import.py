@@ -1,6 +1,9 @@
 """What `import liger_ext` imports beside torch: nothing that takes long."""
 
+import torch
 from cases import python
+
+from liger_ext.ops import _compile
 
 # Beside our own: of torch and of Python.
 SMALL = "sysconfig", "_sysconfigdata", "importlib.metadata"
@@ -28,3 +31,11 @@ def test_flops_are_counted():
     look = "import importlib.util; importlib.util.find_spec('torch.utils.flop_counter')\n"
     for before in ("", "from torch.utils import flop_counter\n"):
         assert python("-c", f"import torch\n{before}import liger_ext\n{look}{count}").split()[-1] == str(2 * 3 * 4 * 5)
+
+
+def test_decorators_are_torchs():
+    """They set what `torch.compiler`'s set, which torch may change."""
+    ours, theirs = (lambda: 0), (lambda: 0)
+    assert vars(_compile.assume_constant_result(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
+    name = "_torchdynamo_disable"
+    assert getattr(_compile.outside_of_graphs(ours), name) == getattr(torch.compiler.disable(theirs), name)
