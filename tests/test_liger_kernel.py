@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import operator
+import re
 
 import liger_names
 import pytest
@@ -117,10 +118,12 @@ def test_the_list_of_names():
 def test_what_is_absent():
     assert len(liger_names.absent_modules()) > 40
     for module in liger_names.absent_modules():
-        with pytest.raises(ModuleNotFoundError, match=r"liger_ext answers to the name liger_kernel .* has no "):
+        with pytest.raises(
+            ModuleNotFoundError, match=rf"answers to the name liger_kernel here .* has no {re.escape(module)}\."
+        ):
             importlib.import_module(module)
     utils = importlib.import_module("liger_kernel.ops.utils")
-    with pytest.raises(ImportError, match=r"liger_kernel\.ops\.utils has no element_mul_kernel here: liger_ext"):
+    with pytest.raises(ImportError, match=r"has no liger_kernel\.ops\.utils\.element_mul_kernel\."):
         import_from("liger_kernel.ops.utils", "element_mul_kernel")
     assert not hasattr(utils, "element_mul_kernel") and not hasattr(utils, "__file__")
     # verl looks whether it is the package that is missing.

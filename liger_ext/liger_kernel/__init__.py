@@ -68,6 +68,8 @@ _FILES = {  # which of the files beside this one has a name
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 
+_WE = f"liger_ext, which answers to the name {NAME} here (liger_ext.compat.install()), has"
+
 _installed = 0  # by how many handles
 
 
@@ -106,13 +108,8 @@ class _Finder(importlib.metadata.DistributionFinder):
         if name.partition(".")[0] != NAME:
             return None
         if name not in MODULES:
-            parent, _, last = name.rpartition(".")
-            # The name is not the one that is missing: `from parent import last` would hide such an error.
-            raise ModuleNotFoundError(
-                f"{parent} has no {last} here: liger_ext answers to the name {NAME} (liger_ext.compat.install()) and "
-                f"has no {name} of Liger-Kernel's. docs/liger_kernel_names.md lists what it has.",
-                name=NAME,
-            )
+            # `name=NAME`, and not the missing name: `from module import missing` would hide such an error.
+            raise ModuleNotFoundError(f"{_WE} no {name}. docs/liger_kernel_names.md lists what it has.", name=NAME)
         spec = importlib.machinery.ModuleSpec(name, _Loader(), origin="liger_ext.compat", is_package=True)
         spec.submodule_search_locations = []
         return spec
@@ -155,14 +152,14 @@ def _find(module: str, name: str) -> object:
         return getattr(liger_ext, name)
     if name.startswith(_OF_LIGER_KERNEL):
         return _absent(module, name)
-    raise AttributeError(f"liger_ext, which answers to the name {module}, has no {name}")
+    raise AttributeError(f"{_WE} no {module}.{name}")
 
 
 def _absent(module: str, name: str) -> type:
     def refuse(*_, **__):
         raise NotImplementedError(
-            f"liger_ext, which answers to the name {NAME} here (liger_ext.compat.install()), has no {name}. Call what "
-            "PyTorch has in its place. If a trainer has called it, set its use_liger_kernel or use_liger_loss to False"
+            f"{_WE} no {name}. Call what PyTorch has in its place. If a trainer has called it, set its use_liger_kernel "
+            "or use_liger_loss to False"
         )
 
     return type(name, (), {"__new__": refuse, "apply": refuse, "__module__": module})
