@@ -17,7 +17,7 @@ from pathlib import Path
 from liger_ext import compat, liger_kernel
 
 PAGE = Path(__file__).parent.parent / "docs" / "liger_kernel_names.md"
-STATES = {"works": "works", "raises": "raises NotImplementedError when it is used", "absent": "ImportError"}
+STATES = {"works": "works", "raises": "raises NotImplementedError when it is used", "absent": "cannot be imported"}
 _ABSENT = "Modules whose import raises ModuleNotFoundError"
 _LEFT_OUT = "backends", "cute", "cutedsl", "cutile", "testing", "_nvidia_shared"
 _PRIVATE = "_apply_liger_kernel", "_apply_liger_kernel_to_instance", "_FSDPForwardRedirection"
@@ -27,10 +27,10 @@ def state(module: str, name: str) -> str:
     """One of STATES; liger_ext.compat.install() has been called."""
     try:
         found = getattr(importlib.import_module(module), name)
-    except AttributeError:
+    except AttributeError as error:
+        return "works" if "needs triton" in str(error) else "absent"
+    except ModuleNotFoundError:
         return "absent"
-    except ModuleNotFoundError as error:
-        return "works" if error.name == "triton" else "absent"
     placeholder = isinstance(found, type) and found.__module__ == module
     return "raises" if placeholder else "works"
 
@@ -48,7 +48,7 @@ def listed() -> dict[str, dict[str, list[str]]]:
             modules[heading[1]] = names = {}
         elif entry := re.match(r"- ([\w ]+): ", line):
             names[next(s for s, words in STATES.items() if words == entry[1])] = now = re.findall(r"`(\w+)`", line)
-        elif line.startswith("  "):
+        elif line.startswith("  ") and modules:
             now += re.findall(r"`(\w+)`", line)
     return modules
 

@@ -127,10 +127,10 @@ def test_a_group_norm_without_a_bias():
 def test_upstreams_bias_argument_keeps_the_parameter(cls, sizes):
     assert [list(cls(*sizes, bias=bias).state_dict()) for bias in (False, True)] == [["weight", "bias"]] * 2
     with pytest.raises(TypeError, match="positional"):
-        cls(*sizes, 1e-6, False, "ones", False)
+        cls(*sizes, 1e-6, False, "ones", None, None, None, False)
 
 
-BAD_SIZES = [(4, 8), [24], 24.0, True, None, "24", torch.tensor(24), 0, -24, np.int64(0), np.float32(24)]
+BAD_SIZES = [(4, 8), [], 24.0, True, None, "24", torch.tensor(24), 0, -24, np.int64(0), np.float32(24)]
 
 
 @pytest.mark.parametrize("bad", BAD_SIZES, ids=repr)
@@ -145,6 +145,23 @@ def test_a_size_that_is_no_positive_integer(cls, sizes, bad):
         text = str(raised.value)
         assert text.startswith(f"{cls.__name__}: {name} is {shown}, expected a positive integer")
         assert cls is LigerGroupNorm or "flatten" in text
+
+
+@pytest.mark.parametrize("size", [[24], (24,), torch.Size([24])], ids=repr)
+@pytest.mark.parametrize("cls", [LigerLayerNorm, LigerRMSNorm, liger_ext.LigerRMSNormForGemma3])
+def test_a_size_in_a_list_as_torch_takes_it(cls, size):
+    state_is(cls(size), cls(24))
+    assert repr(cls(size)) == repr(cls(24))
+
+
+@EACH_NORM
+def test_eps_that_is_no_number(cls, sizes):
+    for eps, kind in ((None, TypeError), ("1e-6", TypeError), (-1.0, ValueError), (True, TypeError)):
+        with pytest.raises(kind, match=f"{cls.__name__}: eps is {eps}|{cls.__name__}: eps is '1e-6'"):
+            cls(*sizes, eps=eps)
+    if cls not in (LigerLayerNorm, LigerGroupNorm):
+        with pytest.raises(ValueError, match=f"{cls.__name__}: casting_mode is 'x', expected 'llama'"):
+            cls(*sizes, casting_mode="x")
 
 
 @EACH_NORM

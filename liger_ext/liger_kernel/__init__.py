@@ -128,16 +128,23 @@ class _Loader:
         module.__version__ = UPSTREAM_VERSION
 
         def find(name: str) -> object:
-            found = _find(spec.name, name)
+            found = _names(spec.name) if name == "__all__" else _find(spec.name, name)
             setattr(module, name, found)
             return found
 
         module.__getattr__ = find
-        module.__dir__ = lambda: sorted({*vars(module), *_PUBLIC, *_PATCHES, *_FILE_OF})
+        module.__dir__ = lambda: sorted({*vars(module), *_names(spec.name)})
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+def _names(module: str) -> list[str]:
+    """What a star imports."""
+    part = [*module.split("."), ""][1]
+    names = (n for n, file in _FILE_OF.items() if file == part and n != "torch_to_triton_dtype" and n[0] != "_")
+    return sorted([*names, *(_PUBLIC | _PATCHES if part == "transformers" else ())])
 
 
 def _find(module: str, name: str) -> object:
@@ -156,11 +163,12 @@ def _find(module: str, name: str) -> object:
 
 
 def _absent(module: str, name: str) -> type:
+    advice = "Call what PyTorch has in its place. If a trainer has called it, set its use_liger_kernel to False"
+    if name.startswith("apply_"):
+        advice = "liger_ext.apply_liger_kernel_to_instance(model) patches what is known of any model"
+
     def refuse(*_, **__):
-        raise NotImplementedError(
-            f"{_WE} no {name}. Call what PyTorch has in its place. If a trainer has called it, set its use_liger_kernel "
-            "or use_liger_loss to False"
-        )
+        raise NotImplementedError(f"{_WE} no {name}. {advice}")
 
     return type(name, (), {"__new__": refuse, "apply": refuse, "__module__": module})
 
@@ -180,6 +188,8 @@ def _set_available(available: bool) -> None:
         module = sys.modules.get(name)
         if hasattr(module, "_liger_kernel_available"):
             module._liger_kernel_available = available
+        if hasattr(module, "_liger_kernel_version"):
+            module._liger_kernel_version = UPSTREAM_VERSION if available else "N/A"
         check = getattr(module, "is_liger_kernel_available", None)
         while check is not None and not hasattr(check, "cache_clear"):
             check = getattr(check, "__wrapped__", None)

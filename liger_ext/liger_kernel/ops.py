@@ -199,5 +199,8 @@ def compare_version(package: str, operator: Callable[[Version, Version], bool], 
 def __getattr__(name: str) -> dict[torch.dtype, object]:
     if name != "torch_to_triton_dtype":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    language = importlib.import_module("triton.language")
+    try:
+        language = importlib.import_module("triton.language")
+    except ImportError as error:
+        raise AttributeError(f"{name} needs triton, which is not installed") from error
     return {getattr(torch, dtype): getattr(language, dtype) for dtype in ("float32", "float16", "bfloat16")}

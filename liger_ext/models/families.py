@@ -105,7 +105,10 @@ def apply(
         elif _holds(model, model_type):
             patch_modules(model, handle)
         else:
-            raise ValueError(f"{type(model).__name__} holds no {model_type} model to patch")
+            raise ValueError(
+                f"{type(model).__name__} holds no {model_type} model to patch; "
+                "apply_liger_kernel_to_instance(model) takes a model of any type"
+            )
         return handle.pop_all()
 
 
@@ -179,7 +182,10 @@ def patch_function(model_type: str, as_liger_kernel: bool = False) -> Callable[.
     signature = signature.replace(parameters=ordered + others)
 
     def patch(*args, **kwargs) -> PatchHandle:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{patch.__name__}() {error}") from None
         bound.apply_defaults()
         activation = bound.arguments.pop(unit)
         return apply(family, swiglu=activation, unit=unit, as_liger_kernel=as_liger_kernel, **bound.arguments)

@@ -19,12 +19,13 @@ class NormModule(nn.Module):
     """What the modules of norms share: parameters on any device and of any dtype, and their first values."""
 
     init_fn = "ones"  # in instances that were pickled before they kept it
-    weight: nn.Parameter | None
+    weight: nn.Parameter  # or None, as in torch.nn: without a weight
 
     def _make_parameters(
         self,
         size: int,
         init_fn: str,
+        eps: float,
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
         **wanted: bool,
@@ -32,7 +33,8 @@ class NormModule(nn.Module):
         """Registers a parameter for each name in ``wanted``, or None where its value is False."""
         if not isinstance(init_fn, str) or init_fn not in _INITIAL:
             raise ValueError(f"{type(self).__name__}: init_fn is {init_fn!r}, expected 'ones' or 'zeros'")
-        self.init_fn = init_fn
+        check_number(type(self).__name__, "eps", eps, 0, float("inf"))
+        self.init_fn, self.variance_epsilon = init_fn, eps
         for name, is_wanted in wanted.items():
             made = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if is_wanted else None
             self.register_parameter(name, made)
@@ -51,6 +53,14 @@ class NormModule(nn.Module):
         if self.weight is None:
             return f", {affine}=False"
         return ", with_bias=False" if self.bias is None else ""
+
+
+def last_size(module: nn.Module, name: str, value: int) -> int:
+    """``value``, the size of the last dimension, by itself or, as torch.nn takes it, in a list or tuple of one."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    check_size(module, **{name: value})
+    return value
 
 
 def check_size(module: nn.Module, expected: str = _LAST_SIZE, **sizes: int) -> None:

@@ -65,7 +65,7 @@ class LigerGroupNorm(NormModule):
             channels.
     """
 
-    bias: nn.Parameter | None
+    bias: nn.Parameter  # or None
 
     def __init__(
         self,
@@ -87,8 +87,7 @@ class LigerGroupNorm(NormModule):
             raise ValueError(f"{type(self).__name__}: {text}")
         self.num_channels = num_channels
         self.num_groups = num_groups
-        self.variance_epsilon = eps
-        self._make_parameters(num_channels, init_fn, device, dtype, weight=affine, bias=affine and with_bias)
+        self._make_parameters(num_channels, init_fn, eps, device, dtype, weight=affine, bias=affine and with_bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return group_norm(hidden_states, self.num_groups, self.weight, self.bias, self.variance_epsilon)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._modules import NormModule, check_size
+from liger_ext.ops._modules import NormModule, last_size
 from liger_ext.ops._register import register
 
 __all__ = ["LigerLayerNorm", "layer_norm", "liger_layer_norm"]
@@ -45,6 +45,7 @@ class LigerLayerNorm(NormModule):
             it begins with zeros either way (upstream begins with random values if True). ``bias=False`` of
             ``torch.nn.LayerNorm`` is ``with_bias=False`` here.
         init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
+        impl, mode, backend: accepted for compatibility, without effect.
         elementwise_affine: False: neither weight nor bias.
         with_bias: False: no bias parameter.
         device, dtype: of the parameters; by default torch's.
@@ -53,7 +54,7 @@ class LigerLayerNorm(NormModule):
         TypeError, ValueError: ``hidden_size`` is no positive integer, or ``init_fn`` another value.
     """
 
-    bias: nn.Parameter | None
+    bias: nn.Parameter  # or None
 
     def __init__(
         self,
@@ -61,6 +62,9 @@ class LigerLayerNorm(NormModule):
         eps: float = 1e-6,
         bias: bool = False,
         init_fn: str = "ones",
+        impl: str | None = None,
+        mode: str | None = None,
+        backend: str | None = None,
         *,
         elementwise_affine: bool = True,
         with_bias: bool = True,
@@ -68,11 +72,10 @@ class LigerLayerNorm(NormModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_size(self, hidden_size=hidden_size)
+        hidden_size = last_size(self, "hidden_size", hidden_size)
         self.hidden_size = hidden_size
-        self.variance_epsilon = eps
         has_bias = elementwise_affine and with_bias
-        self._make_parameters(hidden_size, init_fn, device, dtype, weight=elementwise_affine, bias=has_bias)
+        self._make_parameters(hidden_size, init_fn, eps, device, dtype, weight=elementwise_affine, bias=has_bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)

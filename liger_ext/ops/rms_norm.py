@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_ext.ops._checks import CASTING_MODES, accumulator, code_of
-from liger_ext.ops._modules import NormModule, check_size
+from liger_ext.ops._modules import NormModule, last_size
 from liger_ext.ops._register import register
 
 __all__ = [
@@ -114,9 +114,9 @@ class LigerRMSNorm(NormModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_size(self, hidden_size=hidden_size)
-        self._make_parameters(hidden_size, init_fn, device, dtype, weight=elementwise_affine)
-        self.variance_epsilon = eps
+        hidden_size = last_size(self, "hidden_size", hidden_size)
+        self._make_parameters(hidden_size, init_fn, eps, device, dtype, weight=elementwise_affine)
+        code_of(type(self).__name__, "casting_mode", casting_mode, CASTING_MODES)
         self.offset = offset
         self.casting_mode = casting_mode
         self.in_place = in_place
@@ -176,7 +176,7 @@ class LigerRMSNormForGemma3(LigerRMSNormForGemma):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
-        check_size(self, dim=dim)
+        dim = last_size(self, "dim", dim)
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, device=device, dtype=dtype)
 
 
@@ -196,7 +196,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
-        check_size(self, dim=dim)
+        dim = last_size(self, "dim", dim)
         super().__init__(
             dim,
             eps,
@@ -239,9 +239,9 @@ class LigerFusedAddRMSNorm(NormModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_size(self, hidden_size=hidden_size)
-        self._make_parameters(hidden_size, init_fn, device, dtype, weight=True)
-        self.variance_epsilon = eps
+        hidden_size = last_size(self, "hidden_size", hidden_size)
+        self._make_parameters(hidden_size, init_fn, eps, device, dtype, weight=True)
+        code_of(type(self).__name__, "casting_mode", casting_mode, CASTING_MODES)
         self.offset = offset
         self.casting_mode = casting_mode
         self.in_place = in_place
