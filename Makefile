@@ -94,7 +94,7 @@ test-models: $(ENVIRONMENT) build
 OLDEST := build/transformers-oldest
 test-oldest: build $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -c "import transformers; print('transformers', transformers.__version__)"
-	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -m pytest $(SELECTED) $(ARGS) tests/test_llama*.py tests/test_outputs.py tests/test_patch*.py tests/test_model_matrix.py tests/test_training.py tests/test_compat_install.py tests/test_families.py \
+	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -m pytest $(SELECTED) $(ARGS) tests/test_llama*.py tests/test_outputs.py tests/test_patch*.py tests/test_model_matrix.py tests/test_training.py tests/test_compat_install.py tests/test_liger_kernel*.py tests/test_families.py \
 	  tests/test_known_ropes.py
 
 $(OLDEST)/.installed: tests/oldest_transformers.txt $(ENVIRONMENT)
