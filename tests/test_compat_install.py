@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import types
 
 import pytest
 import torch
@@ -84,3 +85,13 @@ def test_the_real_package_keeps_its_name(tmp_path):
     )
     assert "liger_kernel is installed" in said and "uninstall liger-kernel" in said
     assert str(tmp_path) in said.splitlines()[-1]
+
+
+def test_what_has_looked_before(monkeypatch):
+    """TRL 0.24 keeps whether there is a package, and its version."""
+    looked = types.ModuleType("trl.import_utils")
+    looked._liger_kernel_available, looked._liger_kernel_version = False, "N/A"
+    monkeypatch.setitem(sys.modules, looked.__name__, looked)
+    with compat.install():
+        assert looked._liger_kernel_available and looked._liger_kernel_version == "0.8.5"
+    assert not looked._liger_kernel_available and looked._liger_kernel_version == "N/A"
