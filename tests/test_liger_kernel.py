@@ -1,4 +1,4 @@
-"""What code that was written for Liger-Kernel imports under its name."""
+"""Imports from ``liger_kernel`` by code that was written for Liger-Kernel."""
 
 import importlib
 import inspect

@@ -179,6 +179,14 @@ def test_replacements_end_with_the_installation(installed):
         assert found is liger_ext.liger_fused_linear_cross_entropy
 
 
+def test_the_loss_outlives_the_installation(installed):
+    loss = importlib.import_module("liger_kernel.transformers.model.loss_utils").LigerForCausalLMLoss
+    installed.revert()
+    hidden, weight, target = torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,))
+    found = loss(hidden, weight, None, 8, shift_labels=target)
+    assert torch.equal(found, liger_ext.fused_linear_cross_entropy(hidden, weight, target))
+
+
 def test_the_loss_of_heads_of_others():
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
 

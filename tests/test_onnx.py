@@ -32,7 +32,7 @@ def exported(model, *args, dynamo=True, **kwargs):
 
 
 def assert_same_graph(found, expected):
-    """But for the names of what is between the nodes."""
+    """Compares nodes, edges and weights. The names of values may differ."""
     graphs = []
     for model in (found, expected):
         numbers = {}

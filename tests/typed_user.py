@@ -1,4 +1,4 @@
-"""What a user may write, and may not, for mypy --strict (`make lint`). Nobody runs it."""
+"""A user's code, correct and wrong, which `make lint` checks with mypy --strict. Nobody runs it."""
 
 import torch
 from torch import Tensor, nn

@@ -1,16 +1,16 @@
-"""The name ``liger_kernel``, for code that was written for Liger-Kernel: what it imports from there is liger_ext's.
+"""Makes liger_ext answer to the name ``liger_kernel``, for code that was written for Liger-Kernel.
 
-`install` puts a finder in front of imports, which makes the modules of ``MODULES`` when they are asked for. All of them
-have the same names, which come from:
+`install` adds a finder to Python's imports. The finder makes a module of ``MODULES`` when somebody imports it. All of
+them have the same names:
 
-- ``liger_ext``: its modules and functions;
-- the files beside this one: ``ops.py``, ``transformers.py`` and ``utils.py``, for what only Liger-Kernel has;
-- and any other name that begins as Liger-Kernel's do can be imported, since callers import all that they may use, and
-  raises when it is used.
+- the classes and functions of ``liger_ext``;
+- names that only Liger-Kernel has, from ``ops.py``, ``transformers.py`` and ``utils.py`` beside this file;
+- placeholders for all other names that begin as Liger-Kernel's do. They can be imported, since callers import all that
+  they may use, and raise when they are called.
 
-What is in none of these is absent. An import of it raises, with the reason, in the finder: ``from module import name``
-asks it for ``module.name``, since each module counts as a package, while ``hasattr(module, name)`` is False.
-Which names work is listed in docs/liger_kernel_names.md.
+Other names are absent: ``hasattr`` is False, and an import raises an error that names liger_ext. The finder raises it.
+Every module counts as a package, so ``from module import name`` asks the finder for ``module.name``.
+docs/liger_kernel_names.md lists the names that work.
 """
 
 import importlib.machinery
@@ -141,14 +141,14 @@ class _Loader:
 
 
 def _names(module: str) -> list[str]:
-    """What a star imports."""
+    """Returns the names that ``from module import *`` imports."""
     part = [*module.split("."), ""][1]
     names = (n for n, file in _FILE_OF.items() if file == part and n != "torch_to_triton_dtype" and n[0] != "_")
     return sorted([*names, *(_PUBLIC | _PATCHES if part == "transformers" else ())])
 
 
 def _find(module: str, name: str) -> object:
-    """What `name` of `module` is."""
+    """Returns the object that `module` has under `name`."""
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
     if name in _FILE_OF:

@@ -1,4 +1,5 @@
-"""What only ``liger_kernel.ops`` has: ops as classes with ``apply``, and helpers of Triton kernels that others import.
+"""Names of ``liger_kernel.ops`` that liger_ext itself does not have: ops as classes with ``apply``, and helpers that
+other packages import for their own Triton kernels.
 
 Each ``apply`` takes upstream's positional arguments and returns what upstream's returns. ``in_place``, ``row_mode`` and
 what chooses among upstream's kernels have no effect: no argument is ever written. The classes are no

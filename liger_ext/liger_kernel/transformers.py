@@ -1,12 +1,11 @@
-"""What only ``liger_kernel.transformers`` has: patch functions as its callers expect them, and the loss of heads that
-they write themselves.
+"""Names of ``liger_kernel.transformers`` that liger_ext itself does not have: patch functions with Liger-Kernel's
+behaviour, and the loss for forward functions that callers write themselves.
 
 A patch function here takes None for a switch that is off, has upstream's signature (callers read it), and gives models
 whose ``output.logits`` is None where no logits were computed (`liger_ext.models.as_liger_kernel`).
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models import auto, families
-from liger_ext.models.as_liger_kernel import FUNCTIONAL
+from liger_ext.models.as_liger_kernel import current_fused_loss
 from liger_ext.models.loss import VALUE_OPTIONS, LigerCausalLMOutputWithPast, shift
 from liger_ext.models.model_types import FUNCTION_OF
 from liger_ext.models.patch import PatchHandle, is_fsdp1
@@ -89,8 +88,7 @@ def LigerForCausalLMLoss(
     """
     options = {name: value for name, value in kwargs.items() if name in _LOSS_OPTIONS}
     targets = shift(labels, ignore_index) if shift_labels is None else shift_labels
-    function = importlib.import_module(FUNCTIONAL).liger_fused_linear_cross_entropy  # which others may replace
-    result = function(
+    result = current_fused_loss()(
         hidden_states.reshape(-1, hidden_size),
         lm_head_weight,
         targets.reshape(-1).to(hidden_states.device),
@@ -109,8 +107,8 @@ _LOSS_OPTIONS = (*VALUE_OPTIONS, "accum_dtype", "bias", "memory")
 
 
 class _FSDPForwardRedirection:
-    """Calls ``method(*args, **kwargs)`` as the forward of what FullyShardedDataParallel wraps, so that the wrapped
-    module's weights are gathered around it."""
+    """Calls ``method(*args, **kwargs)`` in place of the wrapped module's forward. FullyShardedDataParallel (FSDP1) then
+    gathers that module's weights for the call."""
 
     def __call__(self, wrapper_module: nn.Module, method: Callable, *args: Any, **kwargs: Any) -> Any:
         if not is_fsdp1(wrapper_module):

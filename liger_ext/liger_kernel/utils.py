@@ -1,4 +1,4 @@
-"""What ``liger_kernel.utils`` has."""
+"""The functions of ``liger_kernel.utils``."""
 
 import importlib.metadata
 import importlib.util

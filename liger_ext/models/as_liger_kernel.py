@@ -15,7 +15,7 @@ from transformers.modeling_outputs import ModelOutput
 from liger_ext import functional
 from liger_ext.models.patch import PatchHandle, record_change
 
-FUNCTIONAL = "liger_kernel.transformers.functional"
+_FUNCTIONAL = "liger_kernel.transformers.functional"
 _MARK = "_as_liger_kernel"
 
 
@@ -33,11 +33,17 @@ def _unmark(module: nn.Module) -> None:
 
 
 def output_class(head: nn.Module, without_cache: bool) -> type[ModelOutput]:
-    """The class of what `head` returns from a step that computes no logits and, `without_cache`, no cache."""
+    """Returns the class of `head`'s output for a step that computes no logits and, with `without_cache`, no cache."""
     return head.OUTPUT if hasattr(head, _MARK) else head.OUTPUT_WITHOUT[without_cache]
 
 
 def fused_loss_of(head: nn.Module) -> Callable:
-    """The function that computes the loss of `head`, with the arguments of `functional.fused_linear_cross_entropy`."""
-    module = sys.modules.get(FUNCTIONAL) if hasattr(head, _MARK) else None
+    """Returns the function that computes the loss of `head`: our own, or for a marked head `current_fused_loss()`."""
+    return current_fused_loss() if hasattr(head, _MARK) else functional.fused_linear_cross_entropy
+
+
+def current_fused_loss() -> Callable:
+    """Returns the function that `liger_kernel.transformers.functional` has now. It takes the arguments of
+    `functional.fused_linear_cross_entropy`, which is returned if nobody has imported that module."""
+    module = sys.modules.get(_FUNCTIONAL)
     return functional.fused_linear_cross_entropy if module is None else module.liger_fused_linear_cross_entropy

@@ -16,7 +16,7 @@ _LAST_SIZE = (
 
 
 class NormModule(nn.Module):
-    """What the modules of norms share: parameters on any device and of any dtype, and their first values."""
+    """Base class of the norms. It makes their parameters, on any device and of any dtype, and initialises them."""
 
     init_fn = "ones"  # in instances that were pickled before they kept it
     weight: nn.Parameter  # or None, as in torch.nn: without a weight
