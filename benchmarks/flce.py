@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator
 
 import liger_ext.functional as LF
 from liger_ext._timing import Timing, failure
-from liger_ext.ops._chunks import LEVELS
+from liger_ext.ops._loss_plan import LEVELS
 
 from . import suite
 from .flce_errors import MATMUL, Errors, Exact

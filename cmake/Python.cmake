@@ -1,6 +1,15 @@
 # What Python asks of C++: liger_ext_plans (device profiles and launch plans), which knows nothing of Python, and over it liger_ext._C, one
 # small module for each Python. Both are free of torch, so that they work, and explain what is missing, where torch's libraries do not load.
-add_library(liger_ext_plans SHARED ${launch_sources})
+# The trace: the fused loss's ops, compiled for tensors without data.
+file(GLOB trace_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/trace/*.cpp")
+set(traced_ops tensor loss head row_sum fused_linear fused_linear_cross_entropy)
+list(TRANSFORM traced_ops REPLACE "(.+)" "${CMAKE_SOURCE_DIR}/csrc/ops/\\1.cpp")
+add_library(liger_trace OBJECT ${trace_sources} ${traced_ops})
+target_include_directories(liger_trace PRIVATE csrc)
+target_compile_definitions(liger_trace PRIVATE LIGER_BACKEND=trace LIGER_IS_GPU=0 LIGER_IS_TRACE=1)
+set_target_properties(liger_trace PROPERTIES CXX_VISIBILITY_PRESET default)
+
+add_library(liger_ext_plans SHARED ${launch_sources} $<TARGET_OBJECTS:liger_trace>)
 target_include_directories(liger_ext_plans PRIVATE csrc)
 target_compile_definitions(liger_ext_plans PRIVATE LIGER_BACKEND=python)
 set_target_properties(liger_ext_plans PROPERTIES CXX_VISIBILITY_PRESET default)   # _C calls its functions

@@ -3,13 +3,12 @@ takes. Numbers only: they can be asked for a GPU that is not here."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
 
 from . import _C
-from .ops import _chunks
+from .ops._loss_plan import LEVELS, Call, choose, device_with
 from .records import RECORDS
 
 TOKENS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 8192, 4096, 14_336, 32, 8, 128, 128_256
@@ -28,50 +27,47 @@ def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]
                 yield name, record.plans(profile, record.llama, DTYPE, name)
 
 
-def fused_loss(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, memory: str | int, total: int) -> _chunks.Plan:
-    """How a training step of ``tokens`` takes the fused loss on a GPU with ``total`` bytes."""
-    return _chunks.plan(_chunks.Call(tokens, hidden, vocab, dtype, total), memory)
+def call_of(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:
+    """A training step's call of the fused loss."""
+    return Call(tokens, hidden, vocab, dtype, dtype, dtype, device_with(profile))
 
 
-def fused_loss_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, memory: str | int, total: int) -> int:
+def fused_loss_bytes(call: Call, memory: str | int) -> int:
     """The most memory that it has at a time: x, weight and target, their gradients, and what the op allocates."""
-    inputs = (tokens + vocab) * hidden * dtype.itemsize + tokens * 8
-    call = _chunks.Call(tokens, hidden, vocab, dtype, total)
-    return inputs + _chunks.bytes_of(call, _chunks.plan(call, memory))
+    inputs = (call.rows + call.vocab) * call.hidden * call.compute.itemsize + call.rows * 8
+    return inputs + choose(call, memory).bytes
 
 
-def most_tokens(free: int, hidden: int, vocab: int, dtype: torch.dtype, memory: str | int, total: int) -> int:
+def most_tokens(call: Call, memory: str | int, free: int) -> int:
     """The largest number of tokens whose ``fused_loss_bytes`` are at most ``free``; 0 if not even one."""
 
     def fits(tokens: int) -> bool:
-        return fused_loss_bytes(tokens, hidden, vocab, dtype, memory, total) <= free
+        return fused_loss_bytes(call._replace(rows=tokens), memory) <= free
 
-    # Between these numbers, at which the op takes another way, more tokens take more memory, up to the size of chunks.
-    at_once = _chunks.level_rows(_chunks.Call(1 << 40, hidden, vocab, dtype, total), memory)
-    worth = -(-_chunks.WORTH_OVERLAYING // (vocab * dtype.itemsize))
-    starts = sorted({1, hidden, hidden * 5 // 2 + 1, hidden * 8 + 1, hidden * 16 + 1, worth, at_once + 1, 1 << 40})
-    for low, high in reversed(list(itertools.pairwise(starts))):
-        if not fits(low):
-            continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
-    return 0
+    # More tokens may take less memory where another plan begins, so the last of many counts is the one to look behind.
+    counts = [1, *(int(1.2**power) for power in range(20, 130))]
+    fitting = [index for index, tokens in enumerate(counts[:-1]) if fits(tokens)]
+    if not fitting:
+        return 0
+    low, high = counts[fitting[-1]], counts[fitting[-1] + 1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
-def tokens_at_each_level(total: int, free: int) -> dict[str, dict[str, float]]:
+def tokens_at_each_level(profile: _C.DeviceProfile, free: int) -> dict[str, dict[str, float]]:
     """By name of a memory level: "rows" of logits at a time, the share of their gradient that is "stored" until it is
     used, and "bytes" that the call of ``SHAPE`` takes, and "tokens", the largest count that the fused loss takes at
-    Llama's sizes on a GPU with ``total`` bytes of memory of which ``free`` can be had."""
+    Llama's sizes on this GPU, of whose memory ``free`` bytes can be had."""
     found = {}
-    for level in _chunks.LEVELS:
-        sizes = HIDDEN, VOCAB, DTYPE, level, total
-        way = fused_loss(TOKENS, *sizes)
+    call = call_of(TOKENS, HIDDEN, VOCAB, DTYPE, profile)
+    for level in LEVELS:
+        chosen = choose(call, level).plan
         found[level] = {
-            "rows": _C.equal_chunks(TOKENS, way.rows),
-            "stored": min(way.classes / VOCAB, 1.0),
-            "bytes": fused_loss_bytes(TOKENS, *sizes),
-            "tokens": most_tokens(free, *sizes),
+            "rows": _C.equal_chunks(TOKENS, chosen.rows),
+            "stored": min(chosen.classes / VOCAB, 1.0),
+            "bytes": fused_loss_bytes(call, level),
+            "tokens": most_tokens(call, level, free),
         }
     return found

@@ -179,7 +179,7 @@ def _print_plans(title: str, profile: _C.DeviceProfile, free: int) -> None:
             shown.append(f"{launch.kernel} {plan.grid:,} x {plan.block}{cluster}")
         print(f"  {op:36}{', '.join(shown)}")
     print(f"\nMemory of the fused loss, forward and backward, with x, the head and their gradients; {_gib(free)} free")
-    for level, found in _llama.tokens_at_each_level(profile.memory_bytes, free).items():
+    for level, found in _llama.tokens_at_each_level(profile, free).items():
         taken = f"{_llama.TOKENS:,} tokens take {_gib(found['bytes'], 1)}"
         most = f"at most {found['tokens']:,} tokens fit"
         at_a_time = f"{found['rows']:,} rows of logits at a time"
@@ -257,7 +257,7 @@ def _others(name: str, as_json: bool) -> int:
     profile = _C.profile(name)
     code = _fit.code_for(profile.architecture, _load.gpu_facts)
     if as_json:
-        tokens = _llama.tokens_at_each_level(profile.memory_bytes, profile.memory_bytes)
+        tokens = _llama.tokens_at_each_level(profile, profile.memory_bytes)
         found = {"profile": profile.name, "code": code, "plans": plan_lines(profile), "fused_loss_tokens": tokens}
         print(json.dumps(found))
         return 0
@@ -304,7 +304,7 @@ def _print_json(usable, tested, problems, status) -> None:
                 "total_bytes": device.total_bytes,
                 "free_bytes": device.free_bytes,
                 "plans": plan_lines(device.profile),
-                "fused_loss_tokens": _llama.tokens_at_each_level(device.profile.memory_bytes, device.free_bytes),
+                "fused_loss_tokens": _llama.tokens_at_each_level(device.profile, device.free_bytes),
             }
             for device in usable
         ],

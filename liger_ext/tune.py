@@ -109,7 +109,7 @@ def candidates(
 
 def case_of(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) -> Case:
     """The call of a training step of an 8B Llama; or the same with other rows and columns."""
-    size, options = RECORDS[op].as_tuned(RECORDS[op].llama, _llama.DTYPE, profile.memory_bytes)
+    size, options = RECORDS[op].as_tuned(RECORDS[op].llama, _llama.DTYPE, profile)
     return Case(op, size.at(rows, cols) if rows else size, options)
 
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 
 CASES = {}  # by name: how many processes, and what each calls
 OURS = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}

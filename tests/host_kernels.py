@@ -18,8 +18,7 @@ from cases import LOW, ahead_target, laid_out, normal, random_targets, slow_if, 
 from ops import BY_NAME, EXAMPLES, IDS
 from ops.glu import check_h, h_cases
 
-from liger_ext.ops import _chunks
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST, Plan
 from liger_ext.records import RECORDS, Make, Size
 from liger_ext.testing import judge
 
@@ -181,13 +180,15 @@ def test_fused_loss_in_vocabulary_chunks(dtype):
     fused_loss(3, 1025, dtype, memory=SMALLEST)
 
 
+def least_overlaid(rows, vocab, hidden):
+    """The plan that stores the gradients for which dweight has room."""
+    return Plan(int(_C.Gradients.overlaid), rows, _C.overlaid_classes(rows, hidden, vocab))
+
+
 @dtypes
-def test_fused_loss_of_overlaid_rows(dtype, monkeypatch):
-    """A part of each row, in several matrices; its other classes are made again."""
-    monkeypatch.setattr(_chunks, "WORTH_OVERLAYING", 0)
-    _chunks._planned.cache_clear()
-    fused_loss(16, 12_032, dtype, memory="min")
-    _chunks._planned.cache_clear()
+def test_fused_loss_of_overlaid_rows(dtype):
+    """A part of each row, in several matrices; its other classes are recomputed."""
+    fused_loss(16, 12_032, dtype, memory=least_overlaid(16, 12_032, 8))
 
 
 @dtypes
@@ -213,7 +214,7 @@ def test_logits_in_more_than_64_kib(vocab, dtype):
 
 @pytest.mark.skipif(not ahead_target(), reason="no clusters, and no copies that fetch rows ahead")
 @dtypes
-def test_rows_of_clusters(dtype, monkeypatch):
+def test_rows_of_clusters(dtype):
     """Longer than the registers of a cluster hold; of the fused loss, longer than a cluster holds at all."""
     wide = 16 // dtype.itemsize
     for op in ("rms_norm", "add_rms_norm", "layer_norm"):
@@ -224,11 +225,7 @@ def test_rows_of_clusters(dtype, monkeypatch):
     fused_loss(1, 130_000 * wide, dtype, hidden=2)
     for vectors in (18_000, 22_000):
         fused_loss(2, vectors * wide, dtype, hidden=2)
-        monkeypatch.setattr(_chunks, "WORTH_OVERLAYING", 0)
-        _chunks._planned.cache_clear()
-        fused_loss(9, vectors * wide, dtype, hidden=9, memory="min")
-        monkeypatch.undo()
-        _chunks._planned.cache_clear()
+        fused_loss(9, vectors * wide, dtype, hidden=9, memory=least_overlaid(9, vectors * wide, 9))
 
 
 @pytest.mark.parametrize("per_thread", [1, 2, 4, 8])

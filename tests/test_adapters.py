@@ -22,7 +22,7 @@ from llama_models import (  # noqa: F401
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 
 peft = pytest.importorskip("peft")
 

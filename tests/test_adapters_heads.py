@@ -7,7 +7,7 @@ from test_adapters import TUNERS, adapt, assert_close, assert_trains_as_stock, b
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 
 peft = pytest.importorskip("peft")
 

@@ -7,7 +7,7 @@ from cases import RecordCalls, gradients, losses_of, normal, random_targets
 from ops import ONE_OF_EACH
 
 from liger_ext import functional as F
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 from liger_ext.testing import judge, outputs_of
 
 FLCE = "fused_linear_cross_entropy"

@@ -14,7 +14,7 @@ from test_cross_entropy import loss_options
 from test_fused_linear_cross_entropy import head
 
 from liger_ext import functional as F
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 from liger_ext.testing import judge
 
 

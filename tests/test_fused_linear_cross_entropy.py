@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_cross_entropy import draw_target, draw_weight, loss_options
 
 from liger_ext import functional as F
-from liger_ext.ops._chunks import SMALLEST, Call, plan
+from liger_ext.ops._loss_plan import SMALLEST, Call, plan
 from liger_ext.testing import judge
 
 ONE_CHUNK, CHUNKS = 1 << 30, SMALLEST  # memory: everything at once; chunks of 128 rows

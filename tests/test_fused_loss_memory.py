@@ -1,9 +1,8 @@
-"""Levels of the fused loss's memory: the gradient of all logits overlaid with that of the weight, and sums that become
+"""Plans of the fused loss: the gradient of all logits, or of some, overlaid with that of the weight, and sums that become
 it where they are. The results are under the one rule, whatever else happens to the graph."""
 
 import functools
 import itertools
-import sys
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from test_fused_linear_cross_entropy import head
 
 from liger_ext import _C
 from liger_ext import functional as F
-from liger_ext.ops import _chunks
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST, Plan
 from liger_ext.testing import judge
 
 OVERLAID = int(_C.Gradients.overlaid)
@@ -31,32 +29,30 @@ SIZES = [
     (500, 64, 2100),
     (480, 32, 1999),
 ]
-levels = pytest.mark.parametrize("memory", ["auto", "low", "min"])
+plans = pytest.mark.parametrize("share", [1, 0.5, 0], ids=["all", "half", "least"])
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Small gradients are overlaid, too; on a CPU as on a GPU."""
-    monkeypatch.setattr(_chunks, "WORTH_OVERLAYING", 0)
-    monkeypatch.setattr(sys.modules[F.fused_linear_cross_entropy.__module__], "gpu_memory", lambda device: 140 << 30)
-    _chunks._planned.cache_clear()
-    yield
-    _chunks._planned.cache_clear()
+def overlaid(size, share, weight=torch.float32, compute=torch.float32):
+    """The plan that stores this share of the gradients that dweight's memory does not hold; None if there is no room for
+    64 classes."""
+    rows, hidden, vocab = size
+    room = _C.overlaid_room(hidden, weight, compute)
+    if vocab * room < 64 * rows:
+        return None
+    inside = _C.overlaid_classes(rows, room, vocab)
+    stored = vocab if share == 1 or inside == 0 else inside + int((vocab - inside) * share) // 64 * 64
+    return Plan(OVERLAID, rows, stored)
+
+
+def memories(size, weight=torch.float32, compute=torch.float32):
+    """Every kind of plan: overlaid ones, and chunks."""
+    made = {"all": overlaid(size, 1, weight, compute), "least": overlaid(size, 0, weight, compute)}
+    return [*filter(None, made.values()), "fast", SMALLEST]
 
 
 def loss_of(inputs, memory="auto", **options):
     return F.fused_linear_cross_entropy(**inputs, memory=memory, **options)
-
-
-def overlays(size, memory):
-    """Whether the gradient of logits is laid over that of the weight, whose memory holds those of 64 classes; or None,
-    where "low" may do with all at once."""
-    rows, hidden, vocab = size
-    least, most = {"auto": (hidden, 2.5), "low": (hidden, 8), "min": (1, 16)}[memory]
-    if memory == "low" and (vocab < 1000 or rows < hidden):
-        return None
-    return least <= rows <= most * hidden and vocab * hidden >= 64 * rows
 
 
 def leaves(inputs):
@@ -69,56 +65,62 @@ def calls(run):
     return {op._schema.name.removeprefix("liger_ext::"): arguments for op, arguments in record.calls}
 
 
-def ways(run):
-    """The `gradients` of the forwards."""
-    names = [a.name for a in torch.ops.liger_ext.fused_linear_cross_entropy.default._schema.arguments]
-    return [a[names.index("gradients")] for op, a in calls(run).items() if op == "fused_linear_cross_entropy"]
-
-
 # Chunks of the vocabulary ---------------------------------------------------------------------------------------------
 
 
-@given(hidden=st.integers(1, 5000), more=st.floats(0.01, 20), vocab=st.integers(64, 300_000), share=st.floats(0, 1))
-def test_what_a_chunk_makes_lies_where_others_were(hidden, more, vocab, share):
+@given(
+    hidden=st.integers(1, 5000),
+    wide=st.booleans(),
+    more=st.floats(0.01, 20) | st.sampled_from([0.97, 0.99, 1, 1.01, 1.9, 1.97, 2]),
+    vocab=st.integers(64, 300_000),
+    share=st.floats(0, 1),
+)
+def test_what_a_chunk_makes_lies_where_others_were(hidden, wide, more, vocab, share):
     """A history of dweight's memory: each class's gradient is there when its matmul reads it, and each class's dweight
-    is written once, where nothing waits."""
-    rows = max(1, int(hidden * more))
-    assume(vocab * hidden >= 64 * rows)
-    inside = _C.overlaid_classes(rows, hidden, vocab)
+    is written once, where nothing waits. wide: dweight's elements have twice the size."""
+    rows, room = max(1, int(hidden * more)), hidden * (1 + wide)
+    assume(vocab * room >= 64 * rows)
+    inside = _C.overlaid_classes(rows, room, vocab)
     stored = vocab if share == 1 else min(inside + int((vocab - inside) * share) // 64 * 64, vocab)
-    sizes = rows, hidden, vocab, stored
-    chunks = _C.overlaid_chunks(*sizes)
+    chunks, spare = _C.overlaid_layout(rows, room, hidden, vocab, stored)
     classes = sorted((p.first, p.first + p.classes) for p in chunks)
     assert classes[0][0] == 0 and classes[-1][1] == vocab
     assert all(a[1] == b[0] for a, b in itertools.pairwise(classes))
-    room = {"dweight": vocab * hidden, "rest": _C.overlaid_rest(*sizes), "spare": _C.overlaid_spare(*sizes)}
+    size = {"dweight": vocab * room, "rest": _C.overlaid_rest(rows, room, vocab, stored), "spare": spare}
     waiting = [p for p in chunks if not p.again]
     assert sum(p.classes for p in waiting) == stored and chunks[: len(waiting)] == waiting
+    assert inside == vocab or rows >= room or (rows * _C.padded_vocab(vocab) > vocab * room and inside == 0)
+
+    def ends(p):
+        return p.offset + rows * _C.padded_vocab(p.classes)
+
+    for place in size:  # those that wait at a time are apart
+        there = sorted((p.offset, ends(p)) for p in waiting if p.place == place)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(there))
     aside = None
     for nth, p in enumerate(chunks):
-        end = p.offset + rows * _C.padded_vocab(p.classes)
-        assert p.offset % 64 == 0 and p.first % 64 == 0 and end <= room[p.place]
-        made = p.first * hidden, (p.first + p.classes) * hidden
+        assert p.offset % 64 == 0 and p.first % 64 == 0 and ends(p) <= size[p.place]
+        made = p.first * room, (p.first + p.classes) * room
         if nth == 0 and p.place == "dweight" and not p.again:
             aside = made
-            assert made[1] - made[0] <= room["spare"]
+            assert made[1] - made[0] <= spare
             continue
         # Neither its own gradient nor one that still waits lies where its dweight is written.
         there = [p] if p.again else [q for q in waiting if chunks.index(q) >= nth]
         for q in there:
             if q.place == "dweight":
-                assert q.offset >= made[1] or q.offset + rows * _C.padded_vocab(q.classes) <= made[0]
+                assert q.offset >= made[1] or ends(q) <= made[0]
         if p.again and p.place == "dweight":
             assert p.offset >= made[1]  # and not where dweight is done
-    assert aside is None or aside[1] - aside[0] <= max(vocab * 23 // 200, 64) * hidden
+    assert aside is None or aside[1] - aside[0] <= max(vocab * 23 // 200 + 64, 192) * room
 
 
 def test_chunks_of_a_llama():
-    """8,192 tokens: a fourteenth of dweight is set aside, and there are four matmuls of each kind."""
-    chunks = _C.overlaid_chunks(8192, 4096, 128_256, 128_256)
-    assert [p.classes for p in chunks] == [9472, 18_944, 35_712, 64_128]
-    least = _C.overlaid_chunks(8192, 4096, 128_256, 64_128)
-    assert [p.classes for p in least if not p.again] == [4160, 8320, 16_640, 33_280, 1728]
+    """8,192 tokens: a tenth of dweight is set aside, and there are four matmuls of each kind."""
+    chunks, _ = _C.overlaid_layout(8192, 4096, 4096, 128_256, 128_256)
+    assert len(chunks) == 4 and chunks[0].classes < 128_256 // 10
+    least, _ = _C.overlaid_layout(8192, 4096, 4096, 128_256, 64_128)
+    assert sum(p.classes for p in least if not p.again) == 64_128
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -127,12 +129,28 @@ def test_chunks_of_a_llama():
 @sizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@levels
-def test_overlaid_gradients(device, size, dtype, reduction, memory):
-    made = head(*size, dtype=dtype, device=device, bias=True)
-    overlaid = ways(functools.partial(loss_of, made, memory, reduction=reduction)) == [OVERLAID]
-    assert overlays(size, memory) in (None, overlaid)
-    judge("fused_linear_cross_entropy", {**made, "reduction": reduction, "memory": memory})
+@plans
+def test_overlaid_gradients(device, size, dtype, reduction, share):
+    if plan := overlaid(size, share):
+        made = head(*size, dtype=dtype, device=device, bias=True)
+        judge("fused_linear_cross_entropy", {**made, "reduction": reduction, "memory": plan})
+
+
+@pytest.mark.parametrize("size", [*SIZES, (256, 128, 4099), (250, 128, 1003)], ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@plans
+def test_overlaid_gradients_under_autocast(device, size, reduction, share):
+    """A gradient of weight in float32 has room for those of twice as many classes in bfloat16."""
+    plan = overlaid(size, share, compute=torch.bfloat16)
+    made = head(*size, device=device, bias=True)
+
+    def run(**arguments):
+        with torch.autocast(device.type, torch.bfloat16):
+            return F.fused_linear_cross_entropy(**arguments)
+
+    if plan:
+        inputs = {**made, "reduction": reduction, "memory": plan}
+        judge("fused_linear_cross_entropy", inputs, run=run, compute_dtype=torch.bfloat16, base_autocast=True)
 
 
 @pytest.mark.parametrize("size", [(300, 128, 4099), (512, 256, 4096)], ids=str)
@@ -154,7 +172,7 @@ def test_options_of_overlaid_gradients(device, data, options):
     rows, hidden, vocab = data.draw(st.sampled_from(SIZES))
     made = head(rows, hidden, vocab, device=device, bias=data.draw(st.booleans()))
     options |= {
-        "memory": data.draw(st.sampled_from(["auto", "low", "min"])),
+        "memory": overlaid((rows, hidden, vocab), data.draw(st.sampled_from([1, 0.5, 0]))) or "auto",
         "ce_weight": draw_weight(data, vocab, device, torch.float32),
         "use_token_scaling": data.draw(st.booleans()),
     }
@@ -162,24 +180,26 @@ def test_options_of_overlaid_gradients(device, data, options):
 
 
 @sizes
-@levels
+@plans
 @pytest.mark.parametrize("needs", [("weight",), ("weight", "bias"), ("x", "weight"), ("x",), ("bias",)])
-def test_frozen_inputs(device, size, needs, memory):
+def test_frozen_inputs(device, size, needs, share):
     made = head(*size, device=device, bias=True)
     for name, t in made.items():
         if name != "target":
             t.requires_grad_(name in needs)
-    overlaid = ways(functools.partial(loss_of, made, memory)) == [OVERLAID]
-    assert ("weight" in needs and overlays(size, memory)) in (None, overlaid)
-    judge("fused_linear_cross_entropy", {**made, "memory": memory})
+    memory = overlaid(size, share) if "weight" in needs else None
+    judge("fused_linear_cross_entropy", {**made, "memory": memory or ("auto" if share else "min")})
 
 
 @sizes
-@pytest.mark.parametrize("memory", ["auto", "low", "min", SMALLEST])
+@pytest.mark.parametrize("kind", ["all", "least", "fast", SMALLEST])
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "bf16 x", "bf16 weight"])
-def test_the_same_bits_again(device, size, memory, dtypes):
+def test_the_same_bits_again(device, size, kind, dtypes):
     """From run to run, with saved tensors that are kept, behind hooks, and where the op itself is called."""
     x, w = (torch.bfloat16 if dtypes in ("bf16", f"bf16 {name}") else torch.float32 for name in ("x", "weight"))
+    memory = {"all": overlaid(size, 1), "least": overlaid(size, 0)}.get(kind, kind)
+    if memory is None or (dtypes == "bf16 weight" and isinstance(memory, Plan)):  # no matmul writes that gradient
+        memory = "auto"
     made = head(*size, dtype=x, weight_dtype=w, device=device, bias=True)
     gradients = functools.partial(torch.autograd.grad, inputs=leaves(made))
 
@@ -202,7 +222,7 @@ def test_the_same_bits_again(device, size, memory, dtypes):
     assert all(torch.equal(a, b) for a, b in zip(bits[: len(output)], bits[len(output) :], strict=True))
 
 
-@pytest.mark.parametrize("memory", ["auto", "low", "min", SMALLEST])
+@pytest.mark.parametrize("memory", [*(overlaid((300, 128, 4098), share) for share in (1, 0.5, 0)), SMALLEST])
 def test_a_gradient_has_memory_of_its_own(device, memory):
     """What waits in its memory leaves nothing behind: neither a rest, nor a reference."""
     made = head(300, 128, 4098, dtype=torch.bfloat16, device=device)
@@ -224,7 +244,7 @@ def test_many_rows_of_sums_are_narrowed(device):
         )
 
 
-@pytest.mark.parametrize("memory", ["fast", "auto", "low", "min", 1 << 30, SMALLEST])
+@pytest.mark.parametrize("memory", [*memories((150, 64, 700)), "auto", 1 << 30])
 def test_a_checkpoint_around_it(device, memory):
     made = head(150, 64, 700, device=device)
     expected = torch.autograd.grad(loss_of(made, memory), leaves(made))
@@ -238,7 +258,7 @@ def test_a_checkpoint_around_it(device, memory):
             leaf.grad = None
 
 
-@pytest.mark.parametrize("memory", ["fast", "auto", "low", "min", SMALLEST])
+@pytest.mark.parametrize("memory", memories((300, 128, 515)))
 def test_many_gradients_at_once(device, memory):
     """torch.autograd.grad(is_grads_batched=True) runs the backward under vmap, which writes nothing in place."""
     made = head(300, 128, 515, device=device)

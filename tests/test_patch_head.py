@@ -6,7 +6,7 @@ from llama_models import VOCAB, batch_of, build, compare, lora, one_thread, ops,
 from torch import nn
 
 from liger_ext.models.head import Linear, loss_caller
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 
 
 def test_hooks_on_the_head(device):

@@ -40,7 +40,7 @@ WITH_HEADS = {name for name, record in RECORD_OF.items() if any(record.llama.hea
 IN_GROUPS = {
     name
     for name, record in RECORD_OF.items()
-    if "groups" in record.launch_options(record.llama, torch.float32, 1 << 36, {})
+    if "groups" in record.launch_options(record.llama, torch.float32, _C.profile("H100"), {})
 }
 INSTANCES = instances.table()
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

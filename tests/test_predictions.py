@@ -9,7 +9,7 @@ import torch
 from cases import class_weights, dtypes_of, laid_out
 
 from liger_ext import functional as F
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 
 NAN, INF = float("nan"), float("inf")
 # (largest, what is before the first of them)

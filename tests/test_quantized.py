@@ -16,7 +16,7 @@ from llama_models import (  # noqa: F401
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 
 orders = pytest.mark.parametrize("order", ["patch, quantise", "quantise, patch"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -13,7 +13,7 @@ from ops import EXAMPLES, IDS
 
 from liger_ext import _C
 from liger_ext import functional as F
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 from liger_ext.testing import OPS
 
 pytestmark = pytest.mark.sanitizer

@@ -8,7 +8,7 @@ from cases import dtypes_of, normal
 from test_fused_linear_cross_entropy import head
 
 from liger_ext import functional as F
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 from liger_ext.testing import judge
 
 

@@ -1,80 +1,91 @@
-// Arguments of fused_linear_cross_entropy.
+// Arguments of fused_linear_cross_entropy and of its two backwards.
 #pragma once
 #include "checks/cross_entropy.h"
 #include "checks/head.h"
+#include "checks/named.h"
 
 namespace liger::LIGER_BACKEND {
 
-inline void check_fused_linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-                                             const OptionalTensor& ce_weight, const OptionalTensor& normalizer, int64_t ignore_index,
-                                             int64_t reduction, double label_smoothing, double lse_square_scale,
-                                             const std::optional<double>& softcap, bool use_token_scaling, bool return_z_loss,
-                                             bool return_token_accuracy, bool return_predicted_tokens,
-                                             const std::optional<ScalarType>& accum_dtype, const std::optional<ScalarType>& compute_dtype,
-                                             int64_t gradients, const Size& chunk_rows, const Size& chunk_classes, bool need_dx,
-                                             bool need_dweight, bool need_dbias) {
+// The members of the last line are those of the backwards alone: the gradient of the loss, and results of the forward.
+struct FusedLoss {
+  Tensor x, weight, target;
+  OptionalTensor bias, ce_weight, normalizer;
+  int64_t ignore_index = -100, reduction = 0;
+  double label_smoothing = 0, lse_square_scale = 0;
+  std::optional<double> softcap;
+  bool use_token_scaling = false, return_z_loss = false, return_token_accuracy = false, return_predicted_tokens = false;
+  std::optional<ScalarType> accum_dtype, compute_dtype;
+  int64_t gradients = 0;
+  Size chunk_rows = 1, chunk_classes = 1;
+  bool need_dx = false, need_dweight = false, need_dbias = false;
+  Tensor dloss, counts, saved, dx, dweight, dbias;
+
+  bool wants_dbias() const { return need_dbias && bias.has_value(); }
+};
+
+// The members in the order of each op's schema (Named).
+struct ForwardOrder {
+  using F = FusedLoss;
+  static constexpr std::tuple fields{&F::x, &F::weight, &F::target, &F::bias, &F::ce_weight, &F::normalizer, &F::ignore_index,
+                                     &F::reduction, &F::label_smoothing, &F::lse_square_scale, &F::softcap, &F::use_token_scaling,
+                                     &F::return_z_loss, &F::return_token_accuracy, &F::return_predicted_tokens, &F::accum_dtype,
+                                     &F::compute_dtype, &F::gradients, &F::chunk_rows, &F::chunk_classes, &F::need_dx, &F::need_dweight,
+                                     &F::need_dbias};
+};
+struct BackwardOrder {
+  using F = FusedLoss;
+  static constexpr std::tuple options{&F::ignore_index, &F::reduction, &F::label_smoothing, &F::lse_square_scale, &F::softcap,
+                                      &F::use_token_scaling, &F::accum_dtype, &F::compute_dtype, &F::gradients, &F::chunk_rows,
+                                      &F::chunk_classes, &F::need_dx, &F::need_dweight, &F::need_dbias};
+  static constexpr auto fields = std::tuple_cat(std::tuple{&F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight, &F::counts,
+                                                           &F::saved, &F::dx, &F::dweight, &F::dbias}, options);
+};
+struct BackwardInPlaceOrder {
+  using F = FusedLoss;
+  static constexpr auto fields = std::tuple_cat(std::tuple{&F::dweight, &F::saved, &F::dloss, &F::x, &F::weight, &F::target, &F::bias,
+                                                           &F::ce_weight, &F::counts, &F::dx, &F::dbias}, BackwardOrder::options);
+};
+
+inline HeadDtypes check_fused_loss(const char* op, const FusedLoss& a) {
+  check_loss_options(op, a.reduction, a.label_smoothing, a.softcap);
+  const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  check_targets(op, a.target, a.ce_weight, "ce_weight", a.x.size(0), a.weight.size(0), dtypes.acc, a.x, "x");
+  check_schedule(op, a.x, a.weight, dtypes, a.gradients, a.chunk_rows, a.chunk_classes, a.need_dx, a.need_dweight, a.wants_dbias());
+  return dtypes;
+}
+
+inline void check_fused_linear_cross_entropy(const FusedLoss& a) {
   const char* op = "fused_linear_cross_entropy";
-  check_loss_options(op, reduction, label_smoothing, softcap);
-  const HeadDtypes dtypes = check_head(op, x, weight, bias, accum_dtype, compute_dtype);
-  check_targets(op, target, ce_weight, "ce_weight", x.size(0), weight.size(0), dtypes.acc, x, "x");
-  check_schedule(op, x, weight, dtypes, gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias && bias);
-  if (!normalizer) return;
-  check_device(op, *normalizer, "normalizer", x, "x");
-  require(normalizer->numel() == 1 && type_of(*normalizer) == scalar_type(dtypes.acc), op, ": normalizer must be one number of dtype ",
-          dtype_name(scalar_type(dtypes.acc)));
+  const HeadDtypes dtypes = check_fused_loss(op, a);
+  if (!a.normalizer) return;
+  check_device(op, *a.normalizer, "normalizer", a.x, "x");
+  require(a.normalizer->numel() == 1 && type_of(*a.normalizer) == scalar_type(dtypes.acc), op,
+          ": normalizer must be one number of dtype ", dtype_name(scalar_type(dtypes.acc)));
 }
 
-inline void check_fused_linear_cross_entropy_gradients(const char* op, const Tensor& dloss, const Tensor& x, const Tensor& weight,
-                                                       const Tensor& target, const OptionalTensor& bias, const OptionalTensor& ce_weight,
-                                                       const Tensor& counts, const Tensor& saved, const Tensor& dx, const Tensor& dweight,
-                                                       const Tensor& dbias, int64_t ignore_index, int64_t reduction, double label_smoothing,
-                                                       double lse_square_scale, const std::optional<double>& softcap,
-                                                       bool use_token_scaling, const std::optional<ScalarType>& accum_dtype,
-                                                       const std::optional<ScalarType>& compute_dtype, int64_t gradients,
-                                                       const Size& chunk_rows, const Size& chunk_classes, bool need_dx, bool need_dweight,
-                                                       bool need_dbias) {
-  check_loss_options(op, reduction, label_smoothing, softcap);
-  const HeadDtypes dtypes = check_head(op, x, weight, bias, accum_dtype, compute_dtype);
-  check_targets(op, target, ce_weight, "ce_weight", x.size(0), weight.size(0), dtypes.acc, x, "x");
-  check_schedule(op, x, weight, dtypes, gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias && bias);
-  check_loss_gradient(op, dloss, reduction, x.size(0), x, "x");
-  const Size rows = x.size(0), vocab = weight.size(0), stored = chunk_classes < vocab ? chunk_classes : vocab;
-  const bool makes_again = launch::Gradients(gradients) == launch::Gradients::overlaid && stored < vocab;
-  check_made(op, counts, "counts",
-             {Size(int64_t(CrossEntropyCounts::slots)) + (makes_again ? launch::kept_for_gradients(rows, use_token_scaling) : Size(0))},
-             dtypes.acc, x, "x");
-  check_gradient_sums(op, x, weight, dtypes, gradients, stored, saved, dx, dweight, dbias, need_dx, need_dweight, need_dbias && bias);
+inline void check_fused_loss_gradients(const char* op, const FusedLoss& a) {
+  const HeadDtypes dtypes = check_fused_loss(op, a);
+  check_loss_gradient(op, a.dloss, a.reduction, a.x.size(0), a.x, "x");
+  const Size rows = a.x.size(0), vocab = a.weight.size(0), stored = a.chunk_classes < vocab ? a.chunk_classes : vocab;
+  const bool recomputes = launch::Gradients(a.gradients) == launch::Gradients::overlaid && stored < vocab;
+  check_made(op, a.counts, "counts",
+             {Size(int64_t(CrossEntropyCounts::slots)) + (recomputes ? launch::kept_for_gradients(rows, a.use_token_scaling) : Size(0))},
+             dtypes.acc, a.x, "x");
+  check_gradient_sums(op, a.x, a.weight, dtypes, a.gradients, stored, a.saved, a.dx, a.dweight, a.dbias, a.need_dx, a.need_dweight,
+                      a.wants_dbias());
 }
 
-inline void check_fused_linear_cross_entropy_backward(const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
-                                                      const OptionalTensor& bias, const OptionalTensor& ce_weight, const Tensor& counts,
-                                                      const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
-                                                      int64_t ignore_index, int64_t reduction, double label_smoothing,
-                                                      double lse_square_scale, const std::optional<double>& softcap, bool use_token_scaling,
-                                                      const std::optional<ScalarType>& accum_dtype,
-                                                      const std::optional<ScalarType>& compute_dtype, int64_t gradients,
-                                                      const Size& chunk_rows, const Size& chunk_classes, bool need_dx, bool need_dweight,
-                                                      bool need_dbias) {
-  check_fused_linear_cross_entropy_gradients("fused_linear_cross_entropy_backward", dloss, x, weight, target, bias, ce_weight, counts,
-                                             saved, dx, dweight, dbias, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
-                                             use_token_scaling, accum_dtype, compute_dtype, gradients, chunk_rows, chunk_classes, need_dx,
-                                             need_dweight, need_dbias);
+inline void check_fused_linear_cross_entropy_backward(const FusedLoss& a) {
+  check_fused_loss_gradients("fused_linear_cross_entropy_backward", a);
 }
 
-// dweight, which the forward returned, becomes the gradient; saved may be overwritten.
-inline void check_fused_linear_cross_entropy_backward_in_place(
-    const Tensor& dweight, const Tensor& saved, const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
-    const OptionalTensor& bias, const OptionalTensor& ce_weight, const Tensor& counts, const Tensor& dx, const Tensor& dbias,
-    int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale, const std::optional<double>& softcap,
-    bool use_token_scaling, const std::optional<ScalarType>& accum_dtype, const std::optional<ScalarType>& compute_dtype, int64_t gradients,
-    const Size& chunk_rows, const Size& chunk_classes, bool need_dx, bool need_dweight, bool need_dbias) {
+// dweight, a result of the forward, becomes the gradient; saved may be overwritten.
+inline void check_fused_linear_cross_entropy_backward_in_place(const FusedLoss& a) {
   const char* op = "fused_linear_cross_entropy_backward_";
-  check_fused_linear_cross_entropy_gradients(op, dloss, x, weight, target, bias, ce_weight, counts, saved, dx, dweight, dbias, ignore_index,
-                                             reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling, accum_dtype,
-                                             compute_dtype, gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias);
-  const auto way = launch::Gradients(gradients);
-  require((way == launch::Gradients::accumulated || way == launch::Gradients::overlaid) && need_dweight, op, ": gradients is ", gradients,
-          " and need_dweight ", need_dweight,
+  check_fused_loss_gradients(op, a);
+  const auto way = launch::Gradients(a.gradients);
+  require((way == launch::Gradients::accumulated || way == launch::Gradients::overlaid) && a.need_dweight, op, ": gradients is ",
+          a.gradients, " and need_dweight ", a.need_dweight,
           ", expected 2 (accumulated) or 4 (overlaid), and true: nothing else makes dweight where it is");
 }
 

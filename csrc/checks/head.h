@@ -45,17 +45,23 @@ template <class Size> struct SumSizes {
   static Size ratio(Dtype sum, Dtype weight) { return Size(int64_t(size_of(sum) / size_of(weight))); }
 };
 
+// The room that dweight has for each class, in elements of the gradient of logits (launch/chunks.h).
+template <class Size> Size overlaid_room(const Size& hidden, Dtype weight, Dtype compute) {
+  return hidden * Size(int64_t(size_of(weight) / size_of(compute)));
+}
+
 inline void check_overlaid(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, const Size& chunk_rows,
                            const Size& chunk_classes, bool need_dweight) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
-  require(need_dweight && dtype_of(weight, "weight") == dtypes.compute, op,
-          ": gradients is 4 (overlaid), for which a gradient of weight in the dtype of the matmuls has to be wanted");
+  const Dtype weight_dtype = dtype_of(weight, "weight");
+  require(need_dweight && (weight_dtype == dtypes.compute || weight_dtype == dtypes.acc), op,
+          ": gradients is 4 (overlaid), for which a gradient of weight has to be wanted, in the dtype of the matmuls or of their sums");
   require(hidden >= 1 && rows >= 1 && chunk_rows >= rows, op,
           ": gradients is 4 (overlaid), for which x must not be empty, nor have more than ", chunk_rows,
           " rows (chunk_rows), but has shape ", shape_text(x));
   if (chunk_classes >= vocab) return;
-  const Size inside = launch::overlaid_classes(rows, hidden, vocab);
-  require(chunk_classes % Size(64) == Size(0) && chunk_classes >= inside && vocab * hidden >= rows * Size(64), op,
+  const Size room = overlaid_room(hidden, weight_dtype, dtypes.compute), inside = launch::overlaid_classes(rows, room, vocab);
+  require(chunk_classes % Size(64) == Size(0) && chunk_classes >= inside && vocab * room >= rows * Size(64), op,
           ": gradients is 4 (overlaid) and chunk_classes ", chunk_classes, ", expected a multiple of 64, at least ", inside,
           ", whose gradients dweight holds, and it has to hold those of 64 classes");
 }
@@ -94,7 +100,8 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
               dtype_name(scalar_type(dtypes.compute)));
       return;
     case launch::Gradients::overlaid:
-      check_made(op, saved, "saved", {launch::overlaid_rest(rows, hidden, vocab, stored)}, dtypes.compute, x, "x");
+      check_made(op, saved, "saved",
+                 {launch::overlaid_rest(rows, overlaid_room(hidden, weight_dtype, dtypes.compute), vocab, stored)}, dtypes.compute, x, "x");
       check_made(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
       return;
     case launch::Gradients::accumulated: {

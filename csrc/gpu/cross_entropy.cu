@@ -94,8 +94,8 @@ template <class T, int N, bool Full> struct Backward {
 
 void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
   if (op.rows == 0 || op.vocab == 0) return;
-  const bool full = costly_options(op.options) || op.accuracy || op.predicted;
-  const launch::Launch made = launch::cross_entropy_forward(device_profile(stream.device), logits_shape(op, true, full), op.after_counts);
+  const bool full = launch::is_full(op);
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   const ForwardArgs args{logit_rows(op, op.vocab, made.plan, stream), row_outputs(op)};
   with_logits<launch::cross_entropy_forward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Forward<T, I.vec, Full, I.threads>>(made, args, stream);
@@ -105,9 +105,8 @@ void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
 void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   require(op.dlogits.dtype == op.logits.dtype, op.op, ": the gradient of the logits must have their dtype");
   if (op.rows == 0 || op.vocab == 0) return;
-  const bool full = costly_options(op.options);
-  const bool vectors = equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
-  const launch::Launch made = launch::cross_entropy_backward(device_profile(stream.device), logits_shape(op, vectors, full));
+  const bool full = launch::is_full(op);
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Backward<T, I.vec, Full>>(made,
                                      {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),

@@ -107,8 +107,8 @@ struct Merge {
 void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   if (row.rows == 0) return;
-  const bool full = costly_options(row.options) || op.best_class;
-  const launch::Launch made = launch::cross_entropy_statistics(device_profile(stream.device), logits_shape(row, true, full));
+  const bool full = launch::is_full(op);
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   with_logits<launch::statistics_kernel>(made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Statistics<T, I.vec, Full>>(
         made, {logit_rows(row, op.classes.all, made.plan, stream), op.classes, static_cast<float*>(op.statistics), op.best_class}, stream);
@@ -117,7 +117,7 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
 
 void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
   if (op.row.rows == 0) return;
-  const launch::Launch made = launch::cross_entropy_merge(device_profile(stream.device), op.row.rows);
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   launch<Merge>(made,
                 {logit_rows(op.row, op.row.vocab, made.plan, stream), row_outputs(op.row), op.chunks,
                  static_cast<const float*>(op.statistics), op.best_class, static_cast<float*>(op.token)},

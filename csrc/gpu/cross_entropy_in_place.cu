@@ -163,22 +163,13 @@ InPlaceArgs in_place_args(const CrossEntropyRows& row, int64_t vocab, double gra
 }
 float load_at_once_from(int64_t batch_rows) { return float(batch_rows) * 15 / 16; }
 
-std::optional<launch::Launch> launch_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  const CrossEntropyRows& row = op.row;
-  bool vectors = true;
-  for (int i = 0; i < op.count; ++i) vectors &= aligned(op.chunks[i].logits, 0);
-  const bool plain = !costly_options(row.options) && !row.accuracy && !row.predicted && !row.options.token_scaling;
-  return launch::cross_entropy_in_chunks(device_profile(stream.device), logits_shape(row, vectors, !plain), plain, op.count);
-}
-
 }  // namespace
 
 void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   if (row.rows == 0 || row.vocab == 0) return;
-  const bool full = costly_options(row.options) || row.accuracy || row.predicted;
-  const launch::Launch made = launch::cross_entropy_in_place(device_profile(stream.device), logits_shape(row, vectors_fit(row), full),
-                                                             !full && !row.options.token_scaling);
+  const bool full = launch::is_full(row);
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   const InPlaceArgs common = in_place_args(row, row.vocab, op.gradient_scale, made, stream);
   if (made.is(launch::in_place_kernel)) {
     const SlotArgs args{common, made.plan.slots};
@@ -194,11 +185,13 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   });
 }
 
-bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) { return launch_in_chunks(op, stream).has_value(); }
+bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
+  return launch::launch_of(device_profile(stream.device), op).has_value();
+}
 
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
-  const launch::Launch made = launch_in_chunks(op, stream).value();
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op).value();
   HeldChunksArgs args{{in_place_args(row, op.classes, op.gradient_scale, made, stream), load_at_once_from(op.batch_rows)},
                       {},
                       int(row.vocab),

@@ -2,7 +2,7 @@
 #pragma once
 #include "gpu/cross_entropy_rows.h"
 #include "gpu/platform.h"
-#include "launch/cross_entropy.h"
+#include "launch/arguments.h"
 
 namespace liger::gpu {
 
@@ -92,11 +92,6 @@ inline RowOutputs row_outputs(const CrossEntropyRows& op) {
           op.rows};
 }
 
-// vectors: may accesses have 16 bytes?
-template <class Op> launch::LogitsShape logits_shape(const Op& op, bool vectors, bool full) {
-  const int bytes = int(size_of(op.logits.dtype));
-  return {op.rows, op.vocab, bytes, vectors ? 16 / bytes : 1, full};
-}
 template <class T, bool Full> constexpr bool logits_fit(const launch::Instance& of) { return fits<T>(of) && launch::logits_have(Full, of); }
 // Calls f.operator()<T, Full, I>() with the logits' type, and the instance of a launch.
 template <const launch::Kernel& Of, class F> void with_logits(const launch::Launch& made, Dtype dtype, bool full, F f) {
@@ -108,8 +103,5 @@ template <const launch::Kernel& Of, class F> void with_logits(const launch::Laun
   });
 }
 
-// In-place kernels: may accesses have 16 bytes? Every row start is aligned then; how many columns there are does not matter.
-template <class Op> bool vectors_fit(const Op& op) { return aligned(op.logits, 0) && aligned(op.class_weight, 0); }
-inline bool costly_options(const CrossEntropyOptions& o) { return o.softcap != 0 || o.label_smoothing != 0; }
 
 }  // namespace liger::gpu

@@ -8,7 +8,7 @@
 #include "gpu/device.h"
 #include "gpu/rows.h"
 #include "kernels/cross_entropy.h"
-#include "launch/cross_entropy.h"
+#include "launch/arguments.h"
 
 namespace liger::gpu {
 namespace {
@@ -198,21 +198,21 @@ CountTargets::Args args_of(const CrossEntropyCounts& op) {
 }  // namespace
 
 void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) {
-  launch<CountTargets>(launch::count_targets(device_profile(stream.device), op.rows, op.vocab), args_of(op), stream);
+  launch<CountTargets>(launch::launch_of(device_profile(stream.device), op), args_of(op), stream);
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
-  const auto& device = device_profile(stream.device);
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   const auto *ce = static_cast<const float*>(op.ce), *z = static_cast<const float*>(op.z);
   auto *loss = static_cast<float*>(op.loss), *z_loss = static_cast<float*>(op.z_loss);
   if (op.reduction == Reduction::none) {
     if (op.counting) cross_entropy_counts(*op.counting, stream);
-    if (op.rows > 0) launch<AddLosses>(launch::add_losses(device, op.rows), {op.rows, ce, z, loss, z_loss}, stream);
+    if (op.rows > 0) launch<AddLosses>(made, {op.rows, ce, z, loss, z_loss}, stream);
     return;
   }
   CountTargets::Args counting{.rows = op.rows, .counts = const_cast<float*>(static_cast<const float*>(op.counts))};
   if (op.counting) counting = args_of(*op.counting);
-  launch<SumLosses>(launch::sum_losses(device, op.rows),
+  launch<SumLosses>(made,
                     {counting, op.counting != nullptr, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
 }
 

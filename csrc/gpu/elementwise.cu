@@ -6,8 +6,7 @@
 #include "gpu/column_sum.h"
 #include "gpu/device.h"
 #include "gpu/tiles.h"
-#include "kernels/elementwise.h"
-#include "launch/elementwise.h"
+#include "launch/arguments.h"
 
 namespace liger::gpu {
 namespace {
@@ -149,19 +148,11 @@ struct Product {
   }
 };
 
-int vector_of(const ColumnSum& op) { return aligned(op.in, 0) ? width : 1; }
-launch::Launch partial_columns(const ColumnSum& op, Stream stream) {
-  return launch::partial_columns(device_profile(stream.device), op.rows, op.cols, vector_of(op));
-}
-
 }  // namespace
 
 void scale_cast(const ScaleCast& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
-  const bool wide = aligned(op.in, 0) && aligned(op.out, 0);
-  const bool contiguous = op.in.stride == op.cols && op.out.stride == op.cols && op.row_scale.data == nullptr;
-  const launch::Launch made = launch::row_tiles(device_profile(stream.device), launch::scale_kernel,
-                                                launch::tiled_matrix(op.rows, op.cols, wide ? width : 1, contiguous));
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   dispatch(op.in.dtype, [&](auto tag) {
     with_instance<launch::scale_kernel>(made, [&]<Instance I>() {
       launch<Scale<decltype(tag), I.vec>>(made, {Tiles(made), op.in, op.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
@@ -171,9 +162,7 @@ void scale_cast(const ScaleCast& op, Stream stream) {
 
 void fill_rows(const FillRows& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
-  const bool wide = aligned(op.matrix, 0) && aligned(op.values, 0);
-  const launch::Launch made =
-      launch::row_tiles(device_profile(stream.device), launch::fill_kernel, launch::tiled_matrix(op.rows, op.cols, wide ? width : 1));
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   dispatch(op.matrix.dtype, [&](auto tag) {
     with_instance<launch::fill_kernel>(
         made, [&]<Instance I>() { launch<Fill<decltype(tag), I.vec>>(made, {Tiles(made), op.matrix, op.values}, stream); });
@@ -181,12 +170,12 @@ void fill_rows(const FillRows& op, Stream stream) {
 }
 
 int64_t column_sum_workspace(const ColumnSum& op, Stream stream) {
-  return partial_columns(op, stream).plan.partial_rows * launch::round_up(op.cols, width) * int64_t{sizeof(float)};
+  return launch::column_sum_bytes(launch::launch_of(device_profile(stream.device), op));
 }
 
 void column_sum(const ColumnSum& op, Stream stream) {
   if (op.cols == 0) return;
-  const launch::Launch made = partial_columns(op, stream);
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   auto* partial = static_cast<float*>(op.workspace);
   const int64_t parts = made.plan.partial_rows, stride = launch::round_up(op.cols, width);
   dispatch(op.in.dtype, [&](auto tag) {
@@ -199,7 +188,7 @@ void column_sum(const ColumnSum& op, Stream stream) {
 }
 
 void scalar_product(const ScalarProduct& op, Stream stream) {
-  const launch::Launch made = launch::product(device_profile(stream.device), op.factors.data ? op.rows : 1);
+  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   launch<Product>(made, {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out), op.factors, op.rows}, stream);
 }
 

@@ -1,7 +1,9 @@
 // How the fused loss cuts its rows, or its vocabulary, into chunks, how much memory a chunk takes, and in which ways gradients are made.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 namespace liger::launch {
@@ -32,52 +34,66 @@ constexpr Gradients gradients_of(bool input, bool parameters, bool at_once, bool
 // further memory, the "rest". It is cut into chunks of the vocabulary (ranges of classes), each a matrix of its own. The backward takes the
 // chunks in the order of the list. The matmul of dweight reads a chunk and writes the dweight of its classes, over chunks that have been
 // read. For the first chunk there is no such place: its dweight is stored in the "spare" until all chunks in dweight's memory have been
-// read. Gradients that are not stored are made again in the backward, chunk by chunk, in memory that is free by then: in the rest, in the
+// read. Gradients that are not stored are recomputed in the backward, chunk by chunk, in memory that is free by then: in the rest, in the
 // spare, or in dweight's memory, behind the place of the chunk's own dweight.
+//
+// Sizes are in elements of the gradient. `room` is the room that dweight has for each class: hidden_size, or twice that if dweight is in
+// fp32 and the gradient in 16 bits.
 struct OverlaidChunk {
   enum class Place { dweight, rest, spare };
   int64_t first, classes;
   Place place;
-  int64_t offset;  // where it begins in that memory, elements
-  bool again;      // it is not stored by the forward, but made again in the backward
+  int64_t offset;  // where it begins in that memory
+  bool again;      // it is not stored by the forward, but recomputed in the backward
 };
 
-// For how many classes dweight's memory holds the gradients of the logits. None if there are fewer rows than hidden columns, since the
-// gradient of a chunk is then smaller than its dweight.
-template <class Size> constexpr Size overlaid_classes(const Size& rows, const Size& hidden, const Size& vocab) {
-  return rows >= hidden ? vocab * hidden / rows / Size(64) * Size(64) : Size(0);
+// For how many classes dweight's memory holds the gradients of the logits: all of them if there are fewer rows than `room` (none in the
+// rare case that the padding of the vocabulary's last chunk does not fit).
+template <class Size> constexpr Size overlaid_classes(const Size& rows, const Size& room, const Size& vocab) {
+  if (rows >= room) return vocab * room / rows / Size(64) * Size(64);
+  return (vocab + Size(63)) / Size(64) * Size(64) * rows <= vocab * room ? vocab : Size(0);
 }
-// The elements of the rest, if gradients of `stored` classes are stored, which are a multiple of 64, or all classes.
-template <class Size> constexpr Size overlaid_rest(const Size& rows, const Size& hidden, const Size& vocab, const Size& stored) {
-  return rows * ((stored - overlaid_classes(rows, hidden, vocab) + Size(63)) / Size(64) * Size(64));
+// The size of the rest, if gradients of `stored` classes are stored, which are a multiple of 64, or all classes.
+template <class Size> constexpr Size overlaid_rest(const Size& rows, const Size& room, const Size& vocab, const Size& stored) {
+  return rows * ((stored - overlaid_classes(rows, room, vocab) + Size(63)) / Size(64) * Size(64));
 }
-// The elements of the spare, if it holds the dweight of `set_aside` classes. It is large enough for making a chunk of 64 classes again.
-constexpr int64_t overlaid_spare(int64_t rows, int64_t hidden, int64_t set_aside) { return std::max(set_aside * hidden, rows * 64); }
+// How many classes that are not stored have their logits at a time in dweight's memory, when the forward computes their statistics.
+constexpr int64_t overlaid_at_a_time(int64_t rows, int64_t room, int64_t vocab) {
+  return std::max<int64_t>(64, vocab * room / std::max<int64_t>(1, rows) / 64 * 64);
+}
 
-// set_aside: the number of classes of the first chunk, a multiple of 64. All chunks are multiples of 64 classes, except for the
-// vocabulary's last.
-inline std::vector<OverlaidChunk> overlaid_chunks(int64_t rows, int64_t hidden, int64_t vocab, int64_t stored, int64_t set_aside) {
-  using Place = OverlaidChunk::Place;
-  const int64_t inside = overlaid_classes(rows, hidden, vocab), rest = overlaid_rest(rows, hidden, vocab, stored);
-  const int64_t spare = overlaid_spare(rows, hidden, set_aside);
+struct OverlaidLayout {
   std::vector<OverlaidChunk> chunks;
-  set_aside = std::min(set_aside, inside);
-  if (inside > 0) chunks.push_back({inside - set_aside, set_aside, Place::dweight, 0, false});
-  for (int64_t made = 0; made < inside - set_aside;) {
-    const int64_t taken = set_aside + made, fit = (taken * rows / hidden - made) / 64 * 64;
-    chunks.push_back({made, std::min(fit, inside - set_aside - made), Place::dweight, taken * rows, false});
-    made += chunks.back().classes;
+  int64_t spare;  // its size: the dweight of the first chunk, and at least the gradient of 64 classes
+};
+
+// set_aside: the size of the first chunk, in classes. All chunks are multiples of 64 classes, except for the vocabulary's last.
+inline OverlaidLayout overlaid_layout(int64_t rows, int64_t room, int64_t vocab, int64_t stored, int64_t set_aside) {
+  using Place = OverlaidChunk::Place;
+  const int64_t inside = overlaid_classes(rows, room, vocab), rest = overlaid_rest(rows, room, vocab, stored);
+  // Classes in dweight's memory beside the first chunk. With fewer rows than room, rounding may cost them up to 64 classes of space.
+  const int64_t others = std::max<int64_t>(0, inside - std::max<int64_t>(set_aside, rows < room ? 128 : 64)) / 64 * 64;
+  OverlaidLayout made;
+  made.spare = std::max((inside > 0 ? inside - others : 0) * room, rows * 64);
+  if (inside > 0) made.chunks.push_back({others, inside - others, Place::dweight, 0, false});
+  // The others lie at the end of the memory, so that as much as possible is free in front of them.
+  const int64_t begin = (vocab * room - others * rows) / 64 * 64;
+  for (int64_t done = 0; done < others;) {
+    const int64_t offset = begin + done * rows, fit = (offset / room - done) / 64 * 64;
+    if (fit < 64) throw std::logic_error("a chunk of the fused loss has no place");
+    made.chunks.push_back({done, std::min(fit, others - done), Place::dweight, offset, false});
+    done += made.chunks.back().classes;
   }
-  if (inside < stored) chunks.push_back({inside, stored - inside, Place::rest, 0, false});
+  if (inside < stored) made.chunks.push_back({inside, stored - inside, Place::rest, 0, false});
   for (int64_t first = stored; first < vocab;) {
-    const int64_t left = vocab - first, behind = left * hidden / (rows + hidden) / 64 * 64;
-    const int64_t in_rest = rest / rows, in_spare = spare / rows / 64 * 64, most = std::max({behind, in_rest, in_spare});
+    const int64_t left = vocab - first, behind = left * room / (rows + room) / 64 * 64;
+    const int64_t in_rest = rest / rows, in_spare = made.spare / rows / 64 * 64, most = std::max({behind, in_rest, in_spare});
     const Place place = most == in_rest ? Place::rest : most == in_spare ? Place::spare : Place::dweight;
     const int64_t classes = std::min(most, left);
-    chunks.push_back({first, classes, place, place == Place::dweight ? (vocab * hidden - classes * rows) / 64 * 64 : 0, true});
+    made.chunks.push_back({first, classes, place, place == Place::dweight ? (vocab * room - classes * rows) / 64 * 64 : 0, true});
     first += classes;
   }
-  return chunks;
+  return made;
 }
 
 // An estimate of the time of the matmuls that write and read the chunks: waves of tiles of 128 x 256 over an H200's multiprocessors, and a
@@ -97,17 +113,29 @@ inline double overlaid_cost(int64_t rows, int64_t hidden, const std::vector<Over
   return cost + 0.003 * all * double(chunks.size());
 }
 
-// How many classes to set aside (overlaid_chunks), so that overlaid_cost is least: up to a ninth of the vocabulary if all gradients are
-// stored, else up to a 29th.
-inline int64_t overlaid_aside(int64_t rows, int64_t hidden, int64_t vocab, int64_t stored) {
-  const int64_t most = std::max<int64_t>(1, (stored < vocab ? vocab / 29 : vocab * 23 / 200) / 64);
-  int64_t best = most;
-  double least = -1;
-  for (int64_t n = (most + 3) / 4; n <= most; ++n) {
-    const double cost = overlaid_cost(rows, hidden, overlaid_chunks(rows, hidden, vocab, stored, n * 64));
-    if (least < 0 || cost < least) least = cost, best = n;
+// The layout whose first chunk has the size for which overlaid_cost is least: up to a ninth of the vocabulary if all gradients are stored,
+// else up to a 29th. The last result is kept, since a forward and its backward ask for the same.
+inline OverlaidLayout best_overlaid_layout(int64_t rows, int64_t room, int64_t hidden, int64_t vocab, int64_t stored) {
+  using Asked = std::array<int64_t, 5>;
+  static thread_local Asked last{};
+  static thread_local OverlaidLayout best;
+  const Asked asked{rows, room, hidden, vocab, stored};
+  if (last == asked) return best;
+  constexpr int64_t tried = 24;  // sizes
+  constexpr double as_good = 1.004;  // the smallest size of those that are within this of the least cost
+  const int64_t most = std::max<int64_t>(1, (stored < vocab ? vocab / 29 : vocab * 23 / 200) / 64), least = (most + 3) / 4;
+  const int64_t step = std::max<int64_t>(1, (most - least) / tried);
+  std::vector<OverlaidLayout> made;
+  std::vector<double> costs;
+  for (int64_t n = least + (most - least) % step; n <= most; n += step) {
+    made.push_back(overlaid_layout(rows, room, vocab, stored, n * 64));
+    costs.push_back(overlaid_cost(rows, hidden, made.back().chunks));
   }
-  return best * 64;
+  const double least_cost = *std::ranges::min_element(costs);
+  const auto chosen = std::ranges::find_if(costs, [&](double cost) { return cost <= as_good * least_cost; });
+  best = std::move(made[size_t(chosen - costs.begin())]);
+  last = asked;
+  return best;
 }
 
 // How many numbers a loss keeps for gradients that are made again. Per row: its log-sum-exp in two parts, and, for token scaling, the

@@ -104,7 +104,7 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std
 
   // The sum of dx: in the spare, with its first rows in the memory that becomes dx where that is too small; but apart from it where dx is
   // not done when the spare is wanted.
-  const int64_t spare_bytes = launch::overlaid_spare(head_.rows, head_.hidden, overlaid.set_aside) * int64_t(size_of(head_.compute));
+  const int64_t spare_bytes = overlaid.layout.spare * int64_t(size_of(head_.compute));
   const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(size_of(dtype_of(dx))), int64_t(size_of(head_.acc)),
                                                   overlaid.all_stored() ? spare_bytes : 0);
   const int64_t dx_rest = schedule_.dx ? (head_.rows - in_dx) * head_.hidden * int64_t(size_of(head_.acc)) : 0;
@@ -131,13 +131,13 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std
   const Tensor scaled = scaled_x_buffer(head_.rows),
                bias_sum = allocate(head_.scope, {schedule_.dbias ? head_.vocab : 0}, head_.acc, scales_);
   const Rows x = scaled_x(all, scaled);
-  const MutableRows out = dweight_rows(), aside{spare.data_ptr(), head_.hidden, head_.compute};
+  const MutableRows out = dweight_rows(), aside{spare.data_ptr(), head_.hidden, head_.weight};
   const auto make_dweight = [&](Range classes, const Rows& gradient, const MutableRows& to) {
     if (schedule_.dbias) head_.bias_gradient(classes, head_.rows, gradient, row_grad_, bias_sum, false);
     head_.weight_gradient({0, classes.count}, head_.rows, gradient, x, to, dweight_alpha(), false);
   };
-  bool sets_aside = in_place_ && overlaid.chunks[0].place == launch::OverlaidChunk::Place::dweight && !overlaid.chunks[0].again;
-  const Range first = {overlaid.chunks[0].first, sets_aside ? overlaid.chunks[0].classes : 0};
+  bool sets_aside = in_place_ && overlaid.layout.chunks[0].place == launch::OverlaidChunk::Place::dweight && !overlaid.layout.chunks[0].again;
+  const Range first = {overlaid.layout.chunks[0].first, sets_aside ? overlaid.layout.chunks[0].classes : 0};
   overlaid.for_each_stored([&](Range classes, const MutableRows& gradient) {
     make_dweight(classes, readable(gradient), sets_aside ? aside : from_row(out, classes.first));
     sets_aside = false;
@@ -146,7 +146,7 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std
 
   // Who may not write dweight may not write the rest, either.
   const Tensor scratch = allocate(head_.scope, {in_place_ || overlaid.all_stored() ? 0 : rest.numel()}, head_.compute, scales_);
-  for (const launch::OverlaidChunk& chunk : overlaid.chunks) {
+  for (const launch::OverlaidChunk& chunk : overlaid.layout.chunks) {
     if (!chunk.again) continue;
     const Range classes{chunk.first, chunk.classes};
     const MutableRows gradient = overlaid.where(chunk, dweight, in_place_ ? rest : scratch, spare);

@@ -53,30 +53,29 @@ Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_
 template <class Loss, class Results, class Use>
 void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule, const MutableRows& buffer, const Tensor& counts,
                     const Results* results, bool gradient, Use use) {
-  for (int64_t first = 0; first < head.rows; first += schedule.rows) {
-    const Range rows{first, std::min(schedule.rows, head.rows - first)};
+  for_each_range(head.scope, head.rows, schedule.rows, [&](Range rows) {
     if (!schedule.cuts_vocabulary(head)) {
       head.logits(rows, head.all_classes(), buffer);
       loss.whole(rows, buffer, counts, results, gradient);
       if (gradient) use(rows, head.all_classes(), readable(buffer));
-      continue;
+      return;
     }
     const auto for_each_vocabulary_chunk = [&](auto f) {
-      for (int64_t begin = 0; begin < head.vocab; begin += schedule.classes) {
-        const Range classes{begin, std::min(schedule.classes, head.vocab - begin)};
+      for_each_range(head.scope, head.vocab, schedule.classes, [&](Range classes) {
         head.logits(rows, classes, buffer);
         f(classes);
-      }
+      });
     };
-    const typename Loss::VocabularyChunks chunks(loss, rows, (head.vocab + schedule.classes - 1) / schedule.classes, counts, results);
+    const int64_t count = (head.vocab + schedule.classes - 1) / schedule.classes;
+    const typename Loss::VocabularyChunks chunks(loss, rows, count, counts, results);
     for_each_vocabulary_chunk([&](Range classes) { chunks.statistics(classes.first / schedule.classes, classes, buffer); });
-    chunks.merge((head.vocab + schedule.classes - 1) / schedule.classes);
-    if (!gradient) continue;
+    chunks.merge(count);
+    if (!gradient) return;
     for_each_vocabulary_chunk([&](Range classes) {
       chunks.gradient(classes, buffer);
       use(rows, classes, readable(buffer));
     });
-  }
+  });
 }
 
 // The sum of dweight over chunks (checks/head.h). memory: that which becomes dweight.
@@ -102,8 +101,7 @@ class Overlaid {
  public:
   // schedule.classes: how many are stored.
   Overlaid(const Head& head, const Schedule& schedule, const Tensor& memory, const Tensor& rest)
-      : set_aside(launch::overlaid_aside(head.rows, head.hidden, head.vocab, schedule.classes)),
-        chunks(launch::overlaid_chunks(head.rows, head.hidden, head.vocab, schedule.classes, set_aside)),
+      : layout(launch::best_overlaid_layout(head.rows, head.overlaid_room(), head.hidden, head.vocab, schedule.classes)),
         head_(head),
         stored_(schedule.classes),
         memory_(memory),
@@ -117,18 +115,18 @@ class Overlaid {
   void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results, const OptionalTensor& kept) const {
     const Range all = head_.all_rows();
     // The others' logits lie where the stored ones will.
-    const int64_t at_a_time = head_.vocab * head_.hidden / head_.rows / 64 * 64;
+    const int64_t at_a_time = launch::overlaid_at_a_time(head_.rows, head_.overlaid_room(), head_.vocab);
     const int64_t others = all_stored() ? 0 : (head_.vocab - stored_ + at_a_time - 1) / at_a_time;
     const auto is_stored = [](const launch::OverlaidChunk& chunk) { return !chunk.again; };
-    const int64_t stored = std::count_if(chunks.begin(), chunks.end(), is_stored);
+    const int64_t stored = std::count_if(layout.chunks.begin(), layout.chunks.end(), is_stored);
     const typename Loss::VocabularyChunks of(loss, all, others + stored, counts, results, kept);
-    int64_t nth = 0;
-    for (int64_t first = stored_; first < head_.vocab; first += at_a_time) {
-      const Range classes{first, std::min(at_a_time, head_.vocab - first)};
+    int64_t nth = others;
+    for_each_range(head_.scope, all_stored() ? 0 : head_.vocab - stored_, at_a_time, [&](Range of_others) {
+      const Range classes{stored_ + of_others.first, of_others.count};
       const MutableRows logits{memory_.data_ptr(), launch::padded_vocab(classes.count), head_.compute};
       head_.logits(all, classes, logits);
-      of.statistics(nth++, classes, logits);
-    }
+      of.statistics(of_others.first / at_a_time, classes, logits);
+    });
     std::vector<LogitsChunk> by_class;
     for_each_stored([&](Range classes, const MutableRows& logits) {
       head_.logits(all, classes, logits);
@@ -144,14 +142,13 @@ class Overlaid {
 
   // f(classes, their gradient) of each stored chunk, in the order in which dweight is made.
   template <class F> void for_each_stored(F f) const {
-    for (const launch::OverlaidChunk& chunk : chunks)
+    for (const launch::OverlaidChunk& chunk : layout.chunks)
       if (!chunk.again) f(Range{chunk.first, chunk.classes}, where(chunk, memory_, rest_, memory_));
   }
   // A chunk's gradient.
   MutableRows where(const launch::OverlaidChunk& chunk, const Tensor& dweight, const Tensor& rest, const Tensor& spare) const;
 
-  const int64_t set_aside;
-  const std::vector<launch::OverlaidChunk> chunks;
+  const launch::OverlaidLayout layout;
 
  private:
   const Head& head_;

@@ -7,10 +7,6 @@
 
 namespace liger::LIGER_BACKEND {
 
-struct Range {
-  int64_t first, count;
-};
-
 // Element `first` of a vector, and row `first` of a matrix, as a start.
 inline Rows from_row(const Rows& r, int64_t first) { return {at(r.data, first * r.stride, r.dtype), r.stride, r.dtype}; }
 inline MutableRows from_row(const MutableRows& r, int64_t first) { return {at(r.data, first * r.stride, r.dtype), r.stride, r.dtype}; }
@@ -39,6 +35,7 @@ class Head {
   Rows x_rows() const { return in_compute_dtype(x_); }
   // May a matmul write this dtype?
   bool writes(Dtype dtype) const { return dtype == compute || dtype == acc; }
+  int64_t overlaid_room() const { return liger::LIGER_BACKEND::overlaid_room(hidden, weight, compute); }
   SumSizes<int64_t> sum_sizes() const { return {vocab, hidden, sum, weight}; }
   bool has_bias() const { return bias_.has_value(); }
   Range all_rows() const { return {0, rows}; }

@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_backward_op(OptionalTensor dy, OptionalT
   const Scope scope("add_rms_norm_backward", sum);
   NormGradients out(scope, sum, weight, {}, cols_of(sum), need_dx, need_dweight, false);
   if (!dy) {  // Only the sum was used: its gradient passes through unchanged (as a fresh tensor).
-    if (need_dx) torch::stable::copy_(out.dx, *dsum);
+    if (need_dx) copy_into(out.dx, *dsum);
     zero({out.dweight});
   } else if (!out.complete(sum)) {
     norm_gradients<false>(scope, *dy, dsum, sum, weight, {}, rstd, offset, out);

@@ -210,19 +210,12 @@ void bind_plans(py::module_& m) {
       .def_property_readonly("place", [](const OverlaidChunk& p) { return std::array{"dweight", "rest", "spare"}[size_t(p.place)]; })
       .def_readonly("again", &OverlaidChunk::again);
   m.def(
-      "overlaid_chunks",
-      [](int64_t rows, int64_t hidden, int64_t vocab, int64_t stored) {
-        return overlaid_chunks(rows, hidden, vocab, stored, overlaid_aside(rows, hidden, vocab, stored));
+      "overlaid_layout",
+      [](int64_t rows, int64_t room, int64_t hidden, int64_t vocab, int64_t stored) {
+        const OverlaidLayout made = best_overlaid_layout(rows, room, hidden, vocab, stored);
+        return std::pair(made.chunks, made.spare);
       },
-      py::arg("rows"), py::arg("hidden"), py::arg("vocab"), py::arg("stored"));
-  m.def("overlaid_classes", &overlaid_classes<int64_t>, py::arg("rows"), py::arg("hidden"), py::arg("vocab"));
-  m.def("overlaid_rest", &overlaid_rest<int64_t>, py::arg("rows"), py::arg("hidden"), py::arg("vocab"), py::arg("stored"));
-  m.def(
-      "overlaid_spare",
-      [](int64_t rows, int64_t hidden, int64_t vocab, int64_t stored) {
-        return overlaid_spare(rows, hidden, overlaid_aside(rows, hidden, vocab, stored));
-      },
-      py::arg("rows"), py::arg("hidden"), py::arg("vocab"), py::arg("stored"), "Elements.");
+      py::arg("rows"), py::arg("room"), py::arg("hidden"), py::arg("vocab"), py::arg("stored"), "The chunks, and the size of the spare.");
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
   bind_launches(m);

@@ -31,6 +31,7 @@ class Size {
   friend Size operator-(const Size& a, const Size& b) { return Size(a.value_ - b.value_); }
   friend Size operator/(const Size& a, const Size& b) { return made(PyNumber_FloorDivide(a.value_.ptr(), b.value_.ptr())); }
   friend Size operator%(const Size& a, const Size& b) { return made(PyNumber_Remainder(a.value_.ptr(), b.value_.ptr())); }
+  const py::object& object() const { return value_; }
   friend void append(std::string& text, const Size& size) { text += std::string(py::str(size.value_)); }
 
  private:
@@ -100,7 +101,9 @@ template <class T> struct of_any_object {
     return true;
   }
 };
-template <> struct type_caster<liger::python::Size> : of_any_object<liger::python::Size> {};
+template <> struct type_caster<liger::python::Size> : of_any_object<liger::python::Size> {
+  static handle cast(const liger::python::Size& size, return_value_policy, handle) { return object(size.object()).release(); }
+};
 template <> struct type_caster<liger::python::ScalarType> : of_any_object<liger::python::ScalarType> {};
 template <> struct type_caster<liger::python::Tensor> : of_any_object<liger::python::Tensor> {};
 }  // namespace pybind11::detail

@@ -16,6 +16,8 @@ are read, never written. Else the backward makes dweight in the memory that the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch._C._autograd import (
@@ -26,7 +28,7 @@ from torch._C._autograd import (
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator
-from liger_ext.ops._chunks import padded_vocab
+from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._compile import flop_formula
 from liger_ext.ops._register import register, register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
@@ -38,7 +40,39 @@ _backward_in_place = torch.ops.liger_ext.fused_linear_cross_entropy_backward_.de
 _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
     int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
 )
-_COMPUTE_DTYPE = [argument.name for argument in _forward_op._schema.arguments].index("compute_dtype")
+
+
+class LossArguments(NamedTuple):
+    """The op's arguments, in the order of its schema."""
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    ce_weight: Tensor | None
+    normalizer: Tensor | None
+    ignore_index: int
+    reduction: int
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float | None
+    use_token_scaling: bool
+    return_z_loss: bool
+    return_token_accuracy: bool
+    return_predicted_tokens: bool
+    accum_dtype: torch.dtype | None
+    compute_dtype: torch.dtype | None
+    gradients: int
+    chunk_rows: int
+    chunk_classes: int
+    need_dx: bool
+    need_dweight: bool
+    need_dbias: bool
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of the matmuls; that of the losses is its accumulator."""
+        return _compute(self.x, self.weight, self.compute_dtype)
 
 
 def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -51,54 +85,50 @@ def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype |
 
 
 def _autocast(device_type, *args):
-    if args[_COMPUTE_DTYPE] is not None:
+    of = LossArguments(*args)
+    if of.compute_dtype is not None:
         return args
-    return *args[:_COMPUTE_DTYPE], autocast_dtype(device_type, args[0], args[1]), *args[_COMPUTE_DTYPE + 1 :]
+    return of._replace(compute_dtype=autocast_dtype(device_type, of.x, of.weight))
 
 
-def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of the matmuls, and that of the losses."""
-    compute = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
-    return compute, accumulator(compute)
+def _compute(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
+    return torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
 
 
-def _fake(
-    x, weight, target, bias, ce_weight, normalizer, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
-    use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
-    gradients, chunk_rows, chunk_classes, need_dx, need_dweight, need_dbias,
-):  # fmt: skip
-    compute, acc = _dtypes(x, weight, compute_dtype)
+def _fake(*args):
+    of = LossArguments(*args)
+    x, weight, compute = of.x, of.weight, of.compute
+    acc = accumulator(compute)
     rows, hidden = x.shape
     vocab = weight.shape[0]
-    need_dbias = need_dbias and bias is not None
-    accumulated, overlaid, kept = gradients == _ACCUMULATED, gradients == _OVERLAID, 0
-    summed = weight.dtype if weight.dtype == accum_dtype else acc
+    stored = min(of.chunk_classes, vocab)
+    accumulated, kept = of.gradients == _ACCUMULATED, 0
+    summed = weight.dtype if weight.dtype == of.accum_dtype else acc
     saved, dweight = x.new_empty(0, dtype=summed), x.new_empty(0, dtype=summed)
-    if gradients == _DEFERRED:
+    if of.gradients == _DEFERRED:
         saved = x.new_empty((rows, padded_vocab(vocab)), dtype=compute)
-    elif overlaid:  # csrc/launch/chunks.h: overlaid_rest
-        inside = vocab * hidden // rows // 64 * 64 if rows >= hidden else 0
-        saved = x.new_empty(rows * padded_vocab(min(chunk_classes, vocab) - inside), dtype=compute)
+    elif of.gradients == _OVERLAID:
+        room = _C.overlaid_room(hidden, weight.dtype, compute)
+        saved = x.new_empty(_C.overlaid_rest(rows, room, vocab, stored), dtype=compute)
         dweight = weight.new_empty(vocab * hidden)
-        kept = rows * (3 if use_token_scaling else 2) if chunk_classes < vocab else 0
-    elif accumulated and need_dweight:  # csrc/checks/head.h: SumSizes
-        ratio = summed.itemsize // weight.dtype.itemsize
-        rest = 0 if summed == weight.dtype else vocab - vocab // ratio // 64 * 64
-        saved = x.new_empty(rest * hidden, dtype=summed)
-        dweight = x.new_empty((vocab * hidden + ratio - 1) // ratio, dtype=summed)
+        kept = _C.kept_for_gradients(rows, of.use_token_scaling) if stored < vocab else 0
+    elif accumulated and of.need_dweight:
+        memory, rest = _C.sum_sizes(vocab, hidden, summed, weight.dtype)
+        saved, dweight = x.new_empty(rest, dtype=summed), x.new_empty(memory, dtype=summed)
+    wanted = of.reduction, of.return_z_loss, of.return_token_accuracy, of.return_predicted_tokens
     return (
-        *fake_results(x, rows, acc, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
+        *fake_results(x, rows, acc, *wanted),
         x.new_empty(_C.cross_entropy_counts + kept, dtype=acc),
         saved,
-        x.new_empty((rows, hidden) if accumulated and need_dx else 0, dtype=compute),
+        x.new_empty((rows, hidden) if accumulated and of.need_dx else 0, dtype=compute),
         dweight,
-        x.new_empty(vocab if accumulated and need_dbias else 0, dtype=acc),
+        x.new_empty(vocab if accumulated and of.need_dbias and of.bias is not None else 0, dtype=acc),
     )
 
 
 def _fake_backward(dloss, x, weight, target, bias, *others):
     *_, compute_dtype, _, _, _, need_dx, need_dweight, need_dbias = others
-    _, acc = _dtypes(x, weight, compute_dtype)
+    acc = accumulator(_compute(x, weight, compute_dtype))
     need_dbias = need_dbias and bias is not None
     return (
         x.new_empty(x.shape if need_dx else 0),

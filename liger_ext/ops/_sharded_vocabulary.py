@@ -19,7 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
-from liger_ext.ops._chunks import padded_vocab
+from liger_ext.ops._fused_linear_op import LossArguments
+from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._compile import flop_formula, outside_of_graphs
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
@@ -197,13 +198,14 @@ class _ShardedLoss(torch.autograd.Function):
 
 
 @outside_of_graphs
-def sharded_loss(shard: Shard, needs: tuple[bool, bool, bool], chunk: int, *arguments) -> tuple[Tensor, ...]:
-    """loss, z_loss, token_accuracy and predicted_tokens, as of the op. ``needs``: of gradients of x, weight and bias;
-    ``chunk``: rows of logits that may exist at a time; ``arguments``: the op's, to ``compute_dtype``."""
-    ce_weight = arguments[4]
+def sharded_loss(shard: Shard, of: LossArguments) -> tuple[Tensor, ...]:
+    """loss, z_loss, token_accuracy and predicted_tokens, as of the op. ``of``: the op's arguments; of its plan,
+    ``chunk_rows`` alone matters: how many rows of logits may exist at a time."""
+    ce_weight = of.ce_weight
     if ce_weight is not None and ce_weight.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{_OP} has no gradient for ce_weight: pass ce_weight.detach()")
-    return _ShardedLoss.apply(shard, needs, chunk, *arguments)
+    needs = of.need_dx, of.need_dweight, of.need_dbias
+    return _ShardedLoss.apply(shard, needs, of.chunk_rows, *of[: LossArguments._fields.index("gradients")])
 
 
 def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:

@@ -22,8 +22,8 @@ from liger_ext.ops._checks import (
     require,
     shape_text,
 )
-from liger_ext.ops._chunks import Call, Plan, gpu_memory, plan, shard_rows
-from liger_ext.ops._fused_linear_op import autocast_dtype, call_op
+from liger_ext.ops._fused_linear_op import LossArguments, autocast_dtype, call_op
+from liger_ext.ops._loss_plan import Call, Plan, device_of, plan, shard_rows
 from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
 from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
@@ -140,39 +140,61 @@ def fused_linear_cross_entropy(
     grad = torch.is_grad_enabled()
     need_dweight = grad and weight.requires_grad
     need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
-    needs = need_dx, need_dweight, need_dbias
-    of = None
+    way = Plan(_ACCUMULATED if need_dx or need_dweight or need_dbias else 0, 1, 1)
     if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # else the op says what is wrong
-        of = Call(
+        call = Call(
             rows=flat.shape[0],
             hidden=weight.shape[1],
             vocab=weight.shape[0] if shard is None else max(1, *shard.sizes),
-            dtype=dtype,
-            gpu_bytes=gpu_memory(x.device),
+            compute=dtype,
+            x=x.dtype,
+            weight=weight.dtype,
+            device=device_of(x.device),
+            bias=None if bias is None else bias.dtype,
+            class_weight=None if ce_weight is None else ce_weight.dtype,
+            sum=weight.dtype if weight.dtype == accum_dtype else None,
             dx=need_dx,
             dweight=need_dweight,
             dbias=need_dbias,
             per_row=reduction == "none",
+            label_smoothing=label_smoothing != 0,
+            softcap=softcap is not None,
+            token_scaling=bool(use_token_scaling),
+            z_loss=lse_square_scale != 0 or bool(return_z_loss),
+            token_accuracy=bool(return_token_accuracy),
+            predicted_tokens=bool(return_predicted_tokens),
             # Nothing is overlaid in graphs, where nobody writes what an op returned.
-            overlays=shard is None and weight.dtype == dtype and not torch.compiler.is_compiling(),
-            sum_dtype=weight.dtype if weight.dtype == accum_dtype else None,
-            x_dtype=x.dtype,
-            weight_dtype=weight.dtype,
-            bias_dtype=None if bias is None else bias.dtype,
+            overlays=shard is None and not torch.compiler.is_compiling(),
             all_rows=0 if listed is None else target.numel(),
             copies=_copies(x, flat, weight, bias, ce_weight),
         )
-    arguments = (
-        flat, weight, targets, bias, ce_weight,
-        None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
-        ignore_index, code_of(op, "reduction", reduction, REDUCTIONS), label_smoothing, lse_square_scale, softcap,
-        use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens, accum_dtype, compute_dtype,
-    )  # fmt: skip
-    if shard is None:
-        way = Plan(_ACCUMULATED if any(needs) else 0, 1, 1) if of is None else plan(of, memory)
-        outputs = call_op(*arguments, *way, *needs)
-    else:
-        outputs = sharded_loss(shard, needs, 1 if of is None else shard_rows(of, memory), *arguments)
+        way = plan(call, memory) if shard is None else way._replace(rows=shard_rows(call, memory))
+    arguments = LossArguments(
+        x=flat,
+        weight=weight,
+        target=targets,
+        bias=bias,
+        ce_weight=ce_weight,
+        normalizer=None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
+        ignore_index=ignore_index,
+        reduction=code_of(op, "reduction", reduction, REDUCTIONS),
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        softcap=softcap,
+        use_token_scaling=use_token_scaling,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        accum_dtype=accum_dtype,
+        compute_dtype=compute_dtype,
+        gradients=way.gradients,
+        chunk_rows=way.rows,
+        chunk_classes=way.classes,
+        need_dx=need_dx,
+        need_dweight=need_dweight,
+        need_dbias=need_dbias,
+    )
+    outputs = call_op(*arguments) if shard is None else sharded_loss(shard, arguments)
     if listed is not None:
         wanted = reduction == "none", return_z_loss, return_token_accuracy, return_predicted_tokens
         outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)

@@ -145,8 +145,8 @@ class Record:
     moved: Callable[[Size, int], tuple[int, int]]
     timed: tuple[Timed, ...]
     launched_as: str = ""
-    launch_options: Callable[[Size, torch.dtype, int, Mapping[str, Any]], Mapping[str, Any]] = lambda size, *of: {}
-    as_tuned: Callable[[Size, torch.dtype, int], tuple[Size, Mapping[str, Any]]] = lambda size, *of: (size, {})
+    launch_options: Callable[[Size, torch.dtype, _C.DeviceProfile, Mapping[str, Any]], Mapping[str, Any]] = lambda size, *of: {}
+    as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *of: (size, {})
 
     @property
     def kernels(self) -> str:
@@ -170,7 +170,7 @@ class Record:
         call = {
             "frozen": bool(self.parameters) and not missing and set(self.parameters) <= set(frozen),
             "per_row": options.get("reduction") == "none",
-            **self.launch_options(size, dtype, profile.memory_bytes, options),
+            **self.launch_options(size, dtype, profile, options),
         }
         named, rows = str(dtype).removeprefix("torch."), size.batch * size.rows
         forward, backward = self.kernels, f"{self.kernels}_backward"

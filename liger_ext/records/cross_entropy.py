@@ -190,7 +190,7 @@ CROSS_ENTROPY = Record(
     timed=(Timed(sizes((4096, 128256), (8192, 32000), (8192, 152064), (8192, 32001)), sizes((1024, 49152))),),
     outputs=("loss",),
     constants=("weight",),
-    launch_options=lambda size, dtype, memory_bytes, options: {
+    launch_options=lambda size, dtype, profile, options: {
         "full": costly(options),
         "aligned": size.cols * dtype.itemsize % 16 == 0,
     },

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._chunks import Call, level_rows, plan
+from liger_ext.ops._loss_plan import Call, chunk_rows, device_with, plan
 from liger_ext.records._record import Make, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
 from liger_ext.records.cross_entropy import (
@@ -105,9 +105,14 @@ def _inputs(make: Make, size: Size) -> dict[str, Any]:
     return made | {"target": make.targets(size.rows, size.cols)}
 
 
-def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    call = Call(size.rows, size.hidden, size.cols, dtype, memory_bytes)
-    way = plan(call, options.get("memory", "auto"))
+def _call(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:
+    return Call(size.rows, size.hidden, size.cols, dtype, dtype, dtype, device_with(profile))
+
+
+def _launch_options(
+    size: Size, dtype: torch.dtype, profile: _C.DeviceProfile, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    way = plan(_call(size, dtype, profile), options.get("memory", "auto"))
     return {
         "hidden": size.hidden,
         "overlaid": way.gradients == int(_C.Gradients.overlaid),
@@ -118,10 +123,10 @@ def _launch_options(size: Size, dtype: torch.dtype, memory_bytes: int, options: 
     }
 
 
-def _as_tuned(size: Size, dtype: torch.dtype, memory_bytes: int) -> tuple[Size, dict[str, int]]:
+def _as_tuned(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> tuple[Size, dict[str, int]]:
     """One chunk, with so small a hidden size that the matmuls are not what is timed."""
-    at_a_time = level_rows(Call(size.rows, size.hidden, size.cols, dtype, memory_bytes), "fast")
-    return replace(size, rows=_C.equal_chunks(size.rows, at_a_time), hidden=64), {"memory": 1 << 50}
+    rows = chunk_rows(_call(size, dtype, profile), "low")
+    return replace(size, rows=rows, hidden=64), {"memory": 1 << 50}
 
 
 def _moved(size: Size, width: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import liger_ext
 from liger_ext import functional as F
-from liger_ext.ops._chunks import SMALLEST
+from liger_ext.ops._loss_plan import SMALLEST
 
 _FUSED_LOSS = "fused_linear_cross_entropy"
 _ALL_RESULTS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}

@@ -6,10 +6,24 @@
 namespace liger::python {
 
 const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::module_& checks) {
-  checks.def("fused_linear_cross_entropy", check_fused_linear_cross_entropy);
-  checks.def("fused_linear_cross_entropy_backward", check_fused_linear_cross_entropy_backward);
-  checks.def("fused_linear_cross_entropy_backward_", check_fused_linear_cross_entropy_backward_in_place);
+  checks.def("fused_linear_cross_entropy", &Named<ForwardOrder, check_fused_linear_cross_entropy>::run);
+  checks.def("fused_linear_cross_entropy_backward", &Named<BackwardOrder, check_fused_linear_cross_entropy_backward>::run);
+  checks.def("fused_linear_cross_entropy_backward_", &Named<BackwardInPlaceOrder, check_fused_linear_cross_entropy_backward_in_place>::run);
   m.attr("rows_left_out") = rows_left_out;
+  // Sizes of what the forward returns, for its fake implementation: numbers or symbols.
+  m.def("overlaid_room", [](const Size& hidden, const ScalarType& weight, const ScalarType& compute) {
+    return overlaid_room(hidden, kernel_dtype(weight).value(), kernel_dtype(compute).value());
+  });
+  m.def("overlaid_classes", &launch::overlaid_classes<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"));
+  m.def("overlaid_rest", &launch::overlaid_rest<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"), py::arg("stored"));
+  m.def("kept_for_gradients", &launch::kept_for_gradients<Size>, py::arg("rows"), py::arg("token_scaling"));
+  m.def(
+      "sum_sizes",
+      [](const Size& vocab, const Size& hidden, const ScalarType& sum, const ScalarType& weight) {
+        const SumSizes<Size> sizes(vocab, hidden, kernel_dtype(sum).value(), kernel_dtype(weight).value());
+        return std::pair(sizes.memory, sizes.rest);
+      },
+      py::arg("vocab"), py::arg("hidden"), py::arg("sum"), py::arg("weight"), "The sum of dweight: elements in dweight's memory, and of the rest.");
 });
 
 }  // namespace liger::python

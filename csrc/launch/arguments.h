@@ -1,0 +1,69 @@
+// The launches of the fused loss's kernels, from the kernels' arguments: csrc/gpu executes them, and the trace (csrc/trace) lists them.
+// Knobs: as launch.h says.
+#pragma once
+#include "kernels/aligned.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
+#include "launch/cross_entropy.h"
+#include "launch/elementwise.h"
+
+namespace liger::launch {
+
+inline bool costly_options(const CrossEntropyOptions& o) { return o.softcap != 0 || o.label_smoothing != 0; }
+// Does a kernel need its instance for options that cost registers?
+inline bool is_full(const CrossEntropyRows& op) { return costly_options(op.options) || op.accuracy || op.predicted; }
+inline bool is_full(const CrossEntropyBackward& op) { return costly_options(op.options); }
+inline bool is_full(const CrossEntropyStatistics& op) { return costly_options(op.row.options) || op.best_class; }
+inline bool is_plain(const CrossEntropyRows& row) { return !is_full(row) && !row.options.token_scaling; }
+
+// vectors: may accesses have 16 bytes?
+template <class Op> LogitsShape logits_shape(const Op& op, bool vectors, bool full) {
+  const int bytes = int(size_of(op.logits.dtype));
+  return {op.rows, op.vocab, bytes, vectors ? 16 / bytes : 1, full};
+}
+
+inline Launch launch_of(const DeviceProfile& device, const CrossEntropyRows& op, const Knobs* knobs = nullptr) {
+  return cross_entropy_forward(device, logits_shape(op, true, is_full(op)), op.after_counts, knobs);
+}
+inline Launch launch_of(const DeviceProfile& device, const CrossEntropyBackward& op, const Knobs* knobs = nullptr) {
+  const bool vectors = equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
+  return cross_entropy_backward(device, logits_shape(op, vectors, is_full(op)), knobs);
+}
+// Every row start is aligned if vectors fit; how many columns there are does not matter.
+inline Launch launch_of(const DeviceProfile& device, const CrossEntropyInPlace& op, const Knobs* knobs = nullptr) {
+  const bool vectors = aligned(op.row.logits, 0) && aligned(op.row.class_weight, 0);
+  return cross_entropy_in_place(device, logits_shape(op.row, vectors, is_full(op.row)), is_plain(op.row), knobs);
+}
+inline std::optional<Launch> launch_of(const DeviceProfile& device, const CrossEntropyInChunks& op, const Knobs* knobs = nullptr) {
+  bool vectors = true;
+  for (int i = 0; i < op.count; ++i) vectors &= aligned(op.chunks[i].logits, 0);
+  const bool plain = is_plain(op.row);
+  return cross_entropy_in_chunks(device, logits_shape(op.row, vectors, !plain), plain, op.count, knobs);
+}
+inline Launch launch_of(const DeviceProfile& device, const CrossEntropyStatistics& op) {
+  return cross_entropy_statistics(device, logits_shape(op.row, true, is_full(op)));
+}
+inline Launch launch_of(const DeviceProfile& device, const CrossEntropyMerge& op) { return cross_entropy_merge(device, op.row.rows); }
+inline Launch launch_of(const DeviceProfile& device, const CrossEntropyCounts& op) { return count_targets(device, op.rows, op.vocab); }
+inline Launch launch_of(const DeviceProfile& device, const CrossEntropyReduce& op) {
+  return op.reduction == Reduction::none ? add_losses(device, op.rows) : sum_losses(device, op.rows);
+}
+inline Launch launch_of(const DeviceProfile& device, const ScaleCast& op) {
+  const bool wide = aligned(op.in, 0) && aligned(op.out, 0);
+  const bool contiguous = op.in.stride == op.cols && op.out.stride == op.cols && op.row_scale.data == nullptr;
+  return row_tiles(device, scale_kernel, tiled_matrix(op.rows, op.cols, wide ? matrix_vec : 1, contiguous));
+}
+inline Launch launch_of(const DeviceProfile& device, const FillRows& op) {
+  const bool wide = aligned(op.matrix, 0) && aligned(op.values, 0);
+  return row_tiles(device, fill_kernel, tiled_matrix(op.rows, op.cols, wide ? matrix_vec : 1));
+}
+// The first of two, whose partial rows sum_columns adds up.
+inline Launch launch_of(const DeviceProfile& device, const ColumnSum& op) {
+  return partial_columns(device, op.rows, op.cols, aligned(op.in, 0) ? matrix_vec : 1);
+}
+inline int64_t column_sum_bytes(const Launch& made) {
+  return made.plan.partial_rows * round_up(made.cols, matrix_vec) * int64_t{sizeof(float)};
+}
+inline Launch launch_of(const DeviceProfile& device, const ScalarProduct& op) { return product(device, op.factors.data ? op.rows : 1); }
+
+}  // namespace liger::launch

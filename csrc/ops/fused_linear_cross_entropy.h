@@ -1,0 +1,22 @@
+// The language-model head and cross entropy as one op: its forward, and its two backwards (fused_linear.h).
+#pragma once
+#include <tuple>
+
+#include "checks/fused_linear_cross_entropy.h"
+#include "ops/tensor.h"
+
+namespace liger::LIGER_BACKEND {
+
+struct FusedLossResults {
+  Tensor loss, z_loss, token_accuracy, predicted_tokens;
+  Tensor counts, saved, dx, dweight, dbias;  // for the backward
+};
+FusedLossResults fused_loss(const FusedLoss&);
+
+struct FusedLossGradients {
+  Tensor dx, dweight, dbias;
+};
+// in_place: dweight, of the forward's results, becomes the gradient.
+FusedLossGradients fused_loss_gradients(const FusedLoss&, bool in_place);
+
+}  // namespace liger::LIGER_BACKEND

@@ -1,0 +1,56 @@
+// Tensors of torch's stable ABI, the device's stream, and allocation: what ops/tensor.h builds on. The only header that joins torch's
+// stable ABI to the backends. trace/tensor.h has the same names for tensors without data.
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "kernels/types.h"
+#include "ops/boxed.h"
+
+namespace liger::LIGER_BACKEND {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The tensors of this library's dispatch key are on a device with streams.
+constexpr bool has_streams = LIGER_IS_GPU;
+
+const char* dtype_name(ScalarType type);
+ScalarType type_of(const Tensor& t);  // Undefined for one that the stable ABI has no name for
+ScalarType scalar_type(Dtype dtype);
+std::optional<Dtype> kernel_dtype(ScalarType type);
+bool same_device(const Tensor& t, const Tensor& like);
+inline bool takes_float64(const Tensor&) { return !LIGER_IS_GPU; }
+
+// A guard for the tensor's device and its current stream, for as long as an op runs.
+class Scope {
+ public:
+  Scope(const char* op, const Tensor& t);
+  operator Stream() const { return stream_; }
+  const char* op() const { return op_; }
+
+  // for_each_range (ops/tensor.h) asks how many equal ranges one call stands for: the trace alone has more than one.
+  struct Repeated {
+    static constexpr int64_t count = 1;
+  };
+  static Repeated repeated(int64_t, int64_t, int64_t) { return {}; }
+
+ private:
+  const char* op_;
+  Stream stream_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+// Too little memory becomes OutOfMemory, "CUDA out of memory. liger_ext::<op> tried to allocate N MiB"; another failure says its cause.
+Tensor allocate_strided(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
+                        const Tensor& like);
+inline Tensor part_of(Tensor t, int64_t dim, int64_t start, int64_t length) { return torch::stable::narrow(t, dim, start, length); }
+inline void copy_into(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
+void zero(std::initializer_list<Tensor> tensors);
+
+}  // namespace liger::LIGER_BACKEND

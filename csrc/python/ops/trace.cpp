@@ -1,0 +1,70 @@
+// The trace of the fused loss (csrc/trace) for Python: the cost of plans, and lists of what a plan does.
+#include "trace/fused_loss.h"
+
+#include "python/ops.h"
+
+namespace liger::python {
+namespace {
+
+using launch::DeviceProfile;
+using launch::Rates;
+using trace::LossCall;
+using trace::LossPlan;
+using trace::Recorder;
+using PlanFields = std::tuple<int64_t, int64_t, int64_t>;
+
+LossPlan plan_of(const PlanFields& fields) { return {launch::Gradients(std::get<0>(fields)), std::get<1>(fields), std::get<2>(fields)}; }
+
+std::vector<std::tuple<int64_t, double, int64_t>> costs(const LossCall& call, const std::vector<PlanFields>& plans, const DeviceProfile* gpu,
+                                                        const Rates& rates) {
+  std::vector<std::tuple<int64_t, double, int64_t>> all;
+  for (const PlanFields& plan : plans) {
+    Recorder recorder(gpu, rates, false);
+    trace_fused_loss(call, plan_of(plan), recorder);
+    all.emplace_back(recorder.peak, recorder.seconds, recorder.multiplications);
+  }
+  return all;
+}
+
+using MatmulFields = std::tuple<int64_t, int64_t, int64_t, bool, int64_t>;
+std::pair<std::vector<MatmulFields>, std::vector<std::pair<std::string, int64_t>>> lists(const LossCall& call, const PlanFields& plan,
+                                                                                       const DeviceProfile* gpu, const Rates& rates) {
+  Recorder recorder(gpu, rates, true);
+  trace_fused_loss(call, plan_of(plan), recorder);
+  std::vector<MatmulFields> matmuls;
+  for (const auto& one : recorder.matmuls) matmuls.emplace_back(one.m, one.n, one.k, one.accumulates, one.times);
+  std::vector<std::pair<std::string, int64_t>> kernels;
+  for (const auto& one : recorder.kernels) kernels.emplace_back(one.launch.kernel->name, one.times);
+  return {matmuls, kernels};
+}
+
+}  // namespace
+
+const OpBindings trace_bindings([](py::module_& m, py::module_&) {
+  py::class_<Rates>(m, "Rates", "How fast a device is (csrc/launch/rates.h): operations, bytes and seconds.")
+      .def(py::init<>())
+      .def_readwrite("matmul_16", &Rates::matmul_16)
+      .def_readwrite("matmul_32", &Rates::matmul_32)
+      .def_readwrite("bandwidth", &Rates::bandwidth)
+      .def_readwrite("launch", &Rates::launch)
+      .def_readwrite("fresh", &Rates::fresh)
+      .def_readwrite("measured", &Rates::measured);
+  m.def("rates_of", &launch::rates_of, py::arg("gpu").none(true), "The rates of a device, or of the nearest that is known; None: a CPU.");
+  py::class_<LossCall>(m, "LossCall", "A call of the fused loss, as far as its plan depends on it (csrc/trace/fused_loss.h).")
+      .def(py::init([](int64_t rows, int64_t hidden, int64_t vocab, const ScalarType& compute, const ScalarType& x, const ScalarType& weight,
+                       const std::optional<ScalarType>& bias, const std::optional<ScalarType>& class_weight,
+                       const std::optional<ScalarType>& sum, bool dx, bool dweight, bool dbias, bool per_row, bool label_smoothing,
+                       bool softcap, bool token_scaling, bool z_loss, bool token_accuracy, bool predicted_tokens, bool in_place) {
+        const auto of = [](const std::optional<ScalarType>& type) { return type ? kernel_dtype(*type) : std::optional<Dtype>(); };
+        return LossCall{rows,        hidden,          vocab,   kernel_dtype(compute).value(), kernel_dtype(x).value(),
+                        kernel_dtype(weight).value(), of(bias), of(class_weight), of(sum), dx, dweight, dbias, per_row, label_smoothing,
+                        softcap,     token_scaling,   z_loss,  token_accuracy, predicted_tokens, in_place};
+      }));
+  m.def("loss_costs", &costs, py::arg("call"), py::arg("plans"), py::arg("gpu").none(true), py::arg("rates"),
+        "For each plan (gradients, rows, classes): peak bytes beside the arguments, estimated seconds, and the multiplications of all "
+        "matmuls.");
+  m.def("loss_trace", &lists, py::arg("call"), py::arg("plan"), py::arg("gpu").none(true), py::arg("rates"),
+        "What a plan does, in order: matmuls (m, n, k, added to what is there, how many times), and kernels with how many times.");
+});
+
+}  // namespace liger::python

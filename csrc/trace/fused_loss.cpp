@@ -1,0 +1,58 @@
+#include "trace/fused_loss.h"
+
+#include "ops/fused_linear_cross_entropy.h"
+
+namespace liger::trace {
+
+void trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& recorder, void (*after_forward)(Recorder&)) {
+  const auto tensor = [&](std::initializer_list<int64_t> sizes, ScalarType type) {
+    std::array<int64_t, 2> strides{1, 1};
+    if (sizes.size() == 2) strides[0] = sizes.begin()[1];
+    return Tensor(recorder, std::span(sizes), std::span(strides).first(sizes.size()), type);
+  };
+  const auto vector = [&](std::optional<Dtype> dtype) -> std::optional<Tensor> {
+    if (!dtype) return {};
+    return tensor({call.vocab}, scalar_type(*dtype));
+  };
+  recorder.counts = false;
+  if (!call.aligned) recorder.unaligned();
+  FusedLoss of;
+  of.x = tensor({call.rows, call.hidden}, scalar_type(call.x));
+  of.weight = tensor({call.vocab, call.hidden}, scalar_type(call.weight));
+  of.target = tensor({call.rows}, ScalarType::Long);
+  of.bias = vector(call.bias);
+  of.ce_weight = vector(call.class_weight);
+  recorder.counts = true;
+  of.reduction = int64_t(call.per_row ? Reduction::none : Reduction::mean);
+  of.label_smoothing = call.label_smoothing ? 0.1 : 0;
+  of.lse_square_scale = call.z_loss ? 1e-4 : 0;
+  if (call.softcap) of.softcap = 30;
+  of.use_token_scaling = call.token_scaling;
+  of.return_z_loss = call.z_loss;
+  of.return_token_accuracy = call.token_accuracy;
+  of.return_predicted_tokens = call.predicted_tokens;
+  if (call.sum) of.accum_dtype = scalar_type(*call.sum);
+  of.compute_dtype = scalar_type(call.compute);
+  of.gradients = int64_t(plan.gradients);
+  of.chunk_rows = plan.rows;
+  of.chunk_classes = plan.classes;
+  of.need_dx = call.dx;
+  of.need_dweight = call.dweight;
+  of.need_dbias = call.dbias;
+
+  const FusedLossResults made = fused_loss(of);
+  if (after_forward) after_forward(recorder);
+  if (plan.gradients == launch::Gradients::none) return;
+  of.counts = made.counts;
+  of.saved = made.saved;
+  of.dx = made.dx;
+  of.dweight = made.dweight;
+  of.dbias = made.dbias;
+  // What autograd brings: one number, or one for each row, of which ignored ones are replaced by 0.
+  const ScalarType loss_type = scalar_type(accumulator(call.compute));
+  of.dloss = call.per_row ? tensor({call.rows}, loss_type) : tensor({}, loss_type);
+  const bool sums = plan.gradients == launch::Gradients::accumulated || plan.gradients == launch::Gradients::overlaid;
+  fused_loss_gradients(of, call.in_place && sums && call.dweight);
+}
+
+}  // namespace liger::trace

@@ -1,0 +1,33 @@
+// A call of the fused loss, forward and backward, as a trace.
+#pragma once
+#include <optional>
+
+#include "kernels/types.h"
+#include "launch/chunks.h"
+#include "trace/recorder.h"
+
+namespace liger::trace {
+
+// The facts of a call on which its memory, its time and its launches depend.
+struct LossCall {
+  int64_t rows = 1, hidden = 1, vocab = 1;
+  Dtype compute = Dtype::bf16, x = Dtype::bf16, weight = Dtype::bf16;
+  std::optional<Dtype> bias, class_weight, sum;  // sum: of dweight over chunks; none: the accumulator's
+  bool dx = true, dweight = true, dbias = false;
+  bool per_row = false;  // reduction "none"
+  bool label_smoothing = false, softcap = false, token_scaling = false, z_loss = false, token_accuracy = false, predicted_tokens = false;
+  bool in_place = true;  // the backward may make dweight in the memory that the forward returned
+  bool aligned = true;   // 16-byte accesses fit the arguments
+};
+
+// How the gradients come about, and how many rows and classes of logits exist at a time (ops/fused_linear.h).
+struct LossPlan {
+  launch::Gradients gradients = launch::Gradients::none;
+  int64_t rows = 1, classes = 1;
+};
+
+// Records the forward and, if a gradient is wanted, the backward. The arguments do not count as allocated. after_forward(), if there is
+// one, runs between the two.
+void trace_fused_loss(const LossCall&, const LossPlan&, Recorder&, void (*after_forward)(Recorder&) = nullptr);
+
+}  // namespace liger::trace

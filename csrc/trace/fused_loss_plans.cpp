@@ -1,0 +1,56 @@
+// For op_plans.h: the launches of the fused loss, read from its trace. Chunks between the first and the last are equal and are listed once.
+#include <algorithm>
+
+#include "launch/cross_entropy.h"
+#include "launch/elementwise.h"
+#include "launch/losses.h"
+#include "trace/fused_loss.h"
+
+namespace liger::launch {
+namespace {
+
+const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_classes"};  // 0: all at a time
+const Fact overlaid{"overlaid"};  // of the gradients of chunk_classes classes
+
+trace::LossPlan plan_of(const Call& call, const trace::LossCall& of) {
+  trace::LossPlan plan;
+  plan.rows = call[chunk_rows] > 0 ? call[chunk_rows] : std::max<int64_t>(1, call.rows);
+  plan.classes = call[chunk_classes] > 0 ? call[chunk_classes] : call.cols;
+  if (call[overlaid] && call.rows > 0) plan.gradients = Gradients::overlaid;
+  else plan.gradients = gradients_of(of.dx, of.dweight, call.rows <= plan.rows && call.cols <= plan.classes, of.per_row);
+  return plan;
+}
+
+// All gradients are wanted.
+Launches traced(const DeviceProfile& device, const Call& call, bool backward) {
+  trace::LossCall of{.rows = call.rows, .hidden = call[hidden], .vocab = call.cols};
+  of.compute = of.x = of.weight = call.element_bytes == 2 ? Dtype::bf16 : Dtype::f32;
+  if (call[bias]) of.bias = of.compute, of.dbias = true;
+  of.per_row = call[per_row] != 0;
+  of.softcap = call[full] != 0;
+  of.aligned = call.aligned;
+  const Rates rates = rates_of(&device);
+  trace::Recorder recorder(&device, rates, true);
+  recorder.knobs = &call.knobs;
+  static thread_local size_t of_forward;
+  trace_fused_loss(of, plan_of(call, of), recorder, [](trace::Recorder& made) { of_forward = made.kernels.size(); });
+  Launches out;
+  const auto& all = recorder.kernels;
+  for (size_t i = backward ? of_forward : 0; i < (backward ? all.size() : of_forward); ++i) out.push_back(all[i].launch);
+  return out;
+}
+Launches fused_loss(const DeviceProfile& device, const Call& call) { return traced(device, call, false); }
+Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) { return traced(device, call, true); }
+
+const Planned forward{"fused_linear_cross_entropy",
+                      fused_loss,
+                      {&fill_kernel, &in_place_held, &in_place_kernel, &cross_entropy_forward_kernel, &statistics_kernel, &merge_kernel,
+                       &cross_entropy_backward_kernel, &scale_kernel, &count_targets_kernel, &sum_losses_kernel, &add_losses_kernel,
+                       &partial_columns_kernel, &sum_columns_kernel}};
+const Planned backward{"fused_linear_cross_entropy_backward",
+                       fused_loss_gradient,
+                       {&product_kernel, &scale_kernel, &fill_kernel, &in_place_held, &in_place_kernel, &statistics_kernel, &merge_kernel,
+                        &cross_entropy_backward_kernel, &partial_columns_kernel, &sum_columns_kernel}};
+
+}  // namespace
+}  // namespace liger::launch

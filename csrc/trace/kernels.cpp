@@ -1,0 +1,99 @@
+// The kernels of the trace: each records what a call of it launches, how many bytes it moves, and how long that takes.
+#include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
+#include "kernels/gemm.h"
+#include "launch/arguments.h"
+#include "ops/tensor.h"
+#include "trace/cost.h"
+
+namespace liger::trace {
+namespace {
+
+Recorder& recorder_of(Stream stream) { return *static_cast<Recorder*>(stream.handle); }
+
+// A pass over memory.
+template <class Launch> void pass(Stream stream, int64_t bytes, Launch launch) {
+  Recorder& recorder = recorder_of(stream);
+  recorder.seconds += double(recorder.times) * pass_seconds(recorder.rates, double(bytes));
+  if (recorder.lists && recorder.gpu) recorder.kernels.push_back({launch(*recorder.gpu, recorder.knobs), recorder.times});
+}
+template <class Op> auto launch_with_knobs(const Op& op) {
+  return [&op](const launch::DeviceProfile& device, const launch::Knobs* knobs) { return launch::launch_of(device, op, knobs); };
+}
+template <class Op> auto launch(const Op& op) {
+  return [&op](const launch::DeviceProfile& device, const launch::Knobs*) { return launch::launch_of(device, op); };
+}
+int64_t matrix_bytes(const CrossEntropyRows& row, Dtype dtype) { return row.rows * row.vocab * size_of(dtype); }
+
+}  // namespace
+
+void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) { pass(stream, op.rows * 8, launch(op)); }
+
+void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
+  if (op.rows * op.vocab > 0) pass(stream, matrix_bytes(op, op.logits.dtype), launch_with_knobs(op));
+}
+
+void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
+  if (op.rows * op.vocab > 0) pass(stream, 2 * op.rows * op.vocab * size_of(op.logits.dtype), launch_with_knobs(op));
+}
+
+void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
+  if (op.row.rows * op.row.vocab > 0) pass(stream, 2 * matrix_bytes(op.row, op.row.logits.dtype), launch_with_knobs(op));
+}
+
+bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
+  const Recorder& recorder = recorder_of(stream);
+  return recorder.gpu && launch::launch_of(*recorder.gpu, op, recorder.knobs).has_value();
+}
+void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
+  pass(stream, 2 * matrix_bytes(op.row, op.row.logits.dtype),
+       [&](const launch::DeviceProfile& device, const launch::Knobs* knobs) { return launch::launch_of(device, op, knobs).value(); });
+}
+
+void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
+  if (op.row.rows > 0) pass(stream, matrix_bytes(op.row, op.row.logits.dtype), launch(op));
+}
+void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
+  if (op.row.rows > 0) pass(stream, op.row.rows * op.chunks * CrossEntropyStatistics::slots * size_of(op.accumulator), launch(op));
+}
+
+void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
+  if (op.counting && op.reduction == Reduction::none) cross_entropy_counts(*op.counting, stream);
+  if (op.rows > 0 || op.reduction != Reduction::none) pass(stream, op.rows * size_of(op.accumulator), launch(op));
+}
+
+void scale_cast(const ScaleCast& op, Stream stream) {
+  if (op.rows * op.cols > 0) pass(stream, op.rows * op.cols * (size_of(op.in.dtype) + size_of(op.out.dtype)), launch(op));
+}
+void fill_rows(const FillRows& op, Stream stream) {
+  if (op.rows * op.cols > 0) pass(stream, op.rows * op.cols * size_of(op.matrix.dtype), launch(op));
+}
+int64_t column_sum_workspace(const ColumnSum& op, Stream stream) {
+  const Recorder& recorder = recorder_of(stream);
+  return recorder.gpu ? launch::column_sum_bytes(launch::launch_of(*recorder.gpu, op)) : 0;
+}
+void column_sum(const ColumnSum& op, Stream stream) {
+  if (op.cols == 0) return;
+  pass(stream, op.rows * op.cols * size_of(op.in.dtype), launch(op));
+  pass(stream, op.cols * int64_t{sizeof(float)}, [&](const launch::DeviceProfile& device, const launch::Knobs*) {
+    return launch::sum_columns(device, launch::launch_of(device, op).plan.partial_rows, op.cols, 0);
+  });
+}
+void scalar_product(const ScalarProduct& op, Stream stream) { pass(stream, 0, launch(op)); }
+
+void gemm(const Gemm& op, Stream stream) {
+  if (op.m == 0 || op.n == 0) return;
+  Recorder& recorder = recorder_of(stream);
+  const int64_t operand = size_of(op.a.dtype), result = size_of(op.c_dtype);
+  // An epilogue adds the bias to a result in 16 bits, where the library has one (gpu/gemm.cu).
+  if (op.bias && !(recorder.gpu && result == 2 && op.k > 0)) return gemm(with_bias_in_c(op, stream), stream);
+  recorder.multiplications += recorder.times * op.m * op.n * op.k;
+  recorder.seconds += double(recorder.times) * matmul_seconds(recorder.rates, double(op.m), double(op.n), double(op.k),
+                                                              operand, result, op.accumulate);
+  // On a CPU, torch copies 16-bit operands into the order in which they are read, in whole blocks.
+  const auto blocks = [](int64_t n) { return launch::round_up(n, 64); };
+  if (!recorder.gpu && operand == 2) recorder.scratch(2 * blocks(op.k) * (blocks(op.m) + blocks(op.n)) + (1 << 18));
+  if (recorder.lists) recorder.matmuls.push_back({op.m, op.n, op.k, operand, result, op.accumulate, recorder.times});
+}
+
+}  // namespace liger::trace

@@ -1,0 +1,59 @@
+// What a call of an op allocates, multiplies and launches, recorded without running it.
+//
+// The sources of ops/ for the fused loss are compiled a third time with tensors that have no data (trace/tensor.h) and kernels that record
+// their call (kernels.cpp). So the memory, the time and the launches of a plan follow from the code that runs it, on any machine.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "launch/launch.h"
+#include "launch/rates.h"
+
+namespace liger::trace {
+
+class Recorder {
+ public:
+  // gpu: null for a CPU. lists: keep the lists below, too; without them a trace takes a few microseconds.
+  Recorder(const launch::DeviceProfile* gpu, const launch::Rates& rates, bool lists) : gpu(gpu), rates(rates), lists(lists) {}
+
+  struct Matmul {  // [m, k] x [k, n], in 16 bits or not, into a result of so many bytes an element, which is added to what is there
+    int64_t m, n, k, operand_bytes, result_bytes;
+    bool accumulates;
+    int64_t times;
+  };
+  struct Kernel {
+    launch::Launch launch;
+    int64_t times;
+  };
+
+  const launch::DeviceProfile* const gpu;
+  const launch::Rates& rates;
+  const launch::Knobs* knobs = nullptr;
+  const bool lists;
+  int64_t times = 1;  // what is recorded now is for so many equal chunks
+
+  int64_t live = 0, peak = 0;  // bytes
+  int64_t multiplications = 0;  // of all matmuls: the sum of m * n * k
+  double seconds = 0;           // estimate
+  std::vector<Matmul> matmuls;
+  std::vector<Kernel> kernels;
+
+  // Returns an address that nothing else has.
+  char* allocate(int64_t bytes) {
+    if (counts) live += bytes, peak = live > peak ? live : peak;
+    if (counts && rates.fresh > 0 && bytes >= from_the_system) seconds += double(times * bytes) / rates.fresh;
+    char* const address = next_;
+    next_ += (bytes + 511) / 512 * 512 + 512;
+    return address;
+  }
+  static constexpr int64_t from_the_system = 32 << 20;  // smaller memory is reused by a CPU's allocator
+  void release(int64_t bytes) { live -= bytes; }
+  bool counts = true;  // false: what is allocated is an argument of the call, which the caller has already
+  void scratch(int64_t bytes) { peak = live + bytes > peak ? live + bytes : peak; }
+  void unaligned() { next_ += 2; }
+
+ private:
+  char* next_ = reinterpret_cast<char*>(int64_t{1} << 20);
+};
+
+}  // namespace liger::trace

@@ -1,0 +1,366 @@
+"""Which plan the fused loss takes: how its rows and classes are cut into chunks, and where the gradient of the logits is
+stored until the matmuls that use it.
+
+``candidates`` lists the plans that are worth a look. A trace of the op's own code (csrc/trace) gives the memory of each
+and an estimate of its time on the device. ``front`` keeps those that no other beats in both, and a level of ``memory``,
+or a number of bytes, picks one of them. A plan depends only on facts that are the same from call to call, never on how
+much memory is free, so that the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import numbers
+from typing import NamedTuple
+
+import torch
+
+from liger_ext import _C
+from liger_ext.ops._checks import accumulator, holds
+from liger_ext.ops._compile import assume_constant_result
+
+LEVELS = ("fast", "auto", "low", "min")
+SMALLEST = "smallest chunks"  # a level for tests: 128 rows, and 1,024 classes where sizes are known
+
+_OP = "fused_linear_cross_entropy"
+_OVERLAID = int(_C.Gradients.overlaid)
+_LEAST_ROWS, _LEAST_CLASSES = 128, 1024  # the smallest chunk of logits
+_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of rows, in a call
+_PARTS = 16  # steps between storing the gradients that fit dweight's memory, and storing all
+_GRAPH_ROWS = 16_384  # for a graph, which may serve any number of rows
+_SHARE_OF_GPU = 8  # "fast" takes at most this part of a GPU's memory
+_PER_ROW, _ONCE = 64, 1 << 18  # allowances for what Python allocates: targets, a mask, results of all rows
+
+
+class Device(NamedTuple):
+    """``profile``: None for a CPU. There is one object for each device, since calls are compared by identity."""
+
+    profile: _C.DeviceProfile | None
+    rates: _C.Rates
+
+
+class Call(NamedTuple):
+    """The facts of a call on which its plan depends. ``rows`` may be symbolic. ``compute``: the dtype of the matmuls;
+    ``bias``: its dtype, None without one; ``sum``: the dtype in which dweight is summed over chunks, None for the
+    accumulator's. ``overlays``: may the gradient of logits be stored in the memory that becomes dweight? ``all_rows``:
+    rows of x, from which ``rows`` are gathered, or 0; ``copies``: bytes of the arguments' copies that matmuls can
+    read; ``free``: bytes beside the gradients that cost nothing, since something else needs them later."""
+
+    rows: int
+    hidden: int
+    vocab: int
+    compute: torch.dtype
+    x: torch.dtype
+    weight: torch.dtype
+    device: Device
+    bias: torch.dtype | None = None
+    class_weight: torch.dtype | None = None
+    sum: torch.dtype | None = None
+    dx: bool = True
+    dweight: bool = True
+    dbias: bool = False
+    per_row: bool = False
+    label_smoothing: bool = False
+    softcap: bool = False
+    token_scaling: bool = False
+    z_loss: bool = False
+    token_accuracy: bool = False
+    predicted_tokens: bool = False
+    overlays: bool = True
+    all_rows: int = 0
+    copies: int = 0
+    free: int = 0
+
+
+class Plan(NamedTuple):
+    """How the gradients are made (``_C.Gradients``); how many rows, and how many classes, of logits exist at a time;
+    with ``_C.Gradients.overlaid``, ``classes`` is for how many classes the gradient is stored."""
+
+    gradients: int
+    rows: int
+    classes: int
+
+
+class Choice(NamedTuple):
+    """A plan, the most memory that it takes beside the arguments at a time, results included, an estimate of its time,
+    and whether a matmul runs twice."""
+
+    plan: Plan
+    bytes: int
+    seconds: float
+    recomputes: bool
+
+
+def plan(call: Call, memory: str | int | Plan) -> Plan:
+    """What the call does at a level of ``memory``, one of ``LEVELS``, or within a number of bytes.
+
+    It does not depend on a number of rows that is unknown while a graph is compiled, so that one graph serves every
+    batch. A Plan is for tests: it is taken if dweight is wanted.
+
+    Raises:
+        ValueError: ``memory`` is no level and no positive number, or fewer bytes than the call can do with.
+    """
+    check_memory(memory)
+    if isinstance(memory, Plan):
+        fits = memory.gradients != _OVERLAID or can_overlay(call)
+        return memory if fits else in_chunks(call, memory.rows, call.vocab)
+    if memory == SMALLEST:
+        known = type(call.rows) is int and not torch.compiler.is_compiling()
+        return in_chunks(call, _LEAST_ROWS, min(_LEAST_CLASSES, call.vocab) if known else call.vocab)
+    if type(call.rows) is int and not torch.compiler.is_compiling():
+        return choose(call, memory if isinstance(memory, str) else int(memory)).plan
+    return in_chunks(call, _graph_rows(call, memory), call.vocab)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(call: Call, memory: str | int) -> Choice:
+    """The plan of a call whose number of rows is known."""
+    found = front(call)
+    if isinstance(memory, str):
+        return _at_level(found, memory, call)
+    fitting = [choice for choice in found if choice.bytes <= memory]
+    if not fitting:
+        raise ValueError(
+            f"{_OP}: memory is {memory} bytes, expected at least {found[0].bytes}, or 'min', for {call.rows} rows of "
+            f"{call.hidden} columns and {call.vocab} classes: gradients and temporary tensors"
+        )
+    return fitting[-1]
+
+
+def _at_level(found: list[Choice], level: str, call: Call) -> Choice:
+    """``"min"``: the least memory. The others take at most an eighth of a GPU's memory beside the gradients, where a
+    plan does. ``"fast"``: the least memory within 1 % of the least time. ``"auto"``: no matmul runs twice, and among
+    those plans the least memory within 4 % of the least time. ``"low"``: the least memory within 20 %. ``free`` bytes
+    beside the gradients are used by ``"auto"`` and ``"low"``."""
+    if level == "min":
+        return found[0]
+    if call.device.profile is not None:
+        most = _results(call) + call.device.profile.memory_bytes // _SHARE_OF_GPU
+        found = [choice for choice in found if choice.bytes <= most] or found[:1]
+    if level == "fast":
+        return _least_memory(found, 1.01)
+    once = [choice for choice in found if not choice.recomputes] or found
+    chosen = _least_memory(found, 1.2) if level == "low" else _least_memory(once, 1.04)
+    return [choice for choice in found if choice.bytes <= max(chosen.bytes, _results(call) + call.free)][-1]
+
+
+def _least_memory(found: list[Choice], times: float) -> Choice:
+    """The first of a front that takes at most so many times the least time."""
+    return next(choice for choice in found if choice.seconds <= times * found[-1].seconds)
+
+
+@functools.lru_cache(maxsize=4096)
+def front(call: Call) -> list[Choice]:
+    """The candidates that no other beats in memory and time, from the smallest to the fastest."""
+    plans = candidates(call)
+    needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + call.dx + call.dweight)
+    costs = _C.loss_costs(_traced(call), plans, call.device.profile, call.device.rates)
+    found: list[Choice] = []
+    for each, (traced, seconds, multiplications) in sorted(zip(plans, costs, strict=True), key=lambda pair: pair[1][:2]):
+        if not found or seconds < found[-1].seconds:
+            found.append(Choice(each, _with_python(call, traced), seconds, multiplications > needed))
+    return found
+
+
+def bytes_of(call: Call, of: Plan) -> int:
+    """The most memory that a plan takes beside the arguments at a time, results included."""
+    ((traced, _, _),) = _C.loss_costs(_traced(call), [of], call.device.profile, call.device.rates)
+    return _with_python(call, traced)
+
+
+def _with_python(call: Call, traced: int) -> int:
+    """The bytes of a trace, and what Python allocates beside the op: rows that count are a copy of those of x, and their
+    gradient is copied into that of x at the end."""
+    row = call.hidden * call.x.itemsize
+    gathered = call.rows * row if call.all_rows else 0
+    of_all_rows = call.all_rows * row if call.dx else 0
+    beside = call.copies + max(call.rows, call.all_rows) * _PER_ROW + _ONCE
+    return max(traced + gathered, _results(call) + of_all_rows) + beside
+
+
+def _results(call: Call) -> int:
+    """Bytes of the gradients of rows, weight and bias."""
+    of_weight = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
+    of_bias = call.vocab * (call.bias or accumulator(call.compute)).itemsize if call.dbias else 0
+    return of_weight + of_bias + (call.rows * call.hidden * call.x.itemsize if call.dx else 0)
+
+
+def _traced(call: Call, in_place: bool = True) -> _C.LossCall:
+    fields = call._asdict()
+    for name in ("device", "overlays", "all_rows", "copies", "free"):
+        del fields[name]
+    return _C.LossCall(*fields.values(), in_place)
+
+
+def candidates(call: Call) -> list[Plan]:
+    """Chunks of rows; the gradient of all logits, or of some, overlaid with dweight; chunks of rows and classes."""
+    rows, vocab = max(call.rows, 1), call.vocab
+    of_rows = {min(rows, -(-rows // count // _LEAST_ROWS) * _LEAST_ROWS) for count in _CHUNKS}
+    plans = [in_chunks(call, chunk, vocab) for chunk in sorted(of_rows | {min(rows, _LEAST_ROWS)})]
+    room = _C.overlaid_room(call.hidden, call.weight, call.compute) if can_overlay(call) else 0
+    if vocab * room >= 64 * rows:
+        inside = _C.overlaid_classes(rows, room, vocab)
+        stored = {inside + (vocab - inside) * part // _PARTS // 64 * 64 for part in range(_PARTS)}
+        plans += [Plan(_OVERLAID, rows, classes) for classes in sorted((stored - {0}) | {vocab})]
+    few = (chunk for chunk in (128, 512, 2048, 8192) if chunk < 2 * rows)
+    for chunk, classes in itertools.product(few, (1024, 4096, 16_384)):
+        if classes < vocab:
+            plans.append(in_chunks(call, min(chunk, rows), classes))
+    return plans
+
+
+def can_overlay(call: Call) -> bool:
+    """May the gradient of logits be stored in dweight's memory? A matmul has to write dweight's dtype."""
+    writable = call.weight in (call.compute, accumulator(call.compute))
+    return call.overlays and call.dweight and writable and call.rows * call.hidden > 0
+
+
+def in_chunks(call: Call, rows: int, classes: int) -> Plan:
+    # If it is not known, while a graph is compiled, whether one chunk is enough, sums over chunks are right in any
+    # case.
+    at_once = holds(call.rows <= rows) and holds(call.vocab <= classes)
+    return Plan(_gradients_of(call.dx, call.dweight or call.dbias, at_once, call.per_row), rows, classes)
+
+
+@assume_constant_result
+def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
+    return int(_C.gradients_of(need_dx, need_parameters, at_once, per_row))
+
+
+def check_memory(memory: object) -> None:
+    number = isinstance(memory, numbers.Integral) and not isinstance(memory, bool) and memory > 0
+    if not number and not isinstance(memory, Plan) and memory not in (*LEVELS, SMALLEST):
+        levels = ", ".join(map(repr, LEVELS))
+        raise ValueError(f"{_OP}: memory is {memory!r}, expected {levels} or a number of bytes, an integer above 0")
+
+
+# Where rows are cut into chunks, and nothing else ------------------------------------------------------------------
+
+
+def chunk_rows(call: Call, level: str, at_once: bool = True) -> int:
+    """How many rows of logits may exist at a time at a level, for code that overlays nothing. at_once: may all?"""
+    return _chunk_rows(call._replace(overlays=False), level, at_once)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunk_rows(call: Call, level: str, at_once: bool) -> int:
+    if level == SMALLEST:
+        return _LEAST_ROWS
+    found = [c for c in front(call) if c.plan.classes >= call.vocab and (at_once or c.plan.rows < call.rows)]
+    return _at_level(found, level, call).plan.rows if found else max(call.rows, 1)
+
+
+def rows_of_logits(call: Call, memory: str | int) -> int:
+    """How many rows of logits may exist at a time for a head that is called for its logits. Its parameters are its own,
+    so it counts as a frozen head; ``"min"`` is as ``"low"``, since smaller chunks would save less than the head's other
+    tensors take."""
+    check_memory(memory)
+    call = call._replace(dweight=False, dbias=False)
+    if isinstance(memory, str):
+        return chunk_rows(call, "low" if memory == "min" else memory)
+    dx = call.rows * call.hidden * call.compute.itemsize if call.dx else 0
+    return _C.equal_chunks(call.rows, _rows_in(call, int(memory) - 2 * dx))
+
+
+def shard_rows(call: Call, memory: str | int) -> int:
+    """How many rows of logits may exist at a time, of a vocabulary that is sharded over processes; ``call.vocab`` is
+    the size of the largest shard. With all rows at once, the gradient of the logits is stored; else the backward
+    recomputes them, so ``"low"`` is the least memory within 20 % of the fastest plan that does."""
+    check_memory(memory)
+    if isinstance(memory, str):
+        of = call._replace(per_row=True)
+        return chunk_rows(of, "fast" if memory == "auto" else memory, at_once=memory in ("fast", "auto"))
+    taken = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
+    dx = call.rows * call.hidden * call.compute.itemsize if call.dx else 0
+    return _rows_in(call, int(memory) - taken - 3 * dx)
+
+
+def _rows_in(call: Call, logits_bytes: int) -> int:
+    return max(logits_bytes // _row_bytes(call) // 128 * 128, _LEAST_ROWS)
+
+
+def _row_bytes(call: Call) -> int:
+    return padded_vocab(call.vocab) * call.compute.itemsize
+
+
+def _graph_rows(call: Call, memory: str | int) -> int:
+    """How many rows of logits may exist at a time in a graph of torch.compile.
+
+    The graph may serve any number of rows, and its backward makes dweight beside the sum over chunks. A level takes the
+    chunks that it would take of 16,384 rows. For a number of bytes, two traces give what each row takes, and what the
+    call takes whatever its rows; the number of rows may be symbolic, and nothing here compares it.
+    """
+    some = call._replace(rows=_GRAPH_ROWS, all_rows=0, copies=0, overlays=False)
+    if isinstance(memory, str):
+        return _level_in_graph(some, memory)
+    of_call, of_row = _affine(some)
+    gathered = call.all_rows * call.hidden * 2 * call.x.itemsize
+    others = of_call + call.rows * (of_row + _PER_ROW) + gathered + _ONCE
+    least = others + _LEAST_ROWS * _row_bytes(call)
+    if holds(memory < least):
+        raise ValueError(
+            f"{_OP}: memory is {memory} bytes, expected at least {least} in a graph of torch.compile, for {call.rows} "
+            f"rows of {call.hidden} columns and {call.vocab} classes: gradients and temporary tensors"
+        )
+    return _rows_in(call, memory - others)
+
+
+@assume_constant_result
+def _level_in_graph(call: Call, level: str) -> int:
+    return chunk_rows(call, level, at_once=False)
+
+
+@assume_constant_result
+def _affine(call: Call) -> tuple[int, int]:
+    """Bytes that a graph's call takes in chunks of 128 rows: whatever its rows, without a chunk's logits; and a row."""
+    sizes = call.rows, 2 * call.rows
+    small, large = (
+        _C.loss_costs(
+            _traced(call._replace(rows=rows), in_place=False),
+            [in_chunks(call._replace(rows=rows), _LEAST_ROWS, call.vocab)],
+            call.device.profile,
+            call.device.rates,
+        )[0][0]
+        for rows in sizes
+    )
+    of_row = -(-(large - small) // call.rows)
+    return small - of_row * call.rows - _LEAST_ROWS * _row_bytes(call), of_row
+
+
+# Devices ------------------------------------------------------------------------------------------------------------
+
+
+@assume_constant_result
+def device_of(device: torch.device) -> Device:
+    """The device that tensors are on."""
+    return _gpu(device.index) if device.type == "cuda" else _cpu()
+
+
+@functools.cache
+def _gpu(index: int | None) -> Device:
+    from liger_ext._devices import running_profile
+
+    index = torch.cuda.current_device() if index is None else index
+    profile = running_profile(index)
+    if profile is None:  # without a GPU library, the op raises an error of its own
+        profile = _C.DeviceProfile()
+        profile.memory_bytes = torch.cuda.get_device_properties(index).total_memory
+    return Device(profile, _C.rates_of(profile))
+
+
+@functools.cache
+def _cpu() -> Device:
+    return Device(None, _C.rates_of(None))
+
+
+@functools.cache
+def device_with(profile: _C.DeviceProfile) -> Device:
+    """For plans of a GPU that is not here."""
+    return Device(profile, _C.rates_of(profile))
+
+
+def padded_vocab(vocab_size: int) -> int:
+    """``_C.padded_vocab`` of a size that may be symbolic: the elements from one row of logits to the next."""
+    multiple = 64
+    return (vocab_size + multiple - 1) // multiple * multiple
