@@ -18,6 +18,7 @@ from cases import LOW, ahead_target, laid_out, normal, random_targets, slow_if, 
 from ops import BY_NAME, EXAMPLES, IDS
 from ops.glu import check_h, h_cases
 
+from liger_ext import _C
 from liger_ext.ops._loss_plan import SMALLEST, Plan
 from liger_ext.records import RECORDS, Make, Size
 from liger_ext.testing import judge

@@ -182,7 +182,7 @@ def test_what_a_profile_says(monkeypatch, capsys):
 
 def test_levels_of_memory():
     """A level below another never takes more memory; the call of SHAPE fits at each."""
-    levels = list(_llama.tokens_at_each_level(16 << 30, 15 << 30).values())
+    levels = list(_llama.tokens_at_each_level(_C.profile("A100"), 40 << 30).values())
     assert all(0 < found["bytes"] < 15 << 30 for found in levels)
     fast, auto, *_ = levels
     assert auto["bytes"] < 0.8 * fast["bytes"]
@@ -202,10 +202,10 @@ def test_an_unknown_profile(capsys):
 @pytest.mark.parametrize("free", [1 << 20, 1 << 31, 1 << 33, 1 << 36, 3 << 36])
 @pytest.mark.parametrize("memory", ["fast", "auto", "low", "min"])
 def test_most_tokens(free, memory):
-    sizes = _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, memory, 140 << 30
-    most = _llama.most_tokens(free, *sizes)
-    assert most == 0 or _llama.fused_loss_bytes(most, *sizes) <= free
-    assert _llama.fused_loss_bytes(most + 1, *sizes) > free
+    call = _llama.call_of(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, _C.profile("H200"))
+    most = _llama.most_tokens(call, memory, free)
+    assert most == 0 or _llama.fused_loss_bytes(call._replace(rows=most), memory) <= free
+    assert _llama.fused_loss_bytes(call._replace(rows=most + 1), memory) > free
 
 
 @pytest.mark.cuda
@@ -214,7 +214,7 @@ def test_most_tokens(free, memory):
 def test_bytes_of_the_fused_loss_are_what_it_takes(tokens, memory):
     """At once, overlaid, and in chunks: the allocator's peak of a step."""
     hidden, vocab, dtype = 512, 32_000, torch.bfloat16
-    total = torch.cuda.get_device_properties(0).total_memory
+    call = _llama.call_of(tokens, hidden, vocab, dtype, _devices.running_profile(0))
 
     def step():
         x, weight = (torch.randn(n, hidden, device="cuda").to(dtype).requires_grad_() for n in (tokens, vocab))
@@ -228,7 +228,7 @@ def test_bytes_of_the_fused_loss_are_what_it_takes(tokens, memory):
     before = torch.cuda.memory_allocated()
     step()
     taken = torch.cuda.max_memory_allocated() - before
-    assert taken == pytest.approx(_llama.fused_loss_bytes(tokens, hidden, vocab, dtype, memory, total), rel=0.03)
+    assert taken == pytest.approx(_llama.fused_loss_bytes(call, memory), rel=0.03)
 
 
 @pytest.mark.cuda

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cross_entropy import draw_target, draw_weight, loss_options
 
+from liger_ext import _C
 from liger_ext import functional as F
-from liger_ext.ops._loss_plan import SMALLEST, Call, plan
+from liger_ext.ops._loss_plan import SMALLEST, Call, Plan, device_of, plan
 from liger_ext.testing import judge
 
-ONE_CHUNK, CHUNKS = 1 << 30, SMALLEST  # memory: everything at once; chunks of 128 rows
+# memory: everything at once; chunks of 128 rows
+ONE_CHUNK, CHUNKS = Plan(int(_C.Gradients.deferred), 1 << 40, 1 << 40), SMALLEST
 ROWS = 300  # three chunks: 128, 128, 44
 judge_fused = functools.partial(judge, "fused_linear_cross_entropy")
 
@@ -77,7 +79,7 @@ def test_every_way_to_the_gradients(device, dtype, memory, reduction):
 
 def test_the_chunks_of_these_tests_are_several():
     for dtype in LOW:
-        call = Call(ROWS, 24, 50, dtype, None)
+        call = Call(ROWS, 24, 50, dtype, dtype, dtype, device_of(torch.device("cpu")))
         assert plan(call, CHUNKS).rows == 128 < ROWS <= plan(call, ONE_CHUNK).rows
 
 
@@ -98,7 +100,8 @@ def test_frozen_inputs(device, needs, memory, reduction):
     }
     judge_fused({**inputs, "memory": memory, "reduction": reduction})
 
-    call = Call(ROWS, 24, 50, torch.float32, None, *needs, per_row=reduction == "none")
+    gradients = dict(zip(("dx", "dweight", "dbias"), needs, strict=True))
+    call = Call(ROWS, 24, 50, *[torch.float32] * 3, device_of(device), per_row=reduction == "none", **gradients)
     way = plan(call, memory)
     flat = {name: inputs[name].detach() for name in (*names, "target")}
     code = {"mean": 1, "none": 0}[reduction]

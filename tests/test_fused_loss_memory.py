@@ -1,5 +1,5 @@
-"""Plans of the fused loss: the gradient of all logits, or of some, overlaid with that of the weight, and sums that become
-it where they are. The results are under the one rule, whatever else happens to the graph."""
+"""Plans of the fused loss: the gradient of all logits, or of some, overlaid with that of the weight, and sums that
+become it where they are. The results are under the one rule, whatever else happens to the graph."""
 
 import functools
 import itertools
@@ -34,8 +34,8 @@ sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str
 
 
 def overlaid(size, share, weight=torch.float32, compute=torch.float32):
-    """The plan that stores this share of the gradients that dweight's memory does not hold; None if there is no room for
-    64 classes."""
+    """The plan that stores this share of the gradients that dweight's memory does not hold; None if there is no room
+    for 64 classes."""
     rows, hidden, vocab = size
     room = _C.overlaid_room(hidden, weight, compute)
     if vocab * room < 64 * rows:
@@ -136,7 +136,9 @@ def test_overlaid_gradients(device, size, dtype, reduction, share):
         judge("fused_linear_cross_entropy", {**made, "reduction": reduction, "memory": plan})
 
 
-@pytest.mark.parametrize("size", [*SIZES, (256, 128, 4099), (250, 128, 1003)], ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize(
+    "size", [*SIZES, (256, 128, 4099), (250, 128, 1003)], ids=lambda size: "x".join(map(str, size))
+)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @plans
 def test_overlaid_gradients_under_autocast(device, size, reduction, share):

@@ -331,7 +331,7 @@ def sweep():
         OPS,
         (8, 4096),
         sizes,
-        ((True, "bfloat16"), (True, "float32"), (False, "bfloat16")),
+        ((True, "bfloat16"), (True, "float32"), (False, "bfloat16"), (False, "float32")),
         (
             {},
             {"mixed": True},

@@ -17,7 +17,7 @@ struct LossCall {
   bool per_row = false;  // reduction "none"
   bool label_smoothing = false, softcap = false, token_scaling = false, z_loss = false, token_accuracy = false, predicted_tokens = false;
   bool in_place = true;  // the backward may make dweight in the memory that the forward returned
-  bool aligned = true;   // 16-byte accesses fit the arguments
+  bool aligned = true;   // 16-byte accesses fit the tensors, as they do unless a caller's hooks move saved tensors
 };
 
 // How the gradients come about, and how many rows and classes of logits exist at a time (ops/fused_linear.h).

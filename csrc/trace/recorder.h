@@ -42,15 +42,15 @@ class Recorder {
   char* allocate(int64_t bytes) {
     if (counts) live += bytes, peak = live > peak ? live : peak;
     if (counts && rates.fresh > 0 && bytes >= from_the_system) seconds += double(times * bytes) / rates.fresh;
-    char* const address = next_;
-    next_ += (bytes + 511) / 512 * 512 + 512;
+    char* const address = next_ + offset;
+    next_ += (bytes + 1023) / 512 * 512;
     return address;
   }
   static constexpr int64_t from_the_system = 32 << 20;  // smaller memory is reused by a CPU's allocator
   void release(int64_t bytes) { live -= bytes; }
   bool counts = true;  // false: what is allocated is an argument of the call, which the caller has already
+  int64_t offset = 0;  // of every address; 0: addresses are aligned
   void scratch(int64_t bytes) { peak = live + bytes > peak ? live + bytes : peak; }
-  void unaligned() { next_ += 2; }
 
  private:
   char* next_ = reinterpret_cast<char*>(int64_t{1} << 20);

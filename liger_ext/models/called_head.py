@@ -34,9 +34,7 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
         return None
     rows, hidden = hidden_states.shape
     dtype, device = hidden_states.dtype, device_of(hidden_states.device)
-    chunk = rows_of_logits(
-        Call(rows, hidden, vocab, dtype, dtype, dtype, device), "auto" if memory is None else memory
-    )
+    chunk = rows_of_logits(Call(rows, hidden, vocab, dtype, dtype, dtype, device), "auto" if memory is None else memory)
     return chunk if chunk < rows else None
 
 

@@ -33,6 +33,7 @@ from liger_ext.models.loss import (
 )
 from liger_ext.models.normal_form import MODEL_CALL, OWN_ARGUMENTS, renamed
 from liger_ext.models.patch import Mixin
+from liger_ext.ops._loss_plan import Level
 
 
 def _forward_like(stock: type[nn.Module], doc: str) -> Callable[..., ModelOutput]:
@@ -134,7 +135,7 @@ class CausalLM(Mixin):
         if skip_logits:
             output, shown = output_class(self, spared), {}
             if options.get("memory") is None:
-                options["memory"] = self.liger_memory
+                options["memory"] = self._loss_memory(hidden_states)
             options["function"] = fused_loss_of(self)
             result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
         else:
@@ -153,6 +154,19 @@ class CausalLM(Mixin):
             **{name: getattr(outputs, name) for name in self.COPIED if not (spared and name == self.CACHE)},
         )
         return output(**self._results(results, arguments))
+
+    def _loss_memory(self, hidden_states: torch.Tensor) -> str:
+        """This model's level for its loss, which may take as much memory as the gradients of gate, up and hidden states
+        do in a layer's backward, when that of the loss is free again. It follows from the configuration and the number
+        of rows alone."""
+        config = self.config.get_text_config()
+        width, level = getattr(config, "intermediate_size", None), self.liger_memory
+        if type(width) is not int or not hidden_states.requires_grad or torch.compiler.is_compiling() or level == "min":
+            return level
+        return Level(
+            level,
+            2 * hidden_states.numel() * hidden_states.itemsize * (width + config.hidden_size) // config.hidden_size,
+        )
 
     def _for_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What the head is called with."""

@@ -28,8 +28,8 @@ from torch._C._autograd import (
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator
-from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._compile import flop_formula
+from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register, register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
 

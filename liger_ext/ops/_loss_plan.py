@@ -1,10 +1,10 @@
-"""Which plan the fused loss takes: how its rows and classes are cut into chunks, and where the gradient of the logits is
+"""Chooses the fused loss's plan: how its rows and classes are cut into chunks, and where the gradient of the logits is
 stored until the matmuls that use it.
 
 ``candidates`` lists the plans that are worth a look. A trace of the op's own code (csrc/trace) gives the memory of each
-and an estimate of its time on the device. ``front`` keeps those that no other beats in both, and a level of ``memory``,
-or a number of bytes, picks one of them. A plan depends only on facts that are the same from call to call, never on how
-much memory is free, so that the same call gives the same bits.
+and an estimate of its time on the device. ``front`` keeps those that no other plan beats in both, and a level of
+``memory``, or a number of bytes, picks one of them. A plan depends only on facts that are the same from call to call,
+never on how much memory is free, so that the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,23 +29,30 @@ _LEAST_ROWS, _LEAST_CLASSES = 128, 1024  # the smallest chunk of logits
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of rows, in a call
 _PARTS = 16  # steps between storing the gradients that fit dweight's memory, and storing all
 _GRAPH_ROWS = 16_384  # for a graph, which may serve any number of rows
+_SLOWEST = 4  # times the least time: no memory is worth more
 _SHARE_OF_GPU = 8  # "fast" takes at most this part of a GPU's memory
 _PER_ROW, _ONCE = 64, 1 << 18  # allowances for what Python allocates: targets, a mask, results of all rows
 
 
 class Device(NamedTuple):
-    """``profile``: None for a CPU. There is one object for each device, since calls are compared by identity."""
+    """``profile``: None for a CPU."""
 
     profile: _C.DeviceProfile | None
     rates: _C.Rates
 
 
+_devices: list[Device] = []  # a call has the index of its device, which a graph can take for a constant
+
+
 class Call(NamedTuple):
-    """The facts of a call on which its plan depends. ``rows`` may be symbolic. ``compute``: the dtype of the matmuls;
-    ``bias``: its dtype, None without one; ``sum``: the dtype in which dweight is summed over chunks, None for the
-    accumulator's. ``overlays``: may the gradient of logits be stored in the memory that becomes dweight? ``all_rows``:
-    rows of x, from which ``rows`` are gathered, or 0; ``copies``: bytes of the arguments' copies that matmuls can
-    read; ``free``: bytes beside the gradients that cost nothing, since something else needs them later."""
+    """The facts of a call on which its plan depends.
+
+    ``rows`` may be symbolic. ``compute`` is the dtype of the matmuls, ``bias`` that of a bias, None without one;
+    ``sum`` that in which dweight is summed over chunks, None for the accumulator's. ``device``: from ``device_of``.
+    ``overlays``: may the gradient of the logits be stored in the memory that becomes dweight? ``all_rows``: rows of x,
+    from which ``rows`` are gathered, or 0. ``copies``: bytes of the arguments' copies that matmuls can read. ``free``:
+    bytes beside the gradients that cost nothing, since other code needs as much at another time.
+    """
 
     rows: int
     hidden: int
@@ -53,7 +60,7 @@ class Call(NamedTuple):
     compute: torch.dtype
     x: torch.dtype
     weight: torch.dtype
-    device: Device
+    device: int
     bias: torch.dtype | None = None
     class_weight: torch.dtype | None = None
     sum: torch.dtype | None = None
@@ -71,6 +78,17 @@ class Call(NamedTuple):
     all_rows: int = 0
     copies: int = 0
     free: int = 0
+
+
+class Level(str):
+    """A level of ``memory`` for a call with ``free`` bytes (``Call.free``)."""
+
+    free: int
+
+    def __new__(cls, name: str, free: int) -> Level:
+        level = super().__new__(cls, name)
+        level.free = free
+        return level
 
 
 class Plan(NamedTuple):
@@ -96,19 +114,22 @@ def plan(call: Call, memory: str | int | Plan) -> Plan:
     """What the call does at a level of ``memory``, one of ``LEVELS``, or within a number of bytes.
 
     It does not depend on a number of rows that is unknown while a graph is compiled, so that one graph serves every
-    batch. A Plan is for tests: it is taken if dweight is wanted.
+    batch. A Plan is for tests: it is taken as far as it fits the
+    gradients that are wanted.
 
     Raises:
         ValueError: ``memory`` is no level and no positive number, or fewer bytes than the call can do with.
     """
     check_memory(memory)
     if isinstance(memory, Plan):
-        fits = memory.gradients != _OVERLAID or can_overlay(call)
-        return memory if fits else in_chunks(call, memory.rows, call.vocab)
+        overlaid = memory.gradients == _OVERLAID and can_overlay(call)
+        return memory if overlaid else in_chunks(call, memory.rows, min(memory.classes, call.vocab))
     if memory == SMALLEST:
         known = type(call.rows) is int and not torch.compiler.is_compiling()
         return in_chunks(call, _LEAST_ROWS, min(_LEAST_CLASSES, call.vocab) if known else call.vocab)
     if type(call.rows) is int and not torch.compiler.is_compiling():
+        if isinstance(memory, Level):
+            call = call._replace(free=memory.free)
         return choose(call, memory if isinstance(memory, str) else int(memory)).plan
     return in_chunks(call, _graph_rows(call, memory), call.vocab)
 
@@ -135,8 +156,9 @@ def _at_level(found: list[Choice], level: str, call: Call) -> Choice:
     beside the gradients are used by ``"auto"`` and ``"low"``."""
     if level == "min":
         return found[0]
-    if call.device.profile is not None:
-        most = _results(call) + call.device.profile.memory_bytes // _SHARE_OF_GPU
+    profile = _devices[call.device].profile
+    if profile is not None:
+        most = _results(call) + profile.memory_bytes // _SHARE_OF_GPU
         found = [choice for choice in found if choice.bytes <= most] or found[:1]
     if level == "fast":
         return _least_memory(found, 1.01)
@@ -152,26 +174,33 @@ def _least_memory(found: list[Choice], times: float) -> Choice:
 
 @functools.lru_cache(maxsize=4096)
 def front(call: Call) -> list[Choice]:
-    """The candidates that no other beats in memory and time, from the smallest to the fastest."""
+    """The candidates that no other beats in memory and time, from the smallest to the fastest, which is at most four
+    times as fast."""
     plans = candidates(call)
     needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + call.dx + call.dweight)
-    costs = _C.loss_costs(_traced(call), plans, call.device.profile, call.device.rates)
+    costs = _C.loss_costs(_traced(call), plans, *_devices[call.device])
+    choices = [
+        Choice(each, _with_python(call, traced), seconds, multiplications > needed)
+        for each, (traced, seconds, multiplications) in zip(plans, costs, strict=True)
+    ]
+    slowest = _SLOWEST * min(choice.seconds for choice in choices)
+    choices = [choice for choice in choices if choice.seconds <= slowest]
     found: list[Choice] = []
-    for each, (traced, seconds, multiplications) in sorted(zip(plans, costs, strict=True), key=lambda pair: pair[1][:2]):
-        if not found or seconds < found[-1].seconds:
-            found.append(Choice(each, _with_python(call, traced), seconds, multiplications > needed))
+    for choice in sorted(choices, key=lambda choice: (choice.bytes, choice.seconds)):
+        if not found or choice.seconds < found[-1].seconds:
+            found.append(choice)
     return found
 
 
 def bytes_of(call: Call, of: Plan) -> int:
     """The most memory that a plan takes beside the arguments at a time, results included."""
-    ((traced, _, _),) = _C.loss_costs(_traced(call), [of], call.device.profile, call.device.rates)
+    ((traced, _, _),) = _C.loss_costs(_traced(call), [of], *_devices[call.device])
     return _with_python(call, traced)
 
 
 def _with_python(call: Call, traced: int) -> int:
-    """The bytes of a trace, and what Python allocates beside the op: rows that count are a copy of those of x, and their
-    gradient is copied into that of x at the end."""
+    """The bytes of a trace, and what Python allocates beside the op: rows that count are a copy of those of x, and
+    their gradient is copied into that of x at the end."""
     row = call.hidden * call.x.itemsize
     gathered = call.rows * row if call.all_rows else 0
     of_all_rows = call.all_rows * row if call.dx else 0
@@ -253,12 +282,13 @@ def _chunk_rows(call: Call, level: str, at_once: bool) -> int:
 
 def rows_of_logits(call: Call, memory: str | int) -> int:
     """How many rows of logits may exist at a time for a head that is called for its logits. Its parameters are its own,
-    so it counts as a frozen head; ``"min"`` is as ``"low"``, since smaller chunks would save less than the head's other
-    tensors take."""
+    so it counts as a frozen head. A call of Python code is worth a chunk of 64 MiB. ``"min"`` is as ``"low"``, since
+    smaller chunks would save less than the head's other tensors take."""
     check_memory(memory)
     call = call._replace(dweight=False, dbias=False)
     if isinstance(memory, str):
-        return chunk_rows(call, "low" if memory == "min" else memory)
+        chunk = chunk_rows(call, "low" if memory == "min" else memory)
+        return chunk if memory == SMALLEST else min(call.rows, max(chunk, _rows_in(call, 64 << 20)))
     dx = call.rows * call.hidden * call.compute.itemsize if call.dx else 0
     return _C.equal_chunks(call.rows, _rows_in(call, int(memory) - 2 * dx))
 
@@ -291,10 +321,12 @@ def _graph_rows(call: Call, memory: str | int) -> int:
     chunks that it would take of 16,384 rows. For a number of bytes, two traces give what each row takes, and what the
     call takes whatever its rows; the number of rows may be symbolic, and nothing here compares it.
     """
-    some = call._replace(rows=_GRAPH_ROWS, all_rows=0, copies=0, overlays=False)
+    # A graph is made for the sizes of the head. torch.compile specialises a symbolic length of a range.
+    hidden, vocab = len(range(call.hidden)), len(range(call.vocab))
+    some = call._replace(rows=_GRAPH_ROWS, hidden=hidden, vocab=vocab, all_rows=0, copies=0, overlays=False)
     if isinstance(memory, str):
-        return _level_in_graph(some, memory)
-    of_call, of_row = _affine(some)
+        return _level_in_graph(memory, *some)
+    of_call, of_row = _bytes_in_graph(*some)
     gathered = call.all_rows * call.hidden * 2 * call.x.itemsize
     others = of_call + call.rows * (of_row + _PER_ROW) + gathered + _ONCE
     least = others + _LEAST_ROWS * _row_bytes(call)
@@ -307,38 +339,43 @@ def _graph_rows(call: Call, memory: str | int) -> int:
 
 
 @assume_constant_result
-def _level_in_graph(call: Call, level: str) -> int:
-    return chunk_rows(call, level, at_once=False)
+def _level_in_graph(level: str, *call: object) -> int:
+    return chunk_rows(Call(*call), level, at_once=False)
 
 
 @assume_constant_result
-def _affine(call: Call) -> tuple[int, int]:
-    """Bytes that a graph's call takes in chunks of 128 rows: whatever its rows, without a chunk's logits; and a row."""
-    sizes = call.rows, 2 * call.rows
-    small, large = (
-        _C.loss_costs(
-            _traced(call._replace(rows=rows), in_place=False),
-            [in_chunks(call._replace(rows=rows), _LEAST_ROWS, call.vocab)],
-            call.device.profile,
-            call.device.rates,
-        )[0][0]
-        for rows in sizes
-    )
-    of_row = -(-(large - small) // call.rows)
-    return small - of_row * call.rows - _LEAST_ROWS * _row_bytes(call), of_row
+def _bytes_in_graph(*call: object) -> tuple[int, int]:
+    """What a graph's call takes in chunks of 128 rows: whatever its rows, without a chunk's logits; and each row."""
+    of = Call(*call)
+
+    def traced(rows: int) -> int:
+        some = of._replace(rows=rows)
+        plan = in_chunks(some, _LEAST_ROWS, of.vocab)
+        return _C.loss_costs(_traced(some, in_place=False), [plan], *_devices[of.device])[0][0]
+
+    # The peak is the largest of several moments, each of which grows with the rows: with many rows a row takes most.
+    of_row = -(-(traced(2 * of.rows) - traced(of.rows)) // of.rows)
+    return traced(_LEAST_ROWS) - _LEAST_ROWS * _row_bytes(of), of_row
 
 
 # Devices ------------------------------------------------------------------------------------------------------------
 
 
 @assume_constant_result
-def device_of(device: torch.device) -> Device:
+def device_of(device: torch.device) -> int:
     """The device that tensors are on."""
     return _gpu(device.index) if device.type == "cuda" else _cpu()
 
 
 @functools.cache
-def _gpu(index: int | None) -> Device:
+def device_with(profile: _C.DeviceProfile | None) -> int:
+    """A GPU of this profile, which need not be here."""
+    _devices.append(Device(profile, _C.rates_of(profile)))
+    return len(_devices) - 1
+
+
+@functools.cache
+def _gpu(index: int | None) -> int:
     from liger_ext._devices import running_profile
 
     index = torch.cuda.current_device() if index is None else index
@@ -346,18 +383,11 @@ def _gpu(index: int | None) -> Device:
     if profile is None:  # without a GPU library, the op raises an error of its own
         profile = _C.DeviceProfile()
         profile.memory_bytes = torch.cuda.get_device_properties(index).total_memory
-    return Device(profile, _C.rates_of(profile))
+    return device_with(profile)
 
 
-@functools.cache
-def _cpu() -> Device:
-    return Device(None, _C.rates_of(None))
-
-
-@functools.cache
-def device_with(profile: _C.DeviceProfile) -> Device:
-    """For plans of a GPU that is not here."""
-    return Device(profile, _C.rates_of(profile))
+def _cpu() -> int:
+    return device_with(None)
 
 
 def padded_vocab(vocab_size: int) -> int:

@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
+from liger_ext.ops._compile import flop_formula, outside_of_graphs
 from liger_ext.ops._fused_linear_op import LossArguments
 from liger_ext.ops._loss_plan import padded_vocab
-from liger_ext.ops._compile import flop_formula, outside_of_graphs
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
 

@@ -19,6 +19,7 @@ from liger_ext.ops._checks import (
     check_tensors,
     class_targets,
     code_of,
+    holds,
     require,
     shape_text,
 )
@@ -75,14 +76,15 @@ def fused_linear_cross_entropy(
         accum_dtype: in which the weight's gradient is summed over chunks: float32 if None (float64 for float64), or the
             dtype of the matmuls, which takes half the memory and rounds after each chunk.
         use_token_scaling: multiply each token's loss by the probability of its target, as a constant.
-        memory: what a forward and its backward may take beside the arguments, gradients included. ``"fast"``: the
-            gradient of all logits, up to 1/32 of a GPU's memory. ``"auto"``: that gradient lies where the weight's will
-            be, for 1 to 3 % of the time. ``"low"``, ``"min"``: part of it, down to what fits there, is stored, and the
-            rest made again, for up to 12 and 30 %. A number of bytes is kept to, by the fastest way that fits; copies
-            of arguments that no matmul can read, or not in its dtype, count. Where a second backward may follow, or
-            hooks see saved tensors (a checkpoint's, say), eager mode takes another gradient of weight beside. A graph
-            of torch.compile always does, and its levels are made of chunks alone. A level changes results by rounding
-            only.
+        memory: what a forward and its backward may take beside the arguments, gradients included: a level, or a number
+            of bytes. Levels compare plans by their memory and an estimate of their time on this device
+            (``python -m liger_ext doctor --loss`` prints both). ``"fast"``: the least memory within 1 % of the least
+            time. ``"auto"``: no matmul runs twice, and the least memory within 4 %. ``"low"``: the least memory within
+            20 %. ``"min"``: the least memory. All but ``"min"`` take at most an eighth of a GPU's memory beside the
+            gradients. A number of bytes: the least time that fits; copies of arguments that no matmul can read, or not
+            in its dtype, count. Where a second backward may follow, or hooks see saved tensors (a checkpoint's, say),
+            eager mode takes another gradient of weight beside. A graph of torch.compile always does, and cuts rows into
+            chunks, as it would for 16,384 rows. A level changes results by rounding only.
         normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
             all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
             which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
@@ -94,8 +96,10 @@ def fused_linear_cross_entropy(
             process's classes, in the order of ranks; x, target, ce_weight and the options are those of all classes, and
             the same everywhere. So are the loss, to the bit, and the gradient of x, which is that of all classes. A
             weight that is a DTensor, ``Shard(0)`` on a mesh of one dimension, needs none; its gradient is a DTensor.
-            Of other tensors the sizes are gathered, and waited for, in the first call with each. ``"auto"`` is
-            ``"fast"`` then, and a number never less than 128 rows of the shard.
+            Of other tensors the sizes are gathered, and waited for, in the first call with each. ``"auto"`` and
+            ``"fast"`` keep the shard's logits then, within an eighth of a GPU's memory; the other levels recompute
+            them in chunks of rows, ``"low"`` in the least memory within 20 % of the fastest such plan; and a number is
+            never less than 128 rows of the shard.
 
     Returns:
         The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set.
@@ -157,10 +161,10 @@ def fused_linear_cross_entropy(
             dweight=need_dweight,
             dbias=need_dbias,
             per_row=reduction == "none",
-            label_smoothing=label_smoothing != 0,
+            label_smoothing=holds(label_smoothing != 0),
             softcap=softcap is not None,
             token_scaling=bool(use_token_scaling),
-            z_loss=lse_square_scale != 0 or bool(return_z_loss),
+            z_loss=holds(lse_square_scale != 0) or bool(return_z_loss),
             token_accuracy=bool(return_token_accuracy),
             predicted_tokens=bool(return_predicted_tokens),
             # Nothing is overlaid in graphs, where nobody writes what an op returned.

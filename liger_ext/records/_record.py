@@ -145,8 +145,13 @@ class Record:
     moved: Callable[[Size, int], tuple[int, int]]
     timed: tuple[Timed, ...]
     launched_as: str = ""
-    launch_options: Callable[[Size, torch.dtype, _C.DeviceProfile, Mapping[str, Any]], Mapping[str, Any]] = lambda size, *of: {}
-    as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *of: (size, {})
+    launch_options: Callable[[Size, torch.dtype, _C.DeviceProfile, Mapping[str, Any]], Mapping[str, Any]] = (
+        lambda size, *of: {}
+    )
+    as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *of: (
+        size,
+        {},
+    )
 
     @property
     def kernels(self) -> str:
