@@ -1,5 +1,5 @@
-"""``python -m benchmarks rows|flce|train|families|lora|host|memory``: a table on the terminal; JSON lines, the table as
-Markdown and plots in --out. Peers take part if they can be imported."""
+"""``python -m benchmarks rows|flce|plans|train|families|lora|host|memory``: a table on the terminal; JSON lines, the
+table as Markdown and plots in --out. Peers take part if they can be imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from . import suite
 # Modules here, imported when they are run, since only `train`, `families` and `lora` need transformers. Each has
 # run(settings) -> records, line(record), table(records, settings) -> one or several, and
 # draw(records, settings, folder) -> files.
-SUITES = ("rows", "flce", "train", "families", "lora", "host", "memory")
+SUITES = ("rows", "flce", "plans", "train", "families", "lora", "host", "memory")
 
 
 def _version(package: str) -> str:
@@ -55,8 +55,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=suite.DTYPES, default=None, help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--providers", nargs="+", default=(), help="only these: liger_ext, torch, torch.compile, ...")
     parser.add_argument("--ops", nargs="+", default=(), help="only these ops (rows, host)")
+    models = "only those whose names begin so (plans, train, families, lora): Llama-1B, Llama-8B"
+    parser.add_argument("--models", nargs="+", default=(), help=models)
     train = parser.add_argument_group("whole training steps (train, families, lora)")
-    train.add_argument("--models", nargs="+", default=(), help="only those whose names begin so: Llama-1B, Llama-8B")
     what = train.add_mutually_exclusive_group()
     what.add_argument("--curves", action="store_true", help="fifty steps; status 1 if the losses differ")
     what.add_argument("--context", action="store_true", help="search the longest sequence that fits, and nothing else")

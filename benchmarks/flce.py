@@ -80,7 +80,7 @@ def _ours(x, w, t, memory="auto", counted=False, sums=False):
     return LF.fused_linear_cross_entropy(x, w, t, memory=memory, rows=rows, accum_dtype=w.dtype if sums else None)
 
 
-def _time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: int = 3) -> tuple[Timing, Timing]:
+def time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: int = 3) -> tuple[Timing, Timing]:
     """Whole steps as a user runs them, in turns with the floor and with nothing else between: the clock follows the
     power that the last matmuls drew, so that a floor timed behind a memory-bound peer is up to a tenth faster than one
     timed behind another floor."""
@@ -119,6 +119,18 @@ def gradient_of_logits(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> tor
     return out
 
 
+@torch.no_grad()
+def floor_of(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> Callable[[], object]:
+    """The three matmuls of these operands."""
+    g = gradient_of_logits(x, w, t)
+
+    @torch.no_grad()
+    def floor():
+        return x @ w.T, g @ w, g.T @ x
+
+    return floor
+
+
 def gradients(function: Callable, x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> object:
     return torch.autograd.grad(function(x, w, t), (x, w))
 
@@ -126,13 +138,7 @@ def gradients(function: Callable, x: torch.Tensor, w: torch.Tensor, t: torch.Ten
 def run(settings: suite.Settings) -> Iterator[Result]:
     for rows, hidden, vocab, ignored in SHAPES_CPU if settings.device == "cpu" else SHAPES_CUDA:
         x, w, t = inputs(rows, hidden, vocab, settings, ignored)
-        with torch.no_grad():
-            g = gradient_of_logits(x, w, t)
-
-        @torch.no_grad()
-        def floor(x=x, w=w, g=g):
-            return x @ w.T, g @ w, g.T @ x
-
+        floor = floor_of(x, w, t)
         functions = {n: f for n, f in providers(counted=ignored > 0).items() if settings.wants(n)}
         calls = {name: partial(gradients, function, x, w, t) for name, function in functions.items()}
         shape = f"{rows}x{hidden}x{vocab}" + f", {ignored:.0%} ignored" * (ignored > 0)
@@ -147,25 +153,25 @@ def run(settings: suite.Settings) -> Iterator[Result]:
             try:
                 result.peak_mib[name] = peak_mib(call, settings.device)
                 result.errors[name] = exact.errors(functions[name])
-                result.floors[name], result.times[name] = _time_beside_floor(floor, call)
+                result.floors[name], result.times[name] = time_beside_floor(floor, call)
             except Exception as error:  # a peer that cannot run this shape must not end the run
                 result.times[name] = failure(error)
                 torch.cuda.synchronize()
         yield result
-        del x, w, t, g, floor, calls, exact
+        del x, w, t, floor, calls, exact
 
 
-def _share(result: Result, provider: str) -> float | None:
+def share_of(result: Result, provider: str) -> float | None:
     timing = result.times.get(provider)
     return result.floors[provider].median / timing.median if isinstance(timing, Timing) else None
 
 
 def line(result: Result) -> str:
-    return f"{result.shape}: {_cell(result, 'liger_ext')}"
+    return f"{result.shape}: {cell(result, 'liger_ext')}"
 
 
-def _cell(result: Result, provider: str) -> str:
-    share = _share(result, provider)
+def cell(result: Result, provider: str) -> str:
+    share = share_of(result, provider)
     if share is None:
         return "fails" if provider in result.times else ""
     peak = f", {result.peak_mib[provider]:,.0f} MiB" if provider in result.peak_mib else ""
@@ -198,14 +204,14 @@ def _times(results: list[Result], settings: suite.Settings) -> suite.Grid:
     )
     for result in results:
         floor = suite.duration(next(iter(result.floors.values()))) if result.floors else ""
-        grid.rows.append([result.shape, floor, *[_cell(result, name) for name in names]])
+        grid.rows.append([result.shape, floor, *[cell(result, name) for name in names]])
     return grid
 
 
 def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[Path]:
     made, (axis,) = suite.figure(1, width=18)
     names = suite.names_of(result.times for result in results)
-    shares = {name: [_share(result, name) for result in results] for name in names}
+    shares = {name: [share_of(result, name) for result in results] for name in names}
     suite.bars(axis, [result.shape for result in results], shares, "three matmuls / forward + backward")
     axis.axhline(1, color="k", linestyle="--", linewidth=1)
     axis.set_title("fused linear cross entropy beside its floor (rows x hidden x vocab)")
@@ -245,7 +251,11 @@ def _front(axis, result: Result, names: list[str]) -> None:
         axis.annotate(text, point, fontsize=7, xytext=(2, 4), textcoords="offset points", rotation=30)
     floor = next(iter(result.floors.values())).median / 1e3
     axis.axhline(floor, color="k", linestyle="--", linewidth=1, label="three matmuls")
-    axis.set(xlabel="peak MiB above the inputs", ylabel="milliseconds", title=result.shape, xscale="log")
+    over_memory(axis, "milliseconds", result.shape)
+
+
+def over_memory(axis, label: str, title: str) -> None:
+    axis.set(xlabel="peak MiB above the inputs", ylabel=label, title=title, xscale="log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.xaxis.set_minor_formatter("")

@@ -6,7 +6,6 @@ process reset; freed blocks go back to the system at once there, so that it is w
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 from liger_ext._timing import failure
 
 from . import flce, suite
-from .timing import peak_mib
+from .timing import free_at_once, peak_mib
 
 SHAPES_CUDA = [(4096, 4096, 128256), (8192, 4096, 128256), (16384, 2048, 128256)]
 SHAPES_CPU = [(512, 576, 49152), (1024, 576, 49152), (2048, 576, 49152)]
@@ -34,7 +33,7 @@ def providers() -> dict[str, Callable]:
 
 def run(settings: suite.Settings) -> Iterator[Peak]:
     if settings.device == "cpu":
-        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+        free_at_once()
     for rows, hidden, vocab in SHAPES_CPU if settings.device == "cpu" else SHAPES_CUDA:
         inputs = flce.inputs(rows, hidden, vocab, settings)
         peaks: dict[str, float | str] = {}

@@ -4,6 +4,7 @@ turns, call by call, because the machine's speed drifts, and medians are compare
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable
@@ -53,6 +54,12 @@ def copy_calls(moved_bytes: int, device: str) -> dict[str, Callable[[], object]]
     x = torch.randn(n, device=device)
     each = (1,) if device == "cpu" else (1, 2, 4, 8)
     return {f"copy {k}": lambda k=k: torch.ops.liger_ext.stream_copy(x, k) for k in each}
+
+
+def free_at_once() -> None:
+    """From now on, a block of memory of 1 MiB or more goes back to the system when a CPU's tensor is freed, so that the
+    resident set is what is in use."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 def peak_mib(call: Callable[[], object], device: str) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import _C, _devices, _fit, _llama, _load, _tuned, tune
+from . import _C, _devices, _fit, _llama, _load, _loss_report, _tuned, tune
 
 TRANSFORMERS_RANGE = ("4.51.3", "5.23.0")  # the versions that the tests ran with, from oldest to newest
 
@@ -248,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print everything as one JSON object")
     doctor.add_argument("--profile", metavar="NAME", help="show the plans for another GPU, without a self-test")
+    _loss_report.add_arguments(doctor)
     tune.add_parser(commands)
     return parser
 
@@ -268,8 +269,12 @@ def _others(name: str, as_json: bool) -> int:
     return 0
 
 
+def _usable() -> list[_devices.Device]:
+    return [device for device in _devices.devices() if device.profile and device.code != "nothing"]
+
+
 def _doctor(as_json: bool) -> int:
-    usable = [device for device in _devices.devices() if device.profile and device.code != "nothing"]
+    usable = _usable()
     names = ["cpu", *(f"cuda:{device.index}" for device in usable)]
     if not as_json:
         _print_report()
@@ -338,9 +343,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if chosen.command == "tune":
         return tune.run(chosen)
-    if chosen.profile is None:
+    if chosen.profile is None and chosen.loss is None:
         return _doctor(chosen.json)
     try:
-        return _others(chosen.profile, chosen.json)
+        if chosen.loss is None:
+            return _others(chosen.profile, chosen.json)
+        here = next((device.profile for device in _usable()), None)
+        return _loss_report.run(chosen, _C.profile(chosen.profile) if chosen.profile else here)
     except ValueError as error:
         parser.error(str(error))

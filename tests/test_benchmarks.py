@@ -1,18 +1,22 @@
 """Each benchmark suite, on shapes so small that nothing is measured: what it prints, writes and draws."""
 
 import functools
+import importlib
 import json
 
 import pytest
 import torch
 
 from benchmarks import __main__ as cli
-from benchmarks import flce, host, memory, rows, suite, timing
+from benchmarks import flce, host, memory, plans, rows, suite, timing
+from liger_ext import _C
 from liger_ext._timing import Timing
+from liger_ext.ops._loss_plan import LEVELS, bytes_of, choose, device_with
 
 PROVIDERS = {
     "rows": ["liger_ext", "torch"],
     "flce": ["liger_ext", "torch"],
+    "plans": ["liger_ext", "torch"],
     "host": ["liger_ext", "torch"],
     "memory": ["liger_ext", "torch"],
 }
@@ -21,7 +25,7 @@ PROVIDERS = {
 @pytest.fixture
 def small(monkeypatch):
     quick = functools.partial(timing.time_cpu, least=2)
-    for module in (timing, flce):
+    for module in (timing, flce, plans):
         monkeypatch.setattr(module, "time_cpu", lambda calls, seconds=0: quick(calls, seconds=0))
     every = rows.cases
 
@@ -113,3 +117,67 @@ def test_every_row_of_a_loss_is_timed():
     inputs = [t for case in rows.cases(torch.float32, "cpu") for t in case.inputs() if isinstance(t, torch.Tensor)]
     labels = [t for t in inputs if t.dtype == torch.int64]
     assert labels and all(t.min() >= 0 for t in labels)
+
+
+# The fused loss's plans -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", plans.SHAPES_CPU, ids=str)
+def test_the_plan_that_is_predicted_is_the_one_that_runs(shape, monkeypatch):
+    """The op asks for the plan of the same call, and finds it by what is given as memory."""
+    op = importlib.import_module("liger_ext.ops.fused_linear_cross_entropy")
+    asked, plan = [], op.plan
+    monkeypatch.setattr(op, "plan", lambda call, memory: asked.append((call, plan(call, memory))) or asked[-1][1])
+    call = plans.call_of(shape, torch.float32, torch.device("cpu"))
+    x, w, t = flce.inputs(shape.rows, shape.hidden, shape.vocab, suite.Settings("cpu", "fp32"))
+    points = plans.points_of(call)
+    for given, _ in points.values():
+        flce.gradients(plans.loss_of(shape, given), x, w, t)
+    assert asked == [(call, choice.plan) for _, choice in points.values()]
+
+
+@pytest.mark.parametrize("shape", plans.SHAPES_CUDA, ids=str)
+def test_points_of_a_shape(shape, monkeypatch):
+    """All levels, and numbers of bytes that pick plans of their own."""
+    assert shape.rows * shape.vocab * 2 < 17.2e9
+    monkeypatch.setattr(plans, "device_of", lambda device: device_with(_C.profile("H100")))
+    call = plans.call_of(shape, torch.bfloat16, torch.device("meta"))
+    points = plans.points_of(call)
+    named = [level for name in points for level in name.split(", ") if level in LEVELS]
+    assert sorted(named) == sorted(LEVELS)
+    assert all(choose(call, memory) == choice for memory, choice in points.values())
+    assert len({choice.plan for _, choice in points.values()}) == len(points)
+    assert all(choice.bytes == bytes_of(call, choice.plan) for _, choice in points.values())
+
+
+def a_result(**points):
+    """Of points: predicted ms and MiB, measured ms and MiB; matmuls are predicted to take 10 ms, and take 20."""
+    result = plans.Result("model", "1x2x3", False, 10, [])
+    for name, (ms, mib, measured_ms, measured_mib) in points.items():
+        result.plans[name], result.predicted_ms[name], result.predicted_mib[name] = "a plan", ms, mib
+        result.floors[name], result.times[name] = (Timing(1e3 * n, 0, 0) for n in (20, measured_ms))
+        result.peak_mib[name] = measured_mib
+    return result
+
+
+def test_errors_of_predictions():
+    result = a_result(fast=(11, 100, 20, 80), low=(15, 50, 40, 50))
+    result.plans["min"], result.times["min"] = "a plan", "OutOfMemoryError: too large"
+    result.predicted_ms["min"], result.predicted_mib["min"] = 20, 10
+    relative, absolute, memory = (list(found.values()) for found in plans.errors([result]).values())
+    assert relative == pytest.approx([0.1, -0.25])
+    assert absolute == pytest.approx([-0.45, -0.625])
+    assert memory == pytest.approx([0.25, 0])
+    points, errors, _ = plans.table([result], suite.Settings("cuda", "bf16"))
+    assert points.rows[0][3:8] == ["20.00 ms", "1.000", "0.909", "80", "100"] and points.rows[2][3:5] == ["fails", ""]
+    assert errors.rows[0][1:] == ["2", "10.0%", "25.0%", "-25.0%", "model 1x2x3, low"]
+
+
+def test_dominated_levels_are_listed():
+    points = {"fast": (1, 1, 20, 100), "auto, low": (1, 1, 22, 90), "50 MiB": (1, 1, 21, 50), "min": (1, 1, 22.5, 49)}
+    assert plans.dominated(a_result(**points)) == [("auto, low", "50 MiB")]
+    assert plans.dominated(a_result(**{**points, "auto, low": (1, 1, 21.5, 90)})) == []
+    assert plans.dominated(a_result(**{**points, "auto, low": (1, 1, 25, 50.4)})) == []
+    assert plans.dominated(a_result(**{**points, "60 MiB": (1, 1, 30, 110)})) == [("auto, low", "50 MiB")]
+    *_, grid = plans.table([a_result(**points)], suite.Settings("cuda", "bf16"))
+    assert len(grid.rows) == 1 and "none" not in grid.title

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import torch
 from cases import python
 
 import liger_ext
-from liger_ext import _C, _devices, _fit, _llama, _load, doctor, functional
+from liger_ext import _C, _devices, _fit, _llama, _load, _loss_report, doctor, functional
+from liger_ext.ops._loss_plan import Choice, Plan, choose
 
 
 @pytest.fixture
@@ -194,6 +196,97 @@ def test_an_unknown_profile(capsys):
     with pytest.raises(SystemExit) as stopped:
         doctor.main(["doctor", "--profile", "mi9000"])
     assert stopped.value.code == 2 and "known: V100, T4" in capsys.readouterr().err
+
+
+# The fused loss's plans -----------------------------------------------------------------------------------------------
+
+
+def of_loss(capsys, *arguments):
+    assert doctor.main(["doctor", "--loss", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_levels_of_a_loss(capsys):
+    """What is printed is what the plans are, and the front has the levels' plans."""
+    arguments = "8192", "2304", "256000", "--profile", "h100"
+    found = json.loads(of_loss(capsys, *arguments, "--json"))
+    assert (found["device"], found["rates_measured"]) == ("H100", True)
+    call = _llama.call_of(8192, 2304, 256_000, torch.bfloat16, _C.profile("H100"))
+    for level, facts in found["levels"].items():
+        choice = choose(call, level)
+        assert facts in found["front"] and (facts["bytes"], facts["ms"]) == (choice.bytes, choice.seconds * 1e3)
+    assert [facts["bytes"] for facts in found["front"]] == sorted(facts["bytes"] for facts in found["front"])
+    shares = [facts["share"] for facts in found["front"]]
+    assert shares == sorted(shares) and 0.5 < shares[0] < 0.9 < shares[-1] < 1
+    assert found["matmuls_ms"] == pytest.approx(found["front"][0]["ms"] * shares[0])
+    printed = of_loss(capsys, *arguments)
+    assert "8,192 rows, hidden size 2,304, vocabulary 256,000, bf16, reduction 'mean'" in printed
+    for facts in (*found["levels"].values(), *found["front"]):
+        assert f"{math.ceil(facts['bytes'] / 2**20):,}" in printed and facts["plan"] in printed
+    assert printed.rstrip().endswith("Times are estimates; the device's rates were measured on a GPU of this kind.")
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(int(_C.Gradients.deferred), 8192, 5000), "all gradients of logits stored"),
+        (
+            Plan(int(_C.Gradients.overlaid), 8192, 5000),
+            "all gradients of logits stored, 50 % of them in the memory that becomes dweight",
+        ),
+        (
+            Plan(int(_C.Gradients.overlaid), 8192, 2496),
+            "50 % of the gradients of logits stored in the memory that becomes dweight, the rest recomputed",
+        ),
+        (
+            Plan(int(_C.Gradients.overlaid), 8192, 3776),
+            "76 % of the gradients of logits stored, the rest recomputed",
+        ),
+        (Plan(int(_C.Gradients.accumulated), 3000, 5000), "sums over chunks of 2,816 rows"),
+        (Plan(int(_C.Gradients.recomputed), 2048, 5000), "chunks of 2,048 rows; logits are computed twice"),
+        (
+            Plan(int(_C.Gradients.accumulated), 2048, 1024),
+            "sums over chunks of 2,048 rows and 1,024 classes; logits are computed twice",
+        ),
+    ],
+)
+def test_plans_in_words(plan, words):
+    call = _llama.call_of(8192, 4096, 5000, torch.bfloat16, _C.profile("H100"))
+    twice = "twice" in words
+    assert _loss_report.describe(call, Choice(plan, 1, 1.0, twice)) == words
+
+
+def test_a_loss_here_and_with_options(monkeypatch, capsys):
+    """Without a GPU the CPU's, else the first that can be used."""
+    monkeypatch.setattr(_devices, "devices", list)
+    assert "two server cores" in of_loss(capsys, "64", "32", "512")
+    devices = [a_device("nothing", _C.profile("T4")), a_device("PTX", _C.profile("A100"))]
+    monkeypatch.setattr(_devices, "devices", lambda: devices)
+    narrow, wide = (
+        json.loads(of_loss(capsys, "8192", "2048", "32000", "--dtype", d, "--json")) for d in ("fp16", "fp32")
+    )
+    assert narrow["device"] == wide["device"] == "A100" and not narrow["rates_measured"]
+    assert wide["matmuls_ms"] > 5 * narrow["matmuls_ms"]
+    assert "come from a data sheet" in (rows := of_loss(capsys, "8192", "2048", "32000", "--reduction", "none"))
+    assert "sums over" not in rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["0", "64", "100"], "ROWS is 0, expected 1 to 1,000,000,000"),
+        (["8", "-1", "100"], "HIDDEN is -1, expected"),
+        (["8", "64", "9999999999"], "VOCAB is 9999999999, expected"),
+        (["8", "64", "many"], "invalid int value: 'many'"),
+        (["8", "64"], "expected 3 arguments"),
+        (["8", "64", "100", "--profile", "mi9000"], "known: V100, T4"),
+        (["1000000000", "1000000", "1000000", "--profile", "h100"], "more blocks than one launch can have"),
+    ],
+)
+def test_a_loss_that_cannot_be(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(["doctor", "--loss", *arguments])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
 
 
 # How many tokens the fused loss takes ---------------------------------------------------------------------------------

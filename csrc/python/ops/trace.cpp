@@ -2,6 +2,7 @@
 #include "trace/fused_loss.h"
 
 #include "python/ops.h"
+#include "trace/cost.h"
 
 namespace liger::python {
 namespace {
@@ -50,6 +51,8 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
       .def_readwrite("fresh", &Rates::fresh)
       .def_readwrite("measured", &Rates::measured);
   m.def("rates_of", &launch::rates_of, py::arg("gpu").none(true), "The rates of a device, or of the nearest that is known; None: a CPU.");
+  m.def("matmul_seconds", &trace::matmul_seconds, py::arg("rates"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("operand_bytes"),
+        py::arg("result_bytes"), py::arg("accumulates"), "The estimated time of a matmul (csrc/trace/cost.h).");
   py::class_<LossCall>(m, "LossCall", "A call of the fused loss, as far as its plan depends on it (csrc/trace/fused_loss.h).")
       .def(py::init([](int64_t rows, int64_t hidden, int64_t vocab, const ScalarType& compute, const ScalarType& x, const ScalarType& weight,
                        const std::optional<ScalarType>& bias, const std::optional<ScalarType>& class_weight,

@@ -1,0 +1,118 @@
+"""``python -m liger_ext doctor --loss ROWS HIDDEN VOCAB``: what the fused loss does at each level of memory, and what a
+number of bytes buys."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any
+
+import torch
+
+from . import _C
+from .ops._loss_plan import LEVELS, Call, Choice, choose, device_with, front
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+REDUCTIONS = ("mean", "none")
+_MOST = 10**9  # of rows, columns or classes
+
+
+def add_arguments(doctor: argparse.ArgumentParser) -> None:
+    group = doctor.add_argument_group("the fused loss's memory and time, without a self-test")
+    sizes = ("ROWS", "HIDDEN", "VOCAB")
+    group.add_argument("--loss", type=int, nargs=3, metavar=sizes, help="tokens, hidden size and vocabulary size")
+    group.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and weight (default: bf16)")
+    group.add_argument("--reduction", choices=REDUCTIONS, default="mean", help="default: mean")
+
+
+def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
+    """The command; ``profile``: a GPU's, None for the CPU.
+
+    Raises:
+        ValueError: a size that no call can have.
+    """
+    for name, size in zip(("ROWS", "HIDDEN", "VOCAB"), chosen.loss, strict=True):
+        if not 1 <= size <= _MOST:
+            raise ValueError(f"argument --loss: {name} is {size}, expected 1 to {_MOST:,}")
+    dtype = DTYPES[chosen.dtype]
+    call = Call(*chosen.loss, dtype, dtype, dtype, device_with(profile), per_row=chosen.reduction == "none")
+    found = {
+        **dict(zip(("rows", "hidden", "vocab"), chosen.loss, strict=True)),
+        "dtype": chosen.dtype,
+        "reduction": chosen.reduction,
+        "device": "CPU" if profile is None else profile.name,
+        "rates_measured": call.device.rates.measured,
+        "matmuls_ms": matmul_seconds(call) * 1e3,
+        "levels": {level: _facts(call, choose(call, level)) for level in LEVELS},
+        "front": [_facts(call, choice) for choice in front(call)],
+    }
+    print(json.dumps(found)) if chosen.json else _print(found)
+    return 0
+
+
+def matmul_seconds(call: Call) -> float:
+    """An estimate of the time of the matmuls that no plan can do without: of the logits, dx and dweight."""
+    rows, hidden, vocab = call.rows, call.hidden, call.vocab
+    matmuls = [(rows, vocab, hidden)]
+    matmuls += [(rows, hidden, vocab)] * call.dx + [(vocab, hidden, rows)] * call.dweight
+    size = call.compute.itemsize
+    return sum(_C.matmul_seconds(call.device.rates, *sizes, size, size, False) for sizes in matmuls)
+
+
+def describe(call: Call, choice: Choice) -> str:
+    """What a plan does, in words. All gradients are wanted."""
+    way, rows, classes = _C.Gradients(choice.plan.gradients), choice.plan.rows, choice.plan.classes
+    if way == _C.Gradients.deferred:
+        return "all gradients of logits stored"
+    if way == _C.Gradients.overlaid:
+        room = _C.overlaid_room(call.hidden, call.weight, call.compute)
+        inside = _C.overlaid_classes(call.rows, room, call.vocab)
+        place = "in the memory that becomes dweight"
+        if classes < call.vocab:
+            where = f" {place}" if classes == inside else ""
+            return f"{_percent(classes, call.vocab)} of the gradients of logits stored{where}, the rest recomputed"
+        share = "" if inside == call.vocab else f", {_percent(inside, call.vocab)} of them"
+        return f"all gradients of logits stored{share} {place}"
+    made = f"chunks of {_C.equal_chunks(call.rows, rows):,} rows"
+    if classes < call.vocab:
+        made += f" and {classes:,} classes"
+    made = f"sums over {made}" if way == _C.Gradients.accumulated else made
+    return f"{made}; logits are computed twice" if choice.recomputes else made
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}".replace("%", " %")
+
+
+def _facts(call: Call, choice: Choice) -> dict[str, Any]:
+    share = matmul_seconds(call) / choice.seconds
+    return {"bytes": choice.bytes, "ms": choice.seconds * 1e3, "share": share, "plan": describe(call, choice)}
+
+
+def _print(found: dict[str, Any]) -> None:
+    sizes = f"{found['rows']:,} rows, hidden size {found['hidden']:,}, vocabulary {found['vocab']:,}"
+    options = f"{found['dtype']}, reduction {found['reduction']!r}"
+    print(f"Fused loss, forward and backward, on {found['device']}: {sizes}, {options}")
+    print("MiB: beside the arguments, gradients included.")
+    matmuls = f"{found['matmuls_ms']:,.2f} ms"
+    print(f"share: the time of the three matmuls that no plan saves, {matmuls}, over that of the plan\n")
+    header = f"{'MiB':>10}{'ms':>12}{'share':>7}  plan"
+    print(f"  {'':16}{header}")
+    for level, facts in found["levels"].items():
+        print(f"  {'memory=' + repr(level):16}{_line(facts)}")
+    print("\nWhat a number of bytes buys: each plan that no other beats in memory and time")
+    print(f"  {'':16}{header}")
+    for facts in found["front"]:
+        print(f"  {'':16}{_line(facts)}")
+    rates = "come from a data sheet"
+    if found["device"] == "CPU":
+        rates = "are those of two server cores"
+    elif found["rates_measured"]:
+        rates = "were measured on a GPU of this kind"
+    print(f"\nTimes are estimates; the device's rates {rates}.")
+
+
+def _line(facts: dict[str, Any]) -> str:
+    mib = math.ceil(facts["bytes"] / 2**20)  # so many are enough
+    return f"{mib:>10,}{facts['ms']:>12,.2f}{facts['share']:>7.2f}  {facts['plan']}"
