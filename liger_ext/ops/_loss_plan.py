@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_ext import _C
+from liger_ext import _C, _tuned
 from liger_ext.ops._checks import accumulator, holds
 from liger_ext.ops._compile import assume_constant_result
 
@@ -346,7 +346,7 @@ def _gpu(index: int | None) -> Device:
     if profile is None:  # without a GPU library, the op raises an error of its own
         profile = _C.DeviceProfile()
         profile.memory_bytes = torch.cuda.get_device_properties(index).total_memory
-    return Device(profile, _C.rates_of(profile))
+    return Device(profile, _tuned.rates_of(profile))
 
 
 @functools.cache
@@ -357,7 +357,7 @@ def _cpu() -> Device:
 @functools.cache
 def device_with(profile: _C.DeviceProfile) -> Device:
     """For plans of a GPU that is not here."""
-    return Device(profile, _C.rates_of(profile))
+    return Device(profile, _tuned.rates_of(profile))
 
 
 def padded_vocab(vocab_size: int) -> int:
