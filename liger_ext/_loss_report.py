@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import _C
-from .ops._loss_plan import LEVELS, Call, Choice, choose, device_with, front
+from .ops._loss_plan import LEVELS, Call, Choice, choose, device, device_with, front
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REDUCTIONS = ("mean", "none")
@@ -42,7 +42,7 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
         "dtype": chosen.dtype,
         "reduction": chosen.reduction,
         "device": "CPU" if profile is None else profile.name,
-        "rates_measured": call.device.rates.measured,
+        "rates_measured": device(call).rates.measured,
         "matmuls_ms": matmul_seconds(call) * 1e3,
         "levels": {level: _facts(call, choose(call, level)) for level in LEVELS},
         "front": [_facts(call, choice) for choice in front(call)],
@@ -57,7 +57,7 @@ def matmul_seconds(call: Call) -> float:
     matmuls = [(rows, vocab, hidden)]
     matmuls += [(rows, hidden, vocab)] * call.dx + [(vocab, hidden, rows)] * call.dweight
     size = call.compute.itemsize
-    return sum(_C.matmul_seconds(call.device.rates, *sizes, size, size, False) for sizes in matmuls)
+    return sum(_C.matmul_seconds(device(call).rates, *sizes, size, size, False) for sizes in matmuls)
 
 
 def describe(call: Call, choice: Choice) -> str:

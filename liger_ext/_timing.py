@@ -8,6 +8,7 @@ median over replays, with the middle half as the spread.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -84,6 +85,25 @@ def time_graphs(graphs: Mapping[Any, torch.cuda.CUDAGraph], replays: int = 30) -
     for name, start, end in events:
         samples[name].append(start.elapsed_time(end) * 1e3)
     return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def sustained(call: Callable[[], object]) -> float:
+    """Seconds of a call among many, back to back, in the second half of about a second: a GPU under load lowers its
+    clock."""
+
+    def of_each(count: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / count
+
+    call()
+    count = math.ceil(0.5 / of_each(3))
+    of_each(count)
+    return of_each(count)
 
 
 # What is timed: the code that users call ------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Plans that ``python -m liger_ext tune`` found faster than the built-in ones on this user's devices: the file that
-keeps them, and the table in the library that launches kernels.
+"""What ``python -m liger_ext tune`` measured on this user's devices: their rates, and launch plans that are faster than
+the built-in ones; the file that keeps both, and the table in the library that launches kernels.
 
-The file is JSON in the user's cache folder. Each entry has the device's name, the driver, the kernel and the class of
-calls that it is for, and the knobs (csrc/launch/knobs.h) that won. Of all its entries the current driver's are handed
-to the library at import, which needs no device; the library picks a device's when it makes a plan.
+The file is JSON in the user's cache folder. Rates are a device's with a driver. An entry has the device's name, the
+driver, the kernel and the class of calls that it is for, and the knobs (csrc/launch/knobs.h) that won. Of all entries
+the current driver's are handed to the library at import, which needs no device; the library picks a device's when it
+makes a plan.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -55,13 +57,29 @@ class Entry:
         return Entry(call=call.row_class(), **made)
 
 
+@dataclass(frozen=True)
+class Rates:
+    """How fast a GPU is, as ``_C.Rates`` has it."""
+
+    device: str
+    driver: str
+    matmul_16: float
+    matmul_32: float
+    bandwidth: float
+    launch: float
+
+    def __post_init__(self) -> None:
+        if not all(0 < rate < math.inf for rate in list(vars(self).values())[2:]):
+            raise ValueError(f"its rates of {self.device} are not all positive and finite")
+
+
 def path() -> Path:
-    """Where the user's file of tuned plans is, or will be."""
+    """Where the user's file is, or will be."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "liger_ext" / "tuned.json"
 
 
-def read(file: Path) -> list[Entry]:
-    """All entries, of whatever device; ValueError says why the file cannot be used."""
+def read(file: Path) -> tuple[list[Entry], list[Rates]]:
+    """All that is kept, of whatever device; ValueError says why the file cannot be used."""
     try:
         found = json.loads(file.read_text())
         if found["format"] != FORMAT or found["library"] != _load.cpu_facts.version:
@@ -69,21 +87,27 @@ def read(file: Path) -> list[Entry]:
             raise ValueError(f"it was made by {version}; this is liger_ext {_load.cpu_facts.version}, format {FORMAT}")
         entries = [Entry.of(made) for made in found["tuned"]]
         pack(entries)
+        rates = [Rates(**made) for made in found.get("rates", ())]  # older files have none
     except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"it is corrupt ({type(error).__name__}: {error})") from error
-    return entries
+    return entries, rates
 
 
-def write(file: Path, device: str, driver: str, measured: Iterable[Call], winners: Iterable[Entry]) -> None:
-    """Puts ``winners`` in place of what the file has for these calls on this device with this driver; all else in it
-    stays. A reader sees the old file or the new one."""
+def write(
+    file: Path, device: str, driver: str, measured: Iterable[Call], winners: Iterable[Entry], rates: Rates | None
+) -> None:
+    """Puts ``winners``, and ``rates`` if they were measured, in place of what the file has for these calls on this
+    device with this driver; all else in it stays. A reader sees the old file or the new one."""
     try:
-        known = read(file)
+        known, known_rates = read(file)
     except ValueError:  # what cannot be used is not kept
-        known = []
+        known, known_rates = [], []
+    if rates:
+        known_rates = [r for r in known_rates if (r.device, r.driver) != (device, driver)] + [rates]
     gone = {(device, driver, call.row_class()) for call in measured}
     entries = [e for e in known if (e.device, e.driver, e.call) not in gone] + list(winners)
-    made = {"format": FORMAT, "library": _load.cpu_facts.version, "tuned": [asdict(entry) for entry in entries]}
+    made = {"format": FORMAT, "library": _load.cpu_facts.version}
+    made |= {"rates": [asdict(r) for r in known_rates], "tuned": [asdict(entry) for entry in entries]}
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         new = Path(folder) / file.name
@@ -136,24 +160,59 @@ def forced(**knobs: int) -> Iterator[None]:
         install(before)
 
 
+# Rates ----------------------------------------------------------------------------------------------------------------
+
+_rates: dict[str, _C.Rates] = {}  # by the device's name: the measured ones
+
+
+def rates_of(profile: _C.DeviceProfile) -> _C.Rates:
+    """Those that were measured on such a GPU, or from a data sheet."""
+    return _rates.get(profile.name) or _C.rates_of(profile)
+
+
+def described(rates: Rates | _C.Rates) -> str:
+    matmuls = f"matmuls {rates.matmul_16 / 1e12:.0f} Tflop/s in 16 bits and {rates.matmul_32 / 1e12:.0f} in fp32"
+    return f"{matmuls}, memory {rates.bandwidth / 1e12:.2f} TB/s, {rates.launch * 1e6:.1f} us to launch a kernel"
+
+
+def source(profile: _C.DeviceProfile) -> str:
+    """Where ``rates_of`` has them from."""
+    if profile.name in _rates:
+        return "measured"
+    bandwidth = _C.rates_of(profile).bandwidth  # no two GPUs of a vendor have the same
+    sheets = (known for known in _C.profiles() if known.vendor == profile.vendor)
+    return f"from the data sheet of {next(p.name for p in sheets if _C.rates_of(p).bandwidth == bandwidth)}"
+
+
+def _for_library(rates: Rates) -> _C.Rates:
+    made = _C.Rates()
+    made.matmul_16, made.matmul_32 = rates.matmul_16, rates.matmul_32
+    made.bandwidth, made.launch, made.measured = rates.bandwidth, rates.launch, True
+    return made
+
+
+# At import ------------------------------------------------------------------------------------------------------------
+
+
 def off() -> bool:
     return os.environ.get("LIGER_EXT_TUNED") == "0"
 
 
 def load() -> None:
-    """Hands the user's entries to the library: at import."""
+    """Hands the user's entries to the library, and takes the user's rates."""
     file = path()
     value = os.environ.get("LIGER_EXT_TUNED") or "1"
     if value not in ("0", "1"):
-        text = f"LIGER_EXT_TUNED is {value!r}, expected 0 (no tuned plans) or 1 (the default); it is taken for 1"
+        text = f"LIGER_EXT_TUNED is {value!r}, expected 0 (nothing tuned) or 1 (the default); it is taken for 1"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     if off() or not os.path.exists(file) or _load.gpu_kernels() is None:
         return
     from ._devices import driver
 
     try:
-        mine = [entry for entry in read(file) if entry.driver == driver()]
-        install(pack(mine))
+        (entries, rates), here = read(file), driver()
+        install(pack(entry for entry in entries if entry.driver == here))
+        _rates.update({each.device: _for_library(each) for each in rates if each.driver == here})
     except (ValueError, RuntimeError) as error:
         advice = "make it again with `python -m liger_ext tune`, or delete it"
-        warnings.warn(f"tuned launch plans in {file} are ignored: {error}; {advice}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"what was tuned in {file} is ignored: {error}; {advice}", RuntimeWarning, stacklevel=3)

@@ -78,6 +78,9 @@ def _gpu_lines(found: Sequence[_devices.Device]) -> list[str]:
         facts = f", {_facts(device.profile)}" if device.profile else ""
         memory = f"{_gib(device.total_bytes)} ({_gib(device.free_bytes)} free)"
         lines.append(f"{device.index}: {device.name}, {device.architecture}{facts}, {memory}: {_CODE[device.code]}")
+        if device.profile:
+            rates = _tuned.described(_tuned.rates_of(device.profile))
+            lines.append(f"   rates for the fused loss, {_tuned.source(device.profile)}: {rates}")
     driver = _devices.driver()
     return lines or ["none that torch can use" + ("" if driver == "none" else f", though there is a driver: {driver}")]
 

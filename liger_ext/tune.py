@@ -1,46 +1,39 @@
-"""``python -m liger_ext tune``: measures which launch plans are fastest on this GPU and keeps what beats the built-in
-ones (_tuned.py).
+"""``python -m liger_ext tune``: measures the rates of this GPU, by which the fused loss chooses its plan, and which
+launch plans are faster than the built-in ones, and keeps both (_tuned.py).
 
-A candidate is a set of knobs (csrc/launch/knobs.h) that makes another legal plan. Candidates and the built-in plan take
-turns in time; the best one and the built-in plan take turns once more, and it wins if the middle halves of their times
-do not overlap.
+A candidate is a knob (csrc/launch/knobs.h) that makes another legal plan. The built-in plan and all candidates take
+turns in time. The fastest candidate wins if it is at least 3 % faster and the middle halves of its times and of the
+built-in plan's do not overlap.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from . import _C, _devices, _llama, _load, _tuned
-from ._timing import Timing, backward_call, captured, failure, forward_call, on_a_stream_of_its_own, time_graphs
-from .records import RECORDS, Make, Record, Size
+from . import _C, _devices, _llama, _load, _timing, _tuned
+from .records import RECORDS, Make, Size
 
 OPS = tuple(name for name, record in RECORDS.items() if record.kernels == name)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MOST_CANDIDATES = 12
+WORTH = 1.03  # so many times as fast as the built-in plan is a candidate that wins
 
-# Values worth a try, alone and in these pairs; the planner clamps them, and many make the same plan.
-VALUES = {
-    "threads": (16, 32, 64, 128, 256, 512, 1024),
-    "block": (64, 128, 256, 512, 1024),
-    "cluster": (2, 4, 8),
-    "stages": (1, 2, 3, 4, 6, 8),
-    "resident": (1, 2, 3, 4),
-}
-PAIRS = (("threads", "block"), ("block", "resident"), ("cluster", "resident"))
+# Each knob is tried at half and at twice the built-in plan's value; a plan does not have the number of resident blocks.
+NEAR = {"threads": "threads_per_row", "block": "block", "cluster": "cluster", "stages": "stages"}
+RESIDENT = (1, 2, 3, 4)
 
-
-SHOWN = {"threads": "threads_per_row", "block": "block", "cluster": "cluster", "stages": "stages"}
+# Of a copy far larger than the L2. An H100's copy has 3.0 TB/s, and cost.h was fitted with its data sheet's 3.35 TB/s.
+COPY_REACHES = 0.9
 
 
 @dataclass(frozen=True)
@@ -51,57 +44,35 @@ class Case:
     size: Size
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    @property
-    def record(self) -> Record:
-        return RECORDS[self.op]
-
     def tunable(
         self, name: str, profile: _C.DeviceProfile, dtype: torch.dtype, knobs: _C.Knobs | None = None
     ) -> tuple[_tuned.Call, _C.NamedLaunch] | None:
         """The launch of the op, or of its backward, called ``name`` that has knobs, if there is one, and the calls that
         share them."""
-        for launch in self.record.plans(profile, self.size, dtype, name, knobs, self.options):
+        for launch in RECORDS[self.op].plans(profile, self.size, dtype, name, knobs, self.options):
             if launch.tunable:
                 rows, cols, heads = self.size.batch * self.size.rows, self.size.cols, self.size.heads
                 return _tuned.Call(launch.tunable, launch.instance[0], rows, cols, heads).row_class(), launch
         return None
 
 
-def _facts(launch: _C.NamedLaunch) -> dict[str, int]:
+def _facts(launch: _C.NamedLaunch) -> tuple[tuple[str, Any], ...]:
     names = ("threads_per_row", "block", "k", "slots", "cluster", "stages", "grid")
-    return {name: getattr(launch.plan, name) for name in names}
+    return (("kernel", launch.kernel), *((name, getattr(launch.plan, name)) for name in names))
 
 
 def candidates(
     case: Case, name: str, profile: _C.DeviceProfile, dtype: torch.dtype
-) -> list[tuple[dict[str, int], Any]]:
-    """Knobs, and the launch that they make: each another plan than the built-in one, the nearest to it first, and no
-    more than MOST_CANDIDATES."""
+) -> list[tuple[dict[str, int], _C.NamedLaunch]]:
+    """Knobs, and the launch that they make: each another plan than the built-in one."""
     _, own = case.tunable(name, profile, dtype)
-    seen, found = {(own.kernel, *_facts(own).values())}, []
-    single = [{knob: value} for knob, values in VALUES.items() for value in values]
-    pairs = [{a: x, b: y} for a, b in PAIRS for x, y in itertools.product(VALUES[a], VALUES[b])]
-
-    def distance(launch: _C.NamedLaunch) -> float:
-        facts = zip(_facts(own).values(), _facts(launch).values(), strict=True)
-        return sum(abs(math.log2((a + 1) / (b + 1))) for a, b in facts)
-
-    def plan(knobs: dict[str, int]) -> tuple[_C.NamedLaunch, tuple]:
+    values = {knob: getattr(own.plan, of) for knob, of in NEAR.items()}
+    tried = [{knob: value} for knob, of_own in values.items() for value in (of_own // 2, of_own * 2) if value]
+    found = {_facts(own): ({}, own)}
+    for knobs in [*tried, *({"resident": blocks} for blocks in RESIDENT)]:
         _, launch = case.tunable(name, profile, dtype, _C.Knobs(**knobs))
-        return launch, (launch.kernel, *_facts(launch).values())
-
-    for group in (single, pairs):
-        made = []
-        for knobs in group:
-            launch, key = plan(knobs)
-            if key in seen:
-                continue
-            seen.add(key)
-            # Of all values that make this plan, the one that is seen in it.
-            shown = knobs | {knob: getattr(launch.plan, of) for knob, of in SHOWN.items() if knob in knobs}
-            made.append((shown if plan(shown)[1] == key else knobs, launch))
-        found += sorted(made, key=lambda candidate: distance(candidate[1]))
-    return found[:MOST_CANDIDATES]
+        found.setdefault(_facts(launch), (knobs, launch))
+    return list(found.values())[1:]
 
 
 # What is tuned --------------------------------------------------------------------------------------------------------
@@ -111,17 +82,6 @@ def case_of(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) ->
     """The call of a training step of an 8B Llama; or the same with other rows and columns."""
     size, options = RECORDS[op].as_tuned(RECORDS[op].llama, _llama.DTYPE, profile)
     return Case(op, size.at(rows, cols) if rows else size, options)
-
-
-def benchmark_cases() -> list[Case]:
-    """The shapes of `python -m benchmarks rows`."""
-    return [
-        Case(op, size, timed.options or {})
-        for op in OPS
-        for timed in RECORDS[op].timed
-        if timed.tuned
-        for size in timed.sizes
-    ]
 
 
 # Elements of a tensor that the largest GPU of the reference profiles holds, at two bytes each.
@@ -140,14 +100,6 @@ def _shapes_of(text: str) -> list[tuple[int, int]]:
     )
 
 
-def chosen_cases(arguments: argparse.Namespace, profile: _C.DeviceProfile) -> list[Case]:
-    if arguments.shapes:
-        made = [case_of(op, profile, *shape) for op in OPS for shape in arguments.shapes]
-    else:
-        made = benchmark_cases() if arguments.benchmark else [case_of(op, profile) for op in OPS]
-    return [case for case in made if not arguments.ops or case.op in arguments.ops]
-
-
 def jobs(
     cases: Iterable[Case], profile: _C.DeviceProfile, dtypes: Sequence[str]
 ) -> Iterator[tuple[Case, str, str, _tuned.Call]]:
@@ -164,18 +116,33 @@ def jobs(
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
+def measure_rates(profile: _C.DeviceProfile, driver: str, device: str = "cuda") -> _tuned.Rates:
+    """The constants of csrc/trace/cost.h, each from work that takes the time of its term alone."""
+    m, n, k = 8192, 4096, 32_768  # the result is small beside the operations
+
+    def matmul(dtype: torch.dtype) -> float:
+        a, b = (torch.randn(size, k, device=device, dtype=dtype) for size in (m, n))
+        out = torch.empty(m, n, device=device, dtype=dtype)
+        return 2 * m * n * k / _timing.sustained(lambda: torch.mm(a, b.T, out=out))
+
+    matmul_16, matmul_32 = matmul(torch.bfloat16 if profile.native_bf16 else torch.float16), matmul(torch.float32)
+    x = torch.randn(1 << 28, device=device)
+    copy = min(_timing.sustained(partial(torch.ops.liger_ext.stream_copy, x, n)) for n in (1, 2, 4, 8))
+    bandwidth = 2 * x.numel() * x.itemsize / copy / COPY_REACHES
+    launch = _timing.sustained(partial(torch.zeros(32, device=device).add_, 1))  # one by one, as the op's own kernels
+    return _tuned.Rates(profile.name, driver, matmul_16, matmul_32, bandwidth, launch)
+
+
 @dataclass
 class Result:
-    """``best``: the best candidate, timed in turns with the built-in plan; ``wins``: it is faster by more than the
-    spread."""
+    """``best``: of the fastest candidate, which ``knobs`` make."""
 
     op: str
     shape: str
     dtype: str
     call: _tuned.Call
-    candidates: int
-    built_in: Timing | None = None
-    best: Timing | None = None
+    built_in: _timing.Timing | None = None
+    best: _timing.Timing | None = None
     knobs: dict[str, int] | None = None
     wins: bool = False
     failed: str = ""
@@ -186,36 +153,32 @@ class Result:
         return self.built_in.median / self.best.median if self.best else 1.0
 
 
-def _inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Callable, tuple[Any, ...]]:
-    """The op as a function of its inputs' values, and these."""
-    made = case.record.inputs(Make(dtype, device, torch.Generator(device).manual_seed(0), ignored=0), case.size)
-    return lambda *values: case.record.run(**dict(zip(made, values, strict=True)), **case.options), tuple(made.values())
-
-
 def measure(
     case: Case, name: str, dtype: str, call: _tuned.Call, profile: _C.DeviceProfile, device: str = "cuda"
 ) -> Result:
     """Times the built-in plan and all candidates of one op, or of its backward."""
     of = DTYPES[dtype]
     tried = [{}, *(knobs for knobs, _ in candidates(case, name, profile, of))]
-    result = Result(name, str(case.size), dtype, call, len(tried) - 1)
+    result = Result(name, str(case.size), dtype, call)
     graphs: dict[int, torch.cuda.CUDAGraph] = {}
     try:
-        function, inputs = _inputs(case, of, device)
+        record, make = RECORDS[case.op], Make(of, device, torch.Generator(device).manual_seed(0), ignored=0)
+        made = record.inputs(make, case.size)
+        run = lambda *values: record.run(**dict(zip(made, values, strict=True)), **case.options)  # noqa: E731
         with _tuned.forced():
-            timed = (forward_call if name == case.op else backward_call)(function, inputs)
+            call_of = _timing.forward_call if name == case.op else _timing.backward_call
+            timed = call_of(run, tuple(made.values()))
         for i, knobs in enumerate(tried):
             with _tuned.forced(**knobs):
-                graphs[i] = captured(timed, graphs[0].pool() if graphs else None)
-        first = time_graphs(graphs, replays=12)
-        best = min(first, key=lambda i: first[i].median if i else math.inf)
-        final = time_graphs({i: graphs[i] for i in {0, best}}, replays=40)
-        result.built_in = final[0]
-        if best:
-            result.best, result.knobs = final[best], tried[best]
-            result.wins = final[best].high < final[0].low
+                graphs[i] = _timing.captured(timed, graphs[0].pool() if graphs else None)
+        times = _timing.time_graphs(graphs)
+        result.built_in = times[0]
+        if len(tried) > 1:
+            best = min(range(1, len(tried)), key=lambda i: times[i].median)
+            result.best, result.knobs = times[best], tried[best]
+            result.wins = result.best.high < result.built_in.low and result.ratio >= WORTH
     except RuntimeError as error:  # out of memory, mostly
-        result.failed = failure(error)
+        result.failed = _timing.failure(error)
     finally:
         graphs.clear()
         gc.collect()
@@ -243,38 +206,9 @@ def table(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    timed = [r for r in results if not r.failed]
-    worst = max((r.ratio for r in timed if r.wins), default=1.0)
-    failed = f"; {len(results) - len(timed)} could not be measured" if len(timed) < len(results) else ""
-    return (
-        f"{len(timed)} calls measured, another plan won {sum(r.wins for r in timed)} times{failed}. "
-        f"The built-in plans take at most {100 * (worst - 1):.1f} % longer than the tuned ones."
-    )
-
-
-def keep(results: Sequence[Result], device: str, driver: str) -> None:
-    measured = [r for r in results if not r.failed]
-    winners = [
-        _tuned.Entry(device, driver, r.call, r.knobs, r.built_in.median, r.best.median) for r in measured if r.wins
-    ]
-    _tuned.write(_tuned.path(), device, driver, [r.call for r in measured], winners)
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar where rich is installed, else a line for each step; on stderr."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        steps = itertools.count(1)
-        yield lambda what: print(f"{next(steps)}/{total} {what}", file=sys.stderr, flush=True)
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total, completed=-1)
-        yield lambda what: bar.update(task, advance=1, description=what)
-        bar.update(task, advance=1, description="")
+    failed = sum(bool(r.failed) for r in results)
+    unmeasured = f"; {failed} could not be measured" if failed else ""
+    return f"{len(results) - failed} calls measured, another plan won {sum(r.wins for r in results)} times{unmeasured}."
 
 
 def list_candidates(todo: Sequence[tuple], profile: _C.DeviceProfile) -> None:
@@ -284,17 +218,17 @@ def list_candidates(todo: Sequence[tuple], profile: _C.DeviceProfile) -> None:
         print(f"{name} {case.size} {dtype}")
         for knobs, launch in [({}, own), *candidates(case, name, profile, of)]:
             chosen = " ".join(f"{knob}={value}" for knob, value in knobs.items()) or "built-in"
-            print(f"  {chosen:28}{launch.kernel}: {', '.join(f'{n} {v}' for n, v in _facts(launch).items() if v)}")
+            print(f"  {chosen:16}{', '.join(f'{fact} {value}' for fact, value in _facts(launch) if value)}")
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
-        description="Measures launch plans on this GPU and keeps those that beat the built-in ones, for this user. "
-        f"LIGER_EXT_TUNED=0 in the environment turns them off. They are kept in {_tuned.path()}.",
+        description="Measures this GPU's rates, by which the fused loss chooses its plan, and launch plans, and keeps "
+        f"the rates and the plans that beat the built-in ones, in {_tuned.path()}. LIGER_EXT_TUNED=0 in the "
+        "environment turns them off.",
     )
     parser.add_argument("--shapes", type=_shapes_of, help="e.g. 8192x4096,2048x11008 (default: an 8B Llama's)")
-    parser.add_argument("--benchmark", action="store_true", help="the shapes of the rows benchmark")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=(), metavar="OP", help=f"of {', '.join(OPS)}")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=("bf16",), help="default: bf16")
     parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="which GPU (default: 0)")
@@ -308,8 +242,6 @@ def run(arguments: argparse.Namespace) -> int:
     """The exit status."""
     if arguments.profile and not arguments.dry_run:
         arguments.parser.error("--profile is for --dry-run: nothing can be measured on a GPU that is not here")
-    if arguments.shapes and arguments.benchmark:
-        arguments.parser.error("either --shapes or --benchmark")
     try:
         profile = _C.profile(arguments.profile) if arguments.profile else None
     except ValueError as error:
@@ -327,7 +259,9 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
         profile = found[0].profile
     try:
-        todo = list(jobs(chosen_cases(arguments, profile), profile, arguments.dtype))
+        shapes = arguments.shapes or [()]
+        cases = [case_of(op, profile, *shape) for op in arguments.ops or OPS for shape in shapes]
+        todo = list(jobs(cases, profile, arguments.dtype))
     except ValueError as error:  # no launch on this GPU is as large
         if not arguments.shapes:
             raise
@@ -339,17 +273,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure_all(todo: Sequence[tuple], profile: _C.DeviceProfile, arguments: argparse.Namespace) -> int:
-    results, driver = [], _devices.driver()
-    with torch.cuda.device(arguments.device), on_a_stream_of_its_own("cuda"), _progress(len(todo)) as step:
-        for case, name, dtype, call in todo:
-            step(f"{name} {case.size} {dtype}")
+    results, driver, rates = [], _devices.driver(), None
+    with torch.cuda.device(arguments.device), _timing.on_a_stream_of_its_own("cuda"):
+        print("the GPU's rates", file=sys.stderr, flush=True)
+        try:
+            rates = measure_rates(profile, driver)
+            shown = f"Rates: {_tuned.described(rates)}."
+        except RuntimeError as error:  # out of memory, mostly
+            shown = f"The GPU's rates could not be measured: {_timing.failure(error)}"
+        torch.cuda.empty_cache()
+        for number, (case, name, dtype, call) in enumerate(todo, 1):
+            print(f"{number}/{len(todo)} {name} {case.size} {dtype}", file=sys.stderr, flush=True)
             results.append(measure(case, name, dtype, call, profile))
-    keep(results, profile.name, driver)
+    entries = [
+        _tuned.Entry(profile.name, driver, r.call, r.knobs, r.built_in.median, r.best.median) for r in results if r.wins
+    ]
+    measured = [r.call for r in results if not r.failed]
+    _tuned.write(_tuned.path(), profile.name, driver, measured, entries, rates)
     kept = f"Kept in {_tuned.path()} for {profile.name}, driver {driver}; used from the next start of Python on."
     if arguments.json:
         versions = {"liger_ext": _load.cpu_facts.version, "torch": torch.__version__}
-        facts = {"device": profile.name, "driver": driver, **versions}
+        facts = {"device": profile.name, "driver": driver, **versions, "rates": asdict(rates) if rates else shown}
         print(json.dumps(facts | {"results": [asdict(r) | {"ratio": r.ratio} for r in results]}))
     else:
-        print(f"{table(results)}\n\n{summary(results)}\n{kept}")
-    return 1 if results and all(r.failed for r in results) else 0
+        print(f"{table(results)}\n\n{summary(results)}\n{shown}\n{kept}")
+    return 1 if rates is None or (results and all(r.failed for r in results)) else 0

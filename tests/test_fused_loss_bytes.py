@@ -67,7 +67,7 @@ def test_what_levels_and_budgets_choose(call, budgets):
     assert [c.bytes for c in in_order[:3]] == sorted(c.bytes for c in in_order[:3])
     assert levels["min"] == found[0]
     within = found
-    if profile := _loss_plan._devices[call.device].profile:
+    if profile := _loss_plan.device(call).profile:
         results = _loss_plan._results(call)
         within = [c for c in found if c.bytes <= results + profile.memory_bytes // 8] or found[:1]
     assert found[0].seconds <= 4 * found[-1].seconds
@@ -132,7 +132,7 @@ def test_a_trace_lists_what_a_plan_does():
     h100 = device_with(_C.profile("H100"))
     call = Call(1000, 64, 5000, bf16, bf16, bf16, h100)
     plan = _loss_plan.in_chunks(call, 256, 5000)
-    matmuls, kernels = _C.loss_trace(_loss_plan._traced(call), plan, *_loss_plan._devices[h100])
+    matmuls, kernels = _C.loss_trace(_loss_plan._traced(call), plan, *_loss_plan.device(call))
     of_dweight = [m for m in matmuls if m[0] + m[1] != 5256 and m[2] in (256, 232) and m[1] == 64]
     assert [(accumulates, times) for *_, accumulates, times in of_dweight[::2]] == [(False, 1), (True, 2), (True, 1)]
     assert sum(m * n * k * times for m, n, k, _, times in matmuls) == 3 * 1000 * 64 * 5000

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_ext import _C
+from liger_ext import _C, _tuned
 from liger_ext.ops._checks import accumulator, holds
 from liger_ext.ops._compile import assume_constant_result
 
@@ -91,6 +91,10 @@ class Level(str):
         return level
 
 
+def device(call: Call) -> Device:
+    return _devices[call.device]
+
+
 class Plan(NamedTuple):
     """How the gradients are made (``_C.Gradients``); how many rows, and how many classes, of logits exist at a time;
     with ``_C.Gradients.overlaid``, ``classes`` is for how many classes the gradient is stored."""
@@ -156,7 +160,7 @@ def _at_level(found: list[Choice], level: str, call: Call) -> Choice:
     beside the gradients are used by ``"auto"`` and ``"low"``."""
     if level == "min":
         return found[0]
-    profile = _devices[call.device].profile
+    profile = device(call).profile
     if profile is not None:
         most = _results(call) + profile.memory_bytes // _SHARE_OF_GPU
         found = [choice for choice in found if choice.bytes <= most] or found[:1]
@@ -178,7 +182,7 @@ def front(call: Call) -> list[Choice]:
     times as fast."""
     plans = candidates(call)
     needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + call.dx + call.dweight)
-    costs = _C.loss_costs(_traced(call), plans, *_devices[call.device])
+    costs = _C.loss_costs(_traced(call), plans, *device(call))
     choices = [
         Choice(each, _with_python(call, traced), seconds, multiplications > needed)
         for each, (traced, seconds, multiplications) in zip(plans, costs, strict=True)
@@ -194,7 +198,7 @@ def front(call: Call) -> list[Choice]:
 
 def bytes_of(call: Call, of: Plan) -> int:
     """The most memory that a plan takes beside the arguments at a time, results included."""
-    ((traced, _, _),) = _C.loss_costs(_traced(call), [of], *_devices[call.device])
+    ((traced, _, _),) = _C.loss_costs(_traced(call), [of], *device(call))
     return _with_python(call, traced)
 
 
@@ -351,7 +355,7 @@ def _bytes_in_graph(*call: object) -> tuple[int, int]:
     def traced(rows: int) -> int:
         some = of._replace(rows=rows)
         plan = in_chunks(some, _LEAST_ROWS, of.vocab)
-        return _C.loss_costs(_traced(some, in_place=False), [plan], *_devices[of.device])[0][0]
+        return _C.loss_costs(_traced(some, in_place=False), [plan], *device(of))[0][0]
 
     # The peak is the largest of several moments, each of which grows with the rows: with many rows a row takes most.
     of_row = -(-(traced(2 * of.rows) - traced(of.rows)) // of.rows)
@@ -369,8 +373,8 @@ def device_of(device: torch.device) -> int:
 
 @functools.cache
 def device_with(profile: _C.DeviceProfile | None) -> int:
-    """A GPU of this profile, which need not be here."""
-    _devices.append(Device(profile, _C.rates_of(profile)))
+    """A GPU of this profile, which need not be here; None: a CPU."""
+    _devices.append(Device(profile, _C.rates_of(None) if profile is None else _tuned.rates_of(profile)))
     return len(_devices) - 1
 
 

@@ -95,7 +95,7 @@ class Make:
 @dataclass(frozen=True)
 class Timed:
     """A row of the benchmarks: the op with ``options``, without gradients of ``frozen`` inputs, at ``sizes`` on a GPU
-    and ``small`` ones on a CPU. ``tuned``: ``tune --benchmark`` measures these sizes."""
+    and ``small`` ones on a CPU."""
 
     sizes: tuple[Size, ...]
     small: tuple[Size, ...]
@@ -104,7 +104,6 @@ class Timed:
     frozen: tuple[str, ...] = ()
     peers: bool = True  # other libraries' functions can do it, too
     other_dtype: tuple[str, ...] = ()  # inputs in float32, or in bfloat16 where the others are float32
-    tuned: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,11 +108,9 @@ def _record(
 
 
 _SIZES, _SMALL = sizes((8192, 11008), (8192, 14336), (8192, 8192)), sizes((2048, 1536), (1024, 11008))
-_EXACT = Timed(_SIZES[:1], _SMALL, {"approximate": "none"}, "exact", peers=False, tuned=False)
+_EXACT = Timed(_SIZES[:1], _SMALL, {"approximate": "none"}, "exact", peers=False)
 
 SWIGLU = _record("swiglu", swiglu_scales, _SWIGLU, Timed(_SIZES, _SMALL))
 GEGLU = _record("geglu", geglu_scales, _GEGLU, Timed(_SIZES, _SMALL), _EXACT)
-SWIGLU_PACKED = _record(
-    "swiglu_packed", swiglu_packed_scales, _SWIGLU, Timed(_SIZES[:1], _SMALL, tuned=False), kernels="swiglu"
-)
+SWIGLU_PACKED = _record("swiglu_packed", swiglu_packed_scales, _SWIGLU, Timed(_SIZES[:1], _SMALL), kernels="swiglu")
 GEGLU_PACKED = _record("geglu_packed", geglu_packed_scales, _GEGLU, kernels="geglu")

@@ -124,7 +124,7 @@ JSD = Record(
     moved=matrices(2, 3),
     timed=(
         Timed(sizes((4096, 128_256), (8192, 32_000), (4096, 151_936)), sizes((256, 49_152))),
-        Timed(sizes((4096, 128_256)), sizes((256, 49_152)), {"beta": 0.0}, "forward KL", peers=False, tuned=False),
+        Timed(sizes((4096, 128_256)), sizes((256, 49_152)), {"beta": 0.0}, "forward KL", peers=False),
     ),
     outputs=("loss",),
     constants=("log_p",),

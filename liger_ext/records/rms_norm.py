@@ -103,7 +103,7 @@ def _inputs(*rows: str) -> Callable[[Make, Size], dict[str, Any]]:
 
 
 _ALONE = sizes((16384, 576), (8192, 3072), (2048, 4096), (8192, 5120), (64, 4096), (1, 4096))
-_FROZEN = {"sizes": sizes((8192, 4096)), "small": sizes((2048, 4096)), "tuned": False}
+_FROZEN = {"sizes": sizes((8192, 4096)), "small": sizes((2048, 4096))}
 
 RMS_NORM = Record(
     name="rms_norm",

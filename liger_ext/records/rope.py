@@ -83,9 +83,7 @@ ROPE = Record(
             (_size(1, 2048, 9, 3, 64, 64), _size(1, 2048, 32, 8, 128, 128)),
         ),
         Timed((_size(4, 2048, 32, 8, 128, 64),), (), label="partial", peers=False),
-        Timed(
-            (_size(4, 2048, 32, 8, 128, 128),), (), {"layout": "interleaved"}, "interleaved", peers=False, tuned=False
-        ),
+        Timed((_size(4, 2048, 32, 8, 128, 128),), (), {"layout": "interleaved"}, "interleaved", peers=False),
     ),
     outputs=("out0", "out1"),
     constants=("cos", "sin"),
