@@ -215,8 +215,9 @@ def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
     keep(rates=RATES)
     _tuned.load()
     used, others = (gpu(monkeypatch, profile) for profile in (H200, _C.profile("A100")))
-    assert all(getattr(used.rates, name) == value for name, value in list(vars(RATES).items())[2:])
-    assert used.rates.measured and not others.rates.measured
+    used_rates, others_rates = (_loss_plan._devices[device].rates for device in (used, others))
+    assert all(getattr(used_rates, name) == value for name, value in list(vars(RATES).items())[2:])
+    assert used_rates.measured and not others_rates.measured
     calls = [_loss_plan.Call(512, 64, 1000, *[torch.bfloat16] * 3, device) for device in (others, used)]
     others_seconds, seconds = (_loss_plan.choose(call, "fast").seconds for call in calls)
     assert others_seconds < 0.01 < RATES.launch < seconds

@@ -9,6 +9,10 @@
 // A bias: a C in fp32 is first filled with the bias, and the product is added. For a C in 16 bits that would round twice, because cuBLAS
 // rounds the product before it adds; there cublasLt adds the bias in its epilogue, in fp32. It is given no workspace, since the one of
 // torch's handle belongs to cuBLAS, and therefore never splits k.
+//
+// A vocabulary that is no multiple of 8: cuBLAS takes kernels for unaligned 16-bit matrices if a dimension along which a matrix is
+// contiguous is none, whatever its stride. On one H100, x [8192, 2048] times a head of 49,155 classes takes 15.1 ms, of 49,152 2.1 ms, and
+// the gradient of x 12.1 instead of 2.1 ms. So such a product is two: of a multiple of 8, and of the rest.
 #include <algorithm>
 #include <limits>
 
@@ -185,10 +189,53 @@ bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, St
                    stream.handle) == 0;
 }
 
+// Element (row, col) of op(X) as the start of a matrix.
+Matrix from(const Matrix& x, int64_t row, int64_t col) {
+  const int64_t offset = x.transposed ? col * x.stride + row : row * x.stride + col;
+  return {static_cast<const char*>(x.data) + offset * size_of(x.dtype), x.stride, x.dtype, x.transposed};
+}
+const void* from(const void* data, int64_t elements, Dtype dtype) {
+  return data ? static_cast<const char*>(data) + elements * size_of(dtype) : nullptr;
+}
+
+// The products of which `op` consists, in their order; both are smaller. False if it is to be one.
+bool split(const Gemm& op, Gemm& first, Gemm& second) {
+  constexpr int64_t multiple = 8, worthwhile = 1024;
+  const auto unaligned = [](int64_t size) { return size > worthwhile && size % multiple != 0; };
+  const auto whole = [](int64_t size) { return size / multiple * multiple; };
+  if (size_of(op.a.dtype) != 2 || op.a.stride % multiple != 0 || op.b.stride % multiple != 0 || op.c_stride % multiple != 0) return false;
+  first = second = op;
+  if (unaligned(op.n)) {  // along which C is contiguous
+    first.n = whole(op.n);
+    second.n = op.n - first.n;
+    second.b = from(op.b, 0, first.n);
+    second.c = const_cast<void*>(from(op.c, first.n, op.c_dtype));
+    second.bias = from(op.bias, first.n, op.c_dtype);
+  } else if (op.a.transposed && unaligned(op.m)) {
+    first.m = whole(op.m);
+    second.m = op.m - first.m;
+    second.a = from(op.a, first.m, 0);
+    second.c = const_cast<void*>(from(op.c, first.m * op.c_stride, op.c_dtype));
+  } else if (!op.a.transposed && unaligned(op.k) && !op.bias) {  // the few terms first, since a 16-bit C rounds them
+    second.k = whole(op.k);
+    second.accumulate = true;
+    first.k = op.k - second.k;
+    first.a = from(op.a, 0, second.k);
+    first.b = from(op.b, second.k, 0);
+  } else {
+    return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 void gemm(const Gemm& op, Stream stream) {
   if (op.m == 0 || op.n == 0) return;
+  if (Gemm first, second; split(op, first, second)) {
+    gemm(first, stream);
+    return gemm(second, stream);
+  }
   static const Library library;
   require(op.a.dtype == op.b.dtype, "gemm: the two matrices must have one dtype");
   require(op.c_dtype == op.a.dtype || op.c_dtype == Dtype::f32, "gemm: the result must have the operands' dtype or be fp32");

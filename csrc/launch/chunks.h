@@ -121,7 +121,7 @@ inline OverlaidLayout best_overlaid_layout(int64_t rows, int64_t room, int64_t h
   static thread_local OverlaidLayout best;
   const Asked asked{rows, room, hidden, vocab, stored};
   if (last == asked) return best;
-  constexpr int64_t tried = 24;  // sizes
+  constexpr int64_t tried = 12;  // sizes
   constexpr double as_good = 1.004;  // the smallest size of those that are within this of the least cost
   const int64_t most = std::max<int64_t>(1, (stored < vocab ? vocab / 29 : vocab * 23 / 200) / 64), least = (most + 3) / 4;
   const int64_t step = std::max<int64_t>(1, (most - least) / tried);
