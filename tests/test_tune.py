@@ -61,7 +61,9 @@ HITS = [{}, {"rows": 8191}, {"rows": 4097}]
 MISSES = [{"rows": 4096}, {"rows": 8193}, {"cols": 4095}, {"vec": 4}, {"kernel": "layer_norm"}, {"heads": (1, 1, 1)}]
 
 
-@pytest.mark.parametrize("call", [*HITS, *MISSES, {"profile": _C.profile("H100")}], ids=lambda call: " ".join(call) or "same")
+@pytest.mark.parametrize(
+    "call", [*HITS, *MISSES, {"profile": _C.profile("H100")}], ids=lambda call: " ".join(call) or "same"
+)
 def test_an_entry_is_for_rows_up_to_a_power_of_two_and_else_exact(call):
     assert found(_tuned.pack([ENTRY]), **call) == _C.Knobs(threads=256 if call in HITS else 0)
 

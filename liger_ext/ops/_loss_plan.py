@@ -30,6 +30,7 @@ _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192,
 _PARTS = 16  # steps between storing the gradients that fit dweight's memory, and storing all
 _GRAPH_ROWS = 16_384  # for a graph, which may serve any number of rows
 _SLOWEST = 4  # times the least time: no memory is worth more
+_CHUNK_BYTES = 64 << 20  # of logits, where rows alone are cut: smaller chunks save too little
 _SHARE_OF_GPU = 8  # "fast" takes at most this part of a GPU's memory
 _PER_ROW, _ONCE = 64, 1 << 18  # allowances for what Python allocates: targets, a mask, results of all rows
 
@@ -246,7 +247,7 @@ def candidates(call: Call) -> list[Plan]:
 
 def can_overlay(call: Call) -> bool:
     """May the gradient of logits be stored in dweight's memory? A matmul has to write dweight's dtype."""
-    writable = call.weight in (call.compute, accumulator(call.compute))
+    writable = call.weight.is_floating_point and call.weight in (call.compute, accumulator(call.compute))
     return call.overlays and call.dweight and writable and call.rows * call.hidden > 0
 
 
@@ -273,36 +274,40 @@ def check_memory(memory: object) -> None:
 
 
 def chunk_rows(call: Call, level: str, at_once: bool = True) -> int:
-    """How many rows of logits may exist at a time at a level, for code that overlays nothing. at_once: may all?"""
-    return _chunk_rows(call._replace(overlays=False), level, at_once)
+    """How many rows of logits may exist at a time at a level, for code that overlays nothing; at least those of 64 MiB.
+    at_once: may all?"""
+    if level == SMALLEST:
+        return _LEAST_ROWS
+    return max(_chunk_rows(call._replace(overlays=False), str(level), at_once), _rows_in(call, _CHUNK_BYTES))
 
 
 @functools.lru_cache(maxsize=4096)
 def _chunk_rows(call: Call, level: str, at_once: bool) -> int:
-    if level == SMALLEST:
-        return _LEAST_ROWS
     found = [c for c in front(call) if c.plan.classes >= call.vocab and (at_once or c.plan.rows < call.rows)]
     return _at_level(found, level, call).plan.rows if found else max(call.rows, 1)
 
 
-def rows_of_logits(call: Call, memory: str | int) -> int:
+def rows_of_logits(call: Call, memory: str | int | Plan) -> int:
     """How many rows of logits may exist at a time for a head that is called for its logits. Its parameters are its own,
-    so it counts as a frozen head. A call of Python code is worth a chunk of 64 MiB. ``"min"`` is as ``"low"``, since
-    smaller chunks would save less than the head's other tensors take."""
+    so it counts as a frozen head. ``"min"`` is as ``"low"``, since smaller chunks would save less than the head's other
+    tensors take."""
     check_memory(memory)
+    if isinstance(memory, Plan):
+        return memory.rows
     call = call._replace(dweight=False, dbias=False)
     if isinstance(memory, str):
-        chunk = chunk_rows(call, "low" if memory == "min" else memory)
-        return chunk if memory == SMALLEST else min(call.rows, max(chunk, _rows_in(call, 64 << 20)))
+        return _C.equal_chunks(call.rows, chunk_rows(call, "low" if memory == "min" else memory))
     dx = call.rows * call.hidden * call.compute.itemsize if call.dx else 0
     return _C.equal_chunks(call.rows, _rows_in(call, int(memory) - 2 * dx))
 
 
-def shard_rows(call: Call, memory: str | int) -> int:
+def shard_rows(call: Call, memory: str | int | Plan) -> int:
     """How many rows of logits may exist at a time, of a vocabulary that is sharded over processes; ``call.vocab`` is
     the size of the largest shard. With all rows at once, the gradient of the logits is stored; else the backward
     recomputes them, so ``"low"`` is the least memory within 20 % of the fastest plan that does."""
     check_memory(memory)
+    if isinstance(memory, Plan):
+        return memory.rows
     if isinstance(memory, str):
         of = call._replace(per_row=True)
         return chunk_rows(of, "fast" if memory == "auto" else memory, at_once=memory in ("fast", "auto"))
