@@ -26,24 +26,44 @@ struct FusedLoss {
 // The members in the order of each op's schema (Named).
 struct ForwardOrder {
   using F = FusedLoss;
-  static constexpr std::tuple fields{&F::x, &F::weight, &F::target, &F::bias, &F::ce_weight, &F::normalizer, &F::ignore_index,
-                                     &F::reduction, &F::label_smoothing, &F::lse_square_scale, &F::softcap, &F::use_token_scaling,
-                                     &F::return_z_loss, &F::return_token_accuracy, &F::return_predicted_tokens, &F::accum_dtype,
-                                     &F::compute_dtype, &F::gradients, &F::chunk_rows, &F::chunk_classes, &F::need_dx, &F::need_dweight,
+  static constexpr std::tuple fields{&F::x,
+                                     &F::weight,
+                                     &F::target,
+                                     &F::bias,
+                                     &F::ce_weight,
+                                     &F::normalizer,
+                                     &F::ignore_index,
+                                     &F::reduction,
+                                     &F::label_smoothing,
+                                     &F::lse_square_scale,
+                                     &F::softcap,
+                                     &F::use_token_scaling,
+                                     &F::return_z_loss,
+                                     &F::return_token_accuracy,
+                                     &F::return_predicted_tokens,
+                                     &F::accum_dtype,
+                                     &F::compute_dtype,
+                                     &F::gradients,
+                                     &F::chunk_rows,
+                                     &F::chunk_classes,
+                                     &F::need_dx,
+                                     &F::need_dweight,
                                      &F::need_dbias};
 };
 struct BackwardOrder {
   using F = FusedLoss;
-  static constexpr std::tuple options{&F::ignore_index, &F::reduction, &F::label_smoothing, &F::lse_square_scale, &F::softcap,
-                                      &F::use_token_scaling, &F::accum_dtype, &F::compute_dtype, &F::gradients, &F::chunk_rows,
-                                      &F::chunk_classes, &F::need_dx, &F::need_dweight, &F::need_dbias};
-  static constexpr auto fields = std::tuple_cat(std::tuple{&F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight, &F::counts,
-                                                           &F::saved, &F::dx, &F::dweight, &F::dbias}, options);
+  static constexpr std::tuple options{&F::ignore_index,      &F::reduction,   &F::label_smoothing, &F::lse_square_scale, &F::softcap,
+                                      &F::use_token_scaling, &F::accum_dtype, &F::compute_dtype,   &F::gradients,        &F::chunk_rows,
+                                      &F::chunk_classes,     &F::need_dx,     &F::need_dweight,    &F::need_dbias};
+  static constexpr auto fields = std::tuple_cat(
+      std::tuple{&F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight, &F::counts, &F::saved, &F::dx, &F::dweight, &F::dbias},
+      options);
 };
 struct BackwardInPlaceOrder {
   using F = FusedLoss;
-  static constexpr auto fields = std::tuple_cat(std::tuple{&F::dweight, &F::saved, &F::dloss, &F::x, &F::weight, &F::target, &F::bias,
-                                                           &F::ce_weight, &F::counts, &F::dx, &F::dbias}, BackwardOrder::options);
+  static constexpr auto fields = std::tuple_cat(
+      std::tuple{&F::dweight, &F::saved, &F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight, &F::counts, &F::dx, &F::dbias},
+      BackwardOrder::options);
 };
 
 inline HeadDtypes check_fused_loss(const char* op, const FusedLoss& a) {
@@ -59,8 +79,8 @@ inline void check_fused_linear_cross_entropy(const FusedLoss& a) {
   const HeadDtypes dtypes = check_fused_loss(op, a);
   if (!a.normalizer) return;
   check_device(op, *a.normalizer, "normalizer", a.x, "x");
-  require(a.normalizer->numel() == 1 && type_of(*a.normalizer) == scalar_type(dtypes.acc), op,
-          ": normalizer must be one number of dtype ", dtype_name(scalar_type(dtypes.acc)));
+  require(a.normalizer->numel() == 1 && type_of(*a.normalizer) == scalar_type(dtypes.acc), op, ": normalizer must be one number of dtype ",
+          dtype_name(scalar_type(dtypes.acc)));
 }
 
 inline void check_fused_loss_gradients(const char* op, const FusedLoss& a) {

@@ -100,8 +100,8 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
               dtype_name(scalar_type(dtypes.compute)));
       return;
     case launch::Gradients::overlaid:
-      check_made(op, saved, "saved",
-                 {launch::overlaid_rest(rows, overlaid_room(hidden, weight_dtype, dtypes.compute), vocab, stored)}, dtypes.compute, x, "x");
+      check_made(op, saved, "saved", {launch::overlaid_rest(rows, overlaid_room(hidden, weight_dtype, dtypes.compute), vocab, stored)},
+                 dtypes.compute, x, "x");
       check_made(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
       return;
     case launch::Gradients::accumulated: {

@@ -8,8 +8,7 @@ namespace liger {
 
 // run(arguments...) calls `function` with a struct whose members Order::fields, a tuple of member pointers, have these values.
 template <class Order, auto function, class Fields = std::remove_cvref_t<decltype(Order::fields)>> struct Named;
-template <class Order, auto function, class Struct, class... Members>
-struct Named<Order, function, std::tuple<Members Struct::*...>> {
+template <class Order, auto function, class Struct, class... Members> struct Named<Order, function, std::tuple<Members Struct::*...>> {
   static auto run(Members... arguments) {
     Struct named;
     std::apply([&](auto... field) { ((named.*field = std::move(arguments)), ...); }, Order::fields);

@@ -103,5 +103,4 @@ template <const launch::Kernel& Of, class F> void with_logits(const launch::Laun
   });
 }
 
-
 }  // namespace liger::gpu

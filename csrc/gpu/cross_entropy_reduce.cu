@@ -212,8 +212,7 @@ void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
   }
   CountTargets::Args counting{.rows = op.rows, .counts = const_cast<float*>(static_cast<const float*>(op.counts))};
   if (op.counting) counting = args_of(*op.counting);
-  launch<SumLosses>(made,
-                    {counting, op.counting != nullptr, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
+  launch<SumLosses>(made, {counting, op.counting != nullptr, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
 }
 
 }  // namespace liger::gpu

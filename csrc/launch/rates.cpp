@@ -11,14 +11,14 @@ namespace liger::launch {
 namespace {
 
 struct Sheet {
-  const char* name;             // of a reference profile
+  const char* name;  // of a reference profile
   double tera_16, tera_32, tera_bytes;
 };
 constexpr Sheet sheets[] = {
-    {"V100", 125, 15.7, 0.9},      {"T4", 65, 8.1, 0.32},         {"RTX 3070", 40.6, 20.3, 0.448}, {"A100", 312, 19.5, 2.04},
-    {"L4", 121, 30.3, 0.3},        {"RTX 4090", 165, 82.6, 1.01}, {"H100", 989, 67, 3.35},         {"H200", 989, 67, 4.8},
-    {"B200", 2250, 75, 8},         {"RTX 5090", 209, 105, 1.79},  {"MI250X", 191, 24, 1.6},        {"MI300X", 1307, 163, 5.3},
-    {"MI355X", 2500, 157, 8},      {"RX 7900 XT", 103, 51.5, 0.8}, {"RX 9070 XT", 195, 48.7, 0.64},
+    {"V100", 125, 15.7, 0.9}, {"T4", 65, 8.1, 0.32},          {"RTX 3070", 40.6, 20.3, 0.448}, {"A100", 312, 19.5, 2.04},
+    {"L4", 121, 30.3, 0.3},   {"RTX 4090", 165, 82.6, 1.01},  {"H100", 989, 67, 3.35},         {"H200", 989, 67, 4.8},
+    {"B200", 2250, 75, 8},    {"RTX 5090", 209, 105, 1.79},   {"MI250X", 191, 24, 1.6},        {"MI300X", 1307, 163, 5.3},
+    {"MI355X", 2500, 157, 8}, {"RX 7900 XT", 103, 51.5, 0.8}, {"RX 9070 XT", 195, 48.7, 0.64},
 };
 constexpr double reached = 0.875, launch_seconds = 4e-6;
 
@@ -41,7 +41,11 @@ Rates rates_of(const DeviceProfile* gpu) {
     if (std::strcmp(sheet.name, nearest->name) != 0) continue;
     const double size = double(gpu->multiprocessors) / nearest->multiprocessors;
     const bool measured = std::strcmp(sheet.name, "H100") == 0 && gpu->multiprocessors == nearest->multiprocessors;
-    return {sheet.tera_16 * 1e12 * reached * size, sheet.tera_32 * 1e12 * reached * size, sheet.tera_bytes * 1e12 * size, launch_seconds, 0,
+    return {sheet.tera_16 * 1e12 * reached * size,
+            sheet.tera_32 * 1e12 * reached * size,
+            sheet.tera_bytes * 1e12 * size,
+            launch_seconds,
+            0,
             measured};
   }
   return {};

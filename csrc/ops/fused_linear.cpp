@@ -136,7 +136,8 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std
     if (schedule_.dbias) head_.bias_gradient(classes, head_.rows, gradient, row_grad_, bias_sum, false);
     head_.weight_gradient({0, classes.count}, head_.rows, gradient, x, to, dweight_alpha(), false);
   };
-  bool sets_aside = in_place_ && overlaid.layout.chunks[0].place == launch::OverlaidChunk::Place::dweight && !overlaid.layout.chunks[0].again;
+  bool sets_aside =
+      in_place_ && overlaid.layout.chunks[0].place == launch::OverlaidChunk::Place::dweight && !overlaid.layout.chunks[0].again;
   const Range first = {overlaid.layout.chunks[0].first, sets_aside ? overlaid.layout.chunks[0].classes : 0};
   overlaid.for_each_stored([&](Range classes, const MutableRows& gradient) {
     make_dweight(classes, readable(gradient), sets_aside ? aside : from_row(out, classes.first));

@@ -40,8 +40,7 @@ StatisticsResult statistics_op(Tensor x, Tensor weight, Tensor target, OptionalT
     const Range rows{first, std::min(schedule.rows, head.rows - first)};
     const MutableRows made{logits.data_ptr(), schedule.stride(), head.compute};
     head.logits(rows, head.all_classes(), made);
-    CrossEntropyLoss::VocabularyChunks(loss, rows, 1, nothing, nullptr, nothing, of_chunk,
-                                       part_of(best_class, 1, first, rows.count))
+    CrossEntropyLoss::VocabularyChunks(loss, rows, 1, nothing, nullptr, nothing, of_chunk, part_of(best_class, 1, first, rows.count))
         .statistics(0, head.all_classes(), made);
     copy_values(head, slots, rows.count, of_chunk.data_ptr(), rows.count, at(statistics.data_ptr(), first, head.acc), head.rows);
   }

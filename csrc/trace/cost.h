@@ -12,7 +12,7 @@
 
 namespace liger::trace {
 
-constexpr double overlap = 1.42;      // (a^p + b^p)^(1/p): 1 would be the sum of the times, infinity the longer one
+constexpr double overlap = 1.42;  // (a^p + b^p)^(1/p): 1 would be the sum of the times, infinity the longer one
 constexpr double accumulating = 2.1;  // the traffic of a result that is added to what is there, relative to one that is written
 constexpr double pass_traffic = 0.95;  // the part of a pass's bytes that the L2 cache does not save
 constexpr double matmul_launches = 4;  // a matmul begins and ends as slowly as so many other kernels

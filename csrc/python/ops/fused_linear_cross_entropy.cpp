@@ -23,7 +23,8 @@ const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::modu
         const SumSizes<Size> sizes(vocab, hidden, kernel_dtype(sum).value(), kernel_dtype(weight).value());
         return std::pair(sizes.memory, sizes.rest);
       },
-      py::arg("vocab"), py::arg("hidden"), py::arg("sum"), py::arg("weight"), "The sum of dweight: elements in dweight's memory, and of the rest.");
+      py::arg("vocab"), py::arg("hidden"), py::arg("sum"), py::arg("weight"),
+      "The sum of dweight: elements in dweight's memory, and of the rest.");
 });
 
 }  // namespace liger::python

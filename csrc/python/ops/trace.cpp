@@ -16,8 +16,8 @@ using PlanFields = std::tuple<int64_t, int64_t, int64_t>;
 
 LossPlan plan_of(const PlanFields& fields) { return {launch::Gradients(std::get<0>(fields)), std::get<1>(fields), std::get<2>(fields)}; }
 
-std::vector<std::tuple<int64_t, double, int64_t>> costs(const LossCall& call, const std::vector<PlanFields>& plans, const DeviceProfile* gpu,
-                                                        const Rates& rates) {
+std::vector<std::tuple<int64_t, double, int64_t>> costs(const LossCall& call, const std::vector<PlanFields>& plans,
+                                                        const DeviceProfile* gpu, const Rates& rates) {
   std::vector<std::tuple<int64_t, double, int64_t>> all;
   for (const PlanFields& plan : plans) {
     Recorder recorder(gpu, rates, false);
@@ -29,7 +29,7 @@ std::vector<std::tuple<int64_t, double, int64_t>> costs(const LossCall& call, co
 
 using MatmulFields = std::tuple<int64_t, int64_t, int64_t, bool, int64_t>;
 std::pair<std::vector<MatmulFields>, std::vector<std::pair<std::string, int64_t>>> lists(const LossCall& call, const PlanFields& plan,
-                                                                                       const DeviceProfile* gpu, const Rates& rates) {
+                                                                                         const DeviceProfile* gpu, const Rates& rates) {
   Recorder recorder(gpu, rates, true);
   trace_fused_loss(call, plan_of(plan), recorder);
   std::vector<MatmulFields> matmuls;
@@ -54,16 +54,16 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
   m.def("matmul_seconds", &trace::matmul_seconds, py::arg("rates"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("operand_bytes"),
         py::arg("result_bytes"), py::arg("accumulates"), "The estimated time of a matmul (csrc/trace/cost.h).");
   py::class_<LossCall>(m, "LossCall", "A call of the fused loss, as far as its plan depends on it (csrc/trace/fused_loss.h).")
-      .def(py::init([](int64_t rows, int64_t hidden, int64_t vocab, const ScalarType& compute, const ScalarType& x, const ScalarType& weight,
-                       const std::optional<ScalarType>& bias, const std::optional<ScalarType>& class_weight,
+      .def(py::init([](int64_t rows, int64_t hidden, int64_t vocab, const ScalarType& compute, const ScalarType& x,
+                       const ScalarType& weight, const std::optional<ScalarType>& bias, const std::optional<ScalarType>& class_weight,
                        const std::optional<ScalarType>& sum, bool dx, bool dweight, bool dbias, bool per_row, bool label_smoothing,
                        bool softcap, bool token_scaling, bool z_loss, bool token_accuracy, bool predicted_tokens, bool in_place) {
         // A dtype that no kernel takes: the op raises an error, whatever its plan.
         const auto known = [](const ScalarType& type) { return kernel_dtype(type).value_or(Dtype::f32); };
         const auto of = [](const std::optional<ScalarType>& type) { return type ? kernel_dtype(*type) : std::optional<Dtype>(); };
-        return LossCall{rows,        hidden,          vocab,   known(compute), known(x),
-                        known(weight), of(bias), of(class_weight), of(sum), dx, dweight, dbias, per_row, label_smoothing,
-                        softcap,     token_scaling,   z_loss,  token_accuracy, predicted_tokens, in_place};
+        return LossCall{
+            rows,    hidden, vocab,   known(compute),  known(x), known(weight), of(bias), of(class_weight), of(sum),          dx,
+            dweight, dbias,  per_row, label_smoothing, softcap,  token_scaling, z_loss,   token_accuracy,   predicted_tokens, in_place};
       }));
   m.def("loss_costs", &costs, py::arg("call"), py::arg("plans"), py::arg("gpu").none(true), py::arg("rates"),
         "For each plan (gradients, rows, classes): peak bytes beside the arguments, estimated seconds, and the multiplications of all "
