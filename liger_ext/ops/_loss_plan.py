@@ -31,7 +31,7 @@ _PARTS = 16  # steps between storing the gradients that fit dweight's memory, an
 _GRAPH_ROWS = 16_384  # for a graph, which may serve any number of rows
 _SLOWEST = 4  # times the least time: no memory is worth more
 _CHUNK_BYTES = 64 << 20  # of logits, where rows alone are cut: smaller chunks save too little
-_SHARE_OF_GPU = 8  # "fast" takes at most this part of a GPU's memory
+_SHARE_OF_GPU = 8  # the levels but "min" take at most this part of a GPU's memory beside the gradients
 _PER_ROW, _ONCE = 64, 1 << 18  # allowances for what Python allocates: targets, a mask, results of all rows
 
 
@@ -119,8 +119,7 @@ def plan(call: Call, memory: str | int | Plan) -> Plan:
     """What the call does at a level of ``memory``, one of ``LEVELS``, or within a number of bytes.
 
     It does not depend on a number of rows that is unknown while a graph is compiled, so that one graph serves every
-    batch. A Plan is for tests: it is taken as far as it fits the
-    gradients that are wanted.
+    batch. A Plan is for tests: it is taken as far as it fits the gradients that are wanted.
 
     Raises:
         ValueError: ``memory`` is no level and no positive number, or fewer bytes than the call can do with.
@@ -374,7 +373,7 @@ def _bytes_in_graph(*call: object) -> tuple[int, int]:
 @assume_constant_result
 def device_of(device: torch.device) -> int:
     """The device that tensors are on."""
-    return _gpu(device.index) if device.type == "cuda" else _cpu()
+    return _gpu(device.index) if device.type == "cuda" else device_with(None)
 
 
 @functools.cache
@@ -396,11 +395,6 @@ def _gpu(index: int | None) -> int:
     return device_with(profile)
 
 
-def _cpu() -> int:
-    return device_with(None)
-
-
 def padded_vocab(vocab_size: int) -> int:
     """``_C.padded_vocab`` of a size that may be symbolic: the elements from one row of logits to the next."""
-    multiple = 64
-    return (vocab_size + multiple - 1) // multiple * multiple
+    return (vocab_size + 63) // 64 * 64
