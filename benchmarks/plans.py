@@ -18,7 +18,8 @@ import liger_ext.functional as LF
 from liger_ext import _C
 from liger_ext._loss_report import matmul_seconds
 from liger_ext._timing import Timing, failure
-from liger_ext.ops._loss_plan import LEVELS, Call, Choice, choose, device_of, front
+from liger_ext.ops._loss_devices import device_of
+from liger_ext.ops._loss_plan import LEVELS, Call, Choice, choose, front
 
 from . import flce, suite
 from .timing import free_at_once, peak_mib, time_cpu
@@ -89,7 +90,7 @@ SHAPES_CPU = [
     Shape("tiny b", 64, 32, 2048, per_row=True, autocast=True),
 ]
 SECONDS = 0.5  # of a GPU, for the time of a point
-APART = 1.03  # a point whose time, or memory, is so many times another's is worse than it
+APART = 1.03  # the ratio of two times, or memories, from which one counts as worse
 OURS = "liger_ext"
 
 
@@ -111,15 +112,14 @@ class Result:
 
 
 def call_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Call:
-    """What the op asks the plan for."""
+    """The call by which the op chooses its plan."""
     stored, compute = (torch.float32, torch.bfloat16) if shape.autocast else (dtype, dtype)
     sizes = shape.rows, shape.hidden, shape.vocab
     return Call(*sizes, compute, stored, stored, device_of(device), per_row=shape.per_row)
 
 
 def points_of(call: Call) -> dict[str, tuple[str | int, Choice]]:
-    """What is given as ``memory``, and the plan that it picks: each level, and two numbers of bytes whose plans no
-    level picks."""
+    """The values of ``memory`` to time, each with its plan: every level, and two numbers of bytes between them."""
     chosen = {level: choose(call, level) for level in LEVELS}
     found: dict[str, tuple[str | int, Choice]] = {}
     for level, choice in chosen.items():
@@ -180,7 +180,7 @@ def _measured(shape: Shape, settings: suite.Settings, peers: dict[str, Callable]
     return result
 
 
-# What comes of it -----------------------------------------------------------------------------------------------------
+# Tables and pictures
 
 
 def _measured_points(result: Result) -> list[str]:

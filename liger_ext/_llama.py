@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from . import _C
-from .ops._loss_plan import LEVELS, Call, choose, device_with
+from .ops._loss_devices import device_with
+from .ops._loss_plan import LEVELS, Call, choose
 from .records import RECORDS
 
 TOKENS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 8192, 4096, 14_336, 32, 8, 128, 128_256
@@ -25,11 +26,6 @@ def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]
         if record.kernels == record.name:
             for name in (record.name, f"{record.name}_backward"):
                 yield name, record.plans(profile, record.llama, DTYPE, name)
-
-
-def call_of(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:
-    """A training step's call of the fused loss."""
-    return Call(tokens, hidden, vocab, dtype, dtype, dtype, device_with(profile))
 
 
 def fused_loss_bytes(call: Call, memory: str | int) -> int:
@@ -61,7 +57,7 @@ def tokens_at_each_level(profile: _C.DeviceProfile, free: int) -> dict[str, dict
     used, and "bytes" that the call of ``SHAPE`` takes, and "tokens", the largest count that the fused loss takes at
     Llama's sizes on this GPU, of whose memory ``free`` bytes can be had."""
     found = {}
-    call = call_of(TOKENS, HIDDEN, VOCAB, DTYPE, profile)
+    call = Call.of(TOKENS, HIDDEN, VOCAB, DTYPE, device_with(profile))
     for level in LEVELS:
         chosen = choose(call, level).plan
         found[level] = {

@@ -8,12 +8,11 @@ import json
 import math
 from typing import Any
 
-import torch
-
 from . import _C
-from .ops._loss_plan import LEVELS, Call, Choice, choose, device, device_with, front
+from .ops._loss_devices import device_with
+from .ops._loss_plan import LEVELS, Call, Choice, choose, device, front
+from .tune import DTYPES
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REDUCTIONS = ("mean", "none")
 _MOST = 10**9  # of rows, columns or classes
 
@@ -36,7 +35,7 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
         if not 1 <= size <= _MOST:
             raise ValueError(f"argument --loss: {name} is {size}, expected 1 to {_MOST:,}")
     dtype = DTYPES[chosen.dtype]
-    call = Call(*chosen.loss, dtype, dtype, dtype, device_with(profile), per_row=chosen.reduction == "none")
+    call = Call.of(*chosen.loss, dtype, device_with(profile), per_row=chosen.reduction == "none")
     found = {
         **dict(zip(("rows", "hidden", "vocab"), chosen.loss, strict=True)),
         "dtype": chosen.dtype,

@@ -11,7 +11,8 @@ from benchmarks import __main__ as cli
 from benchmarks import flce, host, memory, plans, rows, suite, timing
 from liger_ext import _C
 from liger_ext._timing import Timing
-from liger_ext.ops._loss_plan import LEVELS, bytes_of, choose, device_with
+from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_plan import LEVELS, choose, costs
 
 PROVIDERS = {
     "rows": ["liger_ext", "torch"],
@@ -147,7 +148,7 @@ def test_points_of_a_shape(shape, monkeypatch):
     assert sorted(named) == sorted(LEVELS)
     assert all(choose(call, memory) == choice for memory, choice in points.values())
     assert len({choice.plan for _, choice in points.values()}) == len(points)
-    assert all(choice.bytes == bytes_of(call, choice.plan) for _, choice in points.values())
+    assert all(choice.bytes == costs(call, [choice.plan])[0].bytes for _, choice in points.values())
 
 
 def a_result(**points):

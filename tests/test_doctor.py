@@ -13,7 +13,8 @@ from cases import python
 
 import liger_ext
 from liger_ext import _C, _devices, _fit, _llama, _load, _loss_report, doctor, functional
-from liger_ext.ops._loss_plan import Choice, Plan, choose
+from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_plan import Call, Choice, Plan, choose
 
 
 @pytest.fixture
@@ -295,7 +296,7 @@ def test_a_loss_that_cannot_be(arguments, words, capsys):
 @pytest.mark.parametrize("free", [1 << 20, 1 << 31, 1 << 33, 1 << 36, 3 << 36])
 @pytest.mark.parametrize("memory", ["fast", "auto", "low", "min"])
 def test_most_tokens(free, memory):
-    call = _llama.call_of(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, _C.profile("H200"))
+    call = Call.of(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, device_with(_C.profile("H200")))
     most = _llama.most_tokens(call, memory, free)
     assert most == 0 or _llama.fused_loss_bytes(call._replace(rows=most), memory) <= free
     assert _llama.fused_loss_bytes(call._replace(rows=most + 1), memory) > free
@@ -307,7 +308,7 @@ def test_most_tokens(free, memory):
 def test_bytes_of_the_fused_loss_are_what_it_takes(tokens, memory):
     """At once, overlaid, and in chunks: the allocator's peak of a step."""
     hidden, vocab, dtype = 512, 32_000, torch.bfloat16
-    call = _llama.call_of(tokens, hidden, vocab, dtype, _devices.running_profile(0))
+    call = Call.of(tokens, hidden, vocab, dtype, device_with(_devices.running_profile(0)))
 
     def step():
         x, weight = (torch.randn(n, hidden, device="cuda").to(dtype).requires_grad_() for n in (tokens, vocab))

@@ -13,7 +13,8 @@ from test_cross_entropy import draw_target, draw_weight, loss_options
 
 from liger_ext import _C
 from liger_ext import functional as F
-from liger_ext.ops._loss_plan import SMALLEST, Call, Plan, device_of, plan
+from liger_ext.ops._loss_devices import device_of
+from liger_ext.ops._loss_plan import SMALLEST, Call, Plan, plan
 from liger_ext.testing import judge
 
 # memory: everything at once; chunks of 128 rows

@@ -12,7 +12,7 @@ from cases import python
 
 from liger_ext import _C, _devices, _load, _timing, _tuned, doctor, tune
 from liger_ext._timing import Timing
-from liger_ext.ops import _loss_plan
+from liger_ext.ops import _loss_devices, _loss_plan
 from liger_ext.records import Size
 
 H200 = _C.profile("H200")
@@ -209,7 +209,7 @@ def test_the_doctor_says_what_is_in_use(file, monkeypatch):
 
 def gpu(monkeypatch, profile):
     monkeypatch.setattr(_devices, "running_profile", lambda index: profile)
-    return _loss_plan._gpu.__wrapped__(0)
+    return _loss_devices._gpu.__wrapped__(0)
 
 
 def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
@@ -217,7 +217,7 @@ def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
     keep(rates=RATES)
     _tuned.load()
     used, others = (gpu(monkeypatch, profile) for profile in (H200, _C.profile("A100")))
-    used_rates, others_rates = (_loss_plan._devices[device].rates for device in (used, others))
+    used_rates, others_rates = (_loss_devices.DEVICES[device].rates for device in (used, others))
     assert all(getattr(used_rates, name) == value for name, value in list(vars(RATES).items())[2:])
     assert used_rates.measured and not others_rates.measured
     calls = [_loss_plan.Call(512, 64, 1000, *[torch.bfloat16] * 3, device) for device in (others, used)]

@@ -89,11 +89,6 @@ void addmm(const Operand& out, const Operand& self, const Operand& a, const Oper
   check(aoti_torch_cpu_addmm_out(out, self, a, b, beta, alpha), "aoti_torch_cpu_addmm_out");
 }
 
-Matrix tile_of(const Matrix& x, int64_t row, int64_t col) {
-  const int64_t offset = x.transposed ? col * x.stride + row : row * x.stride + col;
-  return {static_cast<const char*>(x.data) + offset * size_of(x.dtype), x.stride, x.dtype, x.transposed};
-}
-
 // to = from in to's dtype; both as they are stored.
 void convert(const Matrix& from, const Matrix& to, int64_t rows, int64_t cols) {
   scale_cast({rows, cols, {from.data, from.stride, from.dtype}, {const_cast<void*>(to.data), to.stride, to.dtype}, nullptr, {}}, {});

@@ -189,15 +189,6 @@ bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, St
                    stream.handle) == 0;
 }
 
-// Element (row, col) of op(X) as the start of a matrix.
-Matrix from(const Matrix& x, int64_t row, int64_t col) {
-  const int64_t offset = x.transposed ? col * x.stride + row : row * x.stride + col;
-  return {static_cast<const char*>(x.data) + offset * size_of(x.dtype), x.stride, x.dtype, x.transposed};
-}
-const void* from(const void* data, int64_t elements, Dtype dtype) {
-  return data ? static_cast<const char*>(data) + elements * size_of(dtype) : nullptr;
-}
-
 // The products of which `op` consists, in their order; both are smaller. False if it is to be one.
 bool split(const Gemm& op, Gemm& first, Gemm& second) {
   constexpr int64_t multiple = 8, worthwhile = 1024;
@@ -208,20 +199,20 @@ bool split(const Gemm& op, Gemm& first, Gemm& second) {
   if (unaligned(op.n)) {  // along which C is contiguous
     first.n = whole(op.n);
     second.n = op.n - first.n;
-    second.b = from(op.b, 0, first.n);
-    second.c = const_cast<void*>(from(op.c, first.n, op.c_dtype));
-    second.bias = from(op.bias, first.n, op.c_dtype);
+    second.b = tile_of(op.b, 0, first.n);
+    second.c = at(op.c, first.n, op.c_dtype);
+    second.bias = at(op.bias, first.n, op.c_dtype);
   } else if (op.a.transposed && unaligned(op.m)) {
     first.m = whole(op.m);
     second.m = op.m - first.m;
-    second.a = from(op.a, first.m, 0);
-    second.c = const_cast<void*>(from(op.c, first.m * op.c_stride, op.c_dtype));
+    second.a = tile_of(op.a, first.m, 0);
+    second.c = at(op.c, first.m * op.c_stride, op.c_dtype);
   } else if (!op.a.transposed && unaligned(op.k) && !op.bias) {  // the few terms first, since a 16-bit C rounds them
     second.k = whole(op.k);
     second.accumulate = true;
     first.k = op.k - second.k;
-    first.a = from(op.a, 0, second.k);
-    first.b = from(op.b, second.k, 0);
+    first.a = tile_of(op.a, 0, second.k);
+    first.b = tile_of(op.b, second.k, 0);
   } else {
     return false;
   }

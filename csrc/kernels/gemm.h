@@ -12,6 +12,11 @@ struct Matrix {
   bool transposed;      // op(X) is the transpose of what is stored
 };
 
+// The part of op(X) that begins at this row and column.
+inline Matrix tile_of(const Matrix& x, int64_t row, int64_t col) {
+  return {at(x.data, x.transposed ? col * x.stride + row : row * x.stride + col, x.dtype), x.stride, x.dtype, x.transposed};
+}
+
 struct Gemm {
   int64_t m, n, k;
   Matrix a, b;          // one dtype

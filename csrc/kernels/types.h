@@ -4,6 +4,7 @@
 // implements in namespace liger::LIGER_BACKEND (cpu or gpu, set by the build). Strides are in elements.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #ifndef LIGER_BACKEND
 #error "LIGER_BACKEND is cpu or gpu: the build sets it"
@@ -20,6 +21,12 @@ constexpr Dtype accumulator(Dtype dtype) { return dtype == Dtype::f64 ? Dtype::f
 
 // torch.promote_types for the floating types: equal types stay, two different 16-bit ones meet in fp32.
 constexpr Dtype promote(Dtype a, Dtype b) { return a == b ? a : a == Dtype::f64 || b == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
+
+// The address `elements` further; of no data, no data.
+template <class Data> Data* at(Data* data, int64_t elements, Dtype dtype) {
+  using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
+  return data ? static_cast<Byte*>(data) + elements * size_of(dtype) : nullptr;
+}
 
 // Where the work is queued. The CPU ignores it.
 struct Stream {

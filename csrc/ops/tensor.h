@@ -46,12 +46,6 @@ Vector vector_of(const OptionalTensor& t);            // contiguous; data nullpt
 Tensor contiguous(const Scope& scope, const Tensor& t);   // itself, or a copy
 OptionalTensor contiguous(const Scope& scope, const OptionalTensor& t);
 
-// The address `elements` further; of no data, no data.
-template <class Data> Data* at(Data* data, int64_t elements, Dtype dtype) {
-  using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
-  return data ? static_cast<Byte*>(data) + elements * size_of(dtype) : nullptr;
-}
-
 struct Range {
   int64_t first, count;
 };

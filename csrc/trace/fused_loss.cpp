@@ -4,7 +4,7 @@
 
 namespace liger::trace {
 
-void trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& recorder, void (*after_forward)(Recorder&)) {
+size_t trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& recorder) {
   const auto tensor = [&](std::initializer_list<int64_t> sizes, ScalarType type) {
     std::array<int64_t, 2> strides{1, 1};
     if (sizes.size() == 2) strides[0] = sizes.begin()[1];
@@ -41,18 +41,19 @@ void trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& reco
   of.need_dbias = call.dbias;
 
   const FusedLossResults made = fused_loss(of);
-  if (after_forward) after_forward(recorder);
-  if (plan.gradients == launch::Gradients::none) return;
+  const size_t of_forward = recorder.kernels.size();
+  if (plan.gradients == launch::Gradients::none) return of_forward;
   of.counts = made.counts;
   of.saved = made.saved;
   of.dx = made.dx;
   of.dweight = made.dweight;
   of.dbias = made.dbias;
-  // What autograd brings: one number, or one for each row, of which ignored ones are replaced by 0.
+  // Autograd passes the gradient of the loss: one number, or a copy with one number for each row.
   const ScalarType loss_type = scalar_type(accumulator(call.compute));
   of.dloss = call.per_row ? tensor({call.rows}, loss_type) : tensor({}, loss_type);
   const bool sums = plan.gradients == launch::Gradients::accumulated || plan.gradients == launch::Gradients::overlaid;
   fused_loss_gradients(of, call.in_place && sums && call.dweight);
+  return of_forward;
 }
 
 }  // namespace liger::trace

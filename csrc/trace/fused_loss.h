@@ -26,8 +26,8 @@ struct LossPlan {
   int64_t rows = 1, classes = 1;
 };
 
-// Records the forward and, if a gradient is wanted, the backward. The arguments do not count as allocated. after_forward(), if there is
-// one, runs between the two.
-void trace_fused_loss(const LossCall&, const LossPlan&, Recorder&, void (*after_forward)(Recorder&) = nullptr);
+// Records the forward and, if a gradient is wanted, the backward. The arguments do not count as allocated. Returns how many kernels the
+// recorder lists for the forward.
+size_t trace_fused_loss(const LossCall&, const LossPlan&, Recorder&);
 
 }  // namespace liger::trace

@@ -32,8 +32,7 @@ Launches traced(const DeviceProfile& device, const Call& call, bool backward) {
   const Rates rates = rates_of(&device);
   trace::Recorder recorder(&device, rates, true);
   recorder.knobs = &call.knobs;
-  static thread_local size_t of_forward;
-  trace_fused_loss(of, plan_of(call, of), recorder, [](trace::Recorder& made) { of_forward = made.kernels.size(); });
+  const size_t of_forward = trace_fused_loss(of, plan_of(call, of), recorder);
   Launches out;
   const auto& all = recorder.kernels;
   for (size_t i = backward ? of_forward : 0; i < (backward ? all.size() : of_forward); ++i) out.push_back(all[i].launch);

@@ -17,11 +17,12 @@ template <class Launch> void pass(Stream stream, int64_t bytes, Launch launch) {
   recorder.seconds += double(recorder.times) * pass_seconds(recorder.rates, double(bytes));
   if (recorder.lists && recorder.gpu) recorder.kernels.push_back({launch(*recorder.gpu, recorder.knobs), recorder.times});
 }
-template <class Op> auto launch_with_knobs(const Op& op) {
-  return [&op](const launch::DeviceProfile& device, const launch::Knobs* knobs) { return launch::launch_of(device, op, knobs); };
-}
+// The launch of an op, with the recorder's knobs if it takes knobs.
 template <class Op> auto launch(const Op& op) {
-  return [&op](const launch::DeviceProfile& device, const launch::Knobs*) { return launch::launch_of(device, op); };
+  return [&op](const launch::DeviceProfile& device, const launch::Knobs* knobs) {
+    if constexpr (requires { launch::launch_of(device, op, knobs); }) return launch::launch_of(device, op, knobs);
+    else return launch::launch_of(device, op);
+  };
 }
 int64_t matrix_bytes(const CrossEntropyRows& row, Dtype dtype) { return row.rows * row.vocab * size_of(dtype); }
 
@@ -30,15 +31,15 @@ int64_t matrix_bytes(const CrossEntropyRows& row, Dtype dtype) { return row.rows
 void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) { pass(stream, op.rows * 8, launch(op)); }
 
 void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
-  if (op.rows * op.vocab > 0) pass(stream, matrix_bytes(op, op.logits.dtype), launch_with_knobs(op));
+  if (op.rows * op.vocab > 0) pass(stream, matrix_bytes(op, op.logits.dtype), launch(op));
 }
 
 void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
-  if (op.rows * op.vocab > 0) pass(stream, 2 * op.rows * op.vocab * size_of(op.logits.dtype), launch_with_knobs(op));
+  if (op.rows * op.vocab > 0) pass(stream, 2 * op.rows * op.vocab * size_of(op.logits.dtype), launch(op));
 }
 
 void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
-  if (op.row.rows * op.row.vocab > 0) pass(stream, 2 * matrix_bytes(op.row, op.row.logits.dtype), launch_with_knobs(op));
+  if (op.row.rows * op.row.vocab > 0) pass(stream, 2 * matrix_bytes(op.row, op.row.logits.dtype), launch(op));
 }
 
 bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {

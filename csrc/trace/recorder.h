@@ -1,4 +1,4 @@
-// What a call of an op allocates, multiplies and launches, recorded without running it.
+// Records the allocations, matmuls and kernel launches of an op without running it.
 //
 // The sources of ops/ for the fused loss are compiled a third time with tensors that have no data (trace/tensor.h) and kernels that record
 // their call (kernels.cpp). So the memory, the time and the launches of a plan follow from the code that runs it, on any machine.
@@ -16,7 +16,8 @@ class Recorder {
   // gpu: null for a CPU. lists: keep the lists below, too; without them a trace takes a few microseconds.
   Recorder(const launch::DeviceProfile* gpu, const launch::Rates& rates, bool lists) : gpu(gpu), rates(rates), lists(lists) {}
 
-  struct Matmul {  // [m, k] x [k, n], in 16 bits or not, into a result of so many bytes an element, which is added to what is there
+  // A matrix product [m, k] x [k, n]. The bytes are those of an element. accumulates: the product is added to the result's old values.
+  struct Matmul {
     int64_t m, n, k, operand_bytes, result_bytes;
     bool accumulates;
     int64_t times;
@@ -30,7 +31,7 @@ class Recorder {
   const launch::Rates& rates;
   const launch::Knobs* knobs = nullptr;
   const bool lists;
-  int64_t times = 1;  // what is recorded now is for so many equal chunks
+  int64_t times = 1;  // the number of equal chunks that the next events stand for
 
   int64_t live = 0, peak = 0;  // bytes
   int64_t multiplications = 0;  // of all matmuls: the sum of m * n * k

@@ -12,7 +12,8 @@ from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.calls import is_called_bare
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._loss_plan import Call, device_of, rows_of_logits
+from liger_ext.ops._loss_devices import device_of
+from liger_ext.ops._loss_plan import Call, rows_of_logits
 
 # Of PEFT's adapters, those known to do with a row of hidden states what they would do with it alone: Lily, for one,
 # takes a mean of the rows of a call.
@@ -34,7 +35,7 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
         return None
     rows, hidden = hidden_states.shape
     dtype, device = hidden_states.dtype, device_of(hidden_states.device)
-    chunk = rows_of_logits(Call(rows, hidden, vocab, dtype, dtype, dtype, device), "auto" if memory is None else memory)
+    chunk = rows_of_logits(Call.of(rows, hidden, vocab, dtype, device), "auto" if memory is None else memory)
     return chunk if chunk < rows else None
 
 

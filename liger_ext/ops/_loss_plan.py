@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from liger_ext import _C, _tuned
+from liger_ext import _C
 from liger_ext.ops._checks import accumulator, holds
 from liger_ext.ops._compile import assume_constant_result
+from liger_ext.ops._loss_devices import DEVICES, Device
 
 LEVELS = ("fast", "auto", "low", "min")
 SMALLEST = "smallest chunks"  # a level for tests: 128 rows, and 1,024 classes where sizes are known
@@ -32,17 +33,8 @@ _GRAPH_ROWS = 16_384  # for a graph, which may serve any number of rows
 _SLOWEST = 4  # times the least time: no memory is worth more
 _CHUNK_BYTES = 64 << 20  # of logits, where rows alone are cut: smaller chunks save too little
 _SHARE_OF_GPU = 8  # the levels but "min" take at most this part of a GPU's memory beside the gradients
+_ROW_MULTIPLE = _C.padded_vocab(1)
 _PER_ROW, _ONCE = 64, 1 << 18  # allowances for what Python allocates: targets, a mask, results of all rows
-
-
-class Device(NamedTuple):
-    """``profile``: None for a CPU."""
-
-    profile: _C.DeviceProfile | None
-    rates: _C.Rates
-
-
-_devices: list[Device] = []  # a call has the index of its device, which a graph can take for a constant
 
 
 class Call(NamedTuple):
@@ -80,6 +72,11 @@ class Call(NamedTuple):
     copies: int = 0
     free: int = 0
 
+    @classmethod
+    def of(cls, rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: int, **facts: object) -> Call:
+        """A call whose tensors have one dtype."""
+        return cls(rows, hidden, vocab, dtype, dtype, dtype, device, **facts)
+
 
 class Level(str):
     """A level of ``memory`` for a call with ``free`` bytes (``Call.free``)."""
@@ -93,7 +90,7 @@ class Level(str):
 
 
 def device(call: Call) -> Device:
-    return _devices[call.device]
+    return DEVICES[call.device]
 
 
 class Plan(NamedTuple):
@@ -128,10 +125,10 @@ def plan(call: Call, memory: str | int | Plan) -> Plan:
     if isinstance(memory, Plan):
         overlaid = memory.gradients == _OVERLAID and can_overlay(call)
         return memory if overlaid else in_chunks(call, memory.rows, min(memory.classes, call.vocab))
+    known = type(call.rows) is int and not torch.compiler.is_compiling()
     if memory == SMALLEST:
-        known = type(call.rows) is int and not torch.compiler.is_compiling()
         return in_chunks(call, _LEAST_ROWS, min(_LEAST_CLASSES, call.vocab) if known else call.vocab)
-    if type(call.rows) is int and not torch.compiler.is_compiling():
+    if known:
         if isinstance(memory, Level):
             call = call._replace(free=memory.free)
         return choose(call, memory if isinstance(memory, str) else int(memory)).plan
@@ -180,13 +177,7 @@ def _least_memory(found: list[Choice], times: float) -> Choice:
 def front(call: Call) -> list[Choice]:
     """The candidates that no other beats in memory and time, from the smallest to the fastest, which is at most four
     times as fast."""
-    plans = candidates(call)
-    needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + call.dx + call.dweight)
-    costs = _C.loss_costs(_traced(call), plans, *device(call))
-    choices = [
-        Choice(each, _with_python(call, traced), seconds, multiplications > needed)
-        for each, (traced, seconds, multiplications) in zip(plans, costs, strict=True)
-    ]
+    choices = costs(call, candidates(call))
     slowest = _SLOWEST * min(choice.seconds for choice in choices)
     choices = [choice for choice in choices if choice.seconds <= slowest]
     found: list[Choice] = []
@@ -196,10 +187,14 @@ def front(call: Call) -> list[Choice]:
     return found
 
 
-def bytes_of(call: Call, of: Plan) -> int:
-    """The most memory that a plan takes beside the arguments at a time, results included."""
-    ((traced, _, _),) = _C.loss_costs(_traced(call), [of], *device(call))
-    return _with_python(call, traced)
+def costs(call: Call, plans: list[Plan]) -> list[Choice]:
+    """The memory and the time of each plan."""
+    needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + call.dx + call.dweight)
+    traces = _C.loss_costs(_traced(call), plans, *device(call))
+    return [
+        Choice(each, _with_python(call, traced), seconds, multiplications > needed)
+        for each, (traced, seconds, multiplications) in zip(plans, traces, strict=True)
+    ]
 
 
 def _with_python(call: Call, traced: int) -> int:
@@ -296,8 +291,7 @@ def rows_of_logits(call: Call, memory: str | int | Plan) -> int:
     call = call._replace(dweight=False, dbias=False)
     if isinstance(memory, str):
         return _C.equal_chunks(call.rows, chunk_rows(call, "low" if memory == "min" else memory))
-    dx = call.rows * call.hidden * call.compute.itemsize if call.dx else 0
-    return _C.equal_chunks(call.rows, _rows_in(call, int(memory) - 2 * dx))
+    return _C.equal_chunks(call.rows, _rows_in(call, int(memory) - 2 * _dx_bytes(call)))
 
 
 def shard_rows(call: Call, memory: str | int | Plan) -> int:
@@ -311,8 +305,11 @@ def shard_rows(call: Call, memory: str | int | Plan) -> int:
         of = call._replace(per_row=True)
         return chunk_rows(of, "fast" if memory == "auto" else memory, at_once=memory in ("fast", "auto"))
     taken = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
-    dx = call.rows * call.hidden * call.compute.itemsize if call.dx else 0
-    return _rows_in(call, int(memory) - taken - 3 * dx)
+    return _rows_in(call, int(memory) - taken - 3 * _dx_bytes(call))
+
+
+def _dx_bytes(call: Call) -> int:
+    return call.rows * call.hidden * call.compute.itemsize if call.dx else 0
 
 
 def _rows_in(call: Call, logits_bytes: int) -> int:
@@ -367,34 +364,6 @@ def _bytes_in_graph(*call: object) -> tuple[int, int]:
     return traced(_LEAST_ROWS) - _LEAST_ROWS * _row_bytes(of), of_row
 
 
-# Devices ------------------------------------------------------------------------------------------------------------
-
-
-@assume_constant_result
-def device_of(device: torch.device) -> int:
-    """The device that tensors are on."""
-    return _gpu(device.index) if device.type == "cuda" else device_with(None)
-
-
-@functools.cache
-def device_with(profile: _C.DeviceProfile | None) -> int:
-    """A GPU of this profile, which need not be here; None: a CPU."""
-    _devices.append(Device(profile, _C.rates_of(None) if profile is None else _tuned.rates_of(profile)))
-    return len(_devices) - 1
-
-
-@functools.cache
-def _gpu(index: int | None) -> int:
-    from liger_ext._devices import running_profile
-
-    index = torch.cuda.current_device() if index is None else index
-    profile = running_profile(index)
-    if profile is None:  # without a GPU library, the op raises an error of its own
-        profile = _C.DeviceProfile()
-        profile.memory_bytes = torch.cuda.get_device_properties(index).total_memory
-    return device_with(profile)
-
-
 def padded_vocab(vocab_size: int) -> int:
     """``_C.padded_vocab`` of a size that may be symbolic: the elements from one row of logits to the next."""
-    return (vocab_size + 63) // 64 * 64
+    return (vocab_size + _ROW_MULTIPLE - 1) // _ROW_MULTIPLE * _ROW_MULTIPLE

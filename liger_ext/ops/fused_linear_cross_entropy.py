@@ -24,7 +24,8 @@ from liger_ext.ops._checks import (
     shape_text,
 )
 from liger_ext.ops._fused_linear_op import LossArguments, autocast_dtype, call_op
-from liger_ext.ops._loss_plan import Call, Plan, device_of, plan, shard_rows
+from liger_ext.ops._loss_devices import device_of
+from liger_ext.ops._loss_plan import Call, Plan, plan, shard_rows
 from liger_ext.ops._modules import check_loss_options
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
 from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows

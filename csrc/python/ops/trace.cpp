@@ -1,4 +1,4 @@
-// The trace of the fused loss (csrc/trace) for Python: the cost of plans, and lists of what a plan does.
+// Binds the trace of the fused loss (csrc/trace) for Python: the costs of plans, and the matmuls and kernels of a plan.
 #include "trace/fused_loss.h"
 
 #include "python/ops.h"
