@@ -254,6 +254,8 @@ def told(function: str) -> list[str]:
 def most_bytes(device: torch.device, run: Callable[[], Any]) -> int:
     """The most memory that tensors made by ``run``, its result included, have at a time."""
     if device.type == "cuda":
+        one = torch.ones(1, 1, device=device, requires_grad=True)
+        (one @ one).backward()  # cuBLAS's workspaces are allocated once, for the threads of forward and backward
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]

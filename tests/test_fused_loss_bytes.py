@@ -14,11 +14,12 @@ from test_fused_loss_memory import leaves, loss_of, overlaid
 
 from liger_ext import _C
 from liger_ext import functional as F
-from liger_ext.ops import _loss_plan
-from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, choose, device_with, front
+from liger_ext.ops import _loss_devices, _loss_plan
+from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, choose, front
 
 GPUS = [device_with(profile) for profile in _C.profiles()]
-CPU = _loss_plan.device_of(torch.device("cpu"))
+CPU = _loss_devices.device_of(torch.device("cpu"))
 float_dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 calls_of_any_size = st.builds(
@@ -91,7 +92,7 @@ def test_the_front_is_that_of_all_candidates(call):
     assert [c.bytes for c in found] == sorted({c.bytes for c in found})
     assert [c.seconds for c in found] == sorted({c.seconds for c in found}, reverse=True)
     for plan in _loss_plan.candidates(call):
-        taken = _loss_plan.bytes_of(call, plan)
+        taken = _loss_plan.costs(call, [plan])[0].bytes
         assert [choice.bytes for choice in found if choice.plan == plan] in ([], [taken])
 
 
@@ -117,7 +118,7 @@ def test_memory_that_is_free_is_used():
 
 def test_fewer_bytes_than_it_can_do_with(device):
     made = head(300, 128, 4099, device=device)
-    call = Call(300, 128, 4099, *[torch.float32] * 3, _loss_plan.device_of(device), copies=0)
+    call = Call(300, 128, 4099, *[torch.float32] * 3, _loss_devices.device_of(device), copies=0)
     least = front(call)[0].bytes
     loss_of(made, least).backward()
     with pytest.raises(
@@ -137,6 +138,24 @@ def test_a_trace_lists_what_a_plan_does():
     assert [(accumulates, times) for *_, accumulates, times in of_dweight[::2]] == [(False, 1), (True, 2), (True, 1)]
     assert sum(m * n * k * times for m, n, k, _, times in matmuls) == 3 * 1000 * 64 * 5000
     assert kernels[0] == ("CountTargets", 1) and ("InPlaceHeld", 2) in kernels
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("plan", [overlaid((512, 1024, 8192), 1, torch.float32, torch.bfloat16), None])
+def test_the_weight_is_cast_once(per_row, plan):
+    """Under autocast, where the gradient of all logits is stored: the matmul of dx reads the copy that the matmul of
+    the logits has read, so that dx costs no more than with a weight that needs no cast."""
+    fp32, bf16, h100 = torch.float32, torch.bfloat16, device_with(_C.profile("H100"))
+    call = Call(512, 1024, 8192, bf16, bf16, fp32, h100, per_row=per_row)
+    plan = plan or _loss_plan.in_chunks(call, 512, 8192)
+
+    def seconds_of_dx(weight):
+        of = call._replace(weight=weight)
+        with_dx, without = (_loss_plan.costs(of._replace(dx=dx), [plan])[0].seconds for dx in (True, False))
+        return with_dx - without
+
+    cast = call.vocab * call.hidden * (fp32.itemsize + bf16.itemsize) / _loss_plan.device(call).rates.bandwidth
+    assert seconds_of_dx(fp32) < seconds_of_dx(bf16) + cast / 2
 
 
 # What is taken --------------------------------------------------------------------------------------------------------
@@ -219,13 +238,16 @@ def test_the_memory_that_is_taken(device, drawn, memory):
                 memory = overlaid((call.rows, *drawn["size"][1:]), share, call.weight, call.compute) or "min"
         taken = most_bytes(device, run)
     call, chosen = found[-1]
-    assert taken <= _loss_plan.bytes_of(call, chosen)
+    assert taken <= _loss_plan.costs(call, [chosen])[0].bytes
     assert budget is None or taken <= budget
     if not drawn["counted"] and not call.copies and (device.type == "cuda" or call.compute.itemsize > 2):
         # A matmul of 16-bit operands on a CPU allocates inside torch.
         assert (
             taken
-            >= _loss_plan.bytes_of(call, chosen) - 24 * call.rows * 4 - (1 << 18) - _loss_plan._PER_ROW * call.rows
+            >= _loss_plan.costs(call, [chosen])[0].bytes
+            - 24 * call.rows * 4
+            - (1 << 18)
+            - _loss_plan._PER_ROW * call.rows
         )
 
 

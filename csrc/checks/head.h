@@ -50,6 +50,15 @@ template <class Size> Size overlaid_room(const Size& hidden, Dtype weight, Dtype
   return hidden * Size(int64_t(size_of(weight) / size_of(compute)));
 }
 
+// Does the forward sum dx? It does where chunks of rows are accumulated. It also does where a stored gradient of the logits would leave dx
+// to the backward, and the matmuls read a copy of the weight in their own dtype: the backward would have to make that copy again. stored:
+// is the gradient of all logits stored?
+inline bool sums_dx(launch::Gradients gradients, Dtype weight, Dtype compute, bool stored) {
+  using launch::Gradients;
+  const bool keeps_gradient = gradients == Gradients::deferred || (gradients == Gradients::overlaid && stored);
+  return gradients == Gradients::accumulated || (keeps_gradient && weight != compute);
+}
+
 inline void check_overlaid(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, const Size& chunk_rows,
                            const Size& chunk_classes, bool need_dweight) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
@@ -89,7 +98,10 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
                                 bool need_dx, bool need_dweight, bool need_dbias) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
   const Dtype weight_dtype = dtype_of(weight, "weight");
-  switch (launch::Gradients(gradients)) {
+  const auto way = launch::Gradients(gradients);
+  if (need_dx && sums_dx(way, weight_dtype, dtypes.compute, stored >= vocab))
+    check_made(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
+  switch (way) {
     case launch::Gradients::none:
     case launch::Gradients::recomputed:
       return;
@@ -105,7 +117,6 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
       check_made(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
       return;
     case launch::Gradients::accumulated: {
-      if (need_dx) check_made(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
       if (need_dbias) check_made(op, dbias, "dbias", {vocab}, dtypes.acc, x, "x");
       if (!need_dweight) return;
       const Dtype sum = sum_dtype(dtypes, weight_dtype);

@@ -21,15 +21,23 @@ MutableRows Overlaid::where(const launch::OverlaidChunk& chunk, const Tensor& dw
   return {at(memory.data_ptr(), chunk.offset, head_.compute), launch::padded_vocab(chunk.classes), head_.compute};
 }
 
-GradientSums::GradientSums(const Head& head, const Schedule& schedule, bool wanted, const Tensor& dweight)
+void Overlaid::input_gradient(const Tensor& dx) const {
+  const int64_t in_dx =
+      launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(size_of(head_.compute)), int64_t(size_of(head_.acc)), 0);
+  InputGradientSum sum(head_, dx, in_dx, allocate(head_.scope, {head_.rows - in_dx, head_.hidden}, head_.acc, dx), nullptr);
+  for_each_stored([&](Range classes, const MutableRows& gradient) { sum.add(classes, readable(gradient)); });
+  sum.finish({});
+}
+
+GradientSums::GradientSums(const Head& head, const Schedule& schedule, const Tensor& dweight)
     : dweight(dweight), head_(head), schedule_(schedule) {
   const auto sum = [&](bool of, std::vector<int64_t> sizes, Dtype dtype) {
-    return allocate(head.scope, wanted && of ? sizes : std::vector<int64_t>{0}, dtype, head.x());
+    return allocate(head.scope, of ? sizes : std::vector<int64_t>{0}, dtype, head.x());
   };
   dx = sum(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? head.acc : head.compute);
   rest = sum(schedule.dweight, {head.sum_sizes().rest}, head.sum);
   dbias = sum(schedule.dbias, {head.vocab}, head.acc);
-  if (wanted && schedule.dx && schedule.cuts_vocabulary(head)) chunk_dx_ = sum(true, {schedule.rows, head.hidden}, head.acc);
+  if (schedule.dx && schedule.cuts_vocabulary(head)) chunk_dx_ = sum(true, {schedule.rows, head.hidden}, head.acc);
 }
 
 void GradientSums::add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const {
@@ -72,11 +80,13 @@ Tensor Backward::new_dweight() const {
   return allocate(head_.scope, schedule_.dweight ? std::vector{head_.vocab, head_.hidden} : std::vector<int64_t>{0}, head_.weight, scales_);
 }
 
-void Backward::from_saved_gradient(const Tensor& saved) {
+void Backward::from_saved_gradient(const Tensor& saved, const Tensor& dx_sum) {
   dweight = new_dweight();
   const RowsView rows = as_matrix(head_.scope, saved);
   const Rows gradient = rows;
-  if (schedule_.dx) {
+  if (dx_sum.numel() > 0) {
+    scale(dx_sum, dx, alpha(), row_grad_);
+  } else if (schedule_.dx) {
     // Rows that are still to be scaled stay in the matmuls' dtype: a narrower one would round them twice.
     const bool apart = per_row_ && !schedule_.dx_is_term && dtype_of(dx) != head_.compute;
     const Tensor made = apart ? allocate(head_.scope, {head_.rows, head_.hidden}, head_.compute, scales_) : dx;
@@ -96,7 +106,8 @@ void Backward::from_saved_gradient(const Tensor& saved) {
   }
 }
 
-void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std::function<void(Range, const MutableRows&)>& make_again) {
+void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const Tensor& dx_sum,
+                             const std::function<void(Range, const MutableRows&)>& make_again) {
   dweight = in_place_ ? memory : new_dweight();
   const Overlaid overlaid(head_, schedule_, memory, rest);
   const Range all = head_.all_rows();
@@ -107,23 +118,19 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const std
   const int64_t spare_bytes = overlaid.layout.spare * int64_t(size_of(head_.compute));
   const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(size_of(dtype_of(dx))), int64_t(size_of(head_.acc)),
                                                   overlaid.all_stored() ? spare_bytes : 0);
-  const int64_t dx_rest = schedule_.dx ? (head_.rows - in_dx) * head_.hidden * int64_t(size_of(head_.acc)) : 0;
+  const bool sums_dx = schedule_.dx && dx_sum.numel() == 0;
+  const int64_t dx_rest = sums_dx ? (head_.rows - in_dx) * head_.hidden * int64_t(size_of(head_.acc)) : 0;
   const int64_t spare_elements = elements(spare_bytes);
   const Tensor apart = allocate(head_.scope, {overlaid.all_stored() ? 0 : elements(dx_rest)}, head_.compute, scales_);
   const Tensor spare =
       allocate(head_.scope, {overlaid.all_stored() ? std::max(spare_elements, elements(dx_rest)) : spare_elements}, head_.compute, scales_);
-  const RowSum dx_sum(head_.scope, head_.rows, head_.hidden, head_.acc, in_dx, dx.data_ptr(),
-                      (overlaid.all_stored() ? spare : apart).data_ptr(), scales_);
-  bool begun = false;
+  InputGradientSum sum(head_, dx, in_dx, overlaid.all_stored() ? spare : apart, alpha());
   const auto add_to_dx = [&](Range classes, const Rows& gradient) {
-    if (!schedule_.dx) return;
-    dx_sum.for_each_part(all, [&](int64_t first, int64_t count, const MutableRows& sum) {
-      head_.input_gradient({0, count}, classes, from_row(gradient, first), sum, alpha(), begun);
-    });
-    begun = true;
+    if (sums_dx) sum.add(classes, gradient);
   };
   const auto finish_dx = [&] {
-    if (schedule_.dx) dx_sum.scale_into(mutable_rows(dx), nullptr, row_grad_);
+    if (sums_dx) sum.finish(row_grad_);
+    else if (schedule_.dx) scale(dx_sum, dx, alpha(), row_grad_);
   };
   overlaid.for_each_stored([&](Range classes, const MutableRows& gradient) { add_to_dx(classes, readable(gradient)); });
   if (overlaid.all_stored()) finish_dx();

@@ -84,7 +84,7 @@ RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest);
 // Gradients without scale, summed over chunks of rows and of the vocabulary; those not wanted are empty. dweight and rest: of weight_sum.
 class GradientSums {
  public:
-  GradientSums(const Head& head, const Schedule& schedule, bool wanted, const Tensor& dweight);
+  GradientSums(const Head& head, const Schedule& schedule, const Tensor& dweight);
   // The share of a chunk of rows, or of one of its vocabulary chunks. x: the chunk's; row_scale: of the rows of dbias, or none.
   void add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const;
 
@@ -94,6 +94,34 @@ class GradientSums {
   const Head& head_;
   const Schedule& schedule_;
   Tensor chunk_dx_;  // if the vocabulary is cut: the rows of one chunk, in the accumulator's dtype
+};
+
+// dx as a sum over chunks of the vocabulary, of all rows.
+class InputGradientSum {
+ public:
+  // in_dx: how many rows of the sum lie in dx's memory; the others lie in `rest`.
+  InputGradientSum(const Head& head, const Tensor& dx, int64_t in_dx, const Tensor& rest, const void* alpha)
+      : head_(head),
+        dx_(dx),
+        rest_(rest),
+        sum_(head.scope, head.rows, head.hidden, head.acc, in_dx, dx.data_ptr(), rest.data_ptr(), head.x()),
+        alpha_(alpha) {}
+
+  void add(Range classes, const Rows& gradient) {
+    sum_.for_each_part(head_.all_rows(), [&](int64_t first, int64_t count, const MutableRows& sum) {
+      head_.input_gradient({0, count}, classes, from_row(gradient, first), sum, alpha_, begun_);
+    });
+    begun_ = true;
+  }
+  // Rounds the sum to dx, each row times its row_scale.
+  void finish(const Rows& row_scale) const { sum_.scale_into(mutable_rows(dx_), nullptr, row_scale); }
+
+ private:
+  const Head& head_;
+  const Tensor dx_, rest_;
+  const RowSum sum_;
+  const void* alpha_;
+  bool begun_ = false;
 };
 
 // The gradient of the logits in the memory that becomes dweight, and in a rest.
@@ -140,6 +168,9 @@ class Overlaid {
     for_each_stored([&](Range classes, const MutableRows& logits) { of.gradient(classes, logits); });
   }
 
+  // dx = the stored gradients @ weight.
+  void input_gradient(const Tensor& dx) const;
+
   // f(classes, their gradient) of each stored chunk, in the order in which dweight is made.
   template <class F> void for_each_stored(F f) const {
     for (const launch::OverlaidChunk& chunk : layout.chunks)
@@ -164,14 +195,16 @@ class Backward {
   Backward(const Head& head, const Schedule& schedule, const Tensor& x, const OptionalTensor& bias, const Tensor& dloss, bool per_row,
            const void* scale, double factor, bool in_place);
 
-  void from_saved_gradient(const Tensor& saved);
+  // dx_sum: of GradientSums, if the forward has summed dx.
+  void from_saved_gradient(const Tensor& saved, const Tensor& dx_sum);
   // make_again(classes, out): the gradient of all rows' logits of classes that are not stored.
-  void from_overlaid(const Tensor& memory, const Tensor& rest, const std::function<void(Range, const MutableRows&)>& make_again);
+  void from_overlaid(const Tensor& memory, const Tensor& rest, const Tensor& dx_sum,
+                     const std::function<void(Range, const MutableRows&)>& make_again);
   void from_sums(const Tensor& dx_sum, const Tensor& dweight_sum, const Tensor& rest, const Tensor& dbias_sum);
   template <class Loss> void by_recomputing(const Loss& loss, const Tensor& counts) {
     const Tensor buffer = allocate(head_.scope, {schedule_.rows, schedule_.stride()}, head_.compute, scales_);
     in_place_ = true;
-    const GradientSums sums(head_, schedule_, true, new_dweight());
+    const GradientSums sums(head_, schedule_, new_dweight());
     const Tensor scaled = scaled_x_buffer(schedule_.rows);
     Rows x;
     for_each_chunk<Loss, typename Loss::Results>(head_, loss, schedule_, mutable_rows(buffer), counts, nullptr, true,

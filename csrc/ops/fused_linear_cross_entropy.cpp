@@ -34,14 +34,17 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   cross_entropy_counts(counts.how, scope);
   LossRows losses(scope, a.x, head.rows, head.acc, options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens);
   const bool deferred = schedule.gradients == Gradients::deferred, accumulated = schedule.gradients == Gradients::accumulated;
-  const bool sums_weight = accumulated && schedule.dweight;
+  Schedule summed = schedule;  // the gradients that the forward sums
+  summed.dx = schedule.dx && sums_dx(schedule.gradients, head.weight, head.compute, !schedule.cuts_vocabulary(head));
+  summed.dweight = schedule.dweight && accumulated;
+  summed.dbias = schedule.dbias && accumulated;
   const SumSizes<int64_t> sizes = head.sum_sizes();
   Tensor memory = overlaid ? allocate(scope, {head.vocab * head.hidden}, head.weight, a.x)
-                           : allocate(scope, {sums_weight ? sizes.memory : 0}, head.sum, a.x);
+                           : allocate(scope, {summed.dweight ? sizes.memory : 0}, head.sum, a.x);
   // Less than 64 rows are left at the end.
-  const int64_t summed = sizes.rows * head.hidden;
-  if (sums_weight && summed < sizes.memory) zero({part_of(memory, 0, summed, sizes.memory - summed)});
-  GradientSums sums(head, schedule, accumulated, memory);
+  const int64_t whole = sizes.rows * head.hidden;
+  if (summed.dweight && whole < sizes.memory) zero({part_of(memory, 0, whole, sizes.memory - whole)});
+  GradientSums sums(head, summed, memory);
   Tensor& saved = sums.rest;
   if (deferred) {
     saved = allocate(scope, {head.rows, schedule.stride()}, head.compute, a.x);
@@ -49,14 +52,15 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   }
   if (overlaid) {
     saved = allocate(scope, {launch::overlaid_rest(head.rows, head.overlaid_room(), head.vocab, schedule.classes)}, head.compute, a.x);
-    Overlaid(head, schedule, sums.dweight, saved).make(loss, counts.values, &losses, kept_of(counts.values));
+    const Overlaid gradient(head, schedule, sums.dweight, saved);
+    gradient.make(loss, counts.values, &losses, kept_of(counts.values));
+    if (summed.dx) gradient.input_gradient(sums.dx);
   } else if (head.rows > 0) {
     const Tensor buffer = deferred ? saved : allocate(scope, {schedule.rows, schedule.stride()}, head.compute, a.x);
     const MutableRows logits{buffer.data_ptr(), schedule.stride(), head.compute};
     for_each_chunk(head, loss, schedule, logits, counts.values, &losses, deferred || accumulated,
                    [&](Range rows, Range classes, const Rows& gradient) {
-                     if (!accumulated) return;
-                     const Rows x_rows = schedule.dweight ? from_row(head.x_rows(), rows.first) : Rows{};
+                     const Rows x_rows = summed.dweight ? from_row(head.x_rows(), rows.first) : Rows{};
                      sums.add(rows, classes, gradient, x_rows, {});
                    });
   } else {
@@ -88,7 +92,7 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
     case Gradients::none:
       break;
     case Gradients::deferred:
-      backward.from_saved_gradient(a.saved);
+      backward.from_saved_gradient(a.saved, a.dx);
       break;
     case Gradients::accumulated:
       backward.from_sums(a.dx, a.dweight, a.saved, a.dbias);
@@ -98,7 +102,7 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
       break;
     case Gradients::overlaid: {
       const CrossEntropyLoss::VocabularyChunks chunks(loss, head.all_rows(), 0, a.counts, nullptr, kept_of(a.counts));
-      backward.from_overlaid(a.dweight, a.saved, [&](Range classes, const MutableRows& out) {
+      backward.from_overlaid(a.dweight, a.saved, a.dx, [&](Range classes, const MutableRows& out) {
         head.logits(head.all_rows(), classes, out);
         chunks.gradient(classes, out);
       });

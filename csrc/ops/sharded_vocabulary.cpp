@@ -110,7 +110,7 @@ BackwardResult backward_op(Tensor dloss, Tensor x, Tensor weight, Tensor target,
   Backward backward(head, schedule, x, bias, dloss, loss.per_row(), loss.scale(counts), 1 / loss.gradient_scale, false);
   backward.dweight = allocate(scope, {0}, head.weight, x);
   if (head.rows == 0) backward.zeros();
-  else if (saved.numel() > 0) backward.from_saved_gradient(saved);
+  else if (saved.numel() > 0) backward.from_saved_gradient(saved, allocate(scope, {0}, head.compute, x));
   else backward.by_recomputing(loss, counts);
   return {backward.dx, backward.dweight, backward.dbias};
 }

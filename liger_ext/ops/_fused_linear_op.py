@@ -27,7 +27,7 @@ from torch._C._autograd import (
 )
 
 from liger_ext import _C
-from liger_ext.ops._checks import REDUCTIONS, accumulator
+from liger_ext.ops._checks import REDUCTIONS, accumulator, holds
 from liger_ext.ops._compile import flop_formula
 from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register, register_without_derivative
@@ -115,12 +115,13 @@ def _fake(*args):
     elif accumulated and of.need_dweight:
         memory, rest = _C.sum_sizes(vocab, hidden, summed, weight.dtype)
         saved, dweight = x.new_empty(rest, dtype=summed), x.new_empty(memory, dtype=summed)
+    sums_dx = _C.sums_dx(of.gradients, weight.dtype, compute, holds(stored >= vocab))
     wanted = of.reduction, of.return_z_loss, of.return_token_accuracy, of.return_predicted_tokens
     return (
         *fake_results(x, rows, acc, *wanted),
         x.new_empty(_C.cross_entropy_counts + kept, dtype=acc),
         saved,
-        x.new_empty((rows, hidden) if accumulated and of.need_dx else 0, dtype=compute),
+        x.new_empty((rows, hidden) if of.need_dx and sums_dx else 0, dtype=compute),
         dweight,
         x.new_empty(vocab if accumulated and of.need_dbias and of.bias is not None else 0, dtype=acc),
     )

@@ -10,13 +10,19 @@ const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::modu
   checks.def("fused_linear_cross_entropy_backward", &Named<BackwardOrder, check_fused_linear_cross_entropy_backward>::run);
   checks.def("fused_linear_cross_entropy_backward_", &Named<BackwardInPlaceOrder, check_fused_linear_cross_entropy_backward_in_place>::run);
   m.attr("rows_left_out") = rows_left_out;
-  // Sizes of what the forward returns, for its fake implementation: numbers or symbols.
+  // The fake implementation computes the sizes of the forward's results by these functions. A size is a number or a symbol.
   m.def("overlaid_room", [](const Size& hidden, const ScalarType& weight, const ScalarType& compute) {
     return overlaid_room(hidden, kernel_dtype(weight).value(), kernel_dtype(compute).value());
   });
   m.def("overlaid_classes", &launch::overlaid_classes<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"));
   m.def("overlaid_rest", &launch::overlaid_rest<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"), py::arg("stored"));
   m.def("kept_for_gradients", &launch::kept_for_gradients<Size>, py::arg("rows"), py::arg("token_scaling"));
+  m.def(
+      "sums_dx",
+      [](int64_t gradients, const ScalarType& weight, const ScalarType& compute, bool stored) {
+        return sums_dx(launch::Gradients(gradients), kernel_dtype(weight).value(), kernel_dtype(compute).value(), stored);
+      },
+      py::arg("gradients"), py::arg("weight"), py::arg("compute"), py::arg("stored"));
   m.def(
       "sum_sizes",
       [](const Size& vocab, const Size& hidden, const ScalarType& sum, const ScalarType& weight) {
