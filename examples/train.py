@@ -3,7 +3,7 @@
 python examples/train.py MODEL_FOLDER TEXT_FILE
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -33,4 +33,7 @@ def main(folder: str, text_file: str, steps: int = 100, batch: int = 4, seq: int
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = argparse.ArgumentParser(description="Trains a Hugging Face Llama on a text.")
+    parser.add_argument("folder", help="of the model and its tokenizer")
+    parser.add_argument("text_file")
+    main(**vars(parser.parse_args()))

@@ -13,7 +13,7 @@ from .ops._loss_devices import device_with
 from .ops._loss_plan import LEVELS, Call, Choice, choose, device, front
 from .tune import DTYPES
 
-REDUCTIONS = ("mean", "none")
+REDUCTIONS = ("mean", "sum", "none")  # a sum costs what a mean does
 _MOST = 10**9  # of rows, columns or classes
 
 
@@ -21,8 +21,8 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     group = doctor.add_argument_group("the fused loss's memory and time, without a self-test")
     sizes = ("ROWS", "HIDDEN", "VOCAB")
     group.add_argument("--loss", type=int, nargs=3, metavar=sizes, help="tokens, hidden size and vocabulary size")
-    group.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and weight (default: bf16)")
-    group.add_argument("--reduction", choices=REDUCTIONS, default="mean", help="default: mean")
+    group.add_argument("--dtype", choices=DTYPES, help="of x and weight (default: bf16)")
+    group.add_argument("--reduction", choices=REDUCTIONS, help="default: mean")
 
 
 def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
@@ -34,12 +34,12 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
     for name, size in zip(("ROWS", "HIDDEN", "VOCAB"), chosen.loss, strict=True):
         if not 1 <= size <= _MOST:
             raise ValueError(f"argument --loss: {name} is {size}, expected 1 to {_MOST:,}")
-    dtype = DTYPES[chosen.dtype]
-    call = Call.of(*chosen.loss, dtype, device_with(profile), per_row=chosen.reduction == "none")
+    dtype, reduction = chosen.dtype or "bf16", chosen.reduction or "mean"
+    call = Call.of(*chosen.loss, DTYPES[dtype], device_with(profile), per_row=reduction == "none")
     found = {
         **dict(zip(("rows", "hidden", "vocab"), chosen.loss, strict=True)),
-        "dtype": chosen.dtype,
-        "reduction": chosen.reduction,
+        "dtype": dtype,
+        "reduction": reduction,
         "device": "CPU" if profile is None else profile.name,
         "rates_measured": device(call).rates.measured,
         "matmuls_ms": matmul_seconds(call) * 1e3,
@@ -93,10 +93,10 @@ def _print(found: dict[str, Any]) -> None:
     sizes = f"{found['rows']:,} rows, hidden size {found['hidden']:,}, vocabulary {found['vocab']:,}"
     options = f"{found['dtype']}, reduction {found['reduction']!r}"
     print(f"Fused loss, forward and backward, on {found['device']}: {sizes}, {options}")
-    print("MiB: beside the arguments, gradients included.")
+    print("MiB: beside the arguments, at most, gradients included; --json prints bytes.")
     matmuls = f"{found['matmuls_ms']:,.2f} ms"
     print(f"share: the time of the three matmuls that no plan saves, {matmuls}, over that of the plan\n")
-    header = f"{'MiB':>10}{'ms':>12}{'share':>7}  plan"
+    header = f"{'MiB':>10} {'ms':>11}{'share':>7}  plan"
     print(f"  {'':16}{header}")
     for level, facts in found["levels"].items():
         print(f"  {'memory=' + repr(level):16}{_line(facts)}")
@@ -114,4 +114,4 @@ def _print(found: dict[str, Any]) -> None:
 
 def _line(facts: dict[str, Any]) -> str:
     mib = math.ceil(facts["bytes"] / 2**20)  # so many are enough
-    return f"{mib:>10,}{facts['ms']:>12,.2f}{facts['share']:>7.2f}  {facts['plan']}"
+    return f"{mib:>10,} {facts['ms']:>11,.2f}{facts['share']:>7.2f}  {facts['plan']}"

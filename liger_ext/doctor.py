@@ -346,12 +346,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if chosen.command == "tune":
         return tune.run(chosen)
+    if chosen.loss is None and (chosen.dtype or chosen.reduction):
+        parser.error("--dtype and --reduction describe the call of --loss ROWS HIDDEN VOCAB, which is missing")
     if chosen.profile is None and chosen.loss is None:
         return _doctor(chosen.json)
     try:
         if chosen.loss is None:
             return _others(chosen.profile, chosen.json)
         here = next((device.profile for device in _usable()), None)
-        return _loss_report.run(chosen, _C.profile(chosen.profile) if chosen.profile else here)
+        return _loss_report.run(chosen, here if chosen.profile is None else _C.profile(chosen.profile))
     except ValueError as error:
         parser.error(str(error))

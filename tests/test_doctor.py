@@ -212,7 +212,7 @@ def test_levels_of_a_loss(capsys):
     arguments = "8192", "2304", "256000", "--profile", "h100"
     found = json.loads(of_loss(capsys, *arguments, "--json"))
     assert (found["device"], found["rates_measured"]) == ("H100", True)
-    call = _llama.call_of(8192, 2304, 256_000, torch.bfloat16, _C.profile("H100"))
+    call = Call.of(8192, 2304, 256_000, torch.bfloat16, device_with(_C.profile("H100")))
     for level, facts in found["levels"].items():
         choice = choose(call, level)
         assert facts in found["front"] and (facts["bytes"], facts["ms"]) == (choice.bytes, choice.seconds * 1e3)
@@ -252,7 +252,7 @@ def test_levels_of_a_loss(capsys):
     ],
 )
 def test_plans_in_words(plan, words):
-    call = _llama.call_of(8192, 4096, 5000, torch.bfloat16, _C.profile("H100"))
+    call = Call.of(8192, 4096, 5000, torch.bfloat16, device_with(_C.profile("H100")))
     twice = "twice" in words
     assert _loss_report.describe(call, Choice(plan, 1, 1.0, twice)) == words
 
@@ -270,6 +270,11 @@ def test_a_loss_here_and_with_options(monkeypatch, capsys):
     assert wide["matmuls_ms"] > 5 * narrow["matmuls_ms"]
     assert "come from a data sheet" in (rows := of_loss(capsys, "8192", "2048", "32000", "--reduction", "none"))
     assert "sums over" not in rows
+    mean, summed = (of_loss(capsys, "8", "64", "100", "--reduction", name).splitlines() for name in ("mean", "sum"))
+    assert mean[1:] == summed[1:]
+    large = of_loss(capsys, "99999999", "9999999", "1000").splitlines()
+    (least,) = (line.split() for line in large if "memory='min'" in line)
+    assert all(float(column.replace(",", "")) > 0 for column in least[1:4])  # a space between any two
 
 
 @pytest.mark.parametrize(
@@ -281,6 +286,7 @@ def test_a_loss_here_and_with_options(monkeypatch, capsys):
         (["8", "64", "many"], "invalid int value: 'many'"),
         (["8", "64"], "expected 3 arguments"),
         (["8", "64", "100", "--profile", "mi9000"], "known: V100, T4"),
+        (["8", "64", "100", "--profile", ""], "known: V100, T4"),
         (["1000000000", "1000000", "1000000", "--profile", "h100"], "more blocks than one launch can have"),
     ],
 )
@@ -288,6 +294,12 @@ def test_a_loss_that_cannot_be(arguments, words, capsys):
     with pytest.raises(SystemExit) as stopped:
         doctor.main(["doctor", "--loss", *arguments])
     assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_options_of_a_loss_without_a_loss(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(["doctor", "--reduction", "none"])
+    assert stopped.value.code == 2 and "--loss ROWS HIDDEN VOCAB, which is missing" in capsys.readouterr().err
 
 
 # How many tokens the fused loss takes ---------------------------------------------------------------------------------
