@@ -67,23 +67,26 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   // the unreduced gradient of all logits. In 2 and 4 the backward_ makes dweight where it is.
   m.def(
       "fused_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? normalizer,"
-      " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling,"
-      " bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, ScalarType? accum_dtype,"
-      " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
+      " Tensor? temperature, int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap,"
+      " float logit_scale, bool use_token_scaling, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens,"
+      " bool return_entropy, bool return_mean_logits, bool return_log_sum_sq, ScalarType? accum_dtype, ScalarType? compute_dtype,"
+      " int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
       " bool need_dbias)"
-      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor counts, Tensor saved,"
-      " Tensor dx, Tensor dweight, Tensor dbias)");
+      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor entropy,"
+      " Tensor mean_logits, Tensor log_sum_sq, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
       "fused_linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias,"
-      " Tensor? ce_weight, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias, int ignore_index, int reduction,"
-      " float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling, ScalarType? accum_dtype,"
+      " Tensor? ce_weight, Tensor? temperature, Tensor? mix, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias,"
+      " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, float logit_scale,"
+      " bool use_token_scaling, bool return_entropy, ScalarType? accum_dtype,"
       " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
       " bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
       "fused_linear_cross_entropy_backward_(Tensor(a!) dweight, Tensor(b!) saved, Tensor dloss, Tensor x, Tensor weight, Tensor target,"
-      " Tensor? bias, Tensor? ce_weight, Tensor counts, Tensor dx, Tensor dbias, int ignore_index, int reduction,"
-      " float label_smoothing, float lse_square_scale, float? softcap, bool use_token_scaling, ScalarType? accum_dtype,"
+      " Tensor? bias, Tensor? ce_weight, Tensor? temperature, Tensor? mix, Tensor counts, Tensor dx, Tensor dbias,"
+      " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, float logit_scale,"
+      " bool use_token_scaling, bool return_entropy, ScalarType? accum_dtype,"
       " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
       " bool need_dbias)"
       " -> (Tensor dx, Tensor dbias)");

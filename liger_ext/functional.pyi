@@ -18,15 +18,17 @@ from liger_ext.ops.glu import swiglu_packed as swiglu_packed
 from liger_ext.ops.group_norm import group_norm as group_norm
 from liger_ext.ops.jsd import jsd as jsd
 from liger_ext.ops.layer_norm import layer_norm as layer_norm
+from liger_ext.ops.linear_log_probs import LogProbsOutput as LogProbsOutput
+from liger_ext.ops.linear_log_probs import linear_log_probs as linear_log_probs
 from liger_ext.ops.relu_squared import relu_squared as relu_squared
 from liger_ext.ops.rms_norm import add_rms_norm as add_rms_norm
 from liger_ext.ops.rms_norm import rms_norm as rms_norm
 from liger_ext.ops.softmax import softmax as softmax
 
 __all__ = [
-    "CountedRows", "CrossEntropyOutput", "add_rms_norm", "check_errors", "count_rows", "cross_entropy",
-    "fused_linear_cross_entropy", "geglu", "geglu_packed", "group_norm", "jsd", "layer_norm", "relu_squared",
-    "rms_norm", "rope", "softmax", "swiglu", "swiglu_packed",
+    "CountedRows", "CrossEntropyOutput", "LogProbsOutput", "add_rms_norm", "check_errors", "count_rows",
+    "cross_entropy", "fused_linear_cross_entropy", "geglu", "geglu_packed", "group_norm", "jsd", "layer_norm",
+    "linear_log_probs", "relu_squared", "rms_norm", "rope", "softmax", "swiglu", "swiglu_packed",
 ]
 
 @overload

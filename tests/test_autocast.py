@@ -77,8 +77,30 @@ def test_losses_without_autocast_arguments(device):
     target = torch.arange(8, device=device)
 
     def call():
-        options = -100, 1, 0.0, 0.0, None, False, False, False, False, None, None, 0, 8, 9, False, False, False
-        return torch.ops.liger_ext.fused_linear_cross_entropy(x, weight, target, None, None, None, *options)[0]
+        options = (
+            -100,
+            1,
+            0.0,
+            0.0,
+            None,
+            1.0,
+            False,
+            False,
+            False,
+            False,
+            False,
+            False,
+            False,
+            None,
+            None,
+            0,
+            8,
+            9,
+            False,
+            False,
+            False,
+        )
+        return torch.ops.liger_ext.fused_linear_cross_entropy(x, weight, target, None, None, None, None, *options)[0]
 
     with torch.autocast(device.type, torch.bfloat16):
         public, own = F.fused_linear_cross_entropy(x, weight, target), call()

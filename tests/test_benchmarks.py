@@ -126,7 +126,7 @@ def test_every_row_of_a_loss_is_timed():
 @pytest.mark.parametrize("shape", plans.SHAPES_CPU, ids=str)
 def test_the_plan_that_is_predicted_is_the_one_that_runs(shape, monkeypatch):
     """The op asks for the plan of the same call, and finds it by what is given as memory."""
-    op = importlib.import_module("liger_ext.ops.fused_linear_cross_entropy")
+    op = importlib.import_module("liger_ext.ops._fused_loss")
     asked, plan = [], op.plan
     monkeypatch.setattr(op, "plan", lambda call, memory: asked.append((call, plan(call, memory))) or asked[-1][1])
     call = plans.call_of(shape, torch.float32, torch.device("cpu"))

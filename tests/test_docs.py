@@ -10,7 +10,8 @@ from liger_ext import functional, modules
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-HELPERS = {"CountedRows", "CrossEntropyOutput", "check_errors", "count_rows"}  # belong to ops, and are no ops
+# They belong to ops, and are no ops.
+HELPERS = {"CountedRows", "CrossEntropyOutput", "LogProbsOutput", "check_errors", "count_rows"}
 
 
 def anchors(page: Path) -> set[str]:

@@ -106,9 +106,9 @@ def test_frozen_inputs(device, needs, memory, reduction):
     way = plan(call, memory)
     flat = {name: inputs[name].detach() for name in (*names, "target")}
     code = {"mean": 1, "none": 0}[reduction]
-    options = -100, code, 0.0, 0.0, None, False, False, False, False, None, None, *way, *needs
+    options = -100, code, 0.0, 0.0, None, 1.0, *[False] * 7, None, None, *way, *needs
     saved, dx, dweight, dbias = torch.ops.liger_ext.fused_linear_cross_entropy(
-        flat["x"], flat["weight"], flat["target"], flat["bias"], None, None, *options
+        flat["x"], flat["weight"], flat["target"], flat["bias"], None, None, None, *options
     )[-4:]
     made = {"x": dx, "weight": dweight, "bias": dbias}
     for name, need in zip(names, needs, strict=True):
@@ -127,10 +127,32 @@ def test_no_grad_makes_nothing(device):
 
 def test_a_gradient_that_the_flags_left_out_is_an_error(device):
     made = head(rows=4, device=device)
-    options = -100, 1, 0.0, 0.0, None, False, False, False, False, None, None, 2, 4, 50, True, False, False
+    options = (
+        -100,
+        1,
+        0.0,
+        0.0,
+        None,
+        1.0,
+        False,
+        False,
+        False,
+        False,
+        False,
+        False,
+        False,
+        None,
+        None,
+        2,
+        4,
+        50,
+        True,
+        False,
+        False,
+    )
     with pytest.raises(RuntimeError, match="need_dweight"):
         torch.ops.liger_ext.fused_linear_cross_entropy(
-            made["x"], made["weight"], made["target"], None, None, None, *options
+            made["x"], made["weight"], made["target"], None, None, None, None, *options
         )
 
 

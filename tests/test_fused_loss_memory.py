@@ -275,11 +275,11 @@ def test_a_narrower_compute_dtype_than_float64(device):
     if device.type == "cuda":
         pytest.skip("float64 works on the CPU only")
     x, weight = torch.randn(4, 3).double(), torch.randn(5, 3).double()
-    options = -100, 0, 0.0, 0.0, None, False, False, False, False, None, torch.float32
+    options = -100, 0, 0.0, 0.0, None, 1.0, *[False] * 7, None, torch.float32
     for gradients, need in ((0, False), (1, True), (2, True)):
         with pytest.raises(ValueError, match=r"compute_dtype is .*float32, expected float64"):
             torch.ops.liger_ext.fused_linear_cross_entropy(
-                x, weight, torch.arange(4), None, None, None, *options, gradients, 8, 8, need, need, False
+                x, weight, torch.arange(4), None, None, None, None, *options, gradients, 8, 8, need, need, False
             )
 
 
@@ -298,9 +298,22 @@ def test_what_cannot_be_overlaid(device):
     def call(rows, hidden, dtype=torch.float32, need_dweight=True, stored=150):
         x, weight = normal(rows, hidden, device=device), normal(150, hidden, device=device, dtype=dtype)
         target = torch.zeros(rows, dtype=torch.long, device=device)
-        options = -100, 1, 0.0, 0.0, None, False, False, False, False, None, None
+        options = -100, 1, 0.0, 0.0, None, 1.0, *[False] * 7, None, None
         return op(
-            x, weight, target, None, None, None, *options, OVERLAID, max(rows, 1), stored, True, need_dweight, False
+            x,
+            weight,
+            target,
+            None,
+            None,
+            None,
+            None,
+            *options,
+            OVERLAID,
+            max(rows, 1),
+            stored,
+            True,
+            need_dweight,
+            False,
         )
 
     call(8, 8)

@@ -6,13 +6,16 @@
 
 namespace liger::LIGER_BACKEND {
 
-// The members of the last line are those of the backwards alone: the gradient of the loss, and results of the forward.
+// The members of the last line are those of the backwards alone: the gradient of the loss, and results of the forward; and mix, from the
+// gradient of the entropy (kernels/cross_entropy.h).
 struct FusedLoss {
   Tensor x, weight, target;
-  OptionalTensor bias, ce_weight, normalizer;
+  OptionalTensor bias, ce_weight, normalizer, temperature, mix;
   int64_t ignore_index = -100, reduction = 0;
   double label_smoothing = 0, lse_square_scale = 0;
   std::optional<double> softcap;
+  double logit_scale = 1;
+  bool return_entropy = false, return_mean_logits = false, return_log_sum_sq = false;
   bool use_token_scaling = false, return_z_loss = false, return_token_accuracy = false, return_predicted_tokens = false;
   std::optional<ScalarType> accum_dtype, compute_dtype;
   int64_t gradients = 0;
@@ -32,15 +35,20 @@ struct ForwardOrder {
                                      &F::bias,
                                      &F::ce_weight,
                                      &F::normalizer,
+                                     &F::temperature,
                                      &F::ignore_index,
                                      &F::reduction,
                                      &F::label_smoothing,
                                      &F::lse_square_scale,
                                      &F::softcap,
+                                     &F::logit_scale,
                                      &F::use_token_scaling,
                                      &F::return_z_loss,
                                      &F::return_token_accuracy,
                                      &F::return_predicted_tokens,
+                                     &F::return_entropy,
+                                     &F::return_mean_logits,
+                                     &F::return_log_sum_sq,
                                      &F::accum_dtype,
                                      &F::compute_dtype,
                                      &F::gradients,
@@ -52,24 +60,43 @@ struct ForwardOrder {
 };
 struct BackwardOrder {
   using F = FusedLoss;
-  static constexpr std::tuple options{&F::ignore_index,      &F::reduction,   &F::label_smoothing, &F::lse_square_scale, &F::softcap,
-                                      &F::use_token_scaling, &F::accum_dtype, &F::compute_dtype,   &F::gradients,        &F::chunk_rows,
-                                      &F::chunk_classes,     &F::need_dx,     &F::need_dweight,    &F::need_dbias};
-  static constexpr auto fields = std::tuple_cat(
-      std::tuple{&F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight, &F::counts, &F::saved, &F::dx, &F::dweight, &F::dbias},
-      options);
+  static constexpr std::tuple options{&F::ignore_index,  &F::reduction,     &F::label_smoothing,   &F::lse_square_scale,
+                                      &F::softcap,       &F::logit_scale,   &F::use_token_scaling, &F::return_entropy,
+                                      &F::accum_dtype,   &F::compute_dtype, &F::gradients,         &F::chunk_rows,
+                                      &F::chunk_classes, &F::need_dx,       &F::need_dweight,      &F::need_dbias};
+  static constexpr auto fields = std::tuple_cat(std::tuple{&F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight,
+                                                           &F::temperature, &F::mix, &F::counts, &F::saved, &F::dx, &F::dweight, &F::dbias},
+                                                options);
 };
 struct BackwardInPlaceOrder {
   using F = FusedLoss;
-  static constexpr auto fields = std::tuple_cat(
-      std::tuple{&F::dweight, &F::saved, &F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight, &F::counts, &F::dx, &F::dbias},
-      BackwardOrder::options);
+  static constexpr auto fields = std::tuple_cat(std::tuple{&F::dweight, &F::saved, &F::dloss, &F::x, &F::weight, &F::target, &F::bias,
+                                                           &F::ce_weight, &F::temperature, &F::mix, &F::counts, &F::dx, &F::dbias},
+                                                BackwardOrder::options);
 };
+
+// What log-probabilities of tokens have beside a loss.
+inline void check_tokens(const char* op, const FusedLoss& a, Dtype accumulator) {
+  require(a.logit_scale > 0 && a.logit_scale < 1e18, op, ": logit_scale is ", a.logit_scale, ", expected a number above 0, below 1e18");
+  const Size rows = a.x.size(0);
+  if (a.temperature) check_made(op, *a.temperature, "temperature", {rows}, accumulator, a.x, "x");
+  if (a.mix) check_made(op, *a.mix, "mix", {rows, Size(3)}, accumulator, a.x, "x");
+  const bool wanted = a.temperature || a.mix || a.logit_scale != 1 || a.return_entropy || a.return_mean_logits || a.return_log_sum_sq;
+  const bool plain = a.label_smoothing == 0 && a.lse_square_scale == 0 && !a.use_token_scaling && !a.ce_weight;
+  require(!wanted || (Reduction(a.reduction) == Reduction::none && plain), op,
+          ": temperature, logit_scale, mix and return_entropy, _mean_logits, _log_sum_sq need reduction 0 (none), no label_smoothing, no"
+          " lse_square_scale, no use_token_scaling and no ce_weight");
+}
+// Does the forward keep each row's log-sum-exp for the backward?
+inline bool keeps_lse(const FusedLoss& a, const Size& stored, const Size& vocab) {
+  return a.return_entropy || (launch::Gradients(a.gradients) == launch::Gradients::overlaid && stored < vocab);
+}
 
 inline HeadDtypes check_fused_loss(const char* op, const FusedLoss& a) {
   check_loss_options(op, a.reduction, a.label_smoothing, a.softcap);
   const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
   check_targets(op, a.target, a.ce_weight, "ce_weight", a.x.size(0), a.weight.size(0), dtypes.acc, a.x, "x");
+  check_tokens(op, a, dtypes.acc);
   check_schedule(op, a.x, a.weight, dtypes, a.gradients, a.chunk_rows, a.chunk_classes, a.need_dx, a.need_dweight, a.wants_dbias());
   return dtypes;
 }
@@ -87,9 +114,9 @@ inline void check_fused_loss_gradients(const char* op, const FusedLoss& a) {
   const HeadDtypes dtypes = check_fused_loss(op, a);
   check_loss_gradient(op, a.dloss, a.reduction, a.x.size(0), a.x, "x");
   const Size rows = a.x.size(0), vocab = a.weight.size(0), stored = a.chunk_classes < vocab ? a.chunk_classes : vocab;
-  const bool recomputes = launch::Gradients(a.gradients) == launch::Gradients::overlaid && stored < vocab;
   check_made(op, a.counts, "counts",
-             {Size(int64_t(CrossEntropyCounts::slots)) + (recomputes ? launch::kept_for_gradients(rows, a.use_token_scaling) : Size(0))},
+             {Size(int64_t(CrossEntropyCounts::slots)) +
+              (keeps_lse(a, stored, vocab) ? launch::kept_for_gradients(rows, a.use_token_scaling) : Size(0))},
              dtypes.acc, a.x, "x");
   check_gradient_sums(op, a.x, a.weight, dtypes, a.gradients, stored, a.saved, a.dx, a.dweight, a.dbias, a.need_dx, a.need_dweight,
                       a.wants_dbias());

@@ -20,15 +20,17 @@ template <class A, class T> LIGER_INLINE void write_zeros(const Out<T>& out, int
 }
 
 // out may be the logits' own memory; the target may be beside its columns. What lse has beyond A's precision is in the factor of the
-// probabilities. Not inlined, as sum_row.
-template <class A, class T, class Cap, class W>
+// probabilities. mixes: there is a gradient of the entropy. Not inlined, as sum_row.
+template <class A, bool mixes = false, class T, class Cap, class W>
 [[gnu::noinline, gnu::flatten]] void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap,
                                                     const LogSumExp& lse, const Slopes& slopes, const In<W>& weight) {
   const vec<A> probability = splat<A>(A(slopes.probability * __builtin_exp(-lse.low)));
   const vec<A> share = splat<A>(A(slopes.weight)), minus_lse = splat<A>(A(-lse.high));
+  const vec<A> entropy = splat<A>(A(slopes.entropy * __builtin_exp(-lse.low)));
   const auto write = [&](int64_t j, auto n, vec<A> minus) {
-    const vec<A> x = softcap(load<A>(row, j, n));
-    const vec<A> d = probability * Math<A>::exp(x + minus_lse) - share * load<A>(weight, j, n);
+    const vec<A> x = softcap(load<A>(row, j, n)), log_p = x + minus_lse, p = Math<A>::exp(log_p);
+    vec<A> d = probability * p - share * load<A>(weight, j, n);
+    if constexpr (mixes) d += p == A(0) ? vec<A>{} : entropy * p * log_p;
     store(out, j, n, softcap.chain(x, d - minus));
   };
   const auto without_target = [&](int64_t j, auto n) { write(j, n, vec<A>{}); };
@@ -110,8 +112,7 @@ template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t beg
       const double grad = grad_of(a.grad, i);
       return LossFactors{grad * formula.counts[CrossEntropyCounts::ce_scale], grad * formula.counts[CrossEntropyCounts::z_scale]};
     };
-    with_flag(a.options.softcap != 0, [&](auto capped) {
-      const Softcap<A, capped> softcap{A(a.options.softcap)};
+    with_softcap<A>(a, [&](auto softcap_of) {
       with_class_weight<A>(a.class_weight, a.options, [&](const auto& weight) {
         for (int64_t i = begin; i < end; ++i) {
           const Out<T> out = row<T>(a.dlogits, i, stream);
@@ -124,7 +125,13 @@ template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t beg
           const LogSumExp lse{saved[i], saved[a.rows + i]};
           const double token = a.options.token_scaling ? static_cast<const A*>(a.token)[i] : 1.0;
           const int64_t target = a.target[i] - a.classes.first;
-          write_gradient<A>(x, out, a.vocab, target, softcap, lse, formula.slopes(target, lse, token, factors_of(i)), weight);
+          if (a.mix != nullptr) {
+            const A* const mix = static_cast<const A*>(a.mix) + 3 * i;
+            const Slopes slopes{mix[0] * a.gradient_scale, 0, mix[2] * a.gradient_scale, mix[1] * a.gradient_scale};
+            write_gradient<A, true>(x, out, a.vocab, target, softcap_of(i), lse, slopes, In<constant>{1});
+          } else {
+            write_gradient<A>(x, out, a.vocab, target, softcap_of(i), lse, formula.slopes(target, lse, token, factors_of(i)), weight);
+          }
         }
       });
     });

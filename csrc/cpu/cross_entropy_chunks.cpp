@@ -16,28 +16,33 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
       const auto weight = param<A>(of.class_weight);
       weights = sum_columns<A>(of.vocab, [&](int64_t j, auto n) { return load<A>(weight, j, n); });
     }
-    with_flag(of.options.softcap != 0, [&](auto capped) {
-      const Softcap<A, capped> softcap{A(of.options.softcap)};
+    with_softcap<A>(of, [&](auto softcap_of) {
       with_class_weight<A>(of.class_weight, of.options, [&](const auto& weight) {
         for (int64_t i = begin; i < end; ++i) {
           const auto put = [&](Slots::Slot slot, double value) { static_cast<A*>(a.statistics)[slot * of.rows + i] = A(value); };
           if (of.target[i] == of.options.ignore_index) {  // nothing of it is read again
-            for (int slot = 0; slot < Slots::slots; ++slot) put(Slots::Slot(slot), 0);
+            for (int slot = 0; slot < Slots::slots_of(a.moments); ++slot) put(Slots::Slot(slot), 0);
             if (a.best_class != nullptr) a.best_class[i] = 0;
             continue;
           }
           const In<T> x = row<T>(of.logits, i);
+          const auto softcap = softcap_of(i);
           const int64_t target = of.target[i] - a.classes.first;
           const bool here = target >= 0 && target < of.vocab;
           const double near = softcap(element<A>(x, here ? target : 0));
           const A anchor = A(Formula<A>::anchor(near));
-          const RowSums<A> sums = sum_row<A>(of.options, x, of.vocab, softcap, weight, anchor);
+          const RowSums<A> sums = sum_row<A>(of.options, x, of.vocab, softcap, weight, anchor, a.moments);
           put(Slots::maximum, sums.shift);
           put(Slots::sum, sums.exponentials);
           put(Slots::target, here ? near : 0.0);
           put(Slots::weighted, sums.weighted);
           put(Slots::anchor, anchor);
           put(Slots::weights, weights);
+          if (a.moments) {
+            put(Slots::moment, sums.moment);
+            put(Slots::squares, sums.squares);
+            put(Slots::total, sums.total);
+          }
           const int64_t best = a.best_class != nullptr ? argmax(x, of.vocab, sums) : 0;
           put(Slots::best, element<A>(x, best));
           if (a.best_class != nullptr) a.best_class[i] = a.classes.first + best;
@@ -53,6 +58,7 @@ template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
     using Slots = CrossEntropyStatistics;
     const Formula<A> formula(a.row, a.row.vocab);
     const RowResults<A> results{a.row};
+    const int64_t slots = Slots::slots_of(a.row.moments());
     for (int64_t i = begin; i < end; ++i) {
       if (a.row.target[i] == a.row.options.ignore_index) {
         results.ignored(i);
@@ -60,7 +66,7 @@ template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
         continue;
       }
       const auto of = [&](int64_t chunk, Slots::Slot slot) {
-        return static_cast<const A*>(a.statistics)[(chunk * Slots::slots + slot) * a.row.rows + i];
+        return static_cast<const A*>(a.statistics)[(chunk * slots + slot) * a.row.rows + i];
       };
       RowSums<A> merged;
       double target = 0;
@@ -70,11 +76,18 @@ template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
       }
       const double anchor = Formula<A>::anchor(target);
       for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
-        merged.exponentials += of(chunk, Slots::sum) * __builtin_exp(double(of(chunk, Slots::maximum)) - double(merged.shift));
         merged.weighted += of(chunk, Slots::weighted) + (of(chunk, Slots::anchor) - anchor) * of(chunk, Slots::weights);
+        const double distance = double(of(chunk, Slots::maximum)) - double(merged.shift), factor = __builtin_exp(distance);
+        const double sum = of(chunk, Slots::sum) * factor;
+        merged.exponentials += sum;
+        if (!a.row.moments()) continue;
+        if (sum != 0) merged.moment += factor * of(chunk, Slots::moment) + distance * sum;
+        merged.squares += of(chunk, Slots::squares) * factor * factor;
+        merged.total += of(chunk, Slots::total);
       }
       const LogSumExp lse = merged.lse();
       results.losses(i, formula, lse, target, merged.weighted);
+      if (a.row.moments()) results.moments(i, merged);
       if (a.token != nullptr) static_cast<A*>(a.token)[i] = A(formula.token_scale(lse, target));
       if (!results.want_prediction()) continue;
       A best = of(0, Slots::best);  // NaN is the largest, and of equal ones the first

@@ -19,19 +19,32 @@ template <class F> LIGER_INLINE void with_flag(bool flag, F&& f) {
   else f(std::false_type{});
 }
 
-// x' of x, and what the gradient multiplies by on the way back.
-template <class A, bool capped> struct Softcap {
-  A cap;
+// x' of x, and what the gradient multiplies by on the way back. scaled: x' = softcap(scale * x) * over_temperature.
+template <class A, bool capped, bool scaled = false> struct Softcap {
+  A cap, scale = 1, over_temperature = 1;
   LIGER_INLINE vec<A> operator()(vec<A> x) const {
-    if constexpr (capped) return math::softcap<Math<A>>(x, cap);
-    else return x;
+    if constexpr (scaled) x *= capped ? scale : scale * over_temperature;
+    if constexpr (capped) x = math::softcap<Math<A>>(x, cap);
+    if constexpr (capped && scaled) x *= over_temperature;
+    return x;
   }
   LIGER_INLINE A operator()(A x) const { return (*this)(splat<A>(x))[0]; }
   LIGER_INLINE vec<A> chain(vec<A> x_capped, vec<A> gradient) const {
-    if constexpr (capped) return gradient * math::softcap_slope(x_capped, cap);
+    if constexpr (capped) return gradient * math::softcap_slope(x_capped, scaled ? cap * over_temperature : cap);
     else return gradient;
   }
 };
+
+// Calls f(softcap_of), where softcap_of(i) is the Softcap of row i. Of: CrossEntropyRows or CrossEntropyBackward.
+template <class A, class Of, class F> LIGER_INLINE void with_softcap(const Of& of, F&& f) {
+  const A cap = A(of.options.softcap), scale = A(of.options.logit_scale);
+  const A* const temperature = static_cast<const A*>(of.temperature);
+  with_flag(cap != 0, [&](auto capped) {
+    with_flag(temperature != nullptr || scale != 1, [&](auto scaled) {
+      f([&](int64_t i) { return Softcap<A, capped, scaled>{cap, scale, temperature != nullptr ? 1 / temperature[i] : A(1)}; });
+    });
+  });
+}
 
 template <class A, class T> LIGER_INLINE A element(const In<T>& x, int64_t j) { return load<A>(x, j, Part{1})[0]; }
 
@@ -48,6 +61,7 @@ template <class A> struct RowSums {
   A shift = std::numeric_limits<A>::lowest();
   double exponentials = 0;  // of x' - shift
   double weighted = 0;      // sum of w * (x' - anchor), for label smoothing
+  double moment = 0, squares = 0, total = 0;  // sums of exp(x' - shift) * (x' - shift), its square, and x'
 
   LogSumExp lse() const {
     const double log_sum = __builtin_log(exponentials), high = A(shift + log_sum);
@@ -55,8 +69,9 @@ template <class A> struct RowSums {
   }
 };
 
-// terms: 1, or 2 with label smoothing, whose sum of logits alone may overflow: differences to one of them, the anchor, are summed. NaN
-// may be lost to `max`, but not to the sum of exponentials. Not inlined, so that kernels share its code: one call for each row.
+// terms: 1, 2 with label smoothing, or 4 with moments. Label smoothing's sum of logits alone may overflow: differences to one of them, the
+// anchor, are summed. NaN may be lost to `max`, but not to the sum of exponentials. Not inlined, so that kernels share its code: one call
+// for each row.
 template <class A, int terms, class T, class Cap, class W>
 [[gnu::noinline, gnu::flatten]] RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, A anchor) {
   constexpr A least = -std::numeric_limits<A>::infinity();
@@ -73,15 +88,25 @@ template <class A, int terms, class T, class Cap, class W>
         top = Max{}(top, only<A>(n, x, least));
         term[0] = Math<A>::exp(x_capped - shift);
         if constexpr (terms == 2) term[1] = (x_capped - anchor) * load<A>(weight, first + j, n);
+        if constexpr (terms == 4) {
+          const vec<A> distance = x_capped - shift;
+          term[1] = term[0] * (distance < std::numeric_limits<A>::lowest() ? vec<A>{} : distance);  // 0 * -inf is NaN
+          term[2] = term[0] * term[0];
+          term[3] = x_capped;
+        }
       });
       const A block_max = fold<A, lanes<A>>(top, Max{}), rise_to = softcap(block_max);
       if (rise_to > r.shift + A(slack)) {
-        r.exponentials *= __builtin_exp(double(r.shift) - double(rise_to));
+        const double rise = double(rise_to) - double(r.shift), factor = __builtin_exp(-rise);
+        if (r.exponentials != 0) r.moment = factor * (r.moment - rise * r.exponentials);
+        r.squares *= factor * factor;
+        r.exponentials *= factor;
         r.shift = rise_to;
         continue;
       }
       r.exponentials += sums[0];
       if constexpr (terms == 2) r.weighted += sums[1];
+      if constexpr (terms == 4) r.moment += sums[1], r.squares += sums[2], r.total += sums[3];
       if (block_max > r.max) r.max = block_max, r.max_block = first;
       break;
     }
@@ -89,10 +114,11 @@ template <class A, int terms, class T, class Cap, class W>
   return r;
 }
 
-// With label smoothing or without it.
+// With label smoothing, with moments, or without either.
 template <class A, class T, class Cap, class W>
 LIGER_INLINE RowSums<A> sum_row(const CrossEntropyOptions& options, const In<T>& row, int64_t vocab, const Cap& softcap,
-                                const In<W>& weight, A anchor) {
+                                const In<W>& weight, A anchor, bool moments = false) {
+  if (moments) return sum_row<A, 4>(row, vocab, softcap, In<constant>{1}, anchor);
   if (options.label_smoothing != 0) return sum_row<A, 2>(row, vocab, softcap, weight, anchor);
   return sum_row<A, 1>(row, vocab, softcap, In<constant>{1}, anchor);
 }
@@ -107,9 +133,9 @@ template <class A, class T> int64_t argmax(const In<T>& row, int64_t vocab, cons
   return 0;
 }
 
-// dx'[j] = probability * p[j] - weight * w[j] - (j == y ? target : 0)
+// dx'[j] = p[j] * (probability + entropy * log(p[j])) - weight * w[j] - (j == y ? target : 0)
 struct Slopes {
-  double probability, weight, target;
+  double probability, weight, target, entropy = 0;
 };
 
 // The gradients of a row's two losses.
@@ -172,7 +198,7 @@ template <class A> struct RowResults {
 
   // The results of a row whose target is ignored.
   void ignored(int64_t i) const {
-    for (void* array : {a.ce, a.z, a.lse}) put(array, i, 0);
+    for (void* array : {a.ce, a.z, a.lse, a.entropy, a.mean, a.log_sum_sq}) put(array, i, 0);
     put(a.lse, a.rows + i, 0);
     if (a.accuracy != nullptr) static_cast<float*>(a.accuracy)[i] = 0;
     if (a.predicted != nullptr) a.predicted[i] = -1;
@@ -184,6 +210,12 @@ template <class A> struct RowResults {
     put(a.lse, a.rows + i, lse.low);
   }
   bool want_prediction() const { return a.accuracy != nullptr || a.predicted != nullptr; }
+  void moments(int64_t i, const RowSums<A>& sums) const {
+    const double log_sum = __builtin_log(sums.exponentials);
+    put(a.entropy, i, log_sum - sums.moment / sums.exponentials);
+    put(a.mean, i, sums.total / double(a.vocab));
+    put(a.log_sum_sq, i, __builtin_log(sums.squares) - 2 * log_sum);
+  }
   void prediction(int64_t i, int64_t predicted) const {
     if (a.accuracy != nullptr) static_cast<float*>(a.accuracy)[i] = predicted == a.target[i] ? 1.0f : 0.0f;
     if (a.predicted != nullptr) a.predicted[i] = predicted;

@@ -59,6 +59,7 @@ template <class T, int N, bool Full> struct Backward {
     Tiles tiles;
     LogitRows rows;
     const float *lse, *token;
+    const float* mix;  // nullptr: no gradient of the entropy
     Rows grad;  // null: unreduced
     float gradient_scale;  // of the unreduced
     MutableRows dlogits;
@@ -78,7 +79,8 @@ template <class T, int N, bool Full> struct Backward {
     const LogitRow<T, Full> row(a, args.classes, at, tile.number == 0 && tile.index == 0, false);
     const float lse = args.lse[at], lse_low = args.lse[a.rows + at], token = a.token_scaling ? args.token[at] : 1.f;
     const LossGradients grad = args.grad.data ? LossGradients(a, args.grad, at) : LossGradients(a, args.gradient_scale);
-    const RowGradient<T> gradient(a, row, lse, lse_low, 1.f, lse, token, grad.ce, grad.z);
+    RowGradient<T> gradient(a, row, lse, lse_low, 1.f, lse, token, grad.ce, grad.z);
+    if (Full && args.mix) gradient.take(args.mix + 3 * at, args.gradient_scale);
     T* const out = opaque(static_cast<T*>(args.dlogits.data) + at * args.dlogits.stride);
     part.for_each(
         [&](const auto& logit, int64_t column) {
@@ -108,10 +110,11 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   const bool full = launch::is_full(op);
   const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    launch<Backward<T, I.vec, Full>>(made,
-                                     {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),
-                                      static_cast<const float*>(op.token), op.grad, float(op.gradient_scale), op.dlogits, op.classes},
-                                     stream);
+    launch<Backward<T, I.vec, Full>>(
+        made,
+        {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),
+         static_cast<const float*>(op.token), static_cast<const float*>(op.mix), op.grad, float(op.gradient_scale), op.dlogits, op.classes},
+        stream);
   });
 }
 

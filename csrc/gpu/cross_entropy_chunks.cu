@@ -26,7 +26,7 @@ template <class T, int N, bool Full> struct Statistics {
     const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, row.valid ? unaligned_head<N>(row.data, a.vocab) : 0);
     const bool want_best = Full && args.best_class != nullptr, weighted = Full && a.class_share != 0 && a.class_weight.data != nullptr;
 
-    RowStatistics<T, Full> statistics(row.anchor(a));
+    RowStatistics<T, Full> statistics(row.anchor(a), row.over_temperature(a));
     float weights[2] = {};
     const auto add = [&](auto& x, int column) {
       statistics.add(a, x, column, want_best);
@@ -47,7 +47,10 @@ template <class T, int N, bool Full> struct Statistics {
       add(x, own.single);
     }
     statistics.merge(group);
-    if constexpr (Full) group.sum(weights);
+    if constexpr (Full) {
+      group.sum(weights);
+      statistics.merge_moments(group);
+    }
     if (group.index != 0 || !row.live) return;
     const auto put = [&](Slots::Slot slot, float value) { args.statistics[slot * a.rows + row.row] = value; };
     put(Slots::maximum, statistics.max);
@@ -57,6 +60,11 @@ template <class T, int N, bool Full> struct Statistics {
     put(Slots::anchor, statistics.anchor);
     put(Slots::weights, weighted ? weights[0] : float(a.vocab));
     put(Slots::best, statistics.best);
+    if (a.moments) {
+      put(Slots::moment, statistics.moment);
+      put(Slots::squares, statistics.squares);
+      put(Slots::total, statistics.total);
+    }
     if (args.best_class) args.best_class[row.row] = args.classes.first + statistics.best_column;
   }
 };
@@ -76,7 +84,8 @@ struct Merge {
     const LogitRows& a = args.rows;
     const LogitRow<float, true> row(a, block_id() * block_threads() + thread_id(), true, false);
     if (!row.live) return;
-    const auto of = [&](int64_t chunk, Slots::Slot slot) { return args.statistics[(chunk * Slots::slots + slot) * a.rows + row.row]; };
+    const int64_t slots = Slots::slots_of(a.moments);
+    const auto of = [&](int64_t chunk, Slots::Slot slot) { return args.statistics[(chunk * slots + slot) * a.rows + row.row]; };
     float max = minus_infinity(), target = 0, best = minus_infinity();
     int64_t best_class = INT_MAX;
     for (int64_t chunk = 0; chunk < args.chunks; ++chunk) {
@@ -90,15 +99,28 @@ struct Merge {
     }
     const Exponentials largest{max};
     const float anchor = a.class_share != 0 && fabsf(target) < __builtin_inff() ? target : 0.f;
-    double sum = 0, weighted = 0;
+    double sum = 0, weighted = 0, moment = 0, squares = 0, total = 0;
     for (int64_t chunk = 0; chunk < args.chunks; ++chunk) {
-      sum += double(of(chunk, Slots::sum)) * double(expf(of(chunk, Slots::maximum) - largest.base()));
+      const float distance = of(chunk, Slots::maximum) - largest.base();
+      const double factor = double(expf(distance)), part = double(of(chunk, Slots::sum)) * factor;
+      sum += part;
       weighted += of(chunk, Slots::weighted) + double(of(chunk, Slots::anchor) - anchor) * double(of(chunk, Slots::weights));
+      if (!a.moments) continue;
+      if (part != 0) moment += factor * double(of(chunk, Slots::moment)) + double(distance) * part;
+      squares += factor * factor * double(of(chunk, Slots::squares));
+      total += double(of(chunk, Slots::total));
     }
     const Exponentials merged{max, float(sum)};
     const float log_sum = merged.log_sum(), negative_log = merged.base() - target + log_sum;
     write_losses(a, args.out, row, float(weighted), best_class, LogSumExp::of<float>(merged, log_sum), negative_log);
     if (args.token) args.token[row.row] = row_token<float>(a, negative_log);
+    if (!a.moments) return;
+    const auto put = [&](float* array, float value) {
+      if (array) array[row.row] = row.valid ? value : row.ignored ? 0.f : not_a_number();
+    };
+    put(args.out.entropy, log_sum - float(moment / sum));
+    put(args.out.mean, float(total / double(a.vocab)));
+    put(args.out.log_sum_sq, logf(float(squares)) - 2 * log_sum);
   }
 };
 
@@ -110,18 +132,20 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
   const bool full = launch::is_full(op);
   const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   with_logits<launch::statistics_kernel>(made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    launch<Statistics<T, I.vec, Full>>(
-        made, {logit_rows(row, op.classes.all, made.plan, stream), op.classes, static_cast<float*>(op.statistics), op.best_class}, stream);
+    LogitRows rows = logit_rows(row, op.classes.all, made.plan, stream);
+    rows.moments = op.moments;
+    launch<Statistics<T, I.vec, Full>>(made, {rows, op.classes, static_cast<float*>(op.statistics), op.best_class}, stream);
   });
 }
 
 void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
   if (op.row.rows == 0) return;
   const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
-  launch<Merge>(made,
-                {logit_rows(op.row, op.row.vocab, made.plan, stream), row_outputs(op.row), op.chunks,
-                 static_cast<const float*>(op.statistics), op.best_class, static_cast<float*>(op.token)},
-                stream);
+  LogitRows rows = logit_rows(op.row, op.row.vocab, made.plan, stream);
+  rows.moments = op.row.moments();
+  launch<Merge>(
+      made, {rows, row_outputs(op.row), op.chunks, static_cast<const float*>(op.statistics), op.best_class, static_cast<float*>(op.token)},
+      stream);
 }
 
 }  // namespace liger::gpu

@@ -23,6 +23,7 @@ struct RowOutputs {
   float *ce, *z, *lse, *accuracy;
   int64_t* predicted;
   int64_t rows;
+  float *entropy, *mean, *log_sum_sq;
 
   LIGER_DEVICE bool want_best() const { return accuracy != nullptr || predicted != nullptr; }
   template <class T, bool Full>
@@ -59,6 +60,11 @@ LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const 
   out.write(row, ce, z, lse.high, lse.low, best);
 }
 
+template <class Op> const void* temperature_of(const Op& op) {
+  if constexpr (requires { op.temperature; }) return op.temperature;
+  else return nullptr;
+}
+
 // classes: of the whole vocabulary.
 template <class Op> LogitRows logit_rows(const Op& op, int64_t classes, const launch::LaunchPlan& plan, Stream stream) {
   const CrossEntropyOptions& o = op.options;
@@ -77,8 +83,11 @@ template <class Op> LogitRows logit_rows(const Op& op, int64_t classes, const la
           float(o.label_smoothing / double(classes)),
           float(o.lse_square_scale),
           float(o.softcap),
-          o.softcap == 0 ? 0.f : float(1 / o.softcap),
+          o.softcap == 0 ? 0.f : float(o.logit_scale / o.softcap),
+          static_cast<const float*>(temperature_of(op)),
+          float(o.logit_scale),
           o.token_scaling,
+          false,
           plan.threads_per_row,
           target_report(op.op, stream.device)};
 }
@@ -89,7 +98,10 @@ inline RowOutputs row_outputs(const CrossEntropyRows& op) {
           static_cast<float*>(op.lse),
           static_cast<float*>(op.accuracy),
           op.predicted,
-          op.rows};
+          op.rows,
+          static_cast<float*>(op.entropy),
+          static_cast<float*>(op.mean),
+          static_cast<float*>(op.log_sum_sq)};
 }
 
 template <class T, bool Full> constexpr bool logits_fit(const launch::Instance& of) { return fits<T>(of) && launch::logits_have(Full, of); }

@@ -1,102 +1,10 @@
 // Rows of logits as the cross entropy kernels see them: which columns a thread owns, the online statistics of a row, and the
 // gradient that follows from them. cross_entropy.h has the formulas and the names.
 #pragma once
-#include <climits>
-#include <cmath>
-
-#include "gpu/device.h"
+#include "gpu/logit_rows.h"
 #include "gpu/online_softmax.h"
-#include "gpu/rows.h"
-#include "kernels/cross_entropy.h"
 
 namespace liger::gpu {
-
-// Arguments that all kernels over rows of logits have.
-struct LogitRows {
-  int64_t rows, vocab, first_row, stride;
-  const void* logits;
-  const int64_t* target;
-  Vector class_weight;
-  const float* counts;
-  int64_t ignore_index;
-  float hard_share, class_share;  // 1 - label_smoothing and label_smoothing / vocab
-  float lse_square_scale, softcap, inverse_softcap;
-  bool token_scaling;
-  int threads_per_row;
-  TargetReport report;
-
-  LIGER_DEVICE bool is_class(int64_t target) const { return target != ignore_index && target >= 0 && target < vocab; }
-};
-
-// exp(x - base) for many x and one base. For 16-bit logits it is one multiply-add and one exponential, exp2(x * log2(e) + offset). The
-// offset, -base * log2(e), is rounded, which multiplies all values of one base by the same factor; correction() is the inverse of that
-// factor, for a sum or a scale. If the base is 2^20 or more, neighbouring 16-bit logits are so far apart that exponentials are 1 or 0: a
-// slope of 1 is used there, with which nothing is rounded. low: the part of the base that its rounding to fp32 lost. For fp32 logits it is
-// subtracted in each exponent, since as a factor it would be rounded again.
-template <class T> struct Exp {
-  static constexpr bool in_one_step = sizeof(T) == 2;
-  float slope, offset, low;
-  LIGER_DEVICE explicit Exp(float base, float low = 0)
-      : slope(in_one_step && fabsf(base) < 0x1p20f ? log2_e : 1.f), offset(-base * slope), low(low) {}
-  LIGER_DEVICE float exponent(float x) const { return fmaf(x, slope, offset); }
-  LIGER_DEVICE float operator()(float x) const {
-    if constexpr (in_one_step) return fast_exp2(exponent(x));
-    else return expf(x + offset - low);
-  }
-  LIGER_DEVICE bool far() const { return in_one_step && slope == 1; }
-  // The same if not far(): the slope is then known at compile time, which saves registers in a kernel that holds a row in them.
-  LIGER_DEVICE float near(float x) const {
-    if constexpr (in_one_step) return fast_exp2(fmaf(x, log2_e, offset));
-    else return (*this)(x);
-  }
-  LIGER_DEVICE float correction(float base) const { return in_one_step ? fast_exp2(-exponent(base)) * exp_as<T>(-low) : 1.f; }
-};
-LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
-
-// tanh(t) of |t| <= 1 within 2^-22.7 of its value: t times a polynomial of t^2, whose coefficients were fitted to the relative error.
-LIGER_DEVICE float tanh_within_one(float t) {
-  const float s = t * t;
-  float p = 0.0010335268f;
-  p = fmaf(p, s, -0.006180637f);
-  p = fmaf(p, s, 0.020264039f);
-  p = fmaf(p, s, -0.05344334f);
-  p = fmaf(p, s, 0.13324876f);
-  p = fmaf(p, s, -0.3333281f);
-  p = fmaf(p, s, 0.99999994f);
-  return t * p;
-}
-// The same of |t| >= 1.
-LIGER_DEVICE float tanh_beyond_one(float t) {
-  const float magnitude = 1 - 2 * fast_reciprocal(1 + fast_exp2(fabsf(t) * (2 * log2_e)));
-  return t < 0 ? -magnitude : magnitude;
-}
-// x[j] = tanh(x[j] / softcap). Of 16-bit logits few are larger than the softcap, and for the others a polynomial takes half of the
-// instructions that tanhf does.
-template <class T, int N> LIGER_DEVICE void tanh_of_share(const LogitRows& a, float (&x)[N]) {
-  float largest = 0;
-#pragma unroll
-  for (int j = 0; j < N; ++j) x[j] *= a.inverse_softcap, largest = fmaxf(largest, fabsf(x[j]));
-  if (sizeof(T) == 4 || !may_have_clusters) {  // AMD's scalar registers have no room for the coefficients
-#pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = tanhf(x[j]);
-  } else if (largest <= 1) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = tanh_within_one(x[j]);
-  } else {
-#pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = fabsf(x[j]) > 1 ? tanh_beyond_one(x[j]) : tanh_within_one(x[j]);
-  }
-}
-// math/softcap.h's formulas with the division made on the host.
-template <class T, int N> LIGER_DEVICE void cap(const LogitRows& a, float (&x)[N]) {
-  tanh_of_share<T>(a, x);
-#pragma unroll
-  for (int j = 0; j < N; ++j) x[j] *= a.softcap;
-}
-LIGER_DEVICE float capped_slope(const LogitRows& a, float x) {
-  const float t = x * a.inverse_softcap;
-  return 1 - t * t;
-}
 
 template <class T, int N> LIGER_DEVICE void widen(float (&out)[N], const Packed<T, N>& in) {
 #pragma unroll
@@ -165,9 +73,10 @@ template <class T, bool Full> struct LogitRow {
 
   LIGER_DEVICE float target_logit(const LogitRows& a) const {
     float logit[1] = {to_float(raw_logit)};
-    if (Full && a.softcap != 0) cap<T>(a, logit);
+    if constexpr (Full) transform<T>(a, logit, over_temperature(a));
     return logit[0];
   }
+  LIGER_DEVICE float over_temperature(const LogitRows& a) const { return Full && live && a.temperature ? 1 / a.temperature[row] : 1.f; }
   // Label smoothing sums logits relative to the target's logit, if that is finite, and to 0 otherwise.
   LIGER_DEVICE float anchor(const LogitRows& a) const {
     if (!Full || a.class_share == 0) return 0;
@@ -235,9 +144,10 @@ template <class T, int N> struct RowWalk : RowParts<N> {
 template <class T, bool Full> struct RowStatistics : Exponentials {
   static constexpr float slack = sizeof(T) == 2 ? 16 : 2;
   float rounded_off = 0, weighted = 0, best = minus_infinity();
+  float moment = 0, squares = 0, total = 0;  // sums of exp(x' - max) * (x' - max), of its square, and of x'
   int best_column = 0;
-  const float anchor;
-  LIGER_DEVICE explicit RowStatistics(float anchor = 0) : anchor(anchor) {}
+  const float anchor, over_temperature;
+  LIGER_DEVICE explicit RowStatistics(float anchor = 0, float over_temperature = 1) : anchor(anchor), over_temperature(over_temperature) {}
 
   // Ascending: all columns so far are less. A thread's single element comes last, but may be one of those before its vectors.
   template <int N, bool Ascending = (N > 1)> LIGER_DEVICE void add(const LogitRows& a, float (&x)[N], int column, bool want_best) {
@@ -247,7 +157,7 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
         const float found = largest_of(x);
         if (found > best || (earlier && found == best)) take_best(x, column, [&](float value) { return value == found; });
       }
-      if (a.softcap != 0) cap<T>(a, x);
+      transform<T>(a, x, over_temperature);
       if (a.class_share != 0) {
         float w[N];
         class_weights(a, w, column);
@@ -259,14 +169,25 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
     if (top > max + slack) {
       sum += rounded_off;
       rounded_off = 0;
-      sum *= Exp<T>(base()).correction(base()) * exp_as<T>(max - top);
+      const float factor = Exp<T>(base()).correction(base()) * exp_as<T>(max - top) / Exp<T>(top).correction(top);
+      if constexpr (Full) move_moments(max - top, factor);
+      sum *= factor;
       max = top;
-      sum *= 1 / Exp<T>(top).correction(top);
     }
     const Exp<T> exp(base());
     float part = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) part += exp(x[j]);
+    if constexpr (Full)
+      if (a.moments) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const float e = exp(x[j]);
+          moment += e > 0 ? e * (x[j] - base()) : e;
+          squares += e * e;
+          total += x[j];
+        }
+      }
     if constexpr (Full)
       if (want_best && part != part && (best == best || earlier)) take_best(x, column, [](float value) { return value != value; });
     const float total = sum + part;
@@ -296,10 +217,20 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
     }
   }
 
+  // The same for the moments, after merge().
+  template <class Group> LIGER_DEVICE void merge_moments(Group& group) {
+    float sums[2] = {moment, squares}, totals[2] = {total, 0};
+    group.sum(sums);
+    group.sum(totals);
+    moment = sums[0], squares = sums[1], total = totals[0];
+  }
   // Merges the statistics of a row's threads, for all of them. All reductions have the same number of values, as RowGroup requires.
   template <class Group> LIGER_DEVICE void merge(Group& group) {
-    sum = (sum + rounded_off) * Exp<T>(base()).correction(base());
+    const float correction = Exp<T>(base()).correction(base());
+    sum = (sum + rounded_off) * correction;
     if constexpr (Full) {
+      moment *= correction;
+      squares *= correction * correction;
       float tops[2] = {max, best};
       group.reduce(tops, [](float (&a)[2], const float (&b)[2]) {
         for (int i = 0; i < 2; ++i) a[i] = max_nan(a[i], b[i]);
@@ -308,6 +239,7 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
       group.reduce(columns, [](float (&a)[2], const float (&b)[2]) { a[0] = bit_cast<int>(a[0]) < bit_cast<int>(b[0]) ? a[0] : b[0]; });
       best_column = bit_cast<int>(columns[0]);
       best = tops[1];
+      move_moments(max - tops[0], exp_as<T>(max == tops[0] ? 0 : max - tops[0]));
       rescale<T>(tops[0]);
       float sums[2] = {sum, weighted};
       group.sum(sums);
@@ -319,6 +251,11 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
   }
 
  private:
+  // Makes them relative to another maximum; the sum is still to be multiplied by the factor.
+  LIGER_DEVICE void move_moments(float distance, float factor) {
+    moment = sum != 0 ? factor * (moment + distance * sum) : 0.f;
+    squares *= factor * factor;
+  }
   template <int N> LIGER_DEVICE static float largest_of(const float (&x)[N]) {
     float largest = x[0];
 #pragma unroll
@@ -355,14 +292,15 @@ struct LossGradients {
 // A row's gradient: dx[j] = (scale * exp(x'[j] - base) - hard * [j == target] - soft * w[j]) * dx'[j] / dx[j].
 template <class T> struct RowGradient {
   Exp<T> exp;  // exp(x' - base)
-  float scale, hard, soft;
+  float scale, hard, soft, over_temperature, inverse_cap, entropy = 0, lse;
 
   // token: by which token scaling multiplies the row; ce and z: the gradients of the row's two losses; over_sum: p / exp(x' - base), of a
   // base from which rounding took `low`.
   template <bool Full>
   LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float low, float over_sum, float lse, float token,
                            float ce, float z)
-      : exp(base, low) {
+      : exp(base, low), over_temperature(row.over_temperature(a)), lse(lse) {
+    inverse_cap = a.scales() ? 1 / (a.softcap * over_temperature) : a.inverse_softcap;
     hard = token * ce * a.hard_share * row.target_weight;
     soft = token * ce * a.class_share;
     scale = hard;
@@ -371,13 +309,25 @@ template <class T> struct RowGradient {
     scale *= over_sum * exp.correction(base);
   }
 
+  // For a gradient of the entropy: factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j == target]) * dx'[j] / dx[j]. The base is
+  // lse.
+  LIGER_DEVICE void take(const float* mix, float factor) {
+    const float of_exp = factor * exp.correction(lse);
+    scale = mix[0] * of_exp, entropy = mix[1] * of_exp, hard = mix[2] * factor, soft = 0;
+  }
+
   template <bool Full, int N> LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
     float x[N], g[N];
     widen(x, raw);
-    if constexpr (Full)
-      if (a.softcap != 0) cap<T>(a, x);
+    if constexpr (Full) transform<T>(a, x, over_temperature);
 #pragma unroll
     for (int j = 0; j < N; ++j) g[j] = scale * exp(x[j]);
+    if constexpr (Full)
+      if (entropy != 0) {
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+          if (const float e = exp(x[j]); e > 0) g[j] += entropy * e * (x[j] - lse);
+      }
     if (target >= column && target < column + N) {
 #pragma unroll
       for (int j = 0; j < N; ++j) g[j] -= column + j == target ? hard : 0.f;
@@ -391,7 +341,7 @@ template <class T> struct RowGradient {
       }
       if (a.softcap != 0) {
 #pragma unroll
-        for (int j = 0; j < N; ++j) g[j] *= capped_slope(a, x[j]);
+        for (int j = 0; j < N; ++j) g[j] *= capped_slope(x[j] * inverse_cap);
       }
     }
     Packed<T, N> out;

@@ -5,6 +5,10 @@
 //   ce_i = t * ((1 - e) * w[y] * (lse - x'[y]) + e / V * sum_j w[j] * (lse - x'[j])),      z_i = t * s * lse^2
 //   d ce_i / dx'[j] = t * ((1 - e) * w[y] * (p[j] - [j == y]) + e / V * (W * p[j] - w[j])),  W = sum_j w[j]
 //   d z_i  / dx'[j] = t * 2 * s * lse * p[j];        dx[j] = dx'[j] * (1 - (x'[j] / c)^2);   t is a constant (detached).
+// Log-probabilities of tokens add a temperature T of each row and a logit_scale s: x' = softcap(s * x) / T. The gradient below is then
+// that of x' times (1 - tanh^2), without the factor s / T of its row. Further results of a row:
+//   entropy = -sum(p * log(p)),  mean = sum(x') / V,  log_sum_sq = log(sum(p^2)).
+// The gradient of entropy comes as three numbers A, E, C of each row (`mix`): dx'[j] = p[j] * (A + E * (x'[j] - lse)) - C * [j == y].
 // Ignored rows (target == ignore_index): losses and gradients 0, accuracy 0, prediction -1. A target outside [0, V) that is
 // not ignore_index: throw_bad_target on the CPU; on a GPU NaN in the row's loss and gradient, and a record for the host.
 //
@@ -22,6 +26,7 @@ struct CrossEntropyOptions {
   double softcap = 0;  // 0: none
   bool token_scaling = false;
   Reduction reduction = Reduction::mean;
+  double logit_scale = 1;
 };
 
 // Sums over all rows that the loss needs; made on the device, so that nothing waits for a host: before the first row is read, or, if no
@@ -53,6 +58,12 @@ struct CrossEntropyRows {
   void *ce, *z, *accuracy;  // [rows] of A (accuracy: always float); ce and z are unreduced
   void* lse;              // [2, rows] of A: lse, and behind all of them what its rounding took from each
   int64_t* predicted;     // argmax, first on ties
+  // Statistics and merge alone, and for temperature the backward, too, take these. entropy, mean, log_sum_sq: [rows] of A.
+  const void* temperature;  // [rows] of A; nullptr: ones
+  void *entropy, *mean, *log_sum_sq;
+
+  bool moments() const { return entropy != nullptr || mean != nullptr || log_sum_sq != nullptr; }
+  bool transforms() const { return temperature != nullptr || options.logit_scale != 1; }
   bool after_counts;      // nothing was put on the stream since cross_entropy_counts: a kernel may start beside it
 };
 
@@ -75,6 +86,8 @@ struct CrossEntropyBackward {
   MutableRows dlogits;    // may be the logits' own memory
   Classes classes;
   const void* token;      // [rows] of A, the probability of each target; read with token scaling
+  const void* temperature;  // as CrossEntropyRows::temperature
+  const void* mix;        // [rows, 3] of A: A, E and C; nullptr: no gradient of entropy
   double gradient_scale;  // without grad: CrossEntropyInPlace's gradient is written
 };
 
@@ -82,18 +95,21 @@ struct CrossEntropyBackward {
 // chunk has its statistics; merged, they give what a pass over whole rows gives; and each chunk's gradient is made by CrossEntropyBackward.
 // A row's statistics in a chunk, with w of its classes:
 //   maximum = max(x'), sum = sum(exp(x' - maximum)), target = x'[y], or 0 where y is not among its classes,
-//   weighted = sum(w * (x' - anchor)) and weights = sum(w) with label smoothing, best = max(x) where predictions are wanted.
+//   weighted = sum(w * (x' - anchor)) and weights = sum(w) with label smoothing, best = max(x) where predictions are wanted,
+//   and if `moments` are wanted moment = sum(exp(x' - maximum) * (x' - maximum)), squares = sum(exp(2 * (x' - maximum))), total = sum(x').
 struct CrossEntropyStatistics {
-  enum Slot { maximum, sum, target, weighted, anchor, weights, best, slots };
+  enum Slot { maximum, sum, target, weighted, anchor, weights, best, slots, moment = slots, squares, total, all_slots };
+  static constexpr int64_t slots_of(bool moments) { return moments ? all_slots : slots; }
   CrossEntropyRows row;   // vocab, logits, class_weight: the chunk's; no results, no counts
   Classes classes;
-  void* statistics;       // [slots, rows] of A
+  void* statistics;       // [slots_of(moments), rows] of A
   int64_t* best_class;    // [rows]; nullptr: no predictions
+  bool moments;
 };
 struct CrossEntropyMerge {
   CrossEntropyRows row;   // vocab, class_weight: of all classes; no logits; the results
   int64_t chunks;
-  const void* statistics;      // [chunks, slots, rows] of A
+  const void* statistics;      // [chunks, slots_of(row.moments()), rows] of A
   const int64_t* best_class;   // [chunks, rows], if accuracy or predictions are wanted
   Dtype accumulator;
   void* token;                 // [rows] of A, or nullptr: the probability of each target

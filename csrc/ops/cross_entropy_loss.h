@@ -7,18 +7,31 @@
 
 namespace liger::LIGER_BACKEND {
 
+// Copies `values` numbers of each of a chunk's rows between a matrix of the chunk and one of all rows.
+inline void copy_values(const Head& head, int64_t values, int64_t rows, const void* from, int64_t from_stride, void* to,
+                        int64_t to_stride) {
+  scale_cast({values, rows, {from, from_stride, head.acc}, {to, to_stride, head.acc}, nullptr, {}}, head.scope);
+}
+
+// Of log-probabilities, for all rows: their temperatures; the gradient of their entropy (CrossEntropyBackward::mix); and where their
+// log-sum-exps are kept for the backward. Each may be absent.
+struct Tokens {
+  OptionalTensor temperature, mix, kept;
+};
+
 class CrossEntropyLoss {
  public:
   using Results = LossRows;
 
   // class_weight: of the whole vocabulary.
   CrossEntropyLoss(const Head& head, const CrossEntropyOptions& options, const Tensor& target, const OptionalTensor& class_weight,
-                   std::optional<Classes> shard = {})
+                   std::optional<Classes> shard = {}, const Tokens& tokens = {})
       : options(options),
         target(contiguous(head.scope, target)),
         class_weight(contiguous(head.scope, class_weight)),
         gradient_scale(head.compute == Dtype::f16 ? 64.0 : 1.0),
         head_(head),
+        tokens_(tokens),
         shard_(shard.value_or(Classes{0, head.vocab})) {}
 
   // The gradients that the functions below leave in the place of logits are to be multiplied by *scale() / gradient_scale, and by
@@ -28,6 +41,13 @@ class CrossEntropyLoss {
 
   // Whole rows of logits: their losses into `results`, unless it is null, and their gradient, if it is wanted.
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows* results, bool gradient) const {
+    if (by_statistics(results)) {
+      const VocabularyChunks row(*this, rows, 1, counts, results);
+      row.statistics(0, head_.all_classes(), logits);
+      row.merge(1);
+      if (gradient) row.gradient(head_.all_classes(), logits);
+      return;
+    }
     CrossEntropyRows args = rows_of(rows, head_.all_classes(), logits, counts);
     if (results) results->point(args, rows.first);
     if (gradient) cross_entropy_in_place({args, gradient_scale, head_.rows}, head_.scope);
@@ -38,6 +58,7 @@ class CrossEntropyLoss {
   // nothing is done. others: the statistics of the other classes, and kept: what their gradient is made of (VocabularyChunks); or neither.
   bool in_chunks(const std::vector<LogitsChunk>& chunks, int64_t classes, const void* others, const Tensor& counts, const LossRows* results,
                  const OptionalTensor& kept) const {
+    if (by_statistics(results)) return false;
     CrossEntropyRows args = rows_of(head_.all_rows(), {0, classes}, {}, counts);
     args.logits.dtype = head_.compute;
     if (results) results->point(args, 0);
@@ -60,36 +81,41 @@ class CrossEntropyLoss {
       if (results) results->point(results_, rows.first);
       const bool predictions = results_.accuracy || results_.predicted;
       const Head& head = loss.head_;
-      statistics_ =
-          statistics ? *statistics : allocate(head.scope, {chunks, CrossEntropyStatistics::slots, rows.count}, head.acc, loss.target);
+      statistics_ = statistics ? *statistics : allocate(head.scope, {chunks, slots(), rows.count}, head.acc, loss.target);
       best_class_ = best_class ? *best_class : allocate(head.scope, {predictions ? chunks : 0, rows.count}, ScalarType::Long, loss.target);
       kept_ =
           kept ? *kept : allocate(head.scope, {launch::kept_for_gradients(rows.count, loss.options.token_scaling)}, head.acc, loss.target);
+      of_chunk_ = !kept && results;
       results_.lse = kept_.data_ptr();
     }
 
     void statistics(int64_t chunk, Range classes, const MutableRows& logits) const {
-      cross_entropy_statistics({loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), classes_of(classes),
-                                const_cast<void*>(statistics_of(chunk)), best_classes() ? best_classes() + chunk * rows_.count : nullptr},
-                               loss_.head_.scope);
+      cross_entropy_statistics(
+          {loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), classes_of(classes), const_cast<void*>(statistics_of(chunk)),
+           best_classes() ? best_classes() + chunk * rows_.count : nullptr, results_.moments()},
+          loss_.head_.scope);
     }
-    const void* statistics_of(int64_t chunk) const {
-      return at(statistics_.data_ptr(), chunk * CrossEntropyStatistics::slots * rows_.count, loss_.head_.acc);
-    }
+    const void* statistics_of(int64_t chunk) const { return at(statistics_.data_ptr(), chunk * slots() * rows_.count, loss_.head_.acc); }
     void merge(int64_t chunks) const {
-      cross_entropy_merge({results_, chunks, statistics_.data_ptr(), best_classes(), loss_.head_.acc, token()}, loss_.head_.scope);
+      const Head& head = loss_.head_;
+      cross_entropy_merge({results_, chunks, statistics_.data_ptr(), best_classes(), head.acc, token()}, head.scope);
+      if (of_chunk_ && loss_.tokens_.kept)
+        copy_values(head, 2, rows_.count, kept_.data_ptr(), rows_.count, at(loss_.tokens_.kept->data_ptr(), rows_.first, head.acc),
+                    head.rows);
     }
     void gradient(Range classes, const MutableRows& logits) const {
       CrossEntropyBackward args = backward_of(loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), kept_, logits);
       args.classes = classes_of(classes);
       args.token = token();
       args.gradient_scale = loss_.gradient_scale;
+      if (const OptionalTensor& mix = loss_.tokens_.mix) args.mix = at(mix->data_ptr(), 3 * rows_.first, loss_.head_.acc);
       cross_entropy_backward(args, loss_.head_.scope);
     }
 
    private:
     Range in_vocabulary(Range classes) const { return {loss_.shard_.first + classes.first, classes.count}; }
     Classes classes_of(Range classes) const { return {in_vocabulary(classes).first, loss_.shard_.all}; }
+    int64_t slots() const { return CrossEntropyStatistics::slots_of(results_.moments()); }
     int64_t* best_classes() const { return best_class_.numel() ? static_cast<int64_t*>(best_class_.data_ptr()) : nullptr; }
     void* token() const { return loss_.options.token_scaling ? at(kept_.data_ptr(), 2 * rows_.count, loss_.head_.acc) : nullptr; }
 
@@ -98,6 +124,7 @@ class CrossEntropyLoss {
     const Tensor& counts_;
     CrossEntropyRows results_;
     Tensor statistics_, best_class_, kept_;
+    bool of_chunk_;  // kept_ is of these rows alone, and the forward's
   };
 
   const CrossEntropyOptions options;
@@ -107,6 +134,10 @@ class CrossEntropyLoss {
   const double gradient_scale;
 
  private:
+  // Only statistics and their merge take temperatures and give moments.
+  bool by_statistics(const LossRows* results) const {
+    return tokens_.temperature || options.logit_scale != 1 || (results && results->moments.any());
+  }
   // classes: of the vocabulary.
   CrossEntropyRows rows_of(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {
     CrossEntropyRows args{};
@@ -118,13 +149,36 @@ class CrossEntropyLoss {
     args.class_weight = vector_of(class_weight);
     args.class_weight.data = at(args.class_weight.data, classes.first, head_.acc);
     args.counts = counts.data_ptr();
+    if (tokens_.temperature) args.temperature = at(tokens_.temperature->data_ptr(), rows.first, head_.acc);
     args.options = options;
     args.op = "fused_linear_cross_entropy";
     return args;
   }
 
   const Head& head_;
+  const Tokens tokens_;
   const Classes shard_;
+};
+
+// The loss of rows whose statistics are merged: logits become their gradient. kept: of all rows (VocabularyChunks).
+class MergedLoss : public CrossEntropyLoss {
+ public:
+  MergedLoss(const CrossEntropyLoss& loss, const Head& head, const Tensor& kept, int64_t chunk_rows)
+      : CrossEntropyLoss(loss),
+        head_(head),
+        values_(launch::kept_for_gradients(int64_t{1}, options.token_scaling)),
+        kept_(kept),
+        of_chunk_(allocate(head.scope, {values_, chunk_rows}, head.acc, target)) {}
+
+  void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows*, bool) const {
+    copy_values(head_, values_, rows.count, at(kept_.data_ptr(), rows.first, head_.acc), head_.rows, of_chunk_.data_ptr(), rows.count);
+    VocabularyChunks(*this, rows, 0, counts, nullptr, of_chunk_).gradient(head_.all_classes(), logits);
+  }
+
+ private:
+  const Head& head_;
+  const int64_t values_;
+  const Tensor kept_, of_chunk_;
 };
 
 }  // namespace liger::LIGER_BACKEND

@@ -13,7 +13,10 @@ OptionalTensor kept_of(const Tensor& counts) {
 }
 
 CrossEntropyOptions loss_options(const FusedLoss& a) {
-  return options_of(a.ignore_index, a.reduction, a.label_smoothing, a.lse_square_scale, a.softcap, a.use_token_scaling);
+  CrossEntropyOptions options =
+      options_of(a.ignore_index, a.reduction, a.label_smoothing, a.lse_square_scale, a.softcap, a.use_token_scaling);
+  options.logit_scale = a.logit_scale;
+  return options;
 }
 Schedule loss_schedule(const Head& head, const FusedLoss& a) {
   return schedule_of(head, a.need_dx, a.need_dweight, a.need_dbias, a.gradients, a.chunk_rows, a.chunk_classes);
@@ -25,14 +28,17 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   const Scope scope("fused_linear_cross_entropy", a.x);
   const CrossEntropyOptions options = loss_options(a);
   const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
-  const CrossEntropyLoss loss(head, options, a.target, a.ce_weight);
   const Schedule schedule = loss_schedule(head, a);
 
   const bool overlaid = schedule.gradients == Gradients::overlaid;
-  const int64_t kept = overlaid && schedule.classes < head.vocab ? launch::kept_for_gradients(head.rows, a.use_token_scaling) : 0;
-  const Counts counts = counts_of(scope, loss.target, loss.class_weight, a.normalizer, head.vocab, options, head.acc, kept);
+  const int64_t kept = keeps_lse(a, schedule.classes, head.vocab) ? launch::kept_for_gradients(head.rows, a.use_token_scaling) : 0;
+  const Tensor target = contiguous(scope, a.target);
+  const OptionalTensor class_weight = contiguous(scope, a.ce_weight);
+  const Counts counts = counts_of(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, kept);
+  const CrossEntropyLoss loss(head, options, target, class_weight, {}, {a.temperature, {}, kept_of(counts.values)});
   cross_entropy_counts(counts.how, scope);
-  LossRows losses(scope, a.x, head.rows, head.acc, options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens);
+  LossRows losses(scope, a.x, head.rows, head.acc, options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens,
+                  {a.return_entropy, a.return_mean_logits, a.return_log_sum_sq});
   const bool deferred = schedule.gradients == Gradients::deferred, accumulated = schedule.gradients == Gradients::accumulated;
   Schedule summed = schedule;  // the gradients that the forward sums
   summed.dx = schedule.dx && sums_dx(schedule.gradients, head.weight, head.compute, !schedule.cuts_vocabulary(head));
@@ -67,14 +73,24 @@ FusedLossResults fused_loss(const FusedLoss& a) {
     zero({sums.dweight, saved, sums.dbias});
   }
   losses.finish(counts, true);
-  return {losses.loss,  losses.z_loss, losses.token_accuracy, losses.predicted_tokens, counts.values, saved, sums.dx,
-          sums.dweight, sums.dbias};
+  return {losses.loss,
+          losses.z_loss,
+          losses.token_accuracy,
+          losses.predicted_tokens,
+          losses.entropy,
+          losses.mean_logits,
+          losses.log_sum_sq,
+          counts.values,
+          saved,
+          sums.dx,
+          sums.dweight,
+          sums.dbias};
 }
 
 FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
   const Scope scope(in_place ? "fused_linear_cross_entropy_backward_" : "fused_linear_cross_entropy_backward", a.x);
   const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
-  const CrossEntropyLoss loss(head, loss_options(a), a.target, a.ce_weight);
+  const CrossEntropyLoss loss(head, loss_options(a), a.target, a.ce_weight, {}, {a.temperature, a.mix, {}});
   const Schedule schedule = loss_schedule(head, a);
   if (in_place) {
     require_apart(scope, a.dweight, "dweight", a.x, "x");
@@ -98,7 +114,8 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
       backward.from_sums(a.dx, a.dweight, a.saved, a.dbias);
       break;
     case Gradients::recomputed:
-      backward.by_recomputing(loss, a.counts);
+      if (const OptionalTensor kept = kept_of(a.counts)) backward.by_recomputing(MergedLoss(loss, head, *kept, schedule.rows), a.counts);
+      else backward.by_recomputing(loss, a.counts);
       break;
     case Gradients::overlaid: {
       const CrossEntropyLoss::VocabularyChunks chunks(loss, head.all_rows(), 0, a.counts, nullptr, kept_of(a.counts));

@@ -8,7 +8,7 @@
 namespace liger::LIGER_BACKEND {
 
 struct FusedLossResults {
-  Tensor loss, z_loss, token_accuracy, predicted_tokens;
+  Tensor loss, z_loss, token_accuracy, predicted_tokens, entropy, mean_logits, log_sum_sq;
   Tensor counts, saved, dx, dweight, dbias;  // for the backward
 };
 FusedLossResults fused_loss(const FusedLoss&);

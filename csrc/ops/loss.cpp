@@ -11,8 +11,9 @@ Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor&
 }
 
 LossRows::LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype accumulator, const CrossEntropyOptions& options,
-                   bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens)
-    : scope_(scope),
+                   bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, Moments moments)
+    : moments(moments),
+      scope_(scope),
       rows_(rows),
       accumulator_(accumulator),
       options_(options),
@@ -26,6 +27,9 @@ LossRows::LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype a
   z_loss = allocate(scope, return_z_loss ? result : nothing, accumulator, like);
   token_accuracy = allocate(scope, return_token_accuracy ? result : nothing, Dtype::f32, like);
   predicted_tokens = allocate(scope, {return_predicted_tokens ? rows : 0}, ScalarType::Long, like);
+  entropy = allocate(scope, {moments.entropy ? rows : 0}, accumulator, like);
+  mean_logits = allocate(scope, {moments.mean_logits ? rows : 0}, accumulator, like);
+  log_sum_sq = allocate(scope, {moments.log_sum_sq ? rows : 0}, accumulator, like);
   ce_ = allocate(scope, {rows}, accumulator, like);
   if (has_z_) z_ = allocate(scope, {rows}, accumulator, like);
   if (return_token_accuracy) accuracy_ = per_row ? token_accuracy : allocate(scope, {rows}, Dtype::f32, like);
@@ -36,6 +40,9 @@ void LossRows::point(CrossEntropyRows& args, int64_t first_row) const {
   args.ce = at(ce_, size_of(accumulator_));
   args.z = has_z_ ? at(z_, size_of(accumulator_)) : nullptr;
   args.accuracy = return_accuracy_ ? at(accuracy_, sizeof(float)) : nullptr;
+  args.entropy = moments.entropy ? at(entropy, size_of(accumulator_)) : nullptr;
+  args.mean = moments.mean_logits ? at(mean_logits, size_of(accumulator_)) : nullptr;
+  args.log_sum_sq = moments.log_sum_sq ? at(log_sum_sq, size_of(accumulator_)) : nullptr;
   args.predicted = return_predicted_ ? static_cast<int64_t*>(at(predicted_tokens, sizeof(int64_t))) : nullptr;
 }
 

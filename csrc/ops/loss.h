@@ -25,7 +25,8 @@ inline CrossEntropyBackward backward_of(const CrossEntropyRows& of, const Tensor
           .op = of.op,
           .lse = lse.data_ptr(),
           .dlogits = dlogits,
-          .classes = {0, of.vocab}};
+          .classes = {0, of.vocab},
+          .temperature = of.temperature};
 }
 
 // The counts' memory, with `more` elements behind them, and how they are made; cross_entropy_counts, or the reduction, does that.
@@ -36,17 +37,24 @@ struct Counts {
 Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
                  int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more = 0);
 
+// Further results of rows, which are wanted or not.
+struct Moments {
+  bool entropy = false, mean_logits = false, log_sum_sq = false;
+  bool any() const { return entropy || mean_logits || log_sum_sq; }
+};
+
 // Buffers for per-row losses of a whole batch, and what the op returns of them.
 class LossRows {
  public:
   LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype accumulator, const CrossEntropyOptions& options, bool return_z_loss,
-           bool return_token_accuracy, bool return_predicted_tokens);
+           bool return_token_accuracy, bool return_predicted_tokens, Moments = {});
   // Points a chunk's arguments at its part of the buffers.
   void point(CrossEntropyRows& args, int64_t first_row) const;
   // Reduces; after the last chunk. `counted`: the counts are there.
   void finish(const Counts& counts, bool counted);
 
-  Tensor loss, z_loss, token_accuracy, predicted_tokens;
+  Tensor loss, z_loss, token_accuracy, predicted_tokens, entropy, mean_logits, log_sum_sq;
+  const Moments moments;
 
  private:
   const Scope& scope_;

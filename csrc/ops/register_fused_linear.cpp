@@ -4,10 +4,11 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 ForwardResult forward_op(const FusedLoss& a) {
   const FusedLossResults r = fused_loss(a);
-  return {r.loss, r.z_loss, r.token_accuracy, r.predicted_tokens, r.counts, r.saved, r.dx, r.dweight, r.dbias};
+  return {r.loss, r.z_loss,  r.token_accuracy, r.predicted_tokens, r.entropy, r.mean_logits, r.log_sum_sq, r.counts, r.saved,
+          r.dx,   r.dweight, r.dbias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_op(const FusedLoss& a) {

@@ -13,11 +13,6 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-// Copies `values` numbers of each of a chunk's rows between a matrix of the chunk and one of all rows.
-void copy_values(const Head& head, int64_t values, int64_t rows, void* from, int64_t from_stride, void* to, int64_t to_stride) {
-  scale_cast({values, rows, {from, from_stride, head.acc}, {to, to_stride, head.acc}, nullptr, {}}, head.scope);
-}
-
 using StatisticsResult = std::tuple<Tensor, Tensor, Tensor>;
 
 StatisticsResult statistics_op(Tensor x, Tensor weight, Tensor target, OptionalTensor bias, OptionalTensor ce_weight, int64_t ignore_index,
@@ -72,28 +67,6 @@ LossesResult losses_op(Tensor logits, Tensor statistics, Tensor best_class, Tens
   return {losses.loss, losses.z_loss, losses.token_accuracy, losses.predicted_tokens, counts.values, kept};
 }
 
-// The loss of a shard whose rows' losses are known: logits become their gradient.
-class MergedLoss : public CrossEntropyLoss {
- public:
-  MergedLoss(const Head& head, const CrossEntropyOptions& options, const Tensor& target, const OptionalTensor& class_weight, Classes shard,
-             const Tensor& kept, int64_t chunk_rows)
-      : CrossEntropyLoss(head, options, target, class_weight, shard),
-        head_(head),
-        values_(launch::kept_for_gradients(int64_t{1}, options.token_scaling)),
-        kept_(kept),
-        of_chunk_(allocate(head.scope, {values_, chunk_rows}, head.acc, target)) {}
-
-  void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows*, bool) const {
-    copy_values(head_, values_, rows.count, at(kept_.data_ptr(), rows.first, head_.acc), head_.rows, of_chunk_.data_ptr(), rows.count);
-    VocabularyChunks(*this, rows, 0, counts, nullptr, of_chunk_).gradient(head_.all_classes(), logits);
-  }
-
- private:
-  const Head& head_;
-  const int64_t values_;
-  const Tensor kept_, of_chunk_;
-};
-
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
 
 BackwardResult backward_op(Tensor dloss, Tensor x, Tensor weight, Tensor target, OptionalTensor bias, OptionalTensor ce_weight,
@@ -105,8 +78,8 @@ BackwardResult backward_op(Tensor dloss, Tensor x, Tensor weight, Tensor target,
   const Head head(scope, x, weight, bias, accum_dtype, compute_dtype);
   Schedule schedule = schedule_of(head, need_dx, need_dweight, need_dbias, int64_t(Gradients::recomputed), chunk_rows, head.vocab);
   schedule.dx_is_term = true;
-  const MergedLoss loss(head, options_of(ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling), target,
-                        ce_weight, {first_class, vocab_size}, kept, schedule.rows);
+  const CrossEntropyOptions options = options_of(ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
+  const MergedLoss loss(CrossEntropyLoss(head, options, target, ce_weight, Classes{first_class, vocab_size}), head, kept, schedule.rows);
   Backward backward(head, schedule, x, bias, dloss, loss.per_row(), loss.scale(counts), 1 / loss.gradient_scale, false);
   backward.dweight = allocate(scope, {0}, head.weight, x);
   if (head.rows == 0) backward.zeros();

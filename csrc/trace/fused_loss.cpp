@@ -22,6 +22,7 @@ size_t trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& re
   of.target = tensor({call.rows}, ScalarType::Long);
   of.bias = vector(call.bias);
   of.ce_weight = vector(call.class_weight);
+  if (call.temperature) of.temperature = tensor({call.rows}, scalar_type(accumulator(call.compute)));
   recorder.counts = true;
   of.reduction = int64_t(call.per_row ? Reduction::none : Reduction::mean);
   of.label_smoothing = call.label_smoothing ? 0.1 : 0;
@@ -31,6 +32,7 @@ size_t trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& re
   of.return_z_loss = call.z_loss;
   of.return_token_accuracy = call.token_accuracy;
   of.return_predicted_tokens = call.predicted_tokens;
+  of.return_entropy = of.return_mean_logits = of.return_log_sum_sq = call.moments;
   if (call.sum) of.accum_dtype = scalar_type(*call.sum);
   of.compute_dtype = scalar_type(call.compute);
   of.gradients = int64_t(plan.gradients);

@@ -16,6 +16,7 @@ struct LossCall {
   bool dx = true, dweight = true, dbias = false;
   bool per_row = false;  // reduction "none"
   bool label_smoothing = false, softcap = false, token_scaling = false, z_loss = false, token_accuracy = false, predicted_tokens = false;
+  bool moments = false, temperature = false;  // of log-probabilities
   bool in_place = true;  // the backward may make dweight in the memory that the forward returned
   bool aligned = true;   // 16-byte accesses fit the tensors, as they do unless a caller's hooks move saved tensors
 };

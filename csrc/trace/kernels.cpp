@@ -55,7 +55,8 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
   if (op.row.rows > 0) pass(stream, matrix_bytes(op.row, op.row.logits.dtype), launch(op));
 }
 void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
-  if (op.row.rows > 0) pass(stream, op.row.rows * op.chunks * CrossEntropyStatistics::slots * size_of(op.accumulator), launch(op));
+  if (op.row.rows > 0)
+    pass(stream, op.row.rows * op.chunks * CrossEntropyStatistics::slots_of(op.row.moments()) * size_of(op.accumulator), launch(op));
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {

@@ -18,6 +18,7 @@ from liger_ext.ops.glu import *
 from liger_ext.ops.group_norm import *
 from liger_ext.ops.jsd import *
 from liger_ext.ops.layer_norm import *
+from liger_ext.ops.linear_log_probs import *
 from liger_ext.ops.relu_squared import *
 from liger_ext.ops.rms_norm import *
 from liger_ext.ops.rope import *

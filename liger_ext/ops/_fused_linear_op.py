@@ -42,6 +42,10 @@ _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
 )
 
 
+_TENSORS = 7  # of the op's arguments, which come first
+_ENTROPY = 4  # the place of the entropy among the op's results
+
+
 class LossArguments(NamedTuple):
     """The op's arguments, in the order of its schema."""
 
@@ -51,15 +55,20 @@ class LossArguments(NamedTuple):
     bias: Tensor | None
     ce_weight: Tensor | None
     normalizer: Tensor | None
+    temperature: Tensor | None
     ignore_index: int
     reduction: int
     label_smoothing: float
     lse_square_scale: float
     softcap: float | None
+    logit_scale: float
     use_token_scaling: bool
     return_z_loss: bool
     return_token_accuracy: bool
     return_predicted_tokens: bool
+    return_entropy: bool
+    return_mean_logits: bool
+    return_log_sum_sq: bool
     accum_dtype: torch.dtype | None
     compute_dtype: torch.dtype | None
     gradients: int
@@ -102,7 +111,7 @@ def _fake(*args):
     rows, hidden = x.shape
     vocab = weight.shape[0]
     stored = min(of.chunk_classes, vocab)
-    accumulated, kept = of.gradients == _ACCUMULATED, 0
+    accumulated, kept = of.gradients == _ACCUMULATED, False
     summed = weight.dtype if weight.dtype == of.accum_dtype else acc
     saved, dweight = x.new_empty(0, dtype=summed), x.new_empty(0, dtype=summed)
     if of.gradients == _DEFERRED:
@@ -111,14 +120,17 @@ def _fake(*args):
         room = _C.overlaid_room(hidden, weight.dtype, compute)
         saved = x.new_empty(_C.overlaid_rest(rows, room, vocab, stored), dtype=compute)
         dweight = weight.new_empty(vocab * hidden)
-        kept = _C.kept_for_gradients(rows, of.use_token_scaling) if stored < vocab else 0
+        kept = stored < vocab
     elif accumulated and of.need_dweight:
         memory, rest = _C.sum_sizes(vocab, hidden, summed, weight.dtype)
         saved, dweight = x.new_empty(rest, dtype=summed), x.new_empty(memory, dtype=summed)
     sums_dx = _C.sums_dx(of.gradients, weight.dtype, compute, holds(stored >= vocab))
     wanted = of.reduction, of.return_z_loss, of.return_token_accuracy, of.return_predicted_tokens
+    kept = _C.kept_for_gradients(rows, of.use_token_scaling) if kept or of.return_entropy else 0
+    moments = of.return_entropy, of.return_mean_logits, of.return_log_sum_sq
     return (
         *fake_results(x, rows, acc, *wanted),
+        *(x.new_empty(rows if moment else 0, dtype=acc) for moment in moments),
         x.new_empty(_C.cross_entropy_counts + kept, dtype=acc),
         saved,
         x.new_empty((rows, hidden) if of.need_dx and sums_dx else 0, dtype=compute),
@@ -144,50 +156,81 @@ def _fake_backward_in_place(dweight, saved, dloss, x, weight, target, bias, *oth
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, target, bias, ce_weight, _, *options = inputs
-    *_, need_dx, need_dweight, need_dbias = options
+    of = LossArguments(*inputs)
+    x, weight, target, bias, ce_weight = inputs[:5]
+    need_dx, need_dweight, need_dbias = of[-3:]
     for index, name, need in ((0, "x", need_dx), (1, "weight", need_dweight), (3, "bias", need_dbias)):
         if ctx.needs_input_grad[index] and not need:
             raise RuntimeError(
                 f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a "
                 f"gradient. Pass need_d{name}=True, or {name}.detach()"
             )
-    if ctx.needs_input_grad[4]:
-        raise RuntimeError(
-            "liger_ext::fused_linear_cross_entropy has no gradient for ce_weight: pass ce_weight.detach()"
-        )
-    _, *others = output
+    for index, name in ((4, "ce_weight"), (6, "temperature")):
+        if ctx.needs_input_grad[index]:
+            raise RuntimeError(
+                f"liger_ext::fused_linear_cross_entropy has no gradient for {name}: pass {name}.detach()"
+            )
+    others = output[1:]
+    entropy = output[_ENTROPY] if of.return_entropy else None
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*others)
+    ctx.mark_non_differentiable(*(t for t in others if t is not entropy))
     # Its own `.data` may be replaced before the backward, which torch's linear layers, saving a view, do not notice.
     # DeepSpeed's ZeRO 3 empties its parameters, which are told by this attribute, behind the forward, to save memory,
     # and fills them again before the backward.
     kept = weight if hasattr(weight, "ds_id") else weight.detach()
-    ctx.save_for_backward(x, kept, target, bias, ce_weight, *others[3:])
-    dweight = others[6]
+    for_backward = output[-5:]
+    ctx.save_for_backward(x, kept, target, bias, ce_weight, of.temperature, entropy, *for_backward)
+    dweight = for_backward[3]
     # May the backward overwrite dweight's memory? Only if nobody else sees it: no caller of the op itself, no hooks,
     # and no graph that is being compiled.
     unseen = getattr(ctx, "unseen", False) and type(dweight) is Tensor and _saved_tensors_hooks_is_enabled()
     ctx.own_dweight = unseen and dweight.numel() > 0 and _top_saved_tensors_default_hooks(False) is None
-    ctx.options = options[:6] + options[9:]  # without return_*
+    ctx.options = of[_TENSORS:]
 
 
-def _backward(ctx, saved, dloss, *_):
-    gradients = [None] * 23
-    if dloss is not None:
-        target, (ignore_index, reduction) = saved[2], ctx.options[:2]
-        if reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
-            dloss = torch.where(target == ignore_index, 0.0, dloss)
+def _backward_options(of: LossArguments) -> tuple:
+    options = list(zip(LossArguments._fields, of, strict=True))[_TENSORS:]
+    return tuple(value for name, value in options if name == "return_entropy" or not name.startswith("return_"))
+
+
+def _mixed(dloss: Tensor | None, dentropy: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor of each row's gradient, and the three numbers that make its gradient of the logits x':
+    ``p * (A + E * log p) - C * onehot`` (csrc/kernels/cross_entropy.h), so that factor times it is
+    ``dloss * (p - onehot) - dentropy * p * (log p + entropy)``."""
+    dloss = torch.zeros_like(dentropy) if dloss is None else dloss
+    factor = torch.maximum(dloss.abs(), dentropy.abs())
+    factor = torch.where((factor > 0) & (factor < torch.inf), factor, 1.0)
+    mix = torch.stack([dloss - dentropy * entropy, -dentropy, dloss], 1) / factor[:, None]
+    return factor, mix
+
+
+def _backward(ctx, saved, dloss, *others):
+    of, dentropy = ctx.options, others[_ENTROPY - 1]
+    gradients = [None] * len(LossArguments._fields)
+    if dloss is not None or dentropy is not None:
+        x, weight, target, bias, ce_weight, temperature, entropy, *made = saved
+        of = LossArguments(*(None,) * _TENSORS, *of)
+        mix = None
+        if of.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
+            ignored = target == of.ignore_index
+            dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
+        if dentropy is not None:
+            dloss, mix = _mixed(dloss, dentropy, entropy)
+            # The logits are computed again, as many at a time as take the memory of dweight at most.
+            of = of._replace(gradients=_RECOMPUTED, chunk_rows=max(weight.shape[1], 128), chunk_classes=weight.shape[0])
+        if temperature is not None or of.logit_scale != 1:
+            dloss = dloss * (of.logit_scale if temperature is None else of.logit_scale / temperature)
+        inputs = x, weight, target, bias, ce_weight, temperature, mix
         # The options are those of the forward, since they decide what it saved.
+        options = _backward_options(of)
         batched = torch._C._functorch.is_legacy_batchedtensor(dloss)  # torch.autograd.grad(is_grads_batched=True)
-        if ctx.own_dweight and not batched and not _get_current_graph_task_keep_graph():
-            *inputs, rest, dx, memory, dbias = saved
-            dx, dbias = _backward_in_place(memory, rest, dloss, *inputs, dx, dbias, *ctx.options)
+        if ctx.own_dweight and mix is None and not batched and not _get_current_graph_task_keep_graph():
+            counts, rest, dx, memory, dbias = made
+            dx, dbias = _backward_in_place(memory, rest, dloss, *inputs, counts, dx, dbias, *options)
             torch.autograd.graph.increment_version((memory, rest))
-            weight = saved[1]
             dweight = memory.view(weight.dtype)[: weight.numel()].view(weight.shape)
         else:
-            dx, dweight, dbias = _backward_op(dloss, *saved, *ctx.options)
+            dx, dweight, dbias = _backward_op(dloss, *inputs, *made, *options)
         for index, gradient in ((0, dx), (1, dweight), (3, dbias)):
             if ctx.needs_input_grad[index]:
                 gradients[index] = gradient

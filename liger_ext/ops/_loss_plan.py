@@ -44,7 +44,8 @@ class Call(NamedTuple):
     ``sum`` that in which dweight is summed over chunks, None for the accumulator's. ``device``: from ``device_of``.
     ``overlays``: may the gradient of the logits be stored in the memory that becomes dweight? ``all_rows``: rows of x,
     from which ``rows`` are gathered, or 0. ``copies``: bytes of the arguments' copies that matmuls can read. ``free``:
-    bytes beside the gradients that cost nothing, since other code needs as much at another time.
+    bytes beside the gradients that cost nothing, since other code needs as much at another time. ``moments``: are
+    entropies, or the like, wanted? ``temperature``: are there temperatures, or a scale of the logits?
     """
 
     rows: int
@@ -67,6 +68,8 @@ class Call(NamedTuple):
     z_loss: bool = False
     token_accuracy: bool = False
     predicted_tokens: bool = False
+    moments: bool = False
+    temperature: bool = False
     overlays: bool = True
     all_rows: int = 0
     copies: int = 0

@@ -205,7 +205,13 @@ def sharded_loss(shard: Shard, of: LossArguments) -> tuple[Tensor, ...]:
     if ce_weight is not None and ce_weight.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{_OP} has no gradient for ce_weight: pass ce_weight.detach()")
     needs = of.need_dx, of.need_dweight, of.need_dbias
-    return _ShardedLoss.apply(shard, needs, of.chunk_rows, *of[: LossArguments._fields.index("gradients")])
+    return _ShardedLoss.apply(shard, needs, of.chunk_rows, *(getattr(of, name) for name in _ARGUMENTS))
+
+
+_OF_TOKENS = {"temperature", "logit_scale", "return_entropy", "return_mean_logits", "return_log_sum_sq"}
+_ARGUMENTS = [
+    name for name in LossArguments._fields[: LossArguments._fields.index("gradients")] if name not in _OF_TOKENS
+]
 
 
 def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:

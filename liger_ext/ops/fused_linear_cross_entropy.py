@@ -1,40 +1,21 @@
 """The language-model head and its loss in one op, so that the logits never exist as a whole.
 
-The C++ op cannot ask a tensor whether it requires a gradient, so the public function says which gradients are wanted
-and how they come about (``_fused_linear_op.py``).
+``_fused_loss.py`` prepares the call of the op.
 """
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from torch import Tensor, nn
 
-from liger_ext import _C
-from liger_ext.ops._checks import (
-    REDUCTIONS,
-    accumulator,
-    check_integer,
-    check_tensors,
-    class_targets,
-    code_of,
-    holds,
-    require,
-    shape_text,
-)
-from liger_ext.ops._fused_linear_op import LossArguments, autocast_dtype, call_op
-from liger_ext.ops._loss_devices import device_of
-from liger_ext.ops._loss_plan import Call, Plan, plan, shard_rows
+from liger_ext.ops._fused_loss import fused_loss
 from liger_ext.ops._modules import check_loss_options
-from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
-from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
-from liger_ext.ops.cross_entropy import CrossEntropyOutput, class_weight, results
+from liger_ext.ops.count_rows import CountedRows
+from liger_ext.ops.cross_entropy import CrossEntropyOutput, results
 
 __all__ = ["LigerFusedLinearCrossEntropyLoss", "fused_linear_cross_entropy", "liger_fused_linear_cross_entropy"]
 
 _OP = "fused_linear_cross_entropy"
-_ACCUMULATED = int(_C.Gradients.accumulated)
 
 
 def fused_linear_cross_entropy(
@@ -112,97 +93,13 @@ def fused_linear_cross_entropy(
             GPU the loss is NaN, and the error comes later, as that of a target out of range).
         IndexError: a target out of range, as in :func:`cross_entropy`, or a row, which a GPU reports likewise.
     """
-    op = _OP
-    check_tensors(op, x=x, weight=weight, target=target)
-    check_integer(op, ignore_index=ignore_index)
-    if not (accum_dtype is None or isinstance(accum_dtype, torch.dtype)):
-        raise TypeError(f"{op}: accum_dtype is {accum_dtype!r}, expected a torch.dtype or None")
-    require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
-    if target.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{op}: target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last"
-        )
-    if normalizer is not None and reduction == "none":
-        raise ValueError(f"{op}: normalizer is {normalizer}, expected None: reduction 'none' has no denominator")
-    if bias is not None:
-        check_tensors(op, bias=bias)
-    shard = None
-    if process_group is not None or is_dtensor(weight):
-        shard, x, weight, target, bias, ce_weight = local_tensors(process_group, x, weight, target, bias, ce_weight)
-        memory = "fast" if memory == "auto" else memory
-    flat = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
-    targets = class_targets(target if target.dim() == 1 else target.reshape(-1))
-    listed = None
-    if rows is not None and weight.dim() == 2:
-        vocab_size = weight.shape[0] if shard is None else shard.vocab_size
-        listed = listed_rows(op, rows, targets, vocab_size, ignore_index)
-        if listed is not None:
-            flat, targets = gather(flat, listed[0]), listed[1]
-    compute_dtype = autocast_dtype(x.device.type, x, weight)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
-    if ce_weight is not None:
-        ce_weight = class_weight(op, ce_weight, "ce_weight", dtype)
-    grad = torch.is_grad_enabled()
-    need_dweight = grad and weight.requires_grad
-    need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
-    way = Plan(_ACCUMULATED if need_dx or need_dweight or need_dbias else 0, 1, 1)
-    if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # else the op says what is wrong
-        call = Call(
-            rows=flat.shape[0],
-            hidden=weight.shape[1],
-            vocab=weight.shape[0] if shard is None else max(1, *shard.sizes),
-            compute=dtype,
-            x=x.dtype,
-            weight=weight.dtype,
-            device=device_of(x.device),
-            bias=None if bias is None else bias.dtype,
-            class_weight=None if ce_weight is None else ce_weight.dtype,
-            sum=weight.dtype if weight.dtype == accum_dtype else None,
-            dx=need_dx,
-            dweight=need_dweight,
-            dbias=need_dbias,
-            per_row=reduction == "none",
-            label_smoothing=holds(label_smoothing != 0),
-            softcap=softcap is not None,
-            token_scaling=bool(use_token_scaling),
-            z_loss=holds(lse_square_scale != 0) or bool(return_z_loss),
-            token_accuracy=bool(return_token_accuracy),
-            predicted_tokens=bool(return_predicted_tokens),
-            # Nothing is overlaid in graphs, where nobody writes what an op returned.
-            overlays=shard is None and not torch.compiler.is_compiling(),
-            all_rows=0 if listed is None else target.numel(),
-            copies=_copies(x, flat, weight, bias, ce_weight),
-        )
-        way = plan(call, memory) if shard is None else way._replace(rows=shard_rows(call, memory))
-    arguments = LossArguments(
-        x=flat,
-        weight=weight,
-        target=targets,
-        bias=bias,
-        ce_weight=ce_weight,
-        normalizer=None if normalizer is None else _normalizer(normalizer, accumulator(dtype), x.device),
-        ignore_index=ignore_index,
-        reduction=code_of(op, "reduction", reduction, REDUCTIONS),
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        use_token_scaling=use_token_scaling,
-        return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        accum_dtype=accum_dtype,
-        compute_dtype=compute_dtype,
-        gradients=way.gradients,
-        chunk_rows=way.rows,
-        chunk_classes=way.classes,
-        need_dx=need_dx,
-        need_dweight=need_dweight,
-        need_dbias=need_dbias,
-    )
-    outputs = call_op(*arguments) if shard is None else sharded_loss(shard, arguments)
-    if listed is not None:
-        wanted = reduction == "none", return_z_loss, return_token_accuracy, return_predicted_tokens
-        outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)
+    outputs = fused_loss(
+        _OP, x, weight, target, bias, ce_weight, ignore_index=ignore_index, lse_square_scale=lse_square_scale,
+        label_smoothing=label_smoothing, reduction=reduction, softcap=softcap, return_z_loss=return_z_loss,
+        accum_dtype=accum_dtype, use_token_scaling=use_token_scaling, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens, memory=memory, normalizer=normalizer, rows=rows,
+        process_group=process_group,
+    )  # fmt: skip
     return results(outputs, target, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
 
 
@@ -254,17 +151,6 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         )  # fmt: skip
 
 
-def _copies(x: Tensor, flat: Tensor, weight: Tensor, *vectors: Tensor | None) -> int:
-    """Bytes of the arguments in memory where a kernel can read them, which may not be their own."""
-    if torch.compiler.is_compiling():
-        return 0
-    copied = [t for t in (flat, weight) if t.dim() == 2 and (t.stride(1) != 1 or t.stride(0) < t.shape[1])]
-    if x.dim() > 2 and not x.is_contiguous():
-        copied.append(flat)  # reshape() may have made it
-    copied += [t for t in vectors if t is not None]
-    return sum(t.numel() * t.element_size() for t in copied)
-
-
 def liger_fused_linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
@@ -294,20 +180,3 @@ def liger_fused_linear_cross_entropy(
         return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
         memory=memory, normalizer=normalizer, rows=rows, process_group=process_group,
     )  # fmt: skip
-
-
-def _normalizer(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Neither way waits for the device.
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{_OP}: normalizer has shape {shape_text(value)}, expected one number")
-        if value.is_meta and device.type != "meta":
-            raise ValueError(f"{_OP}: normalizer is on meta and has no value, expected it on {device}, as x is")
-        if value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{_OP}: normalizer requires a gradient, but the loss takes it as a constant: detach() it")
-        return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=True)
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{_OP}: normalizer must be a number or a Tensor, not {type(value).__name__}")
-    if abs(value) > torch.finfo(dtype).max:
-        raise ValueError(f"{_OP}: normalizer is {value}, expected a number that {dtype} can hold")
-    return torch.full((1,), value if abs(value) < 1 << 62 else float(value), dtype=dtype, device=device)

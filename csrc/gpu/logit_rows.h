@@ -1,0 +1,106 @@
+// What the kernels over rows of logits have in common: their arguments, and the functions of one logit: its exponential, its softcap.
+#pragma once
+#include <climits>
+#include <cmath>
+
+#include "gpu/device.h"
+#include "gpu/rows.h"
+#include "kernels/cross_entropy.h"
+
+namespace liger::gpu {
+
+// Arguments that all kernels over rows of logits have.
+struct LogitRows {
+  int64_t rows, vocab, first_row, stride;
+  const void* logits;
+  const int64_t* target;
+  Vector class_weight;
+  const float* counts;
+  int64_t ignore_index;
+  float hard_share, class_share;  // 1 - label_smoothing and label_smoothing / vocab
+  float lse_square_scale, softcap, inverse_softcap;  // inverse_softcap: of the logit times logit_scale
+  const float* temperature;  // nullptr: ones
+  float logit_scale;
+  bool token_scaling, moments;
+  int threads_per_row;
+  TargetReport report;
+
+  LIGER_DEVICE bool scales() const { return temperature != nullptr || logit_scale != 1; }
+  LIGER_DEVICE bool is_class(int64_t target) const { return target != ignore_index && target >= 0 && target < vocab; }
+};
+
+// exp(x - base) for many x and one base. For 16-bit logits it is one multiply-add and one exponential, exp2(x * log2(e) + offset). The
+// offset, -base * log2(e), is rounded, which multiplies all values of one base by the same factor; correction() is the inverse of that
+// factor, for a sum or a scale. If the base is 2^20 or more, neighbouring 16-bit logits are so far apart that exponentials are 1 or 0: a
+// slope of 1 is used there, with which nothing is rounded. low: the part of the base that its rounding to fp32 lost. For fp32 logits it is
+// subtracted in each exponent, since as a factor it would be rounded again.
+template <class T> struct Exp {
+  static constexpr bool in_one_step = sizeof(T) == 2;
+  float slope, offset, low;
+  LIGER_DEVICE explicit Exp(float base, float low = 0)
+      : slope(in_one_step && fabsf(base) < 0x1p20f ? log2_e : 1.f), offset(-base * slope), low(low) {}
+  LIGER_DEVICE float exponent(float x) const { return fmaf(x, slope, offset); }
+  LIGER_DEVICE float operator()(float x) const {
+    if constexpr (in_one_step) return fast_exp2(exponent(x));
+    else return expf(x + offset - low);
+  }
+  LIGER_DEVICE bool far() const { return in_one_step && slope == 1; }
+  // The same if not far(): the slope is then known at compile time, which saves registers in a kernel that holds a row in them.
+  LIGER_DEVICE float near(float x) const {
+    if constexpr (in_one_step) return fast_exp2(fmaf(x, log2_e, offset));
+    else return (*this)(x);
+  }
+  LIGER_DEVICE float correction(float base) const { return in_one_step ? fast_exp2(-exponent(base)) * exp_as<T>(-low) : 1.f; }
+};
+LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
+
+// tanh(t) of |t| <= 1 within 2^-22.7 of its value: t times a polynomial of t^2, whose coefficients were fitted to the relative error.
+LIGER_DEVICE float tanh_within_one(float t) {
+  const float s = t * t;
+  float p = 0.0010335268f;
+  p = fmaf(p, s, -0.006180637f);
+  p = fmaf(p, s, 0.020264039f);
+  p = fmaf(p, s, -0.05344334f);
+  p = fmaf(p, s, 0.13324876f);
+  p = fmaf(p, s, -0.3333281f);
+  p = fmaf(p, s, 0.99999994f);
+  return t * p;
+}
+// The same of |t| >= 1.
+LIGER_DEVICE float tanh_beyond_one(float t) {
+  const float magnitude = 1 - 2 * fast_reciprocal(1 + fast_exp2(fabsf(t) * (2 * log2_e)));
+  return t < 0 ? -magnitude : magnitude;
+}
+// x[j] = tanh(x[j] / softcap). Of 16-bit logits few are larger than the softcap, and for the others a polynomial takes half of the
+// instructions that tanhf does.
+template <class T, int N> LIGER_DEVICE void tanh_of_share(const LogitRows& a, float (&x)[N]) {
+  float largest = 0;
+#pragma unroll
+  for (int j = 0; j < N; ++j) x[j] *= a.inverse_softcap, largest = fmaxf(largest, fabsf(x[j]));
+  if (sizeof(T) == 4 || !may_have_clusters) {  // AMD's scalar registers have no room for the coefficients
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = tanhf(x[j]);
+  } else if (largest <= 1) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = tanh_within_one(x[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = fabsf(x[j]) > 1 ? tanh_beyond_one(x[j]) : tanh_within_one(x[j]);
+  }
+}
+// x'[j] of logits x[j], where there is a softcap (math/softcap.h), and in general.
+template <class T, int N> LIGER_DEVICE void cap(const LogitRows& a, float (&x)[N], float over_temperature = 1) {
+  tanh_of_share<T>(a, x);
+#pragma unroll
+  for (int j = 0; j < N; ++j) x[j] *= a.softcap * over_temperature;
+}
+template <class T, int N> LIGER_DEVICE void transform(const LogitRows& a, float (&x)[N], float over_temperature) {
+  if (a.softcap != 0) return cap<T>(a, x, over_temperature);
+  if (!a.scales()) return;
+#pragma unroll
+  for (int j = 0; j < N; ++j) x[j] *= a.logit_scale * over_temperature;
+}
+// The derivative of softcap, from x' times the inverse of its bound.
+LIGER_DEVICE float capped_slope(float share) { return 1 - share * share; }
+
+}  // namespace liger::gpu

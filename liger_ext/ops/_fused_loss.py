@@ -1,0 +1,194 @@
+"""Prepares a call of the fused loss's op, for the public functions on top of it.
+
+The C++ op cannot ask a tensor whether it requires a gradient. So this finds out which gradients are wanted, and chooses
+the plan by which they come about (``_loss_plan.py``, ``_fused_linear_op.py``).
+"""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+from torch import Tensor
+
+from liger_ext import _C
+from liger_ext.ops._checks import (
+    REDUCTIONS,
+    accumulator,
+    check_integer,
+    check_tensors,
+    class_targets,
+    code_of,
+    holds,
+    require,
+    shape_text,
+)
+from liger_ext.ops._fused_linear_op import LossArguments, autocast_dtype, call_op
+from liger_ext.ops._loss_devices import device_of
+from liger_ext.ops._loss_plan import Call, Plan, plan, shard_rows
+from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
+from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
+from liger_ext.ops.cross_entropy import class_weight
+
+_ACCUMULATED = int(_C.Gradients.accumulated)
+
+
+def fused_loss(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ce_weight: Tensor | None = None,
+    *,
+    ignore_index: int,
+    memory: str | int,
+    rows: CountedRows | Tensor | None,
+    reduction: str = "none",
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: Tensor | None = None,
+    use_token_scaling: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    return_entropy: bool = False,
+    return_mean_logits: bool = False,
+    return_log_sum_sq: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    normalizer: Tensor | float | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> tuple[Tensor, ...]:
+    """The results of the op, of all rows of x, in one dimension: loss, z_loss, token_accuracy, predicted_tokens,
+    entropy, mean_logits and log_sum_sq. ``op``: the public function, for errors. ``temperature``: ``(rows,)``."""
+    check_tensors(op, x=x, weight=weight, target=target)
+    check_integer(op, ignore_index=ignore_index)
+    if not (accum_dtype is None or isinstance(accum_dtype, torch.dtype)):
+        raise TypeError(f"{op}: accum_dtype is {accum_dtype!r}, expected a torch.dtype or None")
+    require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
+    if target.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: target has shape {shape_text(target)}, expected that of x {shape_text(x)} but for the last"
+        )
+    if normalizer is not None and reduction == "none":
+        raise ValueError(f"{op}: normalizer is {normalizer}, expected None: reduction 'none' has no denominator")
+    if bias is not None:
+        check_tensors(op, bias=bias)
+    shard = None
+    if process_group is not None or is_dtensor(weight):
+        shard, x, weight, target, bias, ce_weight = local_tensors(process_group, x, weight, target, bias, ce_weight)
+        memory = "fast" if memory == "auto" else memory
+    flat = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
+    targets = class_targets(target if target.dim() == 1 else target.reshape(-1))
+    listed, moments = None, return_entropy or return_mean_logits or return_log_sum_sq
+    if rows is not None and weight.dim() == 2:
+        vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+        listed = listed_rows(op, rows, targets, vocab_size, ignore_index)
+        if listed is not None:
+            flat, targets = gather(flat, listed[0]), listed[1]
+            if temperature is not None:
+                temperature = temperature[listed[0]]
+    compute_dtype = autocast_dtype(x.device.type, x, weight)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
+    if ce_weight is not None:
+        ce_weight = class_weight(op, ce_weight, "ce_weight", dtype)
+    grad = torch.is_grad_enabled()
+    need_dweight = grad and weight.requires_grad
+    need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
+    way = Plan(_ACCUMULATED if need_dx or need_dweight or need_dbias else 0, 1, 1)
+    if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # else the op says what is wrong
+        call = Call(
+            rows=flat.shape[0],
+            hidden=weight.shape[1],
+            vocab=weight.shape[0] if shard is None else max(1, *shard.sizes),
+            compute=dtype,
+            x=x.dtype,
+            weight=weight.dtype,
+            device=device_of(x.device),
+            bias=None if bias is None else bias.dtype,
+            class_weight=None if ce_weight is None else ce_weight.dtype,
+            sum=weight.dtype if weight.dtype == accum_dtype else None,
+            dx=need_dx,
+            dweight=need_dweight,
+            dbias=need_dbias,
+            per_row=reduction == "none",
+            label_smoothing=holds(label_smoothing != 0),
+            softcap=softcap is not None,
+            token_scaling=bool(use_token_scaling),
+            z_loss=holds(lse_square_scale != 0) or bool(return_z_loss),
+            token_accuracy=bool(return_token_accuracy),
+            predicted_tokens=bool(return_predicted_tokens),
+            moments=moments,
+            temperature=temperature is not None or holds(logit_scale != 1),
+            # Nothing is overlaid in graphs, where nobody writes what an op returned.
+            overlays=shard is None and not torch.compiler.is_compiling(),
+            all_rows=0 if listed is None else target.numel(),
+            copies=_copies(x, flat, weight, bias, ce_weight),
+        )
+        way = plan(call, memory) if shard is None else way._replace(rows=shard_rows(call, memory))
+    arguments = LossArguments(
+        x=flat,
+        weight=weight,
+        target=targets,
+        bias=bias,
+        ce_weight=ce_weight,
+        normalizer=None if normalizer is None else _normalizer(op, normalizer, accumulator(dtype), x.device),
+        temperature=None if temperature is None else temperature.to(accumulator(dtype)).contiguous(),
+        ignore_index=ignore_index,
+        reduction=code_of(op, "reduction", reduction, REDUCTIONS),
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        use_token_scaling=use_token_scaling,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        return_entropy=return_entropy,
+        return_mean_logits=return_mean_logits,
+        return_log_sum_sq=return_log_sum_sq,
+        accum_dtype=accum_dtype,
+        compute_dtype=compute_dtype,
+        gradients=way.gradients,
+        chunk_rows=way.rows,
+        chunk_classes=way.classes,
+        need_dx=need_dx,
+        need_dweight=need_dweight,
+        need_dbias=need_dbias,
+    )
+    outputs = call_op(*arguments) if shard is None else sharded_loss(shard, arguments)
+    if listed is not None:
+        wanted = reduction == "none", return_z_loss, return_token_accuracy, return_predicted_tokens
+        wanted += return_entropy, return_mean_logits, return_log_sum_sq
+        outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)
+    return outputs
+
+
+def _copies(x: Tensor, flat: Tensor, weight: Tensor, *vectors: Tensor | None) -> int:
+    """Bytes of the arguments in memory where a kernel can read them, which may not be their own."""
+    if torch.compiler.is_compiling():
+        return 0
+    copied = [t for t in (flat, weight) if t.dim() == 2 and (t.stride(1) != 1 or t.stride(0) < t.shape[1])]
+    if x.dim() > 2 and not x.is_contiguous():
+        copied.append(flat)  # reshape() may have made it
+    copied += [t for t in vectors if t is not None]
+    return sum(t.numel() * t.element_size() for t in copied)
+
+
+def _normalizer(op: str, value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Neither way waits for the device.
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{op}: normalizer has shape {shape_text(value)}, expected one number")
+        if value.is_meta and device.type != "meta":
+            raise ValueError(f"{op}: normalizer is on meta and has no value, expected it on {device}, as x is")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: normalizer requires a gradient, but the loss takes it as a constant: detach() it")
+        return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=True)
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: normalizer must be a number or a Tensor, not {type(value).__name__}")
+    if abs(value) > torch.finfo(dtype).max:
+        raise ValueError(f"{op}: normalizer is {value}, expected a number that {dtype} can hold")
+    return torch.full((1,), value if abs(value) < 1 << 62 else float(value), dtype=dtype, device=device)

@@ -1,0 +1,113 @@
+"""Log-probabilities of tokens from a language-model head, without the logits as a whole, and what preference and RL
+losses need beside them: entropy, mean logit, whether the token is the most probable, and sum of squared probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_ext.ops._checks import shape_text
+from liger_ext.ops._fused_loss import fused_loss
+from liger_ext.ops.count_rows import CountedRows
+
+__all__ = ["LogProbsOutput", "linear_log_probs"]
+
+_OP = "linear_log_probs"
+
+
+class LogProbsOutput(NamedTuple):
+    """Results of :func:`linear_log_probs`, each in the shape of target; None where it was not asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+
+
+def linear_log_probs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    entropy: bool = False,
+    mean_logits: bool = False,
+    is_top1: bool = False,
+    log_sum_sq_probs: bool = False,
+    memory: str | int = "auto",
+    rows: CountedRows | Tensor | None = None,
+) -> Tensor | LogProbsOutput:
+    """The log-probability of each target under the softmax of a head's logits.
+
+    ``z = softcap * tanh(logit_scale * (x @ weight.T + bias) / softcap) / temperature``, or without a softcap
+    ``logit_scale * (x @ weight.T + bias) / temperature``; ``p = softmax(z)``; ``log_probs = log p[target]``. The
+    matmuls run as those of :func:`fused_linear_cross_entropy`; everything else is float32 (float64 for float64).
+
+    Gradients reach x, weight and bias from ``log_probs`` and from ``entropy``, with any upstream gradient. A gradient
+    of the entropy computes the logits a second time.
+
+    Args:
+        x: ``(..., hidden_size)``, the hidden states: float32, bfloat16 or float16 (float64 on the CPU).
+        weight: ``(vocab_size, hidden_size)``, the head's weight; its dtype may differ from that of x.
+        target: the shape of x without its last dimension, int64 or uint8: the tokens, each in ``[0, vocab_size)`` or
+            ``ignore_index``.
+        bias: ``(vocab_size,)`` or None.
+        temperature: a number above 0, or a tensor of them in the shape of target, which is taken as a constant.
+        softcap: bound of the logits (Gemma 2), a number above 0, or None.
+        logit_scale: a number above 0 (Cohere).
+        ignore_index: the results of rows with this target are 0 (``is_top1``: False), and so are their gradients.
+        entropy: also return ``-sum(p * log(p))``.
+        mean_logits: also return the mean of z over the vocabulary, a constant.
+        is_top1: also return whether the target is the first of the largest logits.
+        log_sum_sq_probs: also return ``log(sum(p ** 2))``, a constant.
+        memory, rows: as of :func:`fused_linear_cross_entropy`.
+
+    Returns:
+        ``log_probs``, or a :class:`LogProbsOutput` if anything else is asked for; float32 (float64 for float64) in the
+        shape of target, ``is_top1`` bool.
+
+    Raises:
+        ValueError: an option outside its range, shapes, dtypes or devices that do not fit together.
+        IndexError: a target out of range, as in :func:`cross_entropy`.
+    """
+    if not isinstance(logit_scale, numbers.Real) or not 0 < logit_scale < math.inf:
+        raise ValueError(f"{_OP}: logit_scale is {logit_scale!r}, expected a number above 0")
+    per_token = None
+    if isinstance(temperature, Tensor):
+        if temperature.shape != target.shape:
+            raise ValueError(
+                f"{_OP}: temperature has shape {shape_text(temperature)}, expected a number or that of target, "
+                f"{shape_text(target)}"
+            )
+        per_token = temperature.detach().reshape(-1).to(x.device)
+    elif isinstance(temperature, bool) or not isinstance(temperature, numbers.Real) or not 0 < temperature < math.inf:
+        raise ValueError(f"{_OP}: temperature is {temperature!r}, expected a number above 0 or a tensor")
+    elif softcap is None:
+        logit_scale = logit_scale / temperature
+    elif temperature != 1:
+        per_token = torch.full((target.numel(),), temperature, device=x.device)
+    outputs = fused_loss(
+        _OP, x, weight, target, bias, ignore_index=ignore_index, memory=memory, rows=rows, softcap=softcap,
+        logit_scale=logit_scale, temperature=per_token, return_token_accuracy=is_top1, return_entropy=entropy,
+        return_mean_logits=mean_logits, return_log_sum_sq=log_sum_sq_probs,
+    )  # fmt: skip
+    loss, _, accuracy, _, *moments = outputs
+    log_probs = (0 - loss).view(target.shape)
+    if not (entropy or mean_logits or is_top1 or log_sum_sq_probs):
+        return log_probs
+    of_entropy, of_mean, of_squares = (
+        value.view(target.shape) if wanted else None
+        for value, wanted in zip(moments, (entropy, mean_logits, log_sum_sq_probs), strict=False)
+    )
+    top1 = accuracy.view(target.shape) > 0 if is_top1 else None
+    return LogProbsOutput(log_probs, of_entropy, of_mean, top1, of_squares)

@@ -1,0 +1,230 @@
+"""Log-probabilities of tokens, and their entropy: values and gradients against float64, at every plan of the fused
+loss, and as their users call them."""
+
+import itertools
+
+import pytest
+import torch
+from cases import normal, random_targets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fused_loss_memory import SIZES, memories
+
+from liger_ext import functional as F
+from liger_ext.ops._loss_plan import LEVELS, SMALLEST
+
+EVERYTHING = {"entropy": True, "mean_logits": True, "is_top1": True, "log_sum_sq_probs": True}
+BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (5e-2, 6e-2), torch.float16: (1e-2, 1e-2)}  # values, gradients
+
+
+def arguments(rows, hidden, vocab, dtype=torch.float32, device="cpu", bias=True, ignored=0.1):
+    made = {
+        "x": normal(rows, hidden, dtype=dtype, device=device, seed=1).requires_grad_(),
+        "weight": normal(vocab, hidden, dtype=dtype, device=device, seed=2, scale=2 * hidden**-0.5).requires_grad_(),
+        "target": random_targets(rows, vocab, device=device, seed=3, ignored=ignored),
+    }
+    if bias:
+        made["bias"] = normal(vocab, dtype=dtype, device=device, seed=4).requires_grad_()
+    return made
+
+
+def reference(
+    x, weight, target, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100, logits=None
+):
+    """In float64: the five results, from the definition. ``logits``: of x and weight, where their rounding counts."""
+    z = x @ weight.T if logits is None else logits
+    z = logit_scale * (z if bias is None else z + bias)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
+    log_p = torch.log_softmax(z, -1)
+    counts = target != ignore_index
+    of_target = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    found = of_target, -(log_p.exp() * log_p).sum(-1), z.mean(-1), torch.logsumexp(2 * log_p, -1)
+    log_probs, entropy, mean, squares = (torch.where(counts, v, 0.0) for v in found)
+    return log_probs, entropy, mean, (z.argmax(-1) == target) & counts, squares
+
+
+def doubles(made):
+    return {
+        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in made.items()
+    }
+
+
+def leaves(made):
+    return [v for v in made.values() if v.requires_grad]
+
+
+def judge(made, dtype, *, of_log_probs=True, of_entropy=True, **options):
+    """Values and gradients. An upstream gradient has both signs, zeros, and another size in each row."""
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items() if k != "memory"}
+    exact = doubles(made)
+    expected = reference(**exact, **wide)
+    found = F.linear_log_probs(**made, **options, **EVERYTHING)
+    values, gradients = BOUNDS[dtype]
+    for name, value, right in zip(found._fields, found, expected, strict=True):
+        if name == "is_top1":
+            assert dtype != torch.float32 or torch.equal(value, right)
+            continue
+        assert value.dtype == torch.float32 and value.shape == right.shape
+        scale = 1 + right.abs().max().item() if right.numel() else 1
+        torch.testing.assert_close(
+            value.double(), right, rtol=0, atol=values * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    ups = [normal(*found.log_probs.shape, device=found.log_probs.device, seed=seed) for seed in (5, 6)]
+    used = [i for i, wanted in enumerate((of_log_probs, of_entropy)) if wanted]
+    total, right = (sum((of[i] * ups[i].to(of[i])).sum() for i in used) for of in (found, expected))
+    for a, b in zip(torch.autograd.grad(total, leaves(made)), torch.autograd.grad(right, leaves(exact)), strict=True):
+        scale = b.abs().max().item() if b.numel() else 1
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=gradients * scale + 1e-6)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_linear_log_probs(device, data):
+    rows, hidden = data.draw(st.sampled_from([0, 1, 3, 129, 300])), data.draw(st.sampled_from([1, 8, 33, 64]))
+    vocab, dtype = data.draw(st.sampled_from([1, 2, 50, 257, 1100])), data.draw(st.sampled_from([*BOUNDS]))
+    made = arguments(rows, hidden, vocab, dtype, device, bias=data.draw(st.booleans()))
+    temperature = data.draw(st.sampled_from([1.0, 0.6, 1.7, "tokens"]))
+    if temperature == "tokens":
+        temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(device)
+    options = {
+        "temperature": temperature,
+        "softcap": data.draw(st.sampled_from([None, 3.0, 30.0])),
+        "logit_scale": data.draw(st.sampled_from([1.0, 0.25])),
+        "memory": data.draw(st.sampled_from([*LEVELS, SMALLEST])),
+    }
+    of_log_probs, of_entropy = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    judge(made, dtype, of_log_probs=of_log_probs, of_entropy=of_entropy, **options)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_plan(device, size, dtype):
+    for memory in memories(size, dtype, dtype):
+        judge(arguments(*size, dtype, device), dtype, memory=memory, of_entropy=False, temperature=0.8)
+        judge(arguments(*size, dtype, device), dtype, memory=memory)
+
+
+def test_log_probs_of_rounded_logits(device):
+    """Within 1e-5 of float64 over the logits as the matmul has stored them, however large they are."""
+    made = arguments(64, 128, 5000, torch.bfloat16, device, bias=False)
+    with torch.no_grad():
+        for scale in (0.25, 5):
+            # Multiples of 1/4: whatever its order, a sum of products is exact until it is rounded.
+            x, weight = (made[name].mul(2).round().mul(0.5) for name in ("x", "weight"))
+            logits = (x * scale).double() @ weight.double().T
+            logits = logits.bfloat16().double()
+            found = F.linear_log_probs(x * scale, weight, made["target"], **EVERYTHING)
+            for value, right in zip(found, reference(None, None, made["target"], logits=logits), strict=True):
+                bound = 1e-5 + 2**-22 * float(logits.abs().max())
+                torch.testing.assert_close(value.double(), right.double(), rtol=0, atol=bound)
+
+
+def test_they_are_the_fused_losses_none(device):
+    made = arguments(200, 32, 500, device=device)
+    loss = F.fused_linear_cross_entropy(**made, reduction="none")
+    log_probs = F.linear_log_probs(**made)
+    assert torch.equal(log_probs, -loss)
+    up = normal(200, device=device)
+    both = (torch.autograd.grad(of, leaves(made), sign * up) for of, sign in ((loss, 1), (log_probs, -1)))
+    for a, b in zip(*both, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
+@pytest.mark.parametrize("memory", ["auto", SMALLEST])
+def test_frozen_inputs(device, needs, memory):
+    made = arguments(150, 24, 300, device=device)
+    for name, need in zip(("x", "weight", "bias"), needs, strict=True):
+        made[name] = made[name].detach().requires_grad_(need)
+    if any(needs):
+        judge(made, torch.float32, memory=memory)
+        judge(made, torch.float32, memory=memory, of_entropy=False)
+    else:
+        assert not F.linear_log_probs(**made, memory=memory, entropy=True).entropy.requires_grad
+
+
+def test_again_and_with_other_shapes(device):
+    """A second backward, a gradient of each result alone, rows that are listed, and more dimensions."""
+    made = arguments(120, 16, 90, device=device)
+    found = F.linear_log_probs(**made, entropy=True)
+    total = found.log_probs.sum() + found.entropy.square().sum()
+    first = torch.autograd.grad(total, leaves(made), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(total, leaves(made), retain_graph=True), strict=True):
+        torch.testing.assert_close(a, b)
+    found = found[:2]
+    alone = [torch.autograd.grad(t.sum(), leaves(made), retain_graph=True) for t in found]
+    for a, b, c in zip(*alone, torch.autograd.grad(sum(t.sum() for t in found), leaves(made)), strict=True):
+        torch.testing.assert_close(a + b, c, atol=1e-5, rtol=1e-4)
+
+    temperature = 0.5 + torch.rand(120, generator=torch.Generator().manual_seed(0)).to(device)
+    flat = F.linear_log_probs(**made, temperature=temperature, **EVERYTHING)
+    counted = F.linear_log_probs(**made, temperature=temperature, **EVERYTHING, rows=F.count_rows(made["target"]))
+    shaped = {"x": made["x"].view(3, 40, 16), "target": made["target"].view(3, 40)}
+    cube = F.linear_log_probs(**{**made, **shaped}, temperature=temperature.view(3, 40), **EVERYTHING)
+    for a, b, c in zip(flat, counted, cube, strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, c.view(120))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_in_a_graph(device, dynamic):
+    def step(x, weight, target, temperature):
+        found = F.linear_log_probs(x, weight, target, temperature=temperature, softcap=20.0, **EVERYTHING)
+        return found.log_probs.sum() - found.entropy.mean(), found.mean_logits
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (40, 56):
+        made = arguments(rows, 16, 90, device=device, bias=False)
+        temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(device)
+        expected, found = (f(**made, temperature=temperature) for f in (step, compiled))
+        torch.testing.assert_close(found, expected)
+        for a, b in zip(*(torch.autograd.grad(of[0], leaves(made)) for of in (found, expected)), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_under_autocast(device):
+    """Weights in float32, matmuls in bfloat16, results in float32."""
+    made = arguments(256, 64, 700, device=device, bias=False)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = F.linear_log_probs(**made, entropy=True)
+    assert found.log_probs.dtype == found.entropy.dtype == torch.float32
+    exact = doubles(made)
+    expected = reference(**exact)
+    for value, right in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(value.double(), right, rtol=0, atol=0.05)
+    totals = found.log_probs.sum() + found.entropy.sum(), expected[0].sum() + expected[1].sum()
+    both = torch.autograd.grad(totals[0], leaves(made)), torch.autograd.grad(totals[1], leaves(exact))
+    for a, b in zip(*both, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=0.05 * b.abs().max().item())
+
+
+def test_in_a_checkpoint(device):
+    made = arguments(100, 16, 90, device=device)
+
+    def step(**made):
+        found = F.linear_log_probs(**made, entropy=True)
+        return found.log_probs.sum() + found.entropy.sum()
+
+    kept = torch.autograd.grad(step(**made), leaves(made))
+    again = torch.utils.checkpoint.checkpoint(step, **made, use_reentrant=False)
+    for a, b in zip(kept, torch.autograd.grad(again, leaves(made)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0}, "temperature is 0, expected a number above 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": torch.ones(3)}, r"temperature has shape \(3\), expected a number or that of target, \(8\)"),
+        ({"logit_scale": 0.0}, "logit_scale is 0.0, expected a number above 0"),
+        ({"logit_scale": float("nan")}, "logit_scale is nan"),
+        ({"softcap": -2.0}, "softcap is -2"),
+        ({"memory": "most"}, "memory is 'most'"),
+    ],
+)
+def test_bad_options(device, options, message):
+    with pytest.raises(ValueError, match=f"linear_(log_probs|cross_entropy): {message}"):
+        F.linear_log_probs(**arguments(8, 4, 9, device=device), **options)
