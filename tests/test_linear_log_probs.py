@@ -8,7 +8,8 @@ import torch
 from cases import normal, random_targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fused_loss_memory import SIZES, memories
+from test_fused_loss_memory import SIZES, memories, overlaid
+from torch.utils.flop_counter import FlopCounterMode
 
 from liger_ext import functional as F
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST
@@ -228,3 +229,16 @@ def test_in_a_checkpoint(device):
 def test_bad_options(device, options, message):
     with pytest.raises(ValueError, match=f"linear_(log_probs|cross_entropy): {message}"):
         F.linear_log_probs(**arguments(8, 4, 9, device=device), **options)
+
+
+def test_a_gradient_of_the_entropy_needs_no_further_matmul(device):
+    """Where the gradient of all logits is stored in the memory of dweight, and may be overwritten; else one more."""
+    made = arguments(120, 64, 300, device=device, bias=False)
+    plan = overlaid((120, 64, 300), 1)
+    matmuls = []
+    for options in ({}, {"softcap": 10.0}):
+        with FlopCounterMode(display=False) as counter:
+            found = F.linear_log_probs(**made, entropy=True, memory=plan, **options)
+            (found.log_probs.sum() + found.entropy.sum()).backward()
+        matmuls.append(counter.get_total_flops() / (2 * 120 * 64 * 300))
+    assert matmuls == [3, 4]

@@ -80,7 +80,7 @@ inline void check_tokens(const char* op, const FusedLoss& a, Dtype accumulator) 
   require(a.logit_scale > 0 && a.logit_scale < 1e18, op, ": logit_scale is ", a.logit_scale, ", expected a number above 0, below 1e18");
   const Size rows = a.x.size(0);
   if (a.temperature) check_made(op, *a.temperature, "temperature", {rows}, accumulator, a.x, "x");
-  if (a.mix) check_made(op, *a.mix, "mix", {rows, Size(3)}, accumulator, a.x, "x");
+  if (a.mix) check_made(op, *a.mix, "mix", {rows, Size(4)}, accumulator, a.x, "x");
   const bool wanted = a.temperature || a.mix || a.logit_scale != 1 || a.return_entropy || a.return_mean_logits || a.return_log_sum_sq;
   const bool plain = a.label_smoothing == 0 && a.lse_square_scale == 0 && !a.use_token_scaling && !a.ce_weight;
   require(!wanted || (Reduction(a.reduction) == Reduction::none && plain), op,
@@ -123,7 +123,10 @@ inline void check_fused_loss_gradients(const char* op, const FusedLoss& a) {
 }
 
 inline void check_fused_linear_cross_entropy_backward(const FusedLoss& a) {
-  check_fused_loss_gradients("fused_linear_cross_entropy_backward", a);
+  const char* op = "fused_linear_cross_entropy_backward";
+  check_fused_loss_gradients(op, a);
+  require(!a.mix || launch::Gradients(a.gradients) == launch::Gradients::recomputed, op, ": gradients is ", a.gradients,
+          ", expected 3 (recomputed), since there is a gradient of the entropy (mix)");
 }
 
 // dweight, a result of the forward, becomes the gradient; saved may be overwritten.
@@ -134,6 +137,8 @@ inline void check_fused_linear_cross_entropy_backward_in_place(const FusedLoss& 
   require((way == launch::Gradients::accumulated || way == launch::Gradients::overlaid) && a.need_dweight, op, ": gradients is ",
           a.gradients, " and need_dweight ", a.need_dweight,
           ", expected 2 (accumulated) or 4 (overlaid), and true: nothing else makes dweight where it is");
+  require(!a.mix || (way == launch::Gradients::overlaid && !a.softcap), op, ": gradients is ", a.gradients,
+          ", expected 4 (overlaid) and no softcap, since there is a gradient of the entropy (mix)");
 }
 
 }  // namespace liger::LIGER_BACKEND

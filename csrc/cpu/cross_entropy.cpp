@@ -43,6 +43,19 @@ template <class A, bool mixes = false, class T, class Cap, class W>
   columns<A>(after, vocab, without_target);
 }
 
+// Of stored probabilities, less 1 at the target's, times gradient_scale. A logarithm is taken of one number at a time.
+template <class A, class T>
+[[gnu::noinline, gnu::flatten]] void mix_stored(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const A* mix, A scale) {
+  const A inverse = 1 / scale, p_target = A(__builtin_exp(mix[3]));
+  const auto mixed = [&](A p, A log_p) { return p > 0 ? scale * p * (mix[0] + mix[1] * log_p) : A(0); };
+  columns<A>(vocab, [&](int64_t j, auto n) {
+    vec<A> p = load<A>(row, j, n) * inverse;
+    for (int lane = 0; lane < lanes<A>; ++lane)
+      p[lane] = j + lane == target ? mixed(p_target, mix[3]) - scale * mix[2] : mixed(p[lane], A(__builtin_log(p[lane])));
+    store(out, j, n, p);
+  });
+}
+
 // The loss of each row, into the arrays that are wanted; after it, while the row is in the cache, then(…), or ignored(i) for a row
 // that does not count, whose logits are not read.
 template <class A, class T, class Ignored, class Then>
@@ -121,12 +134,16 @@ template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t beg
             continue;
           }
           const In<T> x = row<T>(a.logits, i);
+          if (a.stored) {
+            mix_stored<A>(x, out, a.vocab, a.target[i] - a.classes.first, static_cast<const A*>(a.mix) + 4 * i, A(a.gradient_scale));
+            continue;
+          }
           const A* const saved = static_cast<const A*>(a.lse);
           const LogSumExp lse{saved[i], saved[a.rows + i]};
           const double token = a.options.token_scaling ? static_cast<const A*>(a.token)[i] : 1.0;
           const int64_t target = a.target[i] - a.classes.first;
           if (a.mix != nullptr) {
-            const A* const mix = static_cast<const A*>(a.mix) + 3 * i;
+            const A* const mix = static_cast<const A*>(a.mix) + 4 * i;
             const Slopes slopes{mix[0] * a.gradient_scale, 0, mix[2] * a.gradient_scale, mix[1] * a.gradient_scale};
             write_gradient<A, true>(x, out, a.vocab, target, softcap_of(i), lse, slopes, In<constant>{1});
           } else {

@@ -64,6 +64,7 @@ template <class T, int N, bool Full> struct Backward {
     float gradient_scale;  // of the unreduced
     MutableRows dlogits;
     Classes classes;
+    bool stored;
   };
   static constexpr int max_threads = launch::cross_entropy_backward_kernel.instance(N).max_threads, K = launch::logit_tile_k(N);
 
@@ -77,10 +78,11 @@ template <class T, int N, bool Full> struct Backward {
     TileValues<T, N, K> x;
     part.template load<Hint::in_place>(x, logits);  // which may be overwritten
     const LogitRow<T, Full> row(a, args.classes, at, tile.number == 0 && tile.index == 0, false);
-    const float lse = args.lse[at], lse_low = args.lse[a.rows + at], token = a.token_scaling ? args.token[at] : 1.f;
+    const float lse = args.lse ? args.lse[at] : 0.f, lse_low = args.lse ? args.lse[a.rows + at] : 0.f,
+                token = a.token_scaling ? args.token[at] : 1.f;
     const LossGradients grad = args.grad.data ? LossGradients(a, args.grad, at) : LossGradients(a, args.gradient_scale);
     RowGradient<T> gradient(a, row, lse, lse_low, 1.f, lse, token, grad.ce, grad.z);
-    if (Full && args.mix) gradient.take(args.mix + 3 * at, args.gradient_scale);
+    if (Full && args.mix) gradient.take(args.mix + 4 * at, args.gradient_scale, args.stored);
     T* const out = opaque(static_cast<T*>(args.dlogits.data) + at * args.dlogits.stride);
     part.for_each(
         [&](const auto& logit, int64_t column) {
@@ -110,11 +112,11 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   const bool full = launch::is_full(op);
   const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    launch<Backward<T, I.vec, Full>>(
-        made,
-        {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),
-         static_cast<const float*>(op.token), static_cast<const float*>(op.mix), op.grad, float(op.gradient_scale), op.dlogits, op.classes},
-        stream);
+    launch<Backward<T, I.vec, Full>>(made,
+                                     {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),
+                                      static_cast<const float*>(op.token), static_cast<const float*>(op.mix), op.grad,
+                                      float(op.gradient_scale), op.dlogits, op.classes, op.stored},
+                                     stream);
   });
 }
 

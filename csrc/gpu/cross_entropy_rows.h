@@ -292,7 +292,7 @@ struct LossGradients {
 // A row's gradient: dx[j] = (scale * exp(x'[j] - base) - hard * [j == target] - soft * w[j]) * dx'[j] / dx[j].
 template <class T> struct RowGradient {
   Exp<T> exp;  // exp(x' - base)
-  float scale, hard, soft, over_temperature, inverse_cap, entropy = 0, lse;
+  float scale, hard, soft, over_temperature, inverse_cap, entropy = 0, lse, of_stored = 0;
 
   // token: by which token scaling multiplies the row; ce and z: the gradients of the row's two losses; over_sum: p / exp(x' - base), of a
   // base from which rounding took `low`.
@@ -311,14 +311,18 @@ template <class T> struct RowGradient {
 
   // For a gradient of the entropy: factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j == target]) * dx'[j] / dx[j]. The base is
   // lse.
-  LIGER_DEVICE void take(const float* mix, float factor) {
-    const float of_exp = factor * exp.correction(lse);
+  // stored: not of logits, but of factor * (p[j] - [j == target]).
+  LIGER_DEVICE void take(const float* mix, float factor, bool stored) {
+    const float of_exp = stored ? factor : factor * exp.correction(lse);
+    if (stored) of_stored = 1 / factor, lse = mix[3];
     scale = mix[0] * of_exp, entropy = mix[1] * of_exp, hard = mix[2] * factor, soft = 0;
   }
 
   template <bool Full, int N> LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
     float x[N], g[N];
     widen(x, raw);
+    if constexpr (Full)
+      if (of_stored != 0) return of_probabilities(x, column, target);
     if constexpr (Full) transform<T>(a, x, over_temperature);
 #pragma unroll
     for (int j = 0; j < N; ++j) g[j] = scale * exp(x[j]);
@@ -346,6 +350,20 @@ template <class T> struct RowGradient {
     }
     Packed<T, N> out;
     out.set(g);
+    return out;
+  }
+
+ private:
+  // lse: here the log-probability of the target.
+  template <int N> LIGER_DEVICE Packed<T, N> of_probabilities(float (&x)[N], int column, int target) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const bool hit = column + j == target;
+      const float p = hit ? expf(lse) : x[j] * of_stored, log_p = hit ? lse : logf(p);
+      x[j] = (p > 0 ? p * (scale + entropy * log_p) : 0.f) - (hit ? hard : 0.f);
+    }
+    Packed<T, N> out;
+    out.set(x);
     return out;
   }
 };

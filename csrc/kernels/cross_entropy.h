@@ -8,7 +8,7 @@
 // Log-probabilities of tokens add a temperature T of each row and a logit_scale s: x' = softcap(s * x) / T. The gradient below is then
 // that of x' times (1 - tanh^2), without the factor s / T of its row. Further results of a row:
 //   entropy = -sum(p * log(p)),  mean = sum(x') / V,  log_sum_sq = log(sum(p^2)).
-// The gradient of entropy comes as three numbers A, E, C of each row (`mix`): dx'[j] = p[j] * (A + E * (x'[j] - lse)) - C * [j == y].
+// The gradient of entropy comes as numbers A, E, C of each row (`mix`): dx'[j] = p[j] * (A + E * log(p[j])) - C * [j == y].
 // Ignored rows (target == ignore_index): losses and gradients 0, accuracy 0, prediction -1. A target outside [0, V) that is
 // not ignore_index: throw_bad_target on the CPU; on a GPU NaN in the row's loss and gradient, and a record for the host.
 //
@@ -87,7 +87,8 @@ struct CrossEntropyBackward {
   Classes classes;
   const void* token;      // [rows] of A, the probability of each target; read with token scaling
   const void* temperature;  // as CrossEntropyRows::temperature
-  const void* mix;        // [rows, 3] of A: A, E and C; nullptr: no gradient of entropy
+  const void* mix;        // [rows, 4] of A: A, E, C and log(p[y]); nullptr: no gradient of entropy
+  bool stored;            // logits are CrossEntropyInPlace's gradient of a row without softcap, which has p; there is a mix, and no lse
   double gradient_scale;  // without grad: CrossEntropyInPlace's gradient is written
 };
 

@@ -108,7 +108,7 @@ class CrossEntropyLoss {
       args.classes = classes_of(classes);
       args.token = token();
       args.gradient_scale = loss_.gradient_scale;
-      if (const OptionalTensor& mix = loss_.tokens_.mix) args.mix = at(mix->data_ptr(), 3 * rows_.first, loss_.head_.acc);
+      if (const OptionalTensor& mix = loss_.tokens_.mix) args.mix = at(mix->data_ptr(), 4 * rows_.first, loss_.head_.acc);
       cross_entropy_backward(args, loss_.head_.scope);
     }
 
@@ -126,6 +126,17 @@ class CrossEntropyLoss {
     Tensor statistics_, best_class_, kept_;
     bool of_chunk_;  // kept_ is of these rows alone, and the forward's
   };
+
+  // The stored gradient of all rows' logits of some classes, without softcap, becomes the one of Tokens::mix.
+  void mix_stored(Range classes, const MutableRows& gradient, const Tensor& counts) const {
+    CrossEntropyBackward args = backward_of(rows_of(head_.all_rows(), classes, gradient, counts), *tokens_.mix, gradient);
+    args.lse = nullptr;
+    args.classes = {classes.first, head_.vocab};
+    args.gradient_scale = gradient_scale;
+    args.mix = tokens_.mix->data_ptr();
+    args.stored = true;
+    cross_entropy_backward(args, head_.scope);
+  }
 
   const CrossEntropyOptions options;
   const Tensor target;

@@ -119,7 +119,12 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
       break;
     case Gradients::overlaid: {
       const CrossEntropyLoss::VocabularyChunks chunks(loss, head.all_rows(), 0, a.counts, nullptr, kept_of(a.counts));
-      backward.from_overlaid(a.dweight, a.saved, a.dx, [&](Range classes, const MutableRows& out) {
+      if (a.mix)
+        Overlaid(head, schedule, a.dweight, a.saved).for_each_stored([&](Range classes, const MutableRows& gradient) {
+          loss.mix_stored(classes, gradient, a.counts);
+        });
+      const Tensor dx_sum = a.mix ? allocate(scope, {0}, head.compute, a.x) : a.dx;  // which is of the loss alone
+      backward.from_overlaid(a.dweight, a.saved, dx_sum, [&](Range classes, const MutableRows& out) {
         head.logits(head.all_rows(), classes, out);
         chunks.gradient(classes, out);
       });

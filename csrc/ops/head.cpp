@@ -16,7 +16,7 @@ RowsView as_matrix(const Scope& scope, const Tensor& t) {
 
 Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::optional<ScalarType> accum_dtype,
            std::optional<ScalarType> compute_dtype)
-    : scope(scope) {
+    : scope(scope), weight_tensor_(weight) {
   rows = x.size(0);
   hidden = x.size(1);
   vocab = weight.size(0);
@@ -27,18 +27,17 @@ Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const Opti
   sum = sum_dtype(dtypes, this->weight);
   if (bias) bias_ = as_rows(scope, *bias);
   x_ = as_matrix(scope, x);
-  weight_ = as_matrix(scope, weight);
 }
 
 void Head::logits(Range rows, Range classes, const MutableRows& out) const {
   const void* const bias = bias_ ? at(in_compute_dtype(*bias_).data, classes.first, compute) : nullptr;
-  const Rows x = from_row(x_rows(), rows.first), weight = from_row(in_compute_dtype(weight_), classes.first);
+  const Rows x = from_row(x_rows(), rows.first), weight = from_row(weight_rows(), classes.first);
   gemm({rows.count, classes.count, hidden, matrix(x), matrix(weight, true), out.data, out.stride, compute, nullptr, false, bias}, scope);
 }
 
 void Head::input_gradient(Range rows, Range classes, const Rows& gradient, const MutableRows& dx, const void* alpha,
                           bool accumulate) const {
-  const Rows weight = from_row(in_compute_dtype(weight_), classes.first);
+  const Rows weight = from_row(weight_rows(), classes.first);
   const MutableRows out = from_row(dx, rows.first);
   gemm({rows.count, hidden, classes.count, matrix(gradient), matrix(weight), out.data, out.stride, out.dtype, alpha, accumulate}, scope);
 }
@@ -55,6 +54,11 @@ void Head::bias_gradient(Range classes, int64_t rows, const Rows& gradient, cons
   const Tensor space = workspace(scope, column_sum_workspace(args, scope), x_.tensor);
   args.workspace = space.data_ptr();
   column_sum(args, scope);
+}
+
+Rows Head::weight_rows() const {
+  if (!weight_) weight_ = as_matrix(scope, weight_tensor_);
+  return in_compute_dtype(*weight_);
 }
 
 Rows Head::in_compute_dtype(RowsView& operand) const {

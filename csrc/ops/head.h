@@ -49,9 +49,11 @@ class Head {
  private:
   // Cast at the first use, since a backward may need neither.
   Rows in_compute_dtype(RowsView& operand) const;
+  Rows weight_rows() const;
 
-  mutable RowsView x_, weight_;
-  mutable std::optional<RowsView> bias_;
+  const Tensor weight_tensor_;
+  mutable RowsView x_;
+  mutable std::optional<RowsView> weight_, bias_;
 };
 
 }  // namespace liger::LIGER_BACKEND

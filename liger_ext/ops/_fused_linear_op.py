@@ -179,7 +179,8 @@ def _setup_context(ctx, inputs, output):
     # and fills them again before the backward.
     kept = weight if hasattr(weight, "ds_id") else weight.detach()
     for_backward = output[-5:]
-    ctx.save_for_backward(x, kept, target, bias, ce_weight, of.temperature, entropy, *for_backward)
+    both = (None, None) if entropy is None else (output[0], entropy)
+    ctx.save_for_backward(x, kept, target, bias, ce_weight, of.temperature, *both, *for_backward)
     dweight = for_backward[3]
     # May the backward overwrite dweight's memory? Only if nobody else sees it: no caller of the op itself, no hooks,
     # and no graph that is being compiled.
@@ -193,38 +194,43 @@ def _backward_options(of: LossArguments) -> tuple:
     return tuple(value for name, value in options if name == "return_entropy" or not name.startswith("return_"))
 
 
-def _mixed(dloss: Tensor | None, dentropy: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor of each row's gradient, and the three numbers that make its gradient of the logits x':
-    ``p * (A + E * log p) - C * onehot`` (csrc/kernels/cross_entropy.h), so that factor times it is
+def _mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor of each row's gradient, and the numbers A, E, C and log p[target] that make its gradient of the logits
+    x': ``p * (A + E * log p) - C * onehot`` (csrc/kernels/cross_entropy.h), so that factor times it is
     ``dloss * (p - onehot) - dentropy * p * (log p + entropy)``."""
     dloss = torch.zeros_like(dentropy) if dloss is None else dloss
     factor = torch.maximum(dloss.abs(), dentropy.abs())
     factor = torch.where((factor > 0) & (factor < torch.inf), factor, 1.0)
-    mix = torch.stack([dloss - dentropy * entropy, -dentropy, dloss], 1) / factor[:, None]
-    return factor, mix
+    numbers = ((dloss - dentropy * entropy) / factor, -dentropy / factor, dloss / factor, -loss)
+    return factor, torch.stack(numbers, 1)
 
 
 def _backward(ctx, saved, dloss, *others):
     of, dentropy = ctx.options, others[_ENTROPY - 1]
     gradients = [None] * len(LossArguments._fields)
     if dloss is not None or dentropy is not None:
-        x, weight, target, bias, ce_weight, temperature, entropy, *made = saved
+        x, weight, target, bias, ce_weight, temperature, loss, entropy, *made = saved
         of = LossArguments(*(None,) * _TENSORS, *of)
         mix = None
         if of.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
             ignored = target == of.ignore_index
             dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
+        some = dentropy if dloss is None else dloss
+        batched = torch._C._functorch.is_legacy_batchedtensor(some)  # torch.autograd.grad(is_grads_batched=True)
+        in_place = ctx.own_dweight and not batched and not _get_current_graph_task_keep_graph()
         if dentropy is not None:
-            dloss, mix = _mixed(dloss, dentropy, entropy)
-            # The logits are computed again, as many at a time as take the memory of dweight at most.
-            of = of._replace(gradients=_RECOMPUTED, chunk_rows=max(weight.shape[1], 128), chunk_classes=weight.shape[0])
+            dloss, mix = _mixed(dloss, dentropy, loss, entropy)
+            if not (in_place and of.gradients == _OVERLAID and of.softcap is None):
+                # What is stored may not be overwritten, or has no probabilities. The logits are computed again, as many
+                # at a time as take the memory of dweight at most.
+                in_place, rows = False, max(weight.shape[1], 128)
+                of = of._replace(gradients=_RECOMPUTED, chunk_rows=rows, chunk_classes=weight.shape[0])
         if temperature is not None or of.logit_scale != 1:
             dloss = dloss * (of.logit_scale if temperature is None else of.logit_scale / temperature)
         inputs = x, weight, target, bias, ce_weight, temperature, mix
         # The options are those of the forward, since they decide what it saved.
         options = _backward_options(of)
-        batched = torch._C._functorch.is_legacy_batchedtensor(dloss)  # torch.autograd.grad(is_grads_batched=True)
-        if ctx.own_dweight and mix is None and not batched and not _get_current_graph_task_keep_graph():
+        if in_place:
             counts, rest, dx, memory, dbias = made
             dx, dbias = _backward_in_place(memory, rest, dloss, *inputs, counts, dx, dbias, *options)
             torch.autograd.graph.increment_version((memory, rest))

@@ -54,7 +54,7 @@ def linear_log_probs(
     matmuls run as those of :func:`fused_linear_cross_entropy`; everything else is float32 (float64 for float64).
 
     Gradients reach x, weight and bias from ``log_probs`` and from ``entropy``, with any upstream gradient. A gradient
-    of the entropy computes the logits a second time.
+    of the entropy computes the logits a second time where their stored gradient may not be overwritten.
 
     Args:
         x: ``(..., hidden_size)``, the hidden states: float32, bfloat16 or float16 (float64 on the CPU).

@@ -1,0 +1,192 @@
+"""TRL's trainers on this library's op: :func:`install`.
+
+TRL (1.16 and newer) computes the log-probabilities and entropies of SFT, DPO, KTO, GRPO and RLOO by one autograd
+function, which it looks up at each call. That function keeps nothing and runs the head's matmul again in its backward.
+:func:`liger_ext.functional.linear_log_probs` takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from liger_ext.functional import LogProbsOutput, linear_log_probs
+
+if TYPE_CHECKING:
+    from liger_ext.models.patch import PatchHandle
+
+__all__ = ["install"]
+
+_NAME = "_ChunkedLogProbFunction"
+_PARAMETERS = (
+    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+)  # fmt: skip
+_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def install() -> PatchHandle:
+    """Runs the loss heads of TRL's trainers, in this process, on :func:`liger_ext.functional.linear_log_probs`.
+
+    It may be called before or after a trainer is made. Where TRL is not the one that this was written for, a warning
+    gives the reason, and TRL runs as it is: if its function has other parameters, if other code has replaced it, or if
+    the two do not agree on a small example, which is computed on the CPU.
+
+    Returns:
+        A handle, whose ``.revert()`` gives TRL its own function back. As a context manager it reverts at the end.
+
+    Raises:
+        ImportError: TRL is not installed.
+    """
+    from liger_ext.models.patch import PatchHandle
+
+    handle = PatchHandle()
+    utils = importlib.import_module("trl.trainer.utils")
+    found = getattr(utils, _NAME, None)
+    if isinstance(found, _LogProbs):
+        return handle
+    reason = _reason_against(found)
+    if reason is not None:
+        warnings.warn(f"liger_ext.trl.install: {reason}; TRL runs as it is", stacklevel=2)
+        return handle
+    ours = _LogProbs(found)
+    setattr(utils, _NAME, ours)
+
+    def undo() -> None:
+        if getattr(utils, _NAME) is ours:
+            setattr(utils, _NAME, found)
+
+    handle.callback(undo)
+    return handle
+
+
+class _LogProbs:
+    """What TRL calls: ``apply`` with the parameters and the results of ``trl.kernels.ChunkedLogProbFunction``."""
+
+    def __init__(self, stock: type[torch.autograd.Function]) -> None:
+        self.stock = stock
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = _OUTPUTS,
+    ) -> tuple[Tensor | None, ...]:
+        if not logit_scale > 0:
+            return self.stock.apply(
+                hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+            )
+
+        def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbsOutput:
+            wanted = {name: name in outputs for name in _OUTPUTS}
+            with _matmuls_of(hidden, weight):
+                found = linear_log_probs(
+                    hidden, weight, targets, bias, temperature=temperature, softcap=final_logit_softcapping,
+                    logit_scale=logit_scale, **wanted,
+                )  # fmt: skip
+            return LogProbsOutput(found) if isinstance(found, Tensor) else found
+
+        if hasattr(weight, "ds_id"):
+            found = LogProbsOutput(*_GatheredAgain.apply(run, hidden, weight, bias))
+        else:
+            found = run(hidden, weight, bias)
+        return found.log_probs, found.entropy, found.log_sum_sq_probs, found.mean_logits, found.is_top1
+
+
+def _matmuls_of(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextManager[object]:
+    """TRL's matmuls run in the dtype of the hidden states, whatever that of the weight is, unless autocast is on."""
+    device = hidden.device.type
+    if hidden.dtype == weight.dtype or hidden.dtype == torch.float32 or torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, hidden.dtype)
+
+
+class _GatheredAgain(torch.autograd.Function):
+    """Under DeepSpeed's ZeRO 3 the head is whole only while TRL gathers it: in the forward. The backward gathers it
+    again where it reads it, that is, unless it is frozen and the entropy has no gradient."""
+
+    @staticmethod
+    def forward(ctx, run, hidden, weight, bias):
+        leaf = hidden.detach().requires_grad_(hidden.requires_grad)
+        with torch.enable_grad():
+            found = run(leaf, weight, bias)
+        ctx.inputs, ctx.found, ctx.shape = (leaf, weight, bias), found[:2], weight.shape
+        ctx.set_materialize_grads(False)
+        results = tuple(t if t is None else t.detach() for t in found)
+        ctx.mark_non_differentiable(*(t for t in results[2:] if t is not None))
+        return results
+
+    @staticmethod
+    def backward(ctx, *grads):
+        from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+        _, weight, bias = ctx.inputs
+        used = [(of, grad) for of, grad in zip(ctx.found, grads, strict=False) if grad is not None]
+        wanted = [t for t in ctx.inputs if t is not None and t.requires_grad]
+        reads = weight.requires_grad or grads[1] is not None
+        made = {}
+        if used and wanted:
+            with maybe_gather_lm_head_ctx(weight, bias) if reads else _in_shape(weight, ctx.shape):
+                gradients = torch.autograd.grad([of for of, _ in used], wanted, [grad for _, grad in used])
+            made = {id(t): gradient for t, gradient in zip(wanted, gradients, strict=True)}
+        ctx.found = None
+        return None, *(made.get(id(t)) for t in ctx.inputs)
+
+
+@contextlib.contextmanager
+def _in_shape(weight: Tensor, shape: torch.Size) -> Iterator[None]:
+    """Gives an empty weight its shape, without values or memory, for an op that checks it and does not read it."""
+    data = weight.data
+    weight.data = data.new_zeros(()).expand(shape)
+    try:
+        yield
+    finally:
+        weight.data = data
+
+
+def _reason_against(found: object) -> str | None:
+    """Why TRL's function is not to be replaced, if there is a reason."""
+    kernels = importlib.import_module("trl.kernels") if importlib.util.find_spec("trl.kernels") else None
+    stock = getattr(kernels, "ChunkedLogProbFunction", None)
+    if found is None or stock is None:
+        return f"this version of TRL has no trl.trainer.utils.{_NAME} (TRL 1.16 and newer have)"
+    if found is not stock:
+        return f"trl.trainer.utils.{_NAME} was replaced by {found!r}"
+    parameters = tuple(inspect.signature(stock.forward).parameters)
+    if parameters != _PARAMETERS:
+        return f"trl.kernels.ChunkedLogProbFunction takes {', '.join(parameters)}, expected {', '.join(_PARAMETERS)}"
+    try:
+        return None if _agree(stock) else "trl.kernels.ChunkedLogProbFunction and liger_ext disagree on a small example"
+    except Exception as error:
+        return f"a small example of trl.kernels.ChunkedLogProbFunction failed ({error!r})"
+
+
+def _agree(stock: type[torch.autograd.Function]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (5, 12))
+    bias, targets = torch.randn(12, generator=generator), torch.tensor([0, 11, 3, 3, 7])
+    up = torch.randn(2, 5, generator=generator)
+
+    def results(function: object) -> list[Tensor | None]:
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+        found = function.apply(*leaves, targets, 0.7, 4, 5.0, 0.5, _OUTPUTS)
+        total = (found[0] * up[0] + found[1] * up[1]).sum()
+        return [*found, *torch.autograd.grad(total, leaves)]
+
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        both = zip(results(stock), results(_LogProbs(stock)), strict=True)
+        return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in both)
