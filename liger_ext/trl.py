@@ -41,7 +41,8 @@ def install() -> PatchHandle:
     the two do not agree on a small example, which is computed on the CPU.
 
     Returns:
-        A handle, whose ``.revert()`` gives TRL its own function back. As a context manager it reverts at the end.
+        A handle, whose ``.revert()`` gives TRL its own function back. As a context manager it reverts at the end. A
+        second call changes nothing, and reverting its handle does not either.
 
     Raises:
         ImportError: TRL is not installed.
@@ -86,7 +87,7 @@ class _LogProbs:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = _OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
-        if not logit_scale > 0:
+        if not _takes(temperature, final_logit_softcapping, logit_scale):
             return self.stock.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
@@ -95,7 +96,7 @@ class _LogProbs:
             wanted = {name: name in outputs for name in _OUTPUTS}
             with _matmuls_of(hidden, weight):
                 found = linear_log_probs(
-                    hidden, weight, targets, bias, temperature=temperature, softcap=final_logit_softcapping,
+                    hidden, weight, targets.long(), bias, temperature=temperature, softcap=final_logit_softcapping,
                     logit_scale=logit_scale, **wanted,
                 )  # fmt: skip
             return LogProbsOutput(found) if isinstance(found, Tensor) else found
@@ -105,6 +106,12 @@ class _LogProbs:
         else:
             found = run(hidden, weight, bias)
         return found.log_probs, found.entropy, found.log_sum_sq_probs, found.mean_logits, found.is_top1
+
+
+def _takes(temperature: object, softcap: float | None, logit_scale: float) -> bool:
+    """Are these values of which both functions compute the same?"""
+    numbers = (temperature, logit_scale, 1.0 if softcap is None else softcap)
+    return all(isinstance(number, (int, float)) and 1e-9 <= number <= 1e9 for number in numbers)
 
 
 def _matmuls_of(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -175,6 +182,24 @@ def _reason_against(found: object) -> str | None:
         return f"a small example of trl.kernels.ChunkedLogProbFunction failed ({error!r})"
 
 
+@contextlib.contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """The caller's may be others, and TRL's function follows some of them."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@_usual_defaults()
 def _agree(stock: type[torch.autograd.Function]) -> bool:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=generator) for n in (5, 12))
@@ -187,6 +212,5 @@ def _agree(stock: type[torch.autograd.Function]) -> bool:
         total = (found[0] * up[0] + found[1] * up[1]).sum()
         return [*found, *torch.autograd.grad(total, leaves)]
 
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        both = zip(results(stock), results(_LogProbs(stock)), strict=True)
-        return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in both)
+    both = zip(results(stock), results(_LogProbs(stock)), strict=True)
+    return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in both)

@@ -3,6 +3,7 @@ loss, and as their users call them."""
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from cases import normal, random_targets
@@ -217,11 +218,14 @@ def test_in_a_checkpoint(device):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0}, "temperature is 0, expected a number above 0"),
+        ({"temperature": 0}, "temperature is 0, expected a number from 1e-9 to 1e9"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": torch.ones(3)}, r"temperature has shape \(3\), expected a number or that of target, \(8\)"),
-        ({"logit_scale": 0.0}, "logit_scale is 0.0, expected a number above 0"),
+        ({"logit_scale": 0.0}, "logit_scale is 0.0, expected a number from 1e-9 to 1e9"),
         ({"logit_scale": float("nan")}, "logit_scale is nan"),
+        ({"temperature": 1e-30}, "temperature is 1e-30"),
+        ({"temperature": True}, "temperature is True"),
+        ({"logit_scale": torch.ones((), requires_grad=True)}, "logit_scale is tensor"),
         ({"softcap": -2.0}, "softcap is -2"),
         ({"memory": "most"}, "memory is 'most'"),
     ],
@@ -242,3 +246,12 @@ def test_a_gradient_of_the_entropy_needs_no_further_matmul(device):
             (found.log_probs.sum() + found.entropy.sum()).backward()
         matmuls.append(counter.get_total_flops() / (2 * 120 * 64 * 300))
     assert matmuls == [3, 4]
+
+
+def test_numbers_of_numpy(device):
+    made, half = arguments(8, 4, 9, device=device), np.float64(0.5)
+    expected = F.linear_log_probs(**made, temperature=0.5, logit_scale=0.5)
+    for number in (half, np.float32(half)):
+        assert torch.equal(F.linear_log_probs(**made, temperature=number, logit_scale=number), expected)
+    capped = F.linear_log_probs(**made, temperature=half, softcap=half)
+    assert torch.equal(capped, F.linear_log_probs(**made, temperature=0.5, softcap=0.5))

@@ -144,6 +144,31 @@ def test_another_trl_runs_as_it_is(monkeypatch, change, reason):
     assert getattr(utils, "_ChunkedLogProbFunction", None) is before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode, lambda: torch.device("meta")])
+def test_installed_under_other_defaults(dtype, context):
+    torch.set_default_dtype(dtype)
+    try:
+        with context(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with install():
+                assert utils._ChunkedLogProbFunction is not STOCK
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_values_that_trl_alone_takes():
+    x, w, y = torch.randn(4, 8), torch.randn(11, 8), torch.tensor([0, 3, 10, 5])
+    for temperature, softcap, scale in ((-1.0, None, 1.0), (torch.tensor(0.5), None, 1.0), (1.0, None, 0.0)):
+        given = temperature, 32, softcap, scale, ()
+        with install():
+            found = utils._ChunkedLogProbFunction.apply(x, w, None, y, *given)[0]
+        torch.testing.assert_close(found, STOCK.apply(x, w, None, y, *given)[0])
+    with install():
+        narrow = utils._ChunkedLogProbFunction.apply(x, w, None, y.int(), 1.0, 32)
+    torch.testing.assert_close(narrow, STOCK.apply(x, w, None, y, 1.0, 32))
+
+
 def test_another_result_is_found(monkeypatch):
     ours = liger_ext.trl.linear_log_probs
     monkeypatch.setattr(

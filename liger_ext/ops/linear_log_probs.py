@@ -4,7 +4,6 @@ losses need beside them: entropy, mean logit, whether the token is the most prob
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import NamedTuple
 
@@ -62,9 +61,10 @@ def linear_log_probs(
         target: the shape of x without its last dimension, int64 or uint8: the tokens, each in ``[0, vocab_size)`` or
             ``ignore_index``.
         bias: ``(vocab_size,)`` or None.
-        temperature: a number above 0, or a tensor of them in the shape of target, which is taken as a constant.
-        softcap: bound of the logits (Gemma 2), a number above 0, or None.
-        logit_scale: a number above 0 (Cohere).
+        temperature: a number from 1e-9 to 1e9, or a tensor of them in the shape of target, which is taken as a constant
+            and whose values are not checked, since that would wait for the device.
+        softcap: bound of the logits (Gemma 2), a number from 1e-18 to 1e18, or None.
+        logit_scale: a number from 1e-9 to 1e9 (Cohere).
         ignore_index: the results of rows with this target are 0 (``is_top1``: False), and so are their gradients.
         entropy: also return ``-sum(p * log(p))``.
         mean_logits: also return the mean of z over the vocabulary, a constant.
@@ -80,8 +80,7 @@ def linear_log_probs(
         ValueError: an option outside its range, shapes, dtypes or devices that do not fit together.
         IndexError: a target out of range, as in :func:`cross_entropy`.
     """
-    if not isinstance(logit_scale, numbers.Real) or not 0 < logit_scale < math.inf:
-        raise ValueError(f"{_OP}: logit_scale is {logit_scale!r}, expected a number above 0")
+    logit_scale = _factor("logit_scale", logit_scale)
     per_token = None
     if isinstance(temperature, Tensor):
         if temperature.shape != target.shape:
@@ -90,12 +89,10 @@ def linear_log_probs(
                 f"{shape_text(target)}"
             )
         per_token = temperature.detach().reshape(-1).to(x.device)
-    elif isinstance(temperature, bool) or not isinstance(temperature, numbers.Real) or not 0 < temperature < math.inf:
-        raise ValueError(f"{_OP}: temperature is {temperature!r}, expected a number above 0 or a tensor")
     elif softcap is None:
-        logit_scale = logit_scale / temperature
-    elif temperature != 1:
-        per_token = torch.full((target.numel(),), temperature, device=x.device)
+        logit_scale = logit_scale / _factor("temperature", temperature)
+    elif _factor("temperature", temperature) != 1:
+        per_token = torch.full((target.numel(),), float(temperature), device=x.device)
     outputs = fused_loss(
         _OP, x, weight, target, bias, ignore_index=ignore_index, memory=memory, rows=rows, softcap=softcap,
         logit_scale=logit_scale, temperature=per_token, return_token_accuracy=is_top1, return_entropy=entropy,
@@ -111,3 +108,9 @@ def linear_log_probs(
     )
     top1 = accuracy.view(target.shape) > 0 if is_top1 else None
     return LogProbsOutput(log_probs, of_entropy, of_mean, top1, of_squares)
+
+
+def _factor(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 1e-9 <= value <= 1e9:
+        raise ValueError(f"{_OP}: {name} is {value!r}, expected a number from 1e-9 to 1e9")
+    return float(value)
