@@ -54,7 +54,7 @@ template <class T, int N, bool Full, int Threads> struct Forward {
   }
 };
 
-template <class T, int N, bool Full> struct Backward {
+template <class T, int N, bool Full, bool Tokens> struct Backward {
   struct Args {
     Tiles tiles;
     LogitRows rows;
@@ -77,12 +77,13 @@ template <class T, int N, bool Full> struct Backward {
     const RowTile<N, K> part = tile.part(unaligned_head<N>(logits, a.vocab));
     TileValues<T, N, K> x;
     part.template load<Hint::in_place>(x, logits);  // which may be overwritten
-    const LogitRow<T, Full> row(a, args.classes, at, tile.number == 0 && tile.index == 0, false);
-    const float lse = args.lse ? args.lse[at] : 0.f, lse_low = args.lse ? args.lse[a.rows + at] : 0.f,
+    const LogitRow<T, Full, Tokens> row(a, args.classes, at, tile.number == 0 && tile.index == 0, false);
+    const bool has_lse = !Tokens || args.lse;
+    const float lse = has_lse ? args.lse[at] : 0.f, lse_low = has_lse ? args.lse[a.rows + at] : 0.f,
                 token = a.token_scaling ? args.token[at] : 1.f;
     const LossGradients grad = args.grad.data ? LossGradients(a, args.grad, at) : LossGradients(a, args.gradient_scale);
-    RowGradient<T> gradient(a, row, lse, lse_low, 1.f, lse, token, grad.ce, grad.z);
-    if (Full && args.mix) gradient.take(args.mix + 4 * at, args.gradient_scale, args.stored);
+    RowGradient<T, Tokens> gradient(a, row, lse, lse_low, 1.f, lse, token, grad.ce, grad.z);
+    if (Tokens && args.mix) gradient.take(args.mix + 4 * at, args.gradient_scale, args.stored);
     T* const out = opaque(static_cast<T*>(args.dlogits.data) + at * args.dlogits.stride);
     part.for_each(
         [&](const auto& logit, int64_t column) {
@@ -111,12 +112,16 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = launch::is_full(op);
   const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const auto launch_it = [&]<class T, int N, bool Full, bool Tokens>() {
+    launch<Backward<T, N, Full, Tokens>>(made,
+                                         {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),
+                                          static_cast<const float*>(op.token), static_cast<const float*>(op.mix), op.grad,
+                                          float(op.gradient_scale), op.dlogits, op.classes, op.stored},
+                                         stream);
+  };
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    launch<Backward<T, I.vec, Full>>(made,
-                                     {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),
-                                      static_cast<const float*>(op.token), static_cast<const float*>(op.mix), op.grad,
-                                      float(op.gradient_scale), op.dlogits, op.classes, op.stored},
-                                     stream);
+    if (Full && launch::is_of_tokens(op)) launch_it.template operator()<T, I.vec, true, true>();
+    else launch_it.template operator()<T, I.vec, Full, false>();
   });
 }
 

@@ -26,8 +26,9 @@ struct RowOutputs {
   float *entropy, *mean, *log_sum_sq;
 
   LIGER_DEVICE bool want_best() const { return accuracy != nullptr || predicted != nullptr; }
-  template <class T, bool Full>
-  LIGER_DEVICE void write(const LogitRow<T, Full>& row, float ce_value, float z_value, float lse_high, float lse_low, int64_t best) const {
+  template <class T, bool Full, bool Tokens>
+  LIGER_DEVICE void write(const LogitRow<T, Full, Tokens>& row, float ce_value, float z_value, float lse_high, float lse_low,
+                          int64_t best) const {
     if (ce) ce[row.row] = ce_value;
     if (z) z[row.row] = z_value;
     if (lse) lse[row.row] = lse_high, lse[rows + row.row] = lse_low;
@@ -42,9 +43,9 @@ template <class T> LIGER_DEVICE float row_token(const LogitRows& a, float negati
 }
 
 // One thread of the row calls this. weighted, best: as RowStatistics finds them, of all classes; negative_log = lse - x'[target].
-template <class T, bool Full>
-LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full>& row, float weighted, int64_t best,
-                               const LogSumExp& lse, float negative_log) {
+template <class T, bool Full, bool Tokens>
+LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full, Tokens>& row, float weighted,
+                               int64_t best, const LogSumExp& lse, float negative_log) {
   if (!row.valid) {
     const float value = row.ignored ? 0.f : not_a_number();
     return out.write(row, value, value, value, value, -1);

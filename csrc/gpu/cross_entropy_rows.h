@@ -30,7 +30,9 @@ LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int
 }
 
 // One row and its target. Rows past the end, ignored rows and rows with a bad target are not valid: nothing depends on their logits.
-template <class T, bool Full> struct LogitRow {
+// Tokens, here and below: with temperatures, a logit_scale, moments or a gradient of the entropy. They are a parameter, since their
+// instructions and registers would slow down every loss with other options by up to a tenth.
+template <class T, bool Full, bool Tokens = false> struct LogitRow {
   int64_t row;
   int target = 0;
   bool live, ignored = false, valid = false;
@@ -73,10 +75,11 @@ template <class T, bool Full> struct LogitRow {
 
   LIGER_DEVICE float target_logit(const LogitRows& a) const {
     float logit[1] = {to_float(raw_logit)};
-    if constexpr (Full) transform<T>(a, logit, over_temperature(a));
+    if constexpr (Tokens) transform<T>(a, logit, over_temperature(a));
+    else if (Full && a.softcap != 0) cap<T>(a, logit);
     return logit[0];
   }
-  LIGER_DEVICE float over_temperature(const LogitRows& a) const { return Full && live && a.temperature ? 1 / a.temperature[row] : 1.f; }
+  LIGER_DEVICE float over_temperature(const LogitRows& a) const { return Tokens && live && a.temperature ? 1 / a.temperature[row] : 1.f; }
   // Label smoothing sums logits relative to the target's logit, if that is finite, and to 0 otherwise.
   LIGER_DEVICE float anchor(const LogitRows& a) const {
     if (!Full || a.class_share == 0) return 0;
@@ -141,7 +144,7 @@ template <class T, int N> struct RowWalk : RowParts<N> {
 // row's sum is added at the end. Full: also sum of w[j] * (x'[j] - anchor), relative to a logit lest large ones overflow, and the first
 // largest logit (of NaN the first, as torch.argmax). Until merge() the sum is one of what Exp gives for the base, whose correction is
 // still to come.
-template <class T, bool Full> struct RowStatistics : Exponentials {
+template <class T, bool Full, bool Tokens = false> struct RowStatistics : Exponentials {
   static constexpr float slack = sizeof(T) == 2 ? 16 : 2;
   float rounded_off = 0, weighted = 0, best = minus_infinity();
   float moment = 0, squares = 0, total = 0;  // sums of exp(x' - max) * (x' - max), of its square, and of x'
@@ -157,7 +160,8 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
         const float found = largest_of(x);
         if (found > best || (earlier && found == best)) take_best(x, column, [&](float value) { return value == found; });
       }
-      transform<T>(a, x, over_temperature);
+      if constexpr (Tokens) transform<T>(a, x, over_temperature);
+      else if (a.softcap != 0) cap<T>(a, x);
       if (a.class_share != 0) {
         float w[N];
         class_weights(a, w, column);
@@ -169,16 +173,18 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
     if (top > max + slack) {
       sum += rounded_off;
       rounded_off = 0;
-      const float factor = Exp<T>(base()).correction(base()) * exp_as<T>(max - top) / Exp<T>(top).correction(top);
-      if constexpr (Full) move_moments(max - top, factor);
-      sum *= factor;
+      const float before = sum;
+      sum *= Exp<T>(base()).correction(base()) * exp_as<T>(max - top);
+      const float distance = max - top;
       max = top;
+      sum *= 1 / Exp<T>(top).correction(top);
+      if constexpr (Tokens) move_moments(distance, before != 0 ? sum / before : 0.f, before);
     }
     const Exp<T> exp(base());
     float part = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) part += exp(x[j]);
-    if constexpr (Full)
+    if constexpr (Tokens)
       if (a.moments) {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -228,9 +234,8 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
   template <class Group> LIGER_DEVICE void merge(Group& group) {
     const float correction = Exp<T>(base()).correction(base());
     sum = (sum + rounded_off) * correction;
+    if constexpr (Tokens) moment *= correction, squares *= correction * correction;
     if constexpr (Full) {
-      moment *= correction;
-      squares *= correction * correction;
       float tops[2] = {max, best};
       group.reduce(tops, [](float (&a)[2], const float (&b)[2]) {
         for (int i = 0; i < 2; ++i) a[i] = max_nan(a[i], b[i]);
@@ -239,7 +244,7 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
       group.reduce(columns, [](float (&a)[2], const float (&b)[2]) { a[0] = bit_cast<int>(a[0]) < bit_cast<int>(b[0]) ? a[0] : b[0]; });
       best_column = bit_cast<int>(columns[0]);
       best = tops[1];
-      move_moments(max - tops[0], exp_as<T>(max == tops[0] ? 0 : max - tops[0]));
+      if constexpr (Tokens) move_moments(max - tops[0], exp_as<T>(max == tops[0] ? 0 : max - tops[0]), sum);
       rescale<T>(tops[0]);
       float sums[2] = {sum, weighted};
       group.sum(sums);
@@ -251,9 +256,9 @@ template <class T, bool Full> struct RowStatistics : Exponentials {
   }
 
  private:
-  // Makes them relative to another maximum; the sum is still to be multiplied by the factor.
-  LIGER_DEVICE void move_moments(float distance, float factor) {
-    moment = sum != 0 ? factor * (moment + distance * sum) : 0.f;
+  // Makes them relative to another maximum. before: the sum, before it is multiplied by the factor.
+  LIGER_DEVICE void move_moments(float distance, float factor, float before) {
+    moment = before != 0 ? factor * (moment + distance * before) : 0.f;
     squares *= factor * factor;
   }
   template <int N> LIGER_DEVICE static float largest_of(const float (&x)[N]) {
@@ -290,17 +295,17 @@ struct LossGradients {
 };
 
 // A row's gradient: dx[j] = (scale * exp(x'[j] - base) - hard * [j == target] - soft * w[j]) * dx'[j] / dx[j].
-template <class T> struct RowGradient {
+template <class T, bool Tokens = false> struct RowGradient {
   Exp<T> exp;  // exp(x' - base)
   float scale, hard, soft, over_temperature, inverse_cap, entropy = 0, lse, of_stored = 0;
 
   // token: by which token scaling multiplies the row; ce and z: the gradients of the row's two losses; over_sum: p / exp(x' - base), of a
   // base from which rounding took `low`.
   template <bool Full>
-  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full>& row, float base, float low, float over_sum, float lse, float token,
-                           float ce, float z)
+  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full, Tokens>& row, float base, float low, float over_sum, float lse,
+                           float token, float ce, float z)
       : exp(base, low), over_temperature(row.over_temperature(a)), lse(lse) {
-    inverse_cap = a.scales() ? 1 / (a.softcap * over_temperature) : a.inverse_softcap;
+    inverse_cap = Tokens && a.scales() ? 1 / (a.softcap * over_temperature) : a.inverse_softcap;
     hard = token * ce * a.hard_share * row.target_weight;
     soft = token * ce * a.class_share;
     scale = hard;
@@ -321,12 +326,15 @@ template <class T> struct RowGradient {
   template <bool Full, int N> LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
     float x[N], g[N];
     widen(x, raw);
-    if constexpr (Full)
+    if constexpr (Tokens) {
       if (of_stored != 0) return of_probabilities(x, column, target);
-    if constexpr (Full) transform<T>(a, x, over_temperature);
+      transform<T>(a, x, over_temperature);
+    } else if (Full && a.softcap != 0) {
+      cap<T>(a, x);
+    }
 #pragma unroll
     for (int j = 0; j < N; ++j) g[j] = scale * exp(x[j]);
-    if constexpr (Full)
+    if constexpr (Tokens)
       if (entropy != 0) {
 #pragma unroll
         for (int j = 0; j < N; ++j)

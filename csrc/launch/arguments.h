@@ -12,12 +12,11 @@ namespace liger::launch {
 inline bool costly_options(const CrossEntropyOptions& o) { return o.softcap != 0 || o.label_smoothing != 0; }
 // Does a kernel need its instance for options that cost registers?
 inline bool is_full(const CrossEntropyRows& op) { return costly_options(op.options) || op.accuracy || op.predicted; }
-inline bool is_full(const CrossEntropyBackward& op) {
-  return costly_options(op.options) || op.mix || op.temperature || op.options.logit_scale != 1;
-}
-inline bool is_full(const CrossEntropyStatistics& op) {
-  return costly_options(op.row.options) || op.best_class || op.moments || op.row.transforms();
-}
+// Does a kernel need its instance for log-probabilities, which is a full one?
+inline bool is_of_tokens(const CrossEntropyBackward& op) { return op.mix || op.temperature || op.options.logit_scale != 1; }
+inline bool is_of_tokens(const CrossEntropyStatistics& op) { return op.moments || op.row.transforms(); }
+inline bool is_full(const CrossEntropyBackward& op) { return costly_options(op.options) || is_of_tokens(op); }
+inline bool is_full(const CrossEntropyStatistics& op) { return costly_options(op.row.options) || op.best_class || is_of_tokens(op); }
 inline bool is_plain(const CrossEntropyRows& row) { return !is_full(row) && !row.options.token_scaling; }
 
 // vectors: may accesses have 16 bytes?
