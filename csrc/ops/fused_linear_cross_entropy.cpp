@@ -104,11 +104,14 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
     backward.zeros();
     return {backward.dx, backward.dweight, backward.dbias};
   }
+  // dx as the forward has summed it, which is of the loss alone; otherwise a.dx is not checked, and must not be read.
+  const bool summed = schedule.dx && !a.mix && sums_dx(schedule.gradients, head.weight, head.compute, !schedule.cuts_vocabulary(head));
+  const Tensor dx_sum = summed ? a.dx : allocate(scope, {0}, head.compute, a.x);
   switch (schedule.gradients) {
     case Gradients::none:
       break;
     case Gradients::deferred:
-      backward.from_saved_gradient(a.saved, a.dx);
+      backward.from_saved_gradient(a.saved, dx_sum);
       break;
     case Gradients::accumulated:
       backward.from_sums(a.dx, a.dweight, a.saved, a.dbias);
@@ -123,7 +126,6 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
         Overlaid(head, schedule, a.dweight, a.saved).for_each_stored([&](Range classes, const MutableRows& gradient) {
           loss.mix_stored(classes, gradient, a.counts);
         });
-      const Tensor dx_sum = a.mix ? allocate(scope, {0}, head.compute, a.x) : a.dx;  // which is of the loss alone
       backward.from_overlaid(a.dweight, a.saved, dx_sum, [&](Range classes, const MutableRows& out) {
         head.logits(head.all_rows(), classes, out);
         chunks.gradient(classes, out);
