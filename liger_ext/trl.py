@@ -70,7 +70,7 @@ def install() -> PatchHandle:
 
 
 class _LogProbs:
-    """What TRL calls: ``apply`` with the parameters and the results of ``trl.kernels.ChunkedLogProbFunction``."""
+    """Stands in for ``trl.kernels.ChunkedLogProbFunction``: ``apply`` has its parameters and its results."""
 
     def __init__(self, stock: type[torch.autograd.Function]) -> None:
         self.stock = stock
@@ -101,7 +101,7 @@ class _LogProbs:
                 )  # fmt: skip
             return LogProbsOutput(found) if isinstance(found, Tensor) else found
 
-        if hasattr(weight, "ds_id"):
+        if hasattr(weight, "ds_id") and torch.is_grad_enabled():
             found = LogProbsOutput(*_GatheredAgain.apply(run, hidden, weight, bias))
         else:
             found = run(hidden, weight, bias)
@@ -124,7 +124,7 @@ def _matmuls_of(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextMan
 
 class _GatheredAgain(torch.autograd.Function):
     """Under DeepSpeed's ZeRO 3 the head is whole only while TRL gathers it: in the forward. The backward gathers it
-    again where it reads it, that is, unless it is frozen and the entropy has no gradient."""
+    again, unless weight and bias are frozen and the entropy has no gradient: then the backward does not read it."""
 
     @staticmethod
     def forward(ctx, run, hidden, weight, bias):
@@ -144,7 +144,7 @@ class _GatheredAgain(torch.autograd.Function):
         _, weight, bias = ctx.inputs
         used = [(of, grad) for of, grad in zip(ctx.found, grads, strict=False) if grad is not None]
         wanted = [t for t in ctx.inputs if t is not None and t.requires_grad]
-        reads = weight.requires_grad or grads[1] is not None
+        reads = weight.requires_grad or (bias is not None and bias.requires_grad) or grads[1] is not None
         made = {}
         if used and wanted:
             with maybe_gather_lm_head_ctx(weight, bias) if reads else _in_shape(weight, ctx.shape):

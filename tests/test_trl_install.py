@@ -208,14 +208,15 @@ def test_the_results_are_trls(device, outputs, autocast, softcap):
         torch.testing.assert_close(a, b, **tolerance)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "both"])
 @pytest.mark.parametrize("of_entropy", [False, True])
 def test_zero_3_gathers_the_head_again(device, monkeypatch, frozen, of_entropy):
     """The weight is empty outside of TRL's context, in which the forward runs."""
     torch.manual_seed(0)
     x = torch.randn(30, 16, device=device, requires_grad=True)
     full, y = torch.randn(50, 16, device=device), torch.randint(50, (30,), device=device)
-    weight = torch.nn.Parameter(full.clone(), requires_grad=not frozen)
+    weight = torch.nn.Parameter(full.clone(), requires_grad=frozen == "nothing")
+    bias = torch.randn(50, device=device, requires_grad=frozen != "both")
     gathered = []
 
     @contextlib.contextmanager
@@ -226,18 +227,18 @@ def test_zero_3_gathers_the_head_again(device, monkeypatch, frozen, of_entropy):
         weight.data = full.new_empty(0)
 
     def step(function, weight):
-        found = function.apply(x, weight, None, y, 1.0, 32, None, 1.0, ("entropy",))
+        found = function.apply(x, weight, bias, y, 1.0, 32, None, 1.0, ("entropy",))
         return found[0].sum() + found[1].sum() * of_entropy if of_entropy else found[0].sum()
 
-    wanted = [x] if frozen else [x, weight]
+    wanted = [t for t in (x, weight, bias) if t.requires_grad]
     expected = torch.autograd.grad(step(STOCK, weight), wanted)
     weight.ds_id = 0
     with install():
         monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", gather)
-        with gather(weight):
+        with gather(weight, bias):
             total = step(utils._ChunkedLogProbFunction, weight)
         assert weight.numel() == 0
         found = torch.autograd.grad(total, wanted)
-    assert gathered == [[True]] * (1 if frozen and not of_entropy else 2)
+    assert gathered == [[True, False]] * (1 if frozen == "both" and not of_entropy else 2)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
