@@ -7,6 +7,8 @@ from cases import RecordCalls, gradients, losses_of, normal, random_targets
 from ops import ONE_OF_EACH
 
 from liger_ext import functional as F
+from liger_ext.ops._checks import REDUCTIONS
+from liger_ext.ops._fused_linear_op import LossArguments
 from liger_ext.ops._loss_plan import SMALLEST
 from liger_ext.testing import judge, outputs_of
 
@@ -77,30 +79,8 @@ def test_losses_without_autocast_arguments(device):
     target = torch.arange(8, device=device)
 
     def call():
-        options = (
-            -100,
-            1,
-            0.0,
-            0.0,
-            None,
-            1.0,
-            False,
-            False,
-            False,
-            False,
-            False,
-            False,
-            False,
-            None,
-            None,
-            0,
-            8,
-            9,
-            False,
-            False,
-            False,
-        )
-        return torch.ops.liger_ext.fused_linear_cross_entropy(x, weight, target, None, None, None, None, *options)[0]
+        of = LossArguments(x, weight, target, reduction=REDUCTIONS["mean"], chunk_rows=8, chunk_classes=9)
+        return torch.ops.liger_ext.fused_linear_cross_entropy(*of)[0]
 
     with torch.autocast(device.type, torch.bfloat16):
         public, own = F.fused_linear_cross_entropy(x, weight, target), call()

@@ -13,6 +13,8 @@ from test_cross_entropy import draw_target, draw_weight, loss_options
 
 from liger_ext import _C
 from liger_ext import functional as F
+from liger_ext.ops._checks import REDUCTIONS
+from liger_ext.ops._fused_linear_op import LossArguments
 from liger_ext.ops._loss_devices import device_of
 from liger_ext.ops._loss_plan import SMALLEST, Call, Plan, plan
 from liger_ext.testing import judge
@@ -105,11 +107,11 @@ def test_frozen_inputs(device, needs, memory, reduction):
     call = Call(ROWS, 24, 50, *[torch.float32] * 3, device_of(device), per_row=reduction == "none", **gradients)
     way = plan(call, memory)
     flat = {name: inputs[name].detach() for name in (*names, "target")}
-    code = {"mean": 1, "none": 0}[reduction]
-    options = -100, code, 0.0, 0.0, None, 1.0, *[False] * 7, None, None, *way, *needs
-    saved, dx, dweight, dbias = torch.ops.liger_ext.fused_linear_cross_entropy(
-        flat["x"], flat["weight"], flat["target"], flat["bias"], None, None, None, *options
-    )[-4:]
+    of = LossArguments(
+        **flat, reduction=REDUCTIONS[reduction], gradients=way.gradients, chunk_rows=way.rows,
+        chunk_classes=way.classes, **{f"need_{name}": need for name, need in gradients.items()},
+    )  # fmt: skip
+    saved, dx, dweight, dbias = torch.ops.liger_ext.fused_linear_cross_entropy(*of)[-4:]
     made = {"x": dx, "weight": dweight, "bias": dbias}
     for name, need in zip(names, needs, strict=True):
         assert need or made[name].numel() == 0
@@ -127,33 +129,12 @@ def test_no_grad_makes_nothing(device):
 
 def test_a_gradient_that_the_flags_left_out_is_an_error(device):
     made = head(rows=4, device=device)
-    options = (
-        -100,
-        1,
-        0.0,
-        0.0,
-        None,
-        1.0,
-        False,
-        False,
-        False,
-        False,
-        False,
-        False,
-        False,
-        None,
-        None,
-        2,
-        4,
-        50,
-        True,
-        False,
-        False,
-    )
+    of = LossArguments(
+        made["x"], made["weight"], made["target"], gradients=int(_C.Gradients.accumulated), chunk_rows=4,
+        chunk_classes=50, need_dx=True, reduction=REDUCTIONS["mean"],
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match="need_dweight"):
-        torch.ops.liger_ext.fused_linear_cross_entropy(
-            made["x"], made["weight"], made["target"], None, None, None, None, *options
-        )
+        torch.ops.liger_ext.fused_linear_cross_entropy(*of)
 
 
 @pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])

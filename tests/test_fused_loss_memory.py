@@ -14,6 +14,8 @@ from test_fused_linear_cross_entropy import head
 
 from liger_ext import _C
 from liger_ext import functional as F
+from liger_ext.ops._checks import REDUCTIONS
+from liger_ext.ops._fused_linear_op import LossArguments
 from liger_ext.ops._loss_plan import SMALLEST, Plan
 from liger_ext.testing import judge
 
@@ -275,11 +277,11 @@ def test_a_narrower_compute_dtype_than_float64(device):
     if device.type == "cuda":
         pytest.skip("float64 works on the CPU only")
     x, weight = torch.randn(4, 3).double(), torch.randn(5, 3).double()
-    options = -100, 0, 0.0, 0.0, None, 1.0, *[False] * 7, None, torch.float32
+    of = LossArguments(x, weight, torch.arange(4), compute_dtype=torch.float32, chunk_rows=8, chunk_classes=8)
     for gradients, need in ((0, False), (1, True), (2, True)):
         with pytest.raises(ValueError, match=r"compute_dtype is .*float32, expected float64"):
             torch.ops.liger_ext.fused_linear_cross_entropy(
-                x, weight, torch.arange(4), None, None, None, None, *options, gradients, 8, 8, need, need, False
+                *of._replace(gradients=gradients, need_dx=need, need_dweight=need)
             )
 
 
@@ -298,23 +300,11 @@ def test_what_cannot_be_overlaid(device):
     def call(rows, hidden, dtype=torch.float32, need_dweight=True, stored=150):
         x, weight = normal(rows, hidden, device=device), normal(150, hidden, device=device, dtype=dtype)
         target = torch.zeros(rows, dtype=torch.long, device=device)
-        options = -100, 1, 0.0, 0.0, None, 1.0, *[False] * 7, None, None
-        return op(
-            x,
-            weight,
-            target,
-            None,
-            None,
-            None,
-            None,
-            *options,
-            OVERLAID,
-            max(rows, 1),
-            stored,
-            True,
-            need_dweight,
-            False,
-        )
+        of = LossArguments(
+            x, weight, target, reduction=REDUCTIONS["mean"], gradients=OVERLAID, chunk_rows=max(rows, 1),
+            chunk_classes=stored, need_dx=True, need_dweight=need_dweight,
+        )  # fmt: skip
+        return op(*of)
 
     call(8, 8)
     call(7, 8)

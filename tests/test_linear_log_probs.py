@@ -13,6 +13,7 @@ from test_fused_loss_memory import SIZES, memories, overlaid
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_ext import functional as F
+from liger_ext.ops import _fused_loss
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST
 
 EVERYTHING = {"entropy": True, "mean_logits": True, "is_top1": True, "log_sum_sq_probs": True}
@@ -255,3 +256,10 @@ def test_numbers_of_numpy(device):
         assert torch.equal(F.linear_log_probs(**made, temperature=number, logit_scale=number), expected)
     capped = F.linear_log_probs(**made, temperature=half, softcap=half)
     assert torch.equal(capped, F.linear_log_probs(**made, temperature=0.5, softcap=0.5))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.7}, {"logit_scale": 0.5}, {"entropy": True}], ids=str)
+def test_a_sharded_vocabulary_has_log_probabilities_alone(device, monkeypatch, options):
+    monkeypatch.setattr(_fused_loss, "is_dtensor", lambda weight: True)
+    with pytest.raises(ValueError, match="linear_log_probs: the vocabulary is sharded over processes, and temperature"):
+        F.linear_log_probs(**arguments(8, 4, 9, device=device), **options)

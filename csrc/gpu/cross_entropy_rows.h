@@ -314,9 +314,8 @@ template <class T, bool Tokens = false> struct RowGradient {
     scale *= over_sum * exp.correction(base);
   }
 
-  // For a gradient of the entropy: factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j == target]) * dx'[j] / dx[j]. The base is
-  // lse.
-  // stored: not of logits, but of factor * (p[j] - [j == target]).
+  // Makes this the gradient that includes the entropy's: factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j == target]) *
+  // dx'[j] / dx[j]. The base is lse. stored: of() reads factor * (p[j] - [j == target]) instead of logits.
   LIGER_DEVICE void take(const float* mix, float factor, bool stored) {
     const float of_exp = stored ? factor : factor * exp.correction(lse);
     if (stored) of_stored = 1 / factor, lse = mix[3];

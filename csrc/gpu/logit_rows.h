@@ -1,4 +1,4 @@
-// What the kernels over rows of logits have in common: their arguments, and the functions of one logit: its exponential, its softcap.
+// Declares the arguments that all kernels over rows of logits take, and computes the exponential and the softcap of single logits.
 #pragma once
 #include <climits>
 #include <cmath>

@@ -52,36 +52,42 @@ class LossArguments(NamedTuple):
     x: Tensor
     weight: Tensor
     target: Tensor
-    bias: Tensor | None
-    ce_weight: Tensor | None
-    normalizer: Tensor | None
-    temperature: Tensor | None
-    ignore_index: int
-    reduction: int
-    label_smoothing: float
-    lse_square_scale: float
-    softcap: float | None
-    logit_scale: float
-    use_token_scaling: bool
-    return_z_loss: bool
-    return_token_accuracy: bool
-    return_predicted_tokens: bool
-    return_entropy: bool
-    return_mean_logits: bool
-    return_log_sum_sq: bool
-    accum_dtype: torch.dtype | None
-    compute_dtype: torch.dtype | None
-    gradients: int
-    chunk_rows: int
-    chunk_classes: int
-    need_dx: bool
-    need_dweight: bool
-    need_dbias: bool
+    bias: Tensor | None = None
+    ce_weight: Tensor | None = None
+    normalizer: Tensor | None = None
+    temperature: Tensor | None = None
+    ignore_index: int = -100
+    reduction: int = REDUCTIONS["none"]
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    use_token_scaling: bool = False
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+    return_entropy: bool = False
+    return_mean_logits: bool = False
+    return_log_sum_sq: bool = False
+    accum_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
+    gradients: int = 0
+    chunk_rows: int = 1
+    chunk_classes: int = 1
+    need_dx: bool = False
+    need_dweight: bool = False
+    need_dbias: bool = False
 
     @property
     def compute(self) -> torch.dtype:
         """The dtype of the matmuls; that of the losses is its accumulator."""
         return _compute(self.x, self.weight, self.compute_dtype)
+
+
+# What the backwards take of the options: of results, the entropy alone.
+_BACKWARD_OPTIONS = [
+    name for name in LossArguments._fields[_TENSORS:] if name == "return_entropy" or not name.startswith("return_")
+]
 
 
 def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -186,12 +192,7 @@ def _setup_context(ctx, inputs, output):
     # and no graph that is being compiled.
     unseen = getattr(ctx, "unseen", False) and type(dweight) is Tensor and _saved_tensors_hooks_is_enabled()
     ctx.own_dweight = unseen and dweight.numel() > 0 and _top_saved_tensors_default_hooks(False) is None
-    ctx.options = of[_TENSORS:]
-
-
-def _backward_options(of: LossArguments) -> tuple:
-    options = list(zip(LossArguments._fields, of, strict=True))[_TENSORS:]
-    return tuple(value for name, value in options if name == "return_entropy" or not name.startswith("return_"))
+    ctx.options = LossArguments(*(None,) * _TENSORS, *of[_TENSORS:])  # the tensors are saved apart
 
 
 def _mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,7 +211,6 @@ def _backward(ctx, saved, dloss, *others):
     gradients = [None] * len(LossArguments._fields)
     if dloss is not None or dentropy is not None:
         x, weight, target, bias, ce_weight, temperature, loss, entropy, *made = saved
-        of = LossArguments(*(None,) * _TENSORS, *of)
         mix = None
         if of.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
             ignored = target == of.ignore_index
@@ -221,15 +221,15 @@ def _backward(ctx, saved, dloss, *others):
         if dentropy is not None:
             dloss, mix = _mixed(dloss, dentropy, loss, entropy)
             if not (in_place and of.gradients == _OVERLAID and of.softcap is None):
-                # What is stored may not be overwritten, or has no probabilities. The logits are computed again, as many
-                # at a time as take the memory of dweight at most.
+                # Others may see the stored gradient of the logits, or it holds no probabilities. So the backward
+                # recomputes the logits, in chunks that take no more memory than dweight.
                 in_place, rows = False, max(weight.shape[1], 128)
                 of = of._replace(gradients=_RECOMPUTED, chunk_rows=rows, chunk_classes=weight.shape[0])
         if temperature is not None or of.logit_scale != 1:
             dloss = dloss * (of.logit_scale if temperature is None else of.logit_scale / temperature)
         inputs = x, weight, target, bias, ce_weight, temperature, mix
         # The options are those of the forward, since they decide what it saved.
-        options = _backward_options(of)
+        options = (getattr(of, name) for name in _BACKWARD_OPTIONS)
         if in_place:
             counts, rest, dx, memory, dbias = made
             dx, dbias = _backward_in_place(memory, rest, dloss, *inputs, counts, dx, dbias, *options)

@@ -63,6 +63,7 @@ def fused_loss(
 ) -> tuple[Tensor, ...]:
     """The results of the op, of all rows of x, in one dimension: loss, z_loss, token_accuracy, predicted_tokens,
     entropy, mean_logits and log_sum_sq. ``op``: the public function, for errors. ``temperature``: ``(rows,)``."""
+    moments = return_entropy or return_mean_logits or return_log_sum_sq
     check_tensors(op, x=x, weight=weight, target=target)
     check_integer(op, ignore_index=ignore_index)
     if not (accum_dtype is None or isinstance(accum_dtype, torch.dtype)):
@@ -77,12 +78,17 @@ def fused_loss(
     if bias is not None:
         check_tensors(op, bias=bias)
     shard = None
+    if (process_group is not None or is_dtensor(weight)) and (moments or temperature is not None or logit_scale != 1):
+        raise ValueError(
+            f"{op}: the vocabulary is sharded over processes, and temperature, logit_scale, entropy, mean_logits or "
+            "log_sum_sq_probs is given: pass none of them, or the whole weight (DTensor.full_tensor())"
+        )
     if process_group is not None or is_dtensor(weight):
         shard, x, weight, target, bias, ce_weight = local_tensors(process_group, x, weight, target, bias, ce_weight)
         memory = "fast" if memory == "auto" else memory
     flat = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
     targets = class_targets(target if target.dim() == 1 else target.reshape(-1))
-    listed, moments = None, return_entropy or return_mean_logits or return_log_sum_sq
+    listed = None
     if rows is not None and weight.dim() == 2:
         vocab_size = weight.shape[0] if shard is None else shard.vocab_size
         listed = listed_rows(op, rows, targets, vocab_size, ignore_index)
@@ -98,7 +104,7 @@ def fused_loss(
     need_dweight = grad and weight.requires_grad
     need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
     way = Plan(_ACCUMULATED if need_dx or need_dweight or need_dbias else 0, 1, 1)
-    if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # else the op says what is wrong
+    if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # the op raises an error for other weights
         call = Call(
             rows=flat.shape[0],
             hidden=weight.shape[1],

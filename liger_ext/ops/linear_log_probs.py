@@ -98,16 +98,16 @@ def linear_log_probs(
         logit_scale=logit_scale, temperature=per_token, return_token_accuracy=is_top1, return_entropy=entropy,
         return_mean_logits=mean_logits, return_log_sum_sq=log_sum_sq_probs,
     )  # fmt: skip
-    loss, _, accuracy, _, *moments = outputs
-    log_probs = (0 - loss).view(target.shape)
+    log_probs = (0 - outputs[0]).view(target.shape)
     if not (entropy or mean_logits or is_top1 or log_sum_sq_probs):
         return log_probs
-    of_entropy, of_mean, of_squares = (
-        value.view(target.shape) if wanted else None
-        for value, wanted in zip(moments, (entropy, mean_logits, log_sum_sq_probs), strict=False)
+    return LogProbsOutput(
+        log_probs,
+        outputs[4].view(target.shape) if entropy else None,
+        outputs[5].view(target.shape) if mean_logits else None,
+        outputs[2].view(target.shape) > 0 if is_top1 else None,
+        outputs[6].view(target.shape) if log_sum_sq_probs else None,
     )
-    top1 = accuracy.view(target.shape) > 0 if is_top1 else None
-    return LogProbsOutput(log_probs, of_entropy, of_mean, top1, of_squares)
 
 
 def _factor(name: str, value: object) -> float:
