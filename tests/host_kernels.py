@@ -6,6 +6,7 @@ for each warp width, and shows how many cases each kernel ran in. By hand, after
     LIGER_EXT_LIB=liger_ext/lib/host LIGER_EXT_HOST_WARP=64 python -m pytest tests/host_kernels.py -k softmax
 """
 
+import itertools
 import os
 import re
 from collections import Counter, defaultdict
@@ -13,6 +14,7 @@ from collections import Counter, defaultdict
 import instances
 import kernel_cases
 import pytest
+import test_linear_log_probs as log_probs
 import torch
 from cases import LOW, ahead_target, laid_out, normal, random_targets, slow_if, told
 from ops import BY_NAME, EXAMPLES, IDS
@@ -190,6 +192,15 @@ def least_overlaid(rows, vocab, hidden):
 def test_fused_loss_of_overlaid_rows(dtype):
     """A part of each row, in several matrices; its other classes are recomputed."""
     fused_loss(16, 12_032, dtype, memory=least_overlaid(16, 12_032, 8))
+
+
+@dtypes
+@pytest.mark.parametrize("rows, vocab", [(3, 33), (3, 1048), (3, 2051), (3, 8200), (16, 12_032)])
+def test_log_probs(rows, vocab, dtype):
+    """With the row held, in vocabulary chunks, and overlaid; with a softcap, and without."""
+    plans = ["auto", SMALLEST] + [least_overlaid(rows, vocab, 8)] * (vocab > 10_000)
+    for memory, softcap in itertools.product(plans, (None, 3.0)):
+        log_probs.judge(log_probs.arguments(rows, 8, vocab, dtype), dtype, memory=memory, softcap=softcap)
 
 
 @dtypes

@@ -112,6 +112,7 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = launch::is_full(op);
   const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const bool tokens = launch::is_of_tokens(op);
   const auto launch_it = [&]<class T, int N, bool Full, bool Tokens>() {
     launch<Backward<T, N, Full, Tokens>>(made,
                                          {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),
@@ -120,8 +121,11 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
                                          stream);
   };
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    if (Full && launch::is_of_tokens(op)) launch_it.template operator()<T, I.vec, true, true>();
-    else launch_it.template operator()<T, I.vec, Full, false>();
+    constexpr bool in_place = Full && I.vec > 1;  // as all gradients of log-probabilities are: no instance of single elements
+    if constexpr (in_place)
+      if (tokens) return launch_it.template operator()<T, I.vec, true, true>();
+    require(!tokens, op.op, ": no kernel for a gradient of log-probabilities beside its logits");
+    launch_it.template operator()<T, I.vec, Full, false>();
   });
 }
 

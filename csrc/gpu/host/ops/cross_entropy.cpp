@@ -43,11 +43,15 @@ Buffers logit_buffers(const Op& a, const Classes& of, const CrossEntropyRows& re
           optional(in("counts", a.counts, CrossEntropyCounts::slots, f32)),  // each for some options
           optional_rows(in("saved lse", lse, 2 * a.rows, f32), skipped),
           in("grad", grad, a.rows, 1),
+          optional_rows(in("temperature", a.temperature, a.rows, f32), skipped),
           out("ce", results.ce, a.rows, f32),
           out("z", results.z, a.rows, f32),
           out("lse", results.lse, 2 * a.rows, f32),
           out("accuracy", results.accuracy, a.rows, f32),
           out("predicted", results.predicted, a.rows, i64),
+          out("entropy", results.entropy, a.rows, f32),
+          out("mean", results.mean, a.rows, f32),
+          out("log_sum_sq", results.log_sum_sq, a.rows, f32),
           out("gradient", gradient, a.rows, a.vocab),
           more...};
 }
@@ -61,7 +65,8 @@ void cross_entropy_forward(const CrossEntropyRows& a, Stream stream) {
   gpu::raise_reported_targets();
 }
 void cross_entropy_backward(const CrossEntropyBackward& a, Stream stream) {
-  const Buffers buffers = logit_buffers(a, a.classes, {}, a.lse, a.grad, a.dlogits, in("token", a.token, a.rows, f32));
+  const Buffers buffers = logit_buffers(a, a.classes, {}, a.lse, a.grad, a.dlogits, in("token", a.token, a.rows, f32),
+                                        optional(in("mix", a.mix, 4 * a.rows, f32)));
   gpu::cross_entropy_backward(a, stream);
   gpu::raise_reported_targets();
 }
@@ -93,22 +98,25 @@ void cross_entropy_in_chunks(const CrossEntropyInChunks& a, Stream stream) {
 }
 
 void cross_entropy_statistics(const CrossEntropyStatistics& a, Stream stream) {
-  const Buffers buffers =
-      logit_buffers(a.row, a.classes, {}, nullptr, {}, {}, out("statistics", a.statistics, CrossEntropyStatistics::slots * a.row.rows, f32),
-                    out("best class", a.best_class, a.row.rows, i64));
+  const Buffers buffers = logit_buffers(a.row, a.classes, {}, nullptr, {}, {},
+                                        out("statistics", a.statistics, CrossEntropyStatistics::slots_of(a.moments) * a.row.rows, f32),
+                                        out("best class", a.best_class, a.row.rows, i64));
   gpu::cross_entropy_statistics(a, stream);
   gpu::raise_reported_targets();
 }
 
 void cross_entropy_merge(const CrossEntropyMerge& a, Stream stream) {
   using Slots = CrossEntropyStatistics;
-  const auto of_predictions = [rows = a.row.rows, wanted = a.best_class != nullptr](int64_t at) {
-    return !wanted && at / rows % Slots::slots == Slots::best;
+  const int64_t slots = Slots::slots_of(a.row.moments());
+  const auto unread = [rows = a.row.rows, slots, predictions = a.best_class != nullptr](int64_t at) {
+    const int64_t slot = at / rows % slots;  // a moment is not read where the sum is 0
+    return slot == Slots::moment || (slot == Slots::best && !predictions);
   };
-  const Buffers buffers =
-      logit_buffers(a.row, {0, a.row.vocab}, a.row, nullptr, {}, {},
-                    optional_rows(in("statistics", a.statistics, a.chunks * Slots::slots * a.row.rows, f32), of_predictions),
-                    in("best class", a.best_class, a.chunks * a.row.rows, i64), out("token", a.token, a.row.rows, f32));
+  CrossEntropyRows row = a.row;
+  row.temperature = nullptr;  // is in the statistics
+  const Buffers buffers = logit_buffers(row, {0, row.vocab}, row, nullptr, {}, {},
+                                        optional_rows(in("statistics", a.statistics, a.chunks * slots * a.row.rows, f32), unread),
+                                        in("best class", a.best_class, a.chunks * a.row.rows, i64), out("token", a.token, a.row.rows, f32));
   gpu::cross_entropy_merge(a, stream);
   gpu::raise_reported_targets();
 }
