@@ -42,7 +42,7 @@ myst_heading_anchors = 3
 # The contents, which a page on a code host does not need.
 CONTENTS = {
     "Use": ["installation", "training", "families", "liger_kernel_names", "tools"],
-    "API": ["api/patching", "api/functional", "api/modules", "api/compat", "api/torch_ops"],
+    "API": ["api/patching", "api/functional", "api/modules", "api/losses", "api/compat", "api/torch_ops"],
     "Results": ["results", "measurements", "numerics"],
     "Development": ["../CONTRIBUTING", "writing_a_kernel", "decisions", "../CHANGELOG", "../SECURITY"],
 }

@@ -42,7 +42,11 @@ IMPORTED = {
         transformers: apply_liger_kernel_to_llama4 apply_liger_kernel_to_llava apply_liger_kernel_to_paligemma
         transformers.model.loss_utils: LigerForCausalLMLoss
     """,
-    "verl": "transformers.monkey_patch: _apply_liger_kernel_to_instance",
+    "TRL": "chunked_loss: LigerFusedLinearDPOLoss LigerFusedLinearGRPOLoss LigerFusedLinearKTOLoss",
+    "verl": """
+        transformers.monkey_patch: _apply_liger_kernel_to_instance
+        ops: LigerFusedLinearScaledCrossEntropyFunction
+    """,
     "LLaMA-Factory": """
         transformers: apply_liger_kernel_to_gpt_oss apply_liger_kernel_to_qwen3_5 apply_liger_kernel_to_olmo2
     """,
@@ -55,10 +59,7 @@ IMPORTED = {
 # Imported, too, and of use only if a switch is on.
 PLACEHOLDERS = {
     "axolotl": "chunked_loss.fused_linear_distillation: LigerFusedLinearDistillationBase",
-    "TRL": """
-        chunked_loss: LigerFusedLinearDPOLoss LigerFusedLinearGRPOLoss LigerFusedLinearJSDLoss LigerFusedLinearKTOLoss
-    """,
-    "verl": "ops: LigerFusedLinearScaledCrossEntropyFunction",
+    "TRL": "chunked_loss: LigerFusedLinearJSDLoss",
 }
 
 
@@ -185,6 +186,8 @@ def test_functions():
          (*liger_ext.cross_entropy(x, target, None, 5, "sum", 0.2, 0.1, 3.0, True, True)[:3], None)),
         (ops.LigerFusedLinearCrossEntropyFunction, (x, head, target, None, None, 5, 0.1, 0.2, "sum"),
          (liger_ext.fused_linear_cross_entropy(x, head, target, None, None, 5, 0.1, 0.2, "sum"), None, None, None)),
+        (ops.LigerFusedLinearScaledCrossEntropyFunction, (x, head, target, 0.7, 5, 1),
+         0 - liger_ext.linear_log_probs(x, head, target, temperature=0.7, ignore_index=5)),
     )  # fmt: skip
     for function, arguments, expected in cases:
         found = function.apply(*arguments)

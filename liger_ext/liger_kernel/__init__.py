@@ -4,7 +4,8 @@
 them have the same names:
 
 - the classes and functions of ``liger_ext``;
-- names that only Liger-Kernel has, from ``ops.py``, ``transformers.py`` and ``utils.py`` beside this file;
+- names that only Liger-Kernel has, from ``chunked_loss.py``, ``ops.py``, ``transformers.py`` and ``utils.py`` beside
+  this file;
 - placeholders for all other names that begin as Liger-Kernel's do. They can be imported, since callers import all that
   they may use, and raise when they are called.
 
@@ -52,10 +53,16 @@ MODULES = frozenset((NAME, *(f"{parent}.{part}" for parent, parts in _PARTS.item
 _OF_LIGER_KERNEL = ("Liger", "liger_", "apply_")
 _PUBLIC = frozenset(name for name in liger_ext.__all__ if name.startswith((*_OF_LIGER_KERNEL, "CrossEntropyOutput")))
 _PATCHES = frozenset(f"apply_liger_kernel_to_{model_type}" for model_type in FUNCTION_OF)
+_LOSSES = "CPO DPO GRPO KTO ORPO SimPO"
 _FILES = {  # which of the files beside this one has a name
+    "chunked_loss": " ".join(
+        f"LigerFusedLinear{loss}Function LigerFusedLinear{loss}Loss liger_fused_linear_{loss.lower()}"
+        for loss in _LOSSES.split()
+    ),
     "ops": """
         LigerCrossEntropyFunction LigerFusedAddRMSNormFunction LigerFusedGateUpSiLUMulFunction
-        LigerFusedLinearCrossEntropyFunction LigerGELUMulFunction LigerGroupNormFunction LigerJSDFunction
+        LigerFusedLinearCrossEntropyFunction LigerFusedLinearScaledCrossEntropyFunction
+        LigerGELUMulFunction LigerGroupNormFunction LigerJSDFunction
         LigerLayerNormFunction LigerRMSNormFunction LigerReLUSquaredFunction LigerRopeFunction LigerSiLUMulFunction
         LigerSoftmaxFunction apply_liger_triton_cache_manager calculate_settings compare_version ensure_contiguous
         fused_linear_cross_entropy_backward fused_linear_cross_entropy_forward torch_to_triton_dtype""",

@@ -129,6 +129,33 @@ class LigerJSDFunction:
         return functional.jsd(_input, target, shift_labels, beta, ignore_index)
 
 
+class LigerFusedLinearScaledCrossEntropyFunction:
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1,
+        return_entropy: bool = False,
+        selected_token_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The negative of :func:`liger_ext.functional.linear_log_probs`; the entropy, in the dtype of _input; and
+        ``(rows, ids)``, the log-probabilities of ``selected_token_ids``. All have gradients."""
+        found = functional.linear_log_probs(
+            _input, weight, target, temperature=temperature, ignore_index=ignore_index, entropy=return_entropy
+        )
+        log_probs, *entropy = found[:2] if return_entropy else (found,)
+        results = [0 - log_probs, *(t.to(_input.dtype) for t in entropy)]
+        if selected_token_ids is not None:
+            counts = target != ignore_index
+            of_target = (_input.float() * weight[torch.where(counts, target, 0)].float()).sum(-1) / temperature
+            of_selected = (_input @ weight[selected_token_ids].T).float() / temperature
+            results.append(torch.where(counts[:, None], of_selected + (log_probs - of_target)[:, None], 0.0))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
 def _function(name: str, function: Callable) -> type:
     """A class whose ``apply`` is a function that has upstream's arguments already."""
     return type(name, (), {"apply": staticmethod(function), "__module__": __name__, "__doc__": function.__doc__})

@@ -1,0 +1,35 @@
+"""Preference and RL losses of language models over :func:`liger_ext.functional.linear_log_probs`.
+
+The functions (``dpo_loss``, ``grpo_loss``, ...) take log-probabilities and are plain PyTorch. The modules have
+Liger-Kernel's names and arguments: they take hidden states and the head's weight, and never make the logits as a whole.
+"""
+
+from liger_ext.losses.policy import GRPOOutput, grpo_loss, grpo_targets, high_entropy_mask
+from liger_ext.losses.policy_heads import LigerFusedLinearGRPOLoss
+from liger_ext.losses.preference import answer_log_probs, cpo_loss, dpo_loss, kto_loss, orpo_loss, simpo_loss
+from liger_ext.losses.preference_heads import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
+
+__all__ = [
+    "GRPOOutput",
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "answer_log_probs",
+    "cpo_loss",
+    "dpo_loss",
+    "grpo_loss",
+    "grpo_targets",
+    "high_entropy_mask",
+    "kto_loss",
+    "orpo_loss",
+    "simpo_loss",
+]

@@ -1,0 +1,264 @@
+"""Losses of policy-gradient RL over log-probabilities of tokens: GRPO and its relatives."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["GRPOOutput", "grpo_loss", "grpo_targets", "high_entropy_mask"]
+
+_CLIPPED = "grpo", "bnpo", "dr_grpo", "dapo", "luspo"
+_TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
+_LARGEST_LOG, _LEAST_LOG = 20.0, math.log(1e-8)  # of VESPO's weights
+
+
+class GRPOOutput(NamedTuple):
+    """Results of :func:`grpo_loss`. Only ``loss`` has a gradient."""
+
+    loss: Tensor
+    kl: Tensor | None  # mean over tokens of the divergence from the reference; None without one
+    clip_ratio: Tensor  # share of the tokens whose ratio is outside the clipping range on the side that has an effect
+
+
+def grpo_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    loss_type: str = "dapo",
+    beta: float = 0.0,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    importance_sampling_level: str = "token",
+    sampling_ratio: Tensor | None = None,
+    use_bias_correction_kl: bool = False,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    max_completion_length: int | None = None,
+    normalizer: Tensor | float | None = None,
+    policy_mask: Tensor | None = None,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+) -> GRPOOutput:
+    """Group relative policy optimisation (Shao et al., arXiv:2402.03300) and its relatives.
+
+    With the ratio ``r = exp(log_probs - old_log_probs)`` (without old ones ``r`` is 1 and has the gradient of
+    log_probs) and the advantage ``A``, the loss of a token is, by ``loss_type``:
+
+    - grpo, bnpo, dr_grpo (arXiv:2503.20783), dapo (arXiv:2503.14476), luspo (arXiv:2602.05261):
+      ``-min(min(r, delta) * A, clip(r, 1 - epsilon_low, 1 + epsilon_high) * A)``
+    - cispo (arXiv:2506.13585): ``-min(r, epsilon_high) * A * log_probs``, the factor min(...) without gradient
+    - sapo (arXiv:2511.20347): ``-(4 / t) * sigmoid(t * (r - 1)) * A``, ``t`` by the sign of A
+    - vespo (arXiv:2602.10693): ``-phi * A * log_probs``, ``phi = exp(l + k * log(W) - l * W)`` without gradient,
+      ``W`` the product of the sequence's ratios, ``k`` and ``l`` by the sign of A
+
+    times ``sampling_ratio``, plus ``beta * kl`` with ``kl = exp(q) - q - 1``, ``q = ref_log_probs - log_probs`` (the
+    estimator k3). Its reduction, where a sequence has ``n`` tokens:
+
+    - grpo, sapo: the mean over sequences of ``sum over tokens / n``
+    - bnpo: ``sum over tokens / sum of n``
+    - dr_grpo: ``sum over tokens / (sequences * max_completion_length)``
+    - dapo, cispo, vespo: ``sum over tokens / normalizer``
+    - luspo: the mean over sequences of the sum over tokens
+
+    Args:
+        log_probs: ``(sequences, tokens)``, of the policy.
+        advantages: ``(sequences,)`` or ``(sequences, tokens)``, without gradients.
+        mask: ``(sequences, tokens)``, the tokens of completions, bool or numbers. What other tensors hold where it is 0
+            has no effect, not even NaN.
+        old_log_probs, ref_log_probs: those of the policy that sampled, and of the reference, without gradients.
+        beta: weight of the divergence from the reference; more than 0 needs ref_log_probs.
+        epsilon_low, epsilon_high: the clipping range; for cispo epsilon_high is the largest ratio.
+        delta: bound of the ratio where the advantage is negative (arXiv:2505.07291), or None.
+        importance_sampling_level: "token", or "sequence" (GSPO, arXiv:2507.18071): then r is one of each sequence, the
+            exponential of the mean of its tokens' log-ratios. Not for cispo, sapo and vespo.
+        sampling_ratio: ``(sequences,)``, ``(sequences, 1)`` or ``(sequences, tokens)``: a correction for another
+            sampler (vLLM's importance ratio). For vespo it is a factor of W.
+        use_bias_correction_kl: multiply kl by r (DeepSeek-V3.2).
+        max_completion_length: of dr_grpo, which needs it.
+        normalizer: of dapo, cispo and vespo, a number or a tensor of one; None: the sum of mask, at least 1. Where
+            several processes share a batch: their tokens divided by their number.
+        policy_mask: broadcasts to the shape of mask: tokens whose loss counts, apart from kl
+            (:func:`high_entropy_mask`), as bool or as weights. None: all.
+        entropy: ``(sequences, tokens)``, of the policy; the loss becomes ``loss - entropy_coef * mean(entropy)``, the
+            mean over the tokens of mask and policy_mask.
+
+    Returns:
+        :class:`GRPOOutput`.
+
+    Raises:
+        ValueError: an unknown type or level; a tensor's shape; an option that needs another.
+    """
+    _check(locals())
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    valid, mask = mask != 0, mask.to(dtype)
+    tokens = mask.sum()
+    log_probs = torch.where(valid, log_probs.to(dtype), 0.0)
+    advantages = advantages.detach().to(dtype).reshape(advantages.shape[0], -1)
+    old = log_probs.detach() if old_log_probs is None else torch.where(valid, old_log_probs.detach(), 0.0)
+    log_ratio = log_probs - old
+    if importance_sampling_level == "sequence":
+        log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1)).unsqueeze(-1)
+    # Without an advantage the ratio has no effect, and may be that of a log-probability that nobody computed.
+    ratio = torch.where(advantages != 0, log_ratio, 0.0).exp()
+    if sampling_ratio is not None:
+        sampling_ratio = sampling_ratio.detach().reshape(mask.shape[0], -1)
+        if sampling_ratio.shape[1] > 1:
+            sampling_ratio = torch.where(valid, sampling_ratio, 1.0)
+
+    low, high = ratio < 1 - epsilon_low, ratio > 1 + epsilon_high
+    if loss_type in _CLIPPED:
+        bounded = ratio if delta is None else ratio.clamp(max=delta)
+        loss = -torch.min(bounded * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
+    elif loss_type == "cispo":
+        low, high = torch.zeros_like(low), ratio > epsilon_high
+        loss = -ratio.detach().clamp(max=epsilon_high) * advantages * log_probs
+    else:
+        low = high = torch.zeros_like(low)
+        if loss_type == "sapo":
+            t = torch.full_like(advantages, sapo_temperature_neg).masked_fill(advantages > 0, sapo_temperature_pos)
+            loss = -(4 / t) * (t * (ratio - 1)).sigmoid() * advantages
+        else:
+            k = torch.full_like(advantages, vespo_k_neg).masked_fill(advantages >= 0, vespo_k_pos)
+            rate = torch.full_like(advantages, vespo_lambda_neg).masked_fill(advantages >= 0, vespo_lambda_pos)
+            loss = -_vespo_weight(log_ratio.detach() * mask, sampling_ratio, k, rate) * advantages * log_probs
+    if policy_mask is not None:
+        loss = loss * policy_mask
+    if sampling_ratio is not None and loss_type != "vespo":
+        loss = loss * sampling_ratio
+    kl = None
+    if beta != 0:
+        q = torch.where(valid, ref_log_probs.detach(), 0.0) - log_probs
+        each = torch.expm1(q) - q
+        if use_bias_correction_kl:
+            each = each * log_ratio.exp()
+        loss, kl = loss + beta * each, ((each * mask).sum() / tokens.clamp(min=1)).detach()
+
+    loss = loss * mask
+    if loss_type in ("grpo", "sapo"):
+        loss = (loss.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+    elif loss_type == "luspo":
+        loss = loss.sum(-1).mean()
+    elif loss_type == "dr_grpo":
+        loss = loss.sum() / (mask.shape[0] * max_completion_length)
+    else:
+        given = normalizer if normalizer is not None and loss_type != "bnpo" else tokens.clamp(min=1)
+        loss = loss.sum() / given
+    if entropy is not None and entropy_coef != 0:
+        weights = mask if policy_mask is None else mask * policy_mask
+        loss = loss - entropy_coef * (torch.where(valid, entropy, 0.0) * weights).sum() / weights.sum().clamp(min=1)
+    clipped = ((low & (advantages < 0)) | (high & (advantages > 0))) * mask
+    return GRPOOutput(loss, kl, (clipped.sum() / tokens.clamp(min=1)).detach())
+
+
+def _vespo_weight(log_ratio: Tensor, sampling_ratio: Tensor | None, k: Tensor, rate: Tensor) -> Tensor:
+    log_w = log_ratio.clamp(-_LARGEST_LOG, _LARGEST_LOG).sum(-1, keepdim=True)
+    if sampling_ratio is not None:
+        log_w = log_w + sampling_ratio.log().clamp(_LEAST_LOG, _LARGEST_LOG).sum(-1, keepdim=True)
+    log_w = log_w.clamp(_LEAST_LOG, _LARGEST_LOG)
+    rate = rate.clamp(min=1e-4)
+    return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def grpo_targets(
+    token_ids: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    *,
+    loss_type: str = "dapo",
+    importance_sampling_level: str = "token",
+    every_token: bool = False,
+    ignore_index: int = -100,
+) -> Tensor:
+    """The targets of :func:`liger_ext.functional.linear_log_probs` for :func:`grpo_loss`: where neither the loss nor
+    its gradient depends on a token (it is masked, or its advantage is 0), the target is ignored.
+
+    Counted before the model runs (``rows=count_rows(targets)``), such tokens cost no matmul in the head.
+
+    Args:
+        token_ids, mask: ``(sequences, tokens)``.
+        advantages: ``(sequences,)`` or ``(sequences, tokens)``.
+        loss_type, importance_sampling_level: as of grpo_loss.
+        every_token: keep the tokens without an advantage: where beta is not 0, or entropies are wanted.
+        ignore_index: the target of ignored tokens.
+
+    Returns:
+        ``(sequences, tokens)``, int64.
+    """
+    keep = mask != 0
+    if not every_token:
+        counts = advantages.reshape(advantages.shape[0], -1) != 0
+        # A sequence's ratio has all of its tokens in it.
+        counts = counts if importance_sampling_level == "token" and loss_type != "vespo" else counts.any(-1, True)
+        keep = keep & counts
+    return torch.where(keep, token_ids, ignore_index).long()
+
+
+def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """The tokens of mask whose entropy is among the highest ``share`` of them (Wang et al., arXiv:2506.01939).
+
+    Args:
+        entropy, mask: ``(sequences, tokens)``.
+        share: in (0, 1].
+
+    Returns:
+        ``(sequences, tokens)``, bool, for grpo_loss's policy_mask. It waits for the device.
+
+    Raises:
+        ValueError: share outside its range; shapes that differ.
+    """
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ValueError(f"high_entropy_mask: share is {share!r}, expected a number in (0, 1]")
+    if entropy.shape != mask.shape:
+        raise ValueError(
+            f"high_entropy_mask: entropy has shape {tuple(entropy.shape)}, expected that of mask, {tuple(mask.shape)}"
+        )
+    valid = mask != 0
+    of_tokens = entropy.detach()[valid].float().sort().values
+    if of_tokens.numel() == 0:
+        return valid
+    least = of_tokens[math.ceil(round((1 - share) * (of_tokens.numel() - 1), 6))]
+    return valid & (entropy.detach() >= least)
+
+
+def _check(given: dict) -> None:
+    log_probs, kind, level = given["log_probs"], given["loss_type"], given["importance_sampling_level"]
+    if kind not in _TYPES:
+        raise ValueError(f"grpo_loss: Unknown loss type: {kind!r}, expected one of {', '.join(_TYPES)}")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"grpo_loss: importance_sampling_level is {level!r}, expected 'token' or 'sequence'")
+    if level == "sequence" and kind not in _CLIPPED:
+        raise ValueError(
+            f"Sequence-level importance sampling is not supported for loss_type={kind!r}: use the level 'token', or "
+            f"one of {', '.join(_CLIPPED)}"
+        )
+    if kind == "dr_grpo" and given["max_completion_length"] is None:
+        raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo', and is None")
+    if given["beta"] != 0 and given["ref_log_probs"] is None:
+        raise ValueError(f"grpo_loss: beta is {given['beta']!r} and ref_log_probs is None: pass them, or beta=0")
+    if given["entropy_coef"] != 0 and given["entropy"] is None:
+        raise ValueError(f"grpo_loss: entropy_coef is {given['entropy_coef']!r} and entropy is None: pass it")
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg") if kind == "sapo" else ():
+        if not given[name] > 0:
+            raise ValueError(f"grpo_loss: {name} is {given[name]!r}, expected a number more than 0")
+    if log_probs.dim() != 2:
+        raise ValueError(f"grpo_loss: log_probs has shape {tuple(log_probs.shape)}, expected (sequences, tokens)")
+    rows, tokens = log_probs.shape
+    full, columns, flat = (rows, tokens), (rows, 1), (rows,)
+    shapes = dict.fromkeys(("mask", "old_log_probs", "ref_log_probs", "entropy"), (full,))
+    shapes |= dict.fromkeys(("advantages", "sampling_ratio"), (flat, columns, full))
+    for name, expected in shapes.items():
+        t = given[name]
+        if t is not None and tuple(t.shape) not in expected:
+            either = " or ".join(map(str, expected))
+            raise ValueError(f"grpo_loss: {name} has shape {tuple(t.shape)}, expected {either}, as log_probs has")

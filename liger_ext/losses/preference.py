@@ -1,0 +1,251 @@
+"""Preference losses over log-probabilities of whole answers: DPO and its relatives, CPO, SimPO, ORPO, KTO.
+
+Every function returns one loss for each pair (or, for KTO, each answer), so that a caller can weight them; ``.mean()``
+gives the papers' objective. Below, s is the sigmoid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["answer_log_probs", "cpo_loss", "dpo_loss", "kto_loss", "orpo_loss", "simpo_loss"]
+
+
+def answer_log_probs(log_probs: Tensor, mask: Tensor | None = None, *, average: bool = False) -> Tensor:
+    """The log-probability of each answer: the sum over its tokens.
+
+    Args:
+        log_probs: ``(answers, tokens)``, of each token, 0 where the target is ignored, as
+            :func:`liger_ext.functional.linear_log_probs` gives them.
+        mask: the shape of log_probs: the tokens that count, as bool or as weights. None: all.
+        average: divide by the number of tokens that count (SimPO, ORPO). An answer without one has the result 0.
+
+    Returns:
+        ``(answers,)``, in the dtype of log_probs.
+
+    Raises:
+        ValueError: average without a mask.
+    """
+    if mask is None:
+        if average:
+            raise ValueError("answer_log_probs: average is True and mask is None, expected the mask of the tokens")
+        return log_probs.sum(-1)
+    total = torch.where(mask != 0, log_probs * mask, 0.0).sum(-1)
+    return total / mask.sum(-1).clamp(min=1) if average else total
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor | None = None,
+    ref_rejected: Tensor | None = None,
+    *,
+    beta: float = 0.1,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+) -> Tensor:
+    """Direct preference optimisation (Rafailov et al., arXiv:2305.18290) and nine relatives.
+
+    With ``c = beta * (chosen - ref_chosen)``, ``r = beta * (rejected - ref_rejected)``, ``d = c - r`` and
+    ``e = label_smoothing``, the loss of a pair is, by ``loss_type``:
+
+    - sigmoid: ``-(1 - e) * log s(d) - e * log s(-d)``
+    - hinge (arXiv:2309.06657): ``max(0, 1 - d)``
+    - exo_pair (arXiv:2402.00856): ``s(d) * (log s(d) - log(1 - e)) + s(-d) * (log s(-d) - log e)``
+    - nca_pair (arXiv:2402.05369): ``-log s(c) - log s(-c) / 2 - log s(-r) / 2``
+    - robust (arXiv:2403.00409): ``(-(1 - e) * log s(d) + e * log s(-d)) / (1 - 2 * e)``
+    - bco_pair (arXiv:2404.04656): ``-log s(c) - log s(-r)``
+    - sppo_hard (arXiv:2405.00675): ``(c / beta - 1 / (2 * beta))^2 + (r / beta + 1 / (2 * beta))^2``
+    - apo_zero, apo_down (arXiv:2408.06266): ``1 - s(c) + s(r)``, ``s(c) + 1 - s(d)``
+    - discopop (arXiv:2406.08414): ``-log s(d) * (1 - m) + exp(-d) * m``, ``m = s(d / discopop_tau)``
+
+    Args:
+        chosen, rejected: ``(pairs,)``, log-probabilities of the answers (:func:`answer_log_probs`).
+        ref_chosen, ref_rejected: the reference model's, without gradients; None: 0.
+        beta: how far the policy may move from the reference, more than 0.
+        loss_type: one of the list.
+        label_smoothing: the probability that a pair's labels are swapped, in [0, 0.5); more than 0 for exo_pair.
+        discopop_tau: the width of discopop's switch, more than 0.
+
+    Returns:
+        ``(pairs,)``.
+
+    Raises:
+        ValueError: an option outside its range; one reference without the other; shapes that differ.
+    """
+    check_dpo_options(beta, loss_type, label_smoothing, discopop_tau)
+    if (ref_chosen is None) != (ref_rejected is None):
+        raise ValueError("dpo_loss: ref_chosen and ref_rejected go together, and one of them is None")
+    _check_shapes("dpo_loss", chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    if ref_chosen is not None:
+        chosen, rejected = chosen - ref_chosen.detach(), rejected - ref_rejected.detach()
+    return _DPO[loss_type](beta * chosen, beta * rejected, label_smoothing, discopop_tau, beta)
+
+
+def _sigmoid(d: Tensor, e: float) -> Tensor:
+    loss = -F.logsigmoid(d)
+    return loss if e == 0 else (1 - e) * loss - e * F.logsigmoid(-d)
+
+
+def _exo_pair(c: Tensor, r: Tensor, e: float, *_: float) -> Tensor:
+    d = c - r
+    return d.sigmoid() * (F.logsigmoid(d) - math.log1p(-e)) + (-d).sigmoid() * (F.logsigmoid(-d) - math.log(e))
+
+
+def _robust(c: Tensor, r: Tensor, e: float, *_: float) -> Tensor:
+    d = c - r
+    return (e * F.logsigmoid(-d) - (1 - e) * F.logsigmoid(d)) / (1 - 2 * e)
+
+
+def _discopop(c: Tensor, r: Tensor, _: float, tau: float, __: float) -> Tensor:
+    # exp(-d) * m as one exponential: alone, exp(-d) overflows where m underflows.
+    d = c - r
+    return -F.logsigmoid(d) * (-d / tau).sigmoid() + (F.logsigmoid(d / tau) - d).exp()
+
+
+_DPO: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": lambda c, r, e, *_: _sigmoid(c - r, e),
+    "hinge": lambda c, r, *_: (1 - (c - r)).relu(),
+    "exo_pair": _exo_pair,
+    "nca_pair": lambda c, r, *_: -F.logsigmoid(c) - 0.5 * F.logsigmoid(-c) - 0.5 * F.logsigmoid(-r),
+    "robust": _robust,
+    "bco_pair": lambda c, r, *_: -F.logsigmoid(c) - F.logsigmoid(-r),
+    "sppo_hard": lambda c, r, e, tau, beta: ((c - 0.5) / beta).square() + ((r + 0.5) / beta).square(),
+    "apo_zero": lambda c, r, *_: (-c).sigmoid() + r.sigmoid(),
+    "apo_down": lambda c, r, *_: c.sigmoid() + (r - c).sigmoid(),
+    "discopop": _discopop,
+}
+
+
+def check_dpo_options(beta: float, loss_type: str, label_smoothing: float, discopop_tau: float) -> None:
+    """Raises the ValueErrors of :func:`dpo_loss` for its options."""
+    if loss_type not in _DPO:
+        raise ValueError(f"Unsupported loss_type: {loss_type!r}, expected one of {', '.join(_DPO)}")
+    _check_positive("dpo_loss", beta=beta, discopop_tau=discopop_tau)
+    if loss_type == "exo_pair" and label_smoothing == 0:
+        raise ValueError("label_smoothing must be > 0 for loss_type='exo_pair', and is 0")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(
+            f"label_smoothing must lie in [0.0, 0.5) for loss_type={loss_type!r}, and is {label_smoothing!r}"
+        )
+
+
+def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """Contrastive preference optimisation (Xu et al., arXiv:2401.08417), without the term of the chosen answers' loss.
+
+    ``-(1 - e) * log s(d) - e * log s(-d)``, ``d = beta * (chosen - rejected)``, ``e = label_smoothing``.
+
+    Args:
+        chosen, rejected: ``(pairs,)``, log-probabilities of the answers (:func:`answer_log_probs`).
+        beta: more than 0.
+        label_smoothing: the probability that a pair's labels are swapped, in [0, 0.5).
+
+    Returns:
+        ``(pairs,)``.
+
+    Raises:
+        ValueError: an option outside its range; shapes that differ.
+    """
+    return simpo_loss(chosen, rejected, beta=beta, gamma=0.0, label_smoothing=label_smoothing)
+
+
+def simpo_loss(
+    chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, gamma: float = 0.5, label_smoothing: float = 0.0
+) -> Tensor:
+    """Simple preference optimisation (Meng et al., arXiv:2405.14734).
+
+    :func:`cpo_loss` with ``d = beta * (chosen - rejected) - gamma``, of log-probabilities that are averaged over tokens
+    (``answer_log_probs(..., average=True)``).
+    """
+    _check_positive("simpo_loss", beta=beta)
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"simpo_loss: label_smoothing is {label_smoothing!r}, expected a number in [0, 0.5)")
+    _check_shapes("simpo_loss", chosen=chosen, rejected=rejected)
+    return _sigmoid(beta * (chosen - rejected) - gamma, label_smoothing)
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
+    """The odds ratio's term of ORPO (Hong et al., arXiv:2403.07691), without that of the chosen answers' loss.
+
+    ``-beta * log s(o)``, ``o = log_odds(chosen) - log_odds(rejected)``, ``log_odds(p) = p - log(1 - exp(p))``, of
+    log-probabilities that are averaged over tokens (``answer_log_probs(..., average=True)``), at most 0.
+
+    Returns:
+        ``(pairs,)``. It is finite, and so is its gradient, where an average is 0: an answer without tokens.
+    """
+    _check_positive("orpo_loss", beta=beta)
+    _check_shapes("orpo_loss", chosen=chosen, rejected=rejected)
+    return -beta * F.logsigmoid(log_odds_ratio(chosen, rejected))
+
+
+def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
+    return (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x <= 0, without cancellation near 0 and finite at 0."""
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    small = x > -math.log(2)
+    near, far = torch.where(small, x, -1.0), torch.where(small, -1.0, x)
+    return torch.where(small, (-torch.expm1(near)).log(), torch.log1p(-far.exp()))
+
+
+def kto_loss(
+    log_probs: Tensor,
+    desirable: Tensor,
+    ref_log_probs: Tensor | None = None,
+    kl: Tensor | float = 0.0,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Kahneman-Tversky optimisation (Ethayarajh et al., arXiv:2402.01306).
+
+    ``weight * (1 - s(beta * (r - kl)))`` of a desirable answer and ``weight * (1 - s(beta * (kl - r)))`` of another,
+    ``r = log_probs - ref_log_probs``.
+
+    Args:
+        log_probs: ``(answers,)``, their log-probabilities (:func:`answer_log_probs`).
+        desirable: ``(answers,)``, bool.
+        ref_log_probs: the reference model's, without gradients; None: 0.
+        kl: the estimate of the divergence from the reference, a number or one of each answer, without gradients.
+        beta: how far the policy may move from the reference, more than 0.
+        desirable_weight, undesirable_weight: the two weights.
+
+    Returns:
+        ``(answers,)``.
+
+    Raises:
+        ValueError: beta outside its range; shapes that differ.
+    """
+    _check_positive("kto_loss", beta=beta)
+    many = kl if isinstance(kl, Tensor) and kl.numel() != 1 else None
+    _check_shapes("kto_loss", log_probs=log_probs, desirable=desirable, ref_log_probs=ref_log_probs, kl=many)
+    reward = log_probs if ref_log_probs is None else log_probs - ref_log_probs.detach()
+    if isinstance(kl, Tensor):
+        kl = kl.detach() if kl is many else kl.detach().reshape(())
+    desirable = desirable.bool()
+    gain = torch.where(desirable, reward - kl, kl - reward)
+    return torch.full_like(gain, undesirable_weight).masked_fill(desirable, desirable_weight) * (-beta * gain).sigmoid()
+
+
+def _check_positive(function: str, **options: float) -> None:
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{function}: {name} is {value!r}, expected a number more than 0")
+
+
+def _check_shapes(function: str, **tensors: Tensor | None) -> None:
+    (first, of), *others = tensors.items()
+    for name, t in others:
+        if t is not None and t.shape != of.shape:
+            raise ValueError(
+                f"{function}: {name} has shape {tuple(t.shape)}, expected that of {first}, {tuple(of.shape)}"
+            )

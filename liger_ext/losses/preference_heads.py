@@ -1,0 +1,385 @@
+"""Preference losses of hidden states and a head: modules with Liger-Kernel's names and arguments.
+
+A module computes the log-probabilities by :func:`liger_ext.functional.linear_log_probs` and gives them to the functions
+of ``preference.py``. Positions whose target is ignored (prompts, padding) are left out of the head's matmuls.
+``compiled`` and ``chunk_size`` are accepted and have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_ext.functional import CountedRows, count_rows, linear_log_probs
+from liger_ext.losses.preference import (
+    answer_log_probs,
+    check_dpo_options,
+    cpo_loss,
+    dpo_loss,
+    kto_loss,
+    log_odds_ratio,
+    orpo_loss,
+    simpo_loss,
+)
+
+__all__ = [
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+]
+
+
+class HeadLoss(nn.Module):
+    """What the modules share.
+
+    Args:
+        ignore_index: as of linear_log_probs.
+        head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory`` of linear_log_probs, for the policy's
+            head and the reference's.
+    """
+
+    def __init__(self, ignore_index: int, **head_options: Any) -> None:
+        super().__init__()
+        unknown = head_options.keys() - {"softcap", "logit_scale", "temperature", "memory"}
+        if unknown:
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {min(unknown)!r}")
+        self.ignore_index, self.head_options = ignore_index, head_options
+
+    def log_probs(
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: CountedRows | None
+    ) -> Tensor:
+        rows = count_rows(target, self.ignore_index) if rows is None else rows
+        return linear_log_probs(x, weight, target, bias, ignore_index=self.ignore_index, rows=rows, **self.head_options)
+
+    def answers(
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, average: bool, rows: CountedRows | None
+    ) -> Tensor:
+        log_probs = self.log_probs(x, weight, target, bias, rows)
+        return answer_log_probs(log_probs, target != self.ignore_index, average=average)
+
+    def reference(
+        self,
+        x: Tensor | None,
+        weight: Tensor | None,
+        target: Tensor,
+        bias: Tensor | None,
+        average: bool,
+        rows: CountedRows | None,
+    ) -> Tensor:
+        if x is None or weight is None:
+            absent = "ref_input" if x is None else "ref_weight"
+            raise ValueError(f"{type(self).__name__}: use_ref_model is True and {absent} is None: pass it")
+        with torch.no_grad():
+            return self.answers(x, weight, target, bias, average, rows)
+
+
+def logit_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``(answers,)``: the sums over tokens and vocabulary of ``x @ weight.T + bias``, without making it."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    with torch.no_grad():
+        sums = x.sum(1, dtype=dtype) @ weight.sum(0, dtype=dtype)
+        return sums if bias is None else sums + x.shape[1] * bias.sum(dtype=dtype)
+
+
+class _PairedLoss(HeadLoss):
+    """Of pairs: the first half of a batch are the chosen answers, the second half the rejected ones."""
+
+    average_log_prob, compute_nll_loss, alpha = True, True, 1.0
+
+    def _loss(
+        self,
+        losses: Callable[[Tensor, Tensor], Tensor],
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        rows: CountedRows | None,
+        nll_target: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss, and log-probabilities of both halves, their mean logits, the chosen answers' loss (nll)."""
+        name = type(self).__name__
+        if target.dim() != 2 or target.shape[0] % 2 or target.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{name}: _input has shape {tuple(x.shape)} and target {tuple(target.shape)}, expected "
+                "(2 * pairs, tokens, hidden_size) and (2 * pairs, tokens)"
+            )
+        pairs, all_x, all_targets = target.shape[0] // 2, x, target
+        if self.compute_nll_loss and nll_target is not None:  # the chosen answers once more, with targets of their own
+            if nll_target.shape not in (target.shape, target[:pairs].shape):
+                raise ValueError(
+                    f"{name}: nll_target has shape {tuple(nll_target.shape)}, expected that of target, "
+                    f"{tuple(target.shape)}"
+                )
+            all_x, all_targets = torch.cat([x, x[:pairs]]), torch.cat([target, nll_target[:pairs]])
+            rows = None
+        log_probs = self.log_probs(all_x, weight, all_targets, bias, rows)
+        answers = answer_log_probs(log_probs[: 2 * pairs], target != self.ignore_index, average=self.average_log_prob)
+        chosen, rejected = answers[:pairs], answers[pairs:]
+        loss = losses(chosen, rejected).mean()
+        nll = loss.new_zeros(())
+        if self.compute_nll_loss:
+            first = 0 if nll_target is None else 2 * pairs
+            counted = (all_targets[first : first + pairs] != self.ignore_index).sum().clamp(min=1)
+            nll = -log_probs[first : first + pairs].sum() / counted
+            loss = loss + self.alpha * nll
+        means = logit_sums(x, weight, bias).view(2, -1).sum(1) / max(1, pairs * target.shape[1] * weight.shape[0])
+        return loss, tuple(t.detach() for t in (chosen, rejected, *means, nll))
+
+
+class LigerFusedLinearDPOLoss(_PairedLoss):
+    """:func:`dpo_loss` of a head: ``mean over pairs of dpo_loss + alpha * nll``.
+
+    ``nll`` is the mean negative log-probability of the chosen answers' tokens, if ``compute_nll_loss``.
+
+    Args:
+        ignore_index, beta, loss_type, label_smoothing, discopop_tau: as of :func:`dpo_loss`, linear_log_probs.
+        alpha: weight of nll.
+        compute_nll_loss: add it.
+        use_ref_model: whether forward takes a reference; else the reference's log-probabilities are 0.
+        average_log_prob: average the tokens' log-probabilities instead of summing them.
+        compiled, chunk_size: without effect.
+        head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory``, as of linear_log_probs.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        **head_options: Any,
+    ) -> None:
+        check_dpo_options(beta, loss_type, label_smoothing, discopop_tau)
+        super().__init__(ignore_index, **head_options)
+        self.beta, self.alpha, self.compute_nll_loss = beta, alpha, compute_nll_loss
+        self.use_ref_model, self.average_log_prob = use_ref_model, average_log_prob
+        self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
+
+    def forward(
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        rows: CountedRows | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """
+        Args:
+            lin_weight: ``(vocab_size, hidden_size)``.
+            _input: ``(2 * pairs, tokens, hidden_size)``, first the chosen answers, then the rejected ones.
+            target: ``(2 * pairs, tokens)``, shifted already: each position's next token, or ignore_index.
+            bias: ``(vocab_size,)``.
+            ref_input, ref_weight, ref_bias: the reference model's; its hidden size may be another.
+            rows: ``count_rows(target)``, called before the model ran; None: counted here, which waits for a GPU.
+
+        Returns:
+            The loss, and without gradients: the log-probabilities of the chosen and of the rejected answers
+            ``(pairs,)``, the mean logit of both, nll, and the rewards ``beta * (log-probability - reference)`` of both.
+
+        Raises:
+            ValueError: no reference where one is to be used; shapes that do not fit together.
+        """
+        ref = (None, None)
+        if self.use_ref_model:
+            ref = self.reference(ref_input, ref_weight, target, ref_bias, self.average_log_prob, rows).chunk(2)
+
+        def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
+            return dpo_loss(
+                chosen, rejected, *ref, beta=self.beta, loss_type=self.loss_type, label_smoothing=self.label_smoothing,
+                discopop_tau=self.discopop_tau,
+            )  # fmt: skip
+
+        loss, aux = self._loss(losses, _input, lin_weight, target, bias, rows)
+        rewards = (self.beta * (t if r is None else t - r) for t, r in zip(aux[:2], ref, strict=True))
+        return loss, (*aux, *rewards)
+
+
+class LigerFusedLinearCPOLoss(_PairedLoss):
+    """:func:`cpo_loss` of a head: ``mean over pairs of cpo_loss + alpha * nll``; arguments as of
+    :class:`LigerFusedLinearDPOLoss`."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        **head_options: Any,
+    ) -> None:
+        super().__init__(ignore_index, **head_options)
+        self.beta, self.alpha, self.label_smoothing = beta, alpha, label_smoothing
+        self.compute_nll_loss, self.average_log_prob = compute_nll_loss, average_log_prob
+
+    def forward(
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        rows: CountedRows | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As of :class:`LigerFusedLinearDPOLoss`; the rewards are ``beta * log-probability``."""
+
+        def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
+            return cpo_loss(chosen, rejected, beta=self.beta, label_smoothing=self.label_smoothing)
+
+        loss, aux = self._loss(losses, _input, lin_weight, target, bias, rows)
+        return loss, (*aux, self.beta * aux[0], self.beta * aux[1])
+
+
+class LigerFusedLinearSimPOLoss(_PairedLoss):
+    """:func:`simpo_loss` of a head, of averaged log-probabilities: ``mean over pairs of simpo_loss + alpha * nll``;
+    arguments as of :class:`LigerFusedLinearDPOLoss`."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        gamma: float = 0.5,
+        chunk_size: int = 1,
+        **head_options: Any,
+    ) -> None:
+        super().__init__(ignore_index, **head_options)
+        self.beta, self.alpha, self.gamma, self.label_smoothing = beta, alpha, gamma, label_smoothing
+        self.compute_nll_loss = compute_nll_loss
+
+    def forward(
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        rows: CountedRows | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As of :class:`LigerFusedLinearCPOLoss`."""
+
+        def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
+            return simpo_loss(chosen, rejected, beta=self.beta, gamma=self.gamma, label_smoothing=self.label_smoothing)
+
+        loss, aux = self._loss(losses, _input, lin_weight, target, bias, rows)
+        return loss, (*aux, self.beta * aux[0], self.beta * aux[1])
+
+
+class LigerFusedLinearORPOLoss(_PairedLoss):
+    """:func:`orpo_loss` of a head, of averaged log-probabilities: ``nll + mean over pairs of orpo_loss``; arguments as
+    of :class:`LigerFusedLinearDPOLoss`."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        chunk_size: int = 1,
+        **head_options: Any,
+    ) -> None:
+        super().__init__(ignore_index, **head_options)
+        self.beta, self.compute_nll_loss = beta, compute_nll_loss
+
+    def forward(
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        nll_target: Tensor | None = None,
+        rows: CountedRows | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As of :class:`LigerFusedLinearCPOLoss`, and behind the rewards the mean of ``log s(o)`` and of ``o``, the log
+        odds ratio.
+
+        Args:
+            nll_target: the shape of target, or of its chosen half: the targets of nll; None: those of target.
+        """
+
+        def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
+            return orpo_loss(chosen, rejected, beta=self.beta)
+
+        loss, aux = self._loss(losses, _input, lin_weight, target, bias, rows, nll_target)
+        odds = log_odds_ratio(*aux[:2])
+        of_odds = nn.functional.logsigmoid(odds).mean(), odds.mean()
+        return loss, (*aux, self.beta * aux[0], self.beta * aux[1], *of_odds)
+
+
+class LigerFusedLinearKTOLoss(HeadLoss):
+    """The mean of :func:`kto_loss` over the answers of a batch; arguments as of :class:`LigerFusedLinearDPOLoss`."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        **head_options: Any,
+    ) -> None:
+        super().__init__(ignore_index, **head_options)
+        self.beta, self.use_ref_model, self.average_log_prob = beta, use_ref_model, average_log_prob
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        preference_labels: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        kl: Tensor | float | None = None,
+        rows: CountedRows | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """
+        Args:
+            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, rows: as of
+                :class:`LigerFusedLinearDPOLoss`, of ``answers`` rows.
+            preference_labels: ``(answers,)``, bool: which are desirable.
+            kl: the divergence from the reference, a number or one of each answer; None: 0.
+
+        Returns:
+            The loss, and sums over the desirable and over the undesirable answers, without gradients: of their
+            log-probabilities, of their logits (over positions and vocabulary), and of their rewards.
+        """
+        if preference_labels is None or preference_labels.shape != target.shape[:1]:
+            found = None if preference_labels is None else tuple(preference_labels.shape)
+            raise ValueError(
+                f"{type(self).__name__}: preference_labels has shape {found}, expected ({target.shape[0]},): one label "
+                "for each answer"
+            )
+        ref = None
+        if self.use_ref_model:
+            ref = self.reference(ref_input, ref_weight, target, ref_bias, self.average_log_prob, rows)
+        answers = self.answers(_input, lin_weight, target, bias, self.average_log_prob, rows)
+        loss = kto_loss(answers, preference_labels, ref, 0.0 if kl is None else kl, beta=self.beta).mean()
+        rewards = self.beta * (answers.detach() if ref is None else answers.detach() - ref)
+        logits = logit_sums(_input, lin_weight, bias)
+        desirable = preference_labels.bool()
+        return loss, tuple(
+            torch.where(which, of, 0.0).sum()
+            for of in (answers.detach(), logits, rewards)
+            for which in (desirable, ~desirable)
+        )
