@@ -16,10 +16,12 @@ from liger_ext.models.as_liger_kernel import fused_loss_of, output_class
 from liger_ext.models.called_head import scaled
 from liger_ext.models.calls import exports_onnx
 from liger_ext.models.forwards import text_of
+from liger_ext.models.log_probs import fused_log_probs, log_probs_of_logits, take_options
 from liger_ext.models.loss import (
     CACHES,
     FUSED_OPTIONS,
     OUTPUT_OPTIONS,
+    RESULTS,
     VALUE_OPTIONS,
     cache_in,
     causal_lm_cross_entropy,
@@ -92,6 +94,9 @@ class CausalLM(Mixin):
                 Without labels there are always logits: a Trainer that takes the labels away still passes True.
             shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
+            return_log_probs: also return each target's log-probability, `log_probs`, in eval mode, too, without logits.
+                The loss is made of these: options that change it are a ValueError. With return_entropy, `entropy`, too.
+            temperature: with return_log_probs, a number that divides the logits of log_probs, entropy and loss.
             max_rows: at most how many positions of the batch have a target that is not ignored (`count_rows`). In a
                 graph of torch.compile the loss then takes as many rows, not all.
 
@@ -103,14 +108,16 @@ class CausalLM(Mixin):
         """
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
+        against = _against_ours(self)
+        of_log_probs = take_options(arguments, has_labels, against)
         if skip_logits is None:
-            skip_logits = self.training and has_labels
-        if self.loss_function not in _LOSSES or exports_onnx():
+            skip_logits = has_labels and (self.training or of_log_probs is not None)
+        if against is not None:
             return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
         max_rows = options.pop("max_rows", None)
-        if not has_labels or not (skip_logits or options or labels is None):
+        if not has_labels or not (skip_logits or options or of_log_probs or labels is None):
             return super().forward(**arguments)
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
@@ -130,6 +137,7 @@ class CausalLM(Mixin):
             hidden_states = _keep(hidden_states, logits_to_keep)
         hidden_states = self._for_head(hidden_states)
         scale, softcap = self.liger_logits()
+        options |= of_log_probs or {}
         if softcap is not None:
             options["softcap"] = softcap
         if skip_logits:
@@ -137,19 +145,20 @@ class CausalLM(Mixin):
             if options.get("memory") is None:
                 options["memory"] = self._loss_memory(hidden_states)
             options["function"] = fused_loss_of(self)
-            result = fused_causal_lm_loss(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
+            make = fused_causal_lm_loss if of_log_probs is None else fused_log_probs
+            result = make(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
         else:
             logits = self.lm_head(hidden_states)
             logits = scaled(logits, scale)
             logits = logits if self.LOGITS is None else logits.to(self.LOGITS)
-            result = causal_lm_loss(logits, **loss_arguments, **options)
+            make = causal_lm_loss if of_log_probs is None else log_probs_of_logits
+            result = make(logits, **loss_arguments, **options)
             if softcap is not None:
                 logits = softcapped(logits, softcap)
             output, shown = self.OUTPUT, {"logits": logits}
         results = dict(
             loss=result.loss,
-            token_accuracy=result.token_accuracy,
-            predicted_tokens=result.predicted_tokens,
+            **{name: getattr(result, name, None) for name in RESULTS},
             **shown,
             **{name: getattr(outputs, name) for name in self.COPIED if not (spared and name == self.CACHE)},
         )
@@ -175,6 +184,15 @@ class CausalLM(Mixin):
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         """`results` with what a family adds to them; `arguments` are those of `self.model`."""
         return results
+
+
+def _against_ours(model: nn.Module) -> str | None:
+    """Why transformers' own forward runs whatever its arguments are, if it does."""
+    if exports_onnx():
+        return "torch.onnx exports the unpatched model, which does not return them"
+    if model.loss_function not in _LOSSES:
+        return "model.loss_function is the user's own, which is given logits: set it to transformers' ForCausalLMLoss"
+    return None
 
 
 _LOSSES = ForCausalLMLoss, causal_lm_cross_entropy
@@ -271,19 +289,22 @@ class CausalLMInside(Mixin):
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
         inner = self.language_model
-        known = isinstance(inner, CausalLM) and inner.loss_function in _LOSSES and self.loss_function in _LOSSES
+        ours = isinstance(inner, CausalLM)
+        against = (_against_ours(self) or _against_ours(inner)) if ours else "its language model is not patched"
+        of_log_probs = take_options(arguments, has_labels, against)
         if skip_logits is None:
             skip_logits = self.training and has_labels
         options = {name: arguments.get(name) for name in _LOSS_OPTIONS if name in arguments}
-        if not has_labels or not known or not (skip_logits or options) or exports_onnx():
+        if not has_labels or against is not None or not (skip_logits or options or of_log_probs):
             return super().forward(**arguments)
         given = {name: arguments.pop(name) for name in (*_LOSS_ARGUMENTS, *options) if name in arguments}
         wants_more = any(options.get(name) for name in OUTPUT_OPTIONS)  # and the language model's are not handed on
-        if wants_more or not skip_logits:
+        if wants_more or of_log_probs or not skip_logits:
             outputs = super().forward(**arguments, return_dict=True)
             given.pop("return_z_loss", None)
-            result = causal_lm_loss(outputs.logits, **given)
-            shown = dict(token_accuracy=result.token_accuracy, predicted_tokens=result.predicted_tokens)
+            make = causal_lm_loss if of_log_probs is None else log_probs_of_logits
+            result = make(outputs.logits, **given, **(of_log_probs or {}))
+            shown = {name: getattr(result, name, None) for name in RESULTS}
             return self.OUTPUT(**{**outputs, "loss": result.loss}, **shown)
         if shift_labels is None:
             given["shift_labels"] = shift(labels, given.get("ignore_index", -100))

@@ -5,6 +5,7 @@ import torch
 from transformers.modeling_outputs import ModelOutput
 
 from liger_ext.models.causal_lm import CausalLM, DividedCausalLM, MoeCausalLM, SoftcappedCausalLM
+from liger_ext.models.log_probs import take_options
 
 
 class BambaCausalLM(CausalLM):
@@ -12,6 +13,7 @@ class BambaCausalLM(CausalLM):
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         if self.z_loss_coefficient > 0:
+            take_options(arguments, True, "with a z_loss_coefficient its loss has another term")
             return super(CausalLM, self).forward(**arguments)
         return super()._forward(arguments, skip_logits)
 

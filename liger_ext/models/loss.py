@@ -38,10 +38,20 @@ class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
         predicted_tokens: int64 [rows], the most likely token of each row of the flattened batch, -1 where the target is
             ignored; with `return_predicted_tokens=True`. Flat, as upstream's: `.view(labels.shape)` gives it the shape
             that the op's own `predicted_tokens` have, that of the targets.
+        log_probs: fp32, in the shape of the labels: at each position the log-probability of the label of the next one
+            (of `shift_labels`, of the position's own), 0 where that is ignored; with `return_log_probs=True`.
+        entropy: fp32, in the same shape, of the distribution that the label is judged by, 0 where that is ignored; with
+            `return_log_probs=True, return_entropy=True`.
     """
 
     token_accuracy: torch.Tensor | None = None
     predicted_tokens: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+
+# Its further results.
+RESULTS = tuple(LigerCausalLMOutputWithPast.__annotations__)
 
 
 @functools.cache
@@ -49,7 +59,7 @@ def liger_output(cls: type[ModelOutput]) -> type[ModelOutput]:
     """What a head of transformers returns, `cls`, with the further results of `LigerCausalLMOutputWithPast`."""
     if cls is CausalLMOutputWithPast:
         return LigerCausalLMOutputWithPast
-    fields = [(name, torch.Tensor | None, None) for name in ("token_accuracy", "predicted_tokens")]
+    fields = [(name, torch.Tensor | None, None) for name in RESULTS]
     names = {"__module__": __name__, "__qualname__": name_of(cls)}
     return make_dataclass(f"Liger{cls.__name__}", fields, bases=(cls,), namespace=names)
 
@@ -100,8 +110,9 @@ def cache_in(output: type[ModelOutput]) -> str:
 
 _WITHOUT, _AND = "__without_", "_and_"
 _WHY_NOT_MADE = {
-    "logits": "this output has no logits: with labels, a patched model in training computes the loss without them. For "
-    "the logits, call model(..., skip_logits=False); where they are optional, getattr(output, 'logits', None) is None",
+    "logits": "this output has no logits: with labels, a patched model in training, or that is called with "
+    "return_log_probs=True, computes the loss without them. For the logits, call model(..., skip_logits=False); where "
+    "they are optional, getattr(output, 'logits', None) is None",
 }
 for _name in CACHES:
     _WHY_NOT_MADE[_name] = (
@@ -170,7 +181,7 @@ def fused_causal_lm_loss(
     """
     call = loss_caller(lm_head)
     if call is None:
-        _warn_if_replaced(function)
+        warn_if_replaced(function, "lm_head is more than a linear layer (LoRA, quantised weights, hooks)")
         of_labels = labels, shift_labels, num_items_in_batch, ignore_index
         return _called_loss(lm_head, hidden_states, *of_labels, logit_scale, **options)
 
@@ -195,12 +206,9 @@ def fused_causal_lm_loss(
     return CrossEntropyOutput(*call(hidden_states, loss=lambda *arguments: tuple(loss(*arguments))))
 
 
-def _warn_if_replaced(function: Callable) -> None:
+def warn_if_replaced(function: Callable, reason: str) -> None:
     if not getattr(function, "__module__", "").startswith("liger_ext."):
-        warn(
-            f"{describe(function)} replaces liger_fused_linear_cross_entropy and is not called: lm_head is more than a "
-            "linear layer (LoRA, quantised weights, hooks)"
-        )
+        warn(f"{describe(function)} replaces liger_fused_linear_cross_entropy and is not called: {reason}")
 
 
 def _called_loss(
@@ -330,8 +338,15 @@ def _targets(
     labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int, rows: torch.Tensor
 ) -> torch.Tensor:
     """What each row of the flattened batch predicts: the label of the position after it, and nothing at the end."""
-    if shift_labels is None:
-        shift_labels = shift(labels, ignore_index)
+    return row_targets(shift(labels, ignore_index) if shift_labels is None else shift_labels, rows)
+
+
+def row_targets(shift_labels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The flattened labels, on the device of `rows`.
+
+    Raises:
+        ValueError: labels for more or fewer positions than `rows` has.
+    """
     positions = rows.numel() // rows.shape[-1]
     if shift_labels.numel() != positions:
         raise ValueError(f"labels for {shift_labels.numel()} positions, but {positions} are kept (see logits_to_keep)")

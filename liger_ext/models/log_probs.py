@@ -1,0 +1,209 @@
+"""Log-probabilities and entropies of a causal language model's targets, and its loss, which is made of them."""
+
+import numbers
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_ext import functional
+from liger_ext.functional import LogProbsOutput
+from liger_ext.models.called_head import rows_at_a_time, scaled
+from liger_ext.models.head import loss_caller
+from liger_ext.models.loss import VALUE_OPTIONS, row_targets, shift, softcapped, warn_if_replaced
+from liger_ext.models.patch import is_plain_tensor
+from liger_ext.ops._checks import accumulator
+
+_FLAGS = "return_log_probs", "return_entropy"
+# Arguments of a model's forward that give its loss, or what is returned with it, another meaning than log-probabilities
+# have.
+_OTHERS = (*VALUE_OPTIONS, "accum_dtype", "return_predicted_tokens")
+
+
+class LogProbsLoss(NamedTuple):
+    loss: Tensor
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    token_accuracy: Tensor | None = None
+
+
+def take_options(arguments: dict[str, object], has_labels: bool, against: str | None) -> dict[str, object] | None:
+    """Takes `return_log_probs` and what belongs to it out of the arguments of a model's forward.
+
+    Args:
+        against: why this model cannot return log-probabilities, if there is a reason.
+
+    Returns:
+        Options for the functions below; None where log-probabilities are not asked for.
+
+    Raises:
+        TypeError, ValueError: log-probabilities are asked for in a way that has no meaning, or of a model that cannot
+            return them.
+    """
+    asked = _flag("return_log_probs", arguments)
+    if not asked and against is not None:
+        return None  # a loss of the user's own may have any arguments
+    entropy = _flag("return_entropy", arguments)
+    if not asked:
+        if entropy:
+            raise ValueError("return_entropy=True is given without return_log_probs=True: pass both")
+        for name in _FLAGS:
+            arguments.pop(name, None)
+        return None
+    if against is not None:
+        raise ValueError(f"return_log_probs=True: {against}")
+    if not has_labels:
+        raise ValueError("return_log_probs=True needs the tokens to be judged: pass labels or shift_labels")
+    given = {name: arguments.pop(name) for name in _OTHERS if name in arguments}
+    wrong = [name for name, value in given.items() if isinstance(value, Tensor) or value]
+    if wrong:
+        raise ValueError(
+            f"return_log_probs=True is given with {', '.join(wrong)}, but output.loss is then the mean of -log_probs "
+            "and nothing else: leave out the one or the other"
+        )
+    temperature = arguments.pop("temperature", None)
+    temperature = 1.0 if temperature is None else temperature
+    is_number = isinstance(temperature, numbers.Real) and not isinstance(temperature, bool)
+    if not is_number or not 1e-9 <= temperature <= 1e9:
+        raise ValueError(f"temperature is {temperature!r}, expected a number from 1e-9 to 1e9")
+    for name in _FLAGS:
+        arguments.pop(name, None)
+    is_top1 = bool(arguments.pop("return_token_accuracy", None))
+    return {"entropy": entropy, "temperature": float(temperature), "is_top1": is_top1}
+
+
+def _flag(name: str, arguments: dict[str, object]) -> bool:
+    value = arguments.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, expected True, False or None")
+    return bool(value)
+
+
+def fused_log_probs(
+    hidden_states: Tensor,
+    lm_head: nn.Module,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    rows: functional.CountedRows | None = None,
+    *,
+    logit_scale: float = 1.0,
+    function: Callable = functional.fused_linear_cross_entropy,
+    memory: str | int = "auto",
+    **options,
+) -> LogProbsLoss:
+    """Of `lm_head(hidden_states) * logit_scale`, without keeping logits; arguments as in `fused_causal_lm_loss`, and
+    `options` as in `_of_logits`.
+
+    A head that is more than a linear layer is called for some rows at a time, and a second time in the backward. All
+    its logits exist where they have to, or where they are few enough.
+    """
+    warn_if_replaced(function, "return_log_probs=True makes the loss of log-probabilities")
+    call = loss_caller(lm_head)
+    of_labels = _shifted(labels, shift_labels, ignore_index), ignore_index
+
+    def of_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbsOutput:
+        if not is_plain_tensor(weight):
+            return _of_logits(scaled(nn.functional.linear(x, weight, bias), logit_scale), *of_labels, **options)
+        found = functional.linear_log_probs(
+            x.reshape(-1, x.shape[-1]),
+            weight,
+            row_targets(of_labels[0], x),
+            bias,
+            ignore_index=ignore_index,
+            logit_scale=logit_scale,
+            memory=memory,
+            rows=rows,
+            **options,
+        )
+        return LogProbsOutput(found) if isinstance(found, Tensor) else found
+
+    if call is None:
+        found = _of_called(lm_head, hidden_states, *of_labels, logit_scale, memory, options)
+    else:  # A plain tuple: hooks take it apart and make it anew.
+        found = LogProbsOutput(*call(hidden_states, loss=lambda *arguments: tuple(of_linear(*arguments))))
+    return _with_loss(found, *of_labels, num_items_in_batch)
+
+
+def log_probs_of_logits(
+    logits: Tensor,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    *,
+    memory: object = None,
+    max_rows: object = None,
+    **options,
+) -> LogProbsLoss:
+    """As `fused_log_probs`, of logits [..., vocab_size]. `memory` and `max_rows` have no meaning here."""
+    of_labels = _shifted(labels, shift_labels, ignore_index), ignore_index
+    return _with_loss(_of_logits(logits, *of_labels, **options), *of_labels, num_items_in_batch)
+
+
+def _shifted(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    return shift(labels, ignore_index) if shift_labels is None else shift_labels
+
+
+def _of_called(
+    lm_head: nn.Module,
+    hidden_states: Tensor,
+    shift_labels: Tensor,
+    ignore_index: int,
+    logit_scale: float,
+    memory: str | int,
+    options: dict[str, object],
+) -> LogProbsOutput:
+    def of_rows(x: Tensor, targets: Tensor) -> LogProbsOutput:
+        return _of_logits(scaled(lm_head(x), logit_scale), targets, ignore_index, **options)
+
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    chunk = rows_at_a_time(lm_head, flat, memory)
+    if chunk is None:
+        return of_rows(hidden_states, shift_labels)
+    chunks = zip(flat.split(chunk), row_targets(shift_labels, flat).split(chunk), strict=True)
+    made = [checkpoint(of_rows, *rows, use_reentrant=False) for rows in chunks]
+    return LogProbsOutput(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*made, strict=True)))
+
+
+def _of_logits(
+    logits: Tensor,
+    shift_labels: Tensor,
+    ignore_index: int,
+    *,
+    temperature: float,
+    softcap: float | None = None,
+    entropy: bool,
+    is_top1: bool,
+) -> LogProbsOutput:
+    """As `functional.linear_log_probs` of the hidden states, whose arguments and results these are; [rows]."""
+    if not is_plain_tensor(logits):
+        raise ValueError(
+            f"return_log_probs=True: the head's logits are of type {type(logits).__name__}, expected a plain tensor: "
+            "tensor parallelism must not shard the vocabulary"
+        )
+    targets = row_targets(shift_labels, logits)
+    z = logits.reshape(-1, logits.shape[-1])
+    z = z.to(accumulator(z.dtype))
+    z = (z if softcap is None else softcapped(z, softcap)) / temperature
+    log_p, counts = z.log_softmax(-1), targets != ignore_index
+    return LogProbsOutput(
+        0 - nn.functional.nll_loss(log_p, targets, ignore_index=ignore_index, reduction="none"),
+        torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0) if entropy else None,
+        is_top1=(z.argmax(-1) == targets) & counts if is_top1 else None,
+    )
+
+
+def _with_loss(
+    found: LogProbsOutput, shift_labels: Tensor, ignore_index: int, num_items: int | Tensor | None
+) -> LogProbsLoss:
+    log_probs, entropy = (t if t is None else t.view(shift_labels.shape) for t in found[:2])
+    count = (shift_labels != ignore_index).sum().clamp(min=1).to(log_probs.device)
+    total = count if num_items is None else num_items
+    if isinstance(total, Tensor):
+        total = total.to(log_probs.device)
+    accuracy = None if found.is_top1 is None else found.is_top1.sum() / count
+    return LogProbsLoss((0 - log_probs.sum()) / total, log_probs, entropy, accuracy)

@@ -1,0 +1,343 @@
+"""Log-probabilities and entropies of patched models, and the loss that is made of them: values and all parameters'
+gradients against the logits of unpatched models."""
+
+import copy
+import functools
+
+import family_models
+import pytest
+import torch
+from cases import RecordCalls, slow_if
+from llama_models import (  # noqa: F401
+    TRANSFORMERS,
+    VOCAB,
+    assert_as_good,
+    batch_of,
+    build,
+    checkpoint_layers,
+    frozen,
+    lora,
+    one_thread,
+    patched,
+    step,
+)
+from test_count_rows import rows_of_the_op
+from torch import nn
+
+from liger_ext import apply_liger_kernel_to_instance, compat
+from liger_ext.ops._loss_plan import SMALLEST
+
+ASKED = dict(return_log_probs=True, return_entropy=True)
+newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="the families are in the newest")
+
+
+def shifted(labels):
+    return nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+
+
+def from_logits(model, labels=None, shift_labels=None, num_items_in_batch=None, temperature=1.0, **batch):
+    """Loss, log-probabilities and entropies of an unpatched model."""
+    targets = shifted(labels) if shift_labels is None else shift_labels
+    logits = model(**batch).logits
+    log_p = ((logits if logits.dtype == torch.float64 else logits.float()) / temperature).log_softmax(-1)
+    counts = targets != -100
+    log_probs = log_p.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    log_probs, entropy = (torch.where(counts, t, 0) for t in (log_probs, -(log_p.exp() * log_p).sum(-1)))
+    total = counts.sum() if num_items_in_batch is None else num_items_in_batch
+    return -log_probs.sum() / total, log_probs, entropy
+
+
+def asked_for(model, **batch):
+    output = model(**batch, **ASKED)
+    assert "logits" not in output
+    assert output.log_probs.shape == batch.get("shift_labels", batch.get("labels")).shape
+    return output.loss, output.log_probs, output.entropy
+
+
+def objective(run, model, **batch):
+    """A number that depends on each of the results, by factors of both signs, and the results, as `step` takes them."""
+    loss, log_probs, entropy = run(model, **batch)
+    factors = torch.linspace(-1, 1, log_probs.numel(), device=log_probs.device).view(log_probs.shape)
+    total = 3 * loss + (factors * log_probs).sum() + (factors.flip(0) * entropy).sum() / 2
+    return {"loss": total, "logits": torch.stack([log_probs, entropy, loss.expand_as(entropy)])}
+
+
+def judge(stock, batch, model=None, run=asked_for, **options):
+    """Patches a copy of `stock`, unless it is given as `model`, and compares results and gradients."""
+    model = family_models.patched(stock) if model is None else model
+    assert_all_as_good(stock, batch, model, run, from_logits, options)
+
+
+def assert_all_as_good(stock, batch, model, run, by_logits, options=()):
+    models = (model, run, batch | dict(options)), (stock, by_logits, batch)
+    models += ((copy.deepcopy(stock).double(), from_logits, batch),)
+    judged = [step(of, given, functools.partial(objective, how)) for of, how, given in models]
+    for results in judged:
+        del results["loss"]  # a sum of terms that cancel: its error is chance
+    assert_as_good(*judged)
+
+
+BATCHES = {
+    "ignored labels": {},
+    "padding": dict(padding=True),
+    "shift_labels": dict(is_shifted=True),
+    "temperature": dict(temperature=0.7),
+    "num_items_in_batch": dict(num_items_in_batch=7),
+    "the last positions": dict(logits_to_keep=5),
+}
+
+
+def made(device, padding=False, is_shifted=False, logits_to_keep=0, **options):
+    batch = batch_of(device)
+    if padding:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, 7:] = 0
+        batch["labels"][1, 7:] = -100
+    if is_shifted:
+        batch["shift_labels"] = shifted(batch.pop("labels"))
+    if logits_to_keep:
+        batch |= dict(labels=batch["labels"][:, -logits_to_keep:], logits_to_keep=logits_to_keep)
+    return batch | options
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", BATCHES.values(), ids=BATCHES)
+def test_equals_the_logits(device, options, dtype, train):
+    judge(build(device=device, dtype=dtype).train(train), made(device, **options))
+
+
+@pytest.mark.parametrize("change", ["untied", "frozen head", "frozen model", "bias"])
+def test_heads(device, change):
+    stock = build(device=device, tie_word_embeddings=False).train()
+    if change == "bias":
+        stock.lm_head.bias = nn.Parameter(torch.linspace(-1, 2, VOCAB, device=device))
+    elif change != "untied":
+        frozen(stock, "lm_head" if change == "frozen head" else "model.")
+    judge(stock, made(device))
+
+
+@newest
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere2", "falcon_h1"])
+def test_families(device, family):
+    """Softcaps, and factors of the logits."""
+    stock = family_models.build(family, device)
+    for temperature in (1.0, 0.6):
+        judge(stock, made(device, temperature=temperature))
+
+
+@newest
+def test_experts(device):
+    """The loss that balances them is added to the loss, and to nothing else."""
+    stock = family_models.build("mixtral", device)
+    model, batch = family_models.patched(stock), made(device)
+    expected, found = stock(**batch), model(**batch, **ASKED)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(found.log_probs, from_logits(stock, **batch)[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [False, True], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_a_head_with_lora(device, train, chunk):
+    stock = lora(build(device=device, tie_word_embeddings=False), target_modules=["lm_head", "q_proj"]).train(train)
+    model = copy.deepcopy(stock)
+    apply_liger_kernel_to_instance(model)
+    batch, sizes = batch_of(device, rows=6, seq=50), []
+    head = type(model.base_model.model.lm_head)
+    forward = head.forward
+
+    def counted(self, x):
+        if self.out_features == VOCAB:
+            sizes.append(x.shape[:-1].numel())
+        return forward(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "forward", counted)
+        judge(stock, batch | dict(temperature=0.8), model, memory=SMALLEST if chunk else "fast")
+    # The head runs again in the backward, and then twice for the models that are the reference.
+    assert sizes == ([128, 128, 44, 44, 128, 128, 300, 300] if chunk else [300, 300, 300])
+
+
+@newest
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_a_called_head_of_a_family(device, family):
+    """Code of its own has a head of the user's: it is called, and its logits are multiplied or bounded."""
+
+    class Doubled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    stock = family_models.build(family, device, tie_word_embeddings=False)
+    stock.lm_head.__class__ = Doubled
+    judge(stock, made(device, temperature=0.6))
+
+
+def test_hooks_on_the_head_run(device):
+    stock = build(device=device).train()
+    model, seen = patched(stock), []
+    for of in (stock, model):
+        of.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape) or output * 2)
+    judge(stock, made(device), model)
+    assert (3, 11, VOCAB) in seen
+
+
+def test_with_logits(device):
+    """`skip_logits=False` makes the results of the logits, and returns these."""
+    stock = build(device=device).train()
+
+    def run(model, **batch):
+        output = model(**batch, **ASKED, skip_logits=False)
+        torch.testing.assert_close(output.logits, stock(batch["input_ids"]).logits, rtol=1e-4, atol=1e-5)
+        return output.loss, output.log_probs, output.entropy
+
+    judge(stock, made(device, temperature=0.7), patched(stock), run)
+    judge(stock.eval(), made(device), patched(stock), run)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(device, use_reentrant):
+    stock = build(device=device).train()
+    model = patched(stock)
+    checkpoint_layers(model, use_reentrant)
+    judge(stock, made(device), model)
+
+
+@pytest.mark.parametrize("temperatures", [(0.7,), slow_if(True, (1.0, 0.7, 0.6))], ids=str)
+def test_compiled(device, temperatures):
+    torch._dynamo.reset()
+    stock = build(device=device, num_hidden_layers=1).train()
+    compiled = torch.compile(lambda m, **b: asked_for(m, **b), backend="aot_eager", fullgraph=True)
+    for temperature in temperatures:
+        judge(stock, made(device, temperature=temperature), patched(stock), compiled)
+
+
+def test_autocast(device):
+    """fp32 weights, and matmuls in bf16."""
+    stock = build(device=device).train()
+
+    def under(run, model, **batch):
+        with torch.autocast(device.type, torch.bfloat16):
+            return run(model, **batch)
+
+    ours, theirs = (functools.partial(under, run) for run in (asked_for, from_logits))
+    assert_all_as_good(stock, made(device), patched(stock), ours, theirs)
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_the_head_runs_once_on_rows_that_count(device, train):
+    model = patched(build(device=device).train(train))
+    batch = batch_of(device, 4, 64)
+    batch["labels"][:, :40] = -100  # 96 of 256 targets are left, and the last ones are none
+    batch["labels"][:, -1] = -100
+    assert rows_of_the_op(lambda: model(**batch, **ASKED)) == [96]
+    with RecordCalls() as record:
+        output = model(**batch, **ASKED)
+        (output.loss + output.entropy.sum()).backward()
+    assert record.names.count("fused_linear_cross_entropy") == 1 and "cross_entropy" not in record.names
+    assert (output.log_probs != 0).sum() == (output.entropy != 0).sum() == 4 * 23
+    assert not output.log_probs[:, :39].any() and not output.entropy[:, -2:].any()
+
+
+def test_what_is_returned(device):
+    """What was asked for, and in eval mode a cache as ever; as a tuple; without a gradient; of nothing."""
+    model, batch = patched(build(device=device).eval()), made(device)
+    output = model(**batch, return_log_probs=True)
+    assert list(output) == ["loss", "past_key_values", "log_probs"] and output.entropy is None
+    with pytest.raises(AttributeError, match=r"no logits: .*skip_logits=False"):
+        output.logits  # noqa: B018
+    with torch.no_grad():
+        as_tuple = model(**batch, **ASKED, use_cache=False, return_dict=False)
+    assert len(as_tuple) == 3 and torch.equal(as_tuple[1], output.log_probs) and not as_tuple[1].requires_grad
+    assert list(model.train()(**batch, **ASKED)) == ["loss", "log_probs", "entropy"]
+    nothing = model(**batch | {"labels": torch.full_like(batch["labels"], -100)}, **ASKED)
+    assert nothing.loss == 0 and not nothing.log_probs.any() and not nothing.entropy.any()
+    (nothing.loss + nothing.log_probs.sum()).backward()
+    # False and None are as if they were not given.
+    for value in (False, None):
+        found = model.eval()(**batch, return_log_probs=value, return_entropy=value)
+        assert list(found) == ["loss", "logits", "past_key_values"]
+
+
+@pytest.mark.parametrize("skip_logits", [None, False])
+def test_accuracy(device, skip_logits):
+    model, batch = patched(build(device=device).train()), made(device)
+    options = dict(return_token_accuracy=True, skip_logits=skip_logits)
+    expected, found = model(**batch, **options), model(**batch, **options, return_log_probs=True)
+    torch.testing.assert_close(found.token_accuracy, expected.token_accuracy)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+def test_neutral_options_of_the_loss(device):
+    model, batch = patched(build(device=device).train()), made(device)
+    neutral = dict(label_smoothing=0.0, lse_square_scale=0.0, ce_weight=None, return_predicted_tokens=False)
+    expected = model(**batch, return_log_probs=True)
+    assert torch.equal(model(**batch, **neutral, return_log_probs=True).log_probs, expected.log_probs)
+
+
+WRONG = [
+    (dict(label_smoothing=0.1), ValueError, "label_smoothing.*leave out"),
+    (dict(lse_square_scale=1e-4), ValueError, "lse_square_scale"),
+    (dict(ce_weight=torch.ones(VOCAB)), ValueError, "ce_weight"),
+    (dict(use_token_scaling=True, return_predicted_tokens=True), ValueError, "use_token_scaling, return_predicted"),
+    (dict(accum_dtype=torch.float32), ValueError, "accum_dtype"),
+    (dict(labels=None), ValueError, "pass labels or shift_labels"),
+    (dict(return_log_probs=False), ValueError, "return_entropy=True is given without return_log_probs=True"),
+    (dict(return_log_probs=1), TypeError, "return_log_probs is 1, expected True, False or None"),
+    (dict(return_entropy="yes"), TypeError, "return_entropy is 'yes', expected True, False or None"),
+    (dict(temperature=0), ValueError, "temperature is 0, expected a number from 1e-9 to 1e9"),
+    (dict(temperature=torch.tensor(0.5)), ValueError, "expected a number from 1e-9"),
+    (dict(logits_to_keep=3), ValueError, "labels for 33 positions, but 9 are kept"),
+]
+
+
+@pytest.mark.parametrize("skip_logits", [None, False])
+@pytest.mark.parametrize("options, error, message", WRONG, ids=lambda value: str(value)[:40])
+def test_errors(options, error, message, skip_logits):
+    with pytest.raises(error, match=message):
+        patched(build())(**made("cpu") | ASKED | options, skip_logits=skip_logits)
+
+
+def test_a_loss_of_the_users_own(device):
+    """It gets a temperature, as ever; it has no log-probabilities."""
+    model, given = patched(build(device=device).train()), {}
+    model.loss_function = lambda logits, labels, **options: given.update(options) or logits.mean()
+    model(**made(device), temperature=2.0)
+    assert given["temperature"] == 2.0
+    with pytest.raises(ValueError, match="loss_function is the user's own"):
+        model(**made(device), return_log_probs=True)
+
+
+@newest
+def test_heads_with_another_loss(device):
+    """Bamba's has a term of all logits."""
+    model = family_models.patched(family_models.build("bamba", device, z_loss_coefficient=0.5))
+    with pytest.raises(ValueError, match="z_loss_coefficient"):
+        model(**made(device), return_log_probs=True)
+
+
+def test_under_the_name_liger_kernel(device):
+    """Where reading logits is no error, and another function for the loss is named in a warning."""
+    with compat.install():
+        from liger_kernel.transformers import apply_liger_kernel_to_llama, functional
+
+        model, batch = build(device=device).train(), made(device)
+        expected = from_logits(model, **batch)
+        apply_liger_kernel_to_llama(model=model)
+        found = model(**batch, **ASKED)
+        assert found.logits is None
+        torch.testing.assert_close(found.log_probs, expected[1], rtol=1e-4, atol=1e-5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(functional, "liger_fused_linear_cross_entropy", lambda *_, **__: None)
+            with pytest.warns(UserWarning, match="is not called: return_log_probs=True"):
+                model(**batch, **ASKED)
+
+
+def test_generates_the_same(device):
+    stock, ids = build(device=device).eval(), batch_of(device)["input_ids"]
+    options = dict(max_new_tokens=5, do_sample=True, temperature=0.7, top_k=0)
+    found = []
+    for model in (stock, patched(stock)):
+        torch.manual_seed(0)
+        found.append(model.generate(ids, **options))
+    assert torch.equal(*found)
