@@ -1,6 +1,7 @@
-"""What test_distributed.py runs in two processes: training that is saved and goes on elsewhere, and
-that of a Trainer."""
+"""What test_distributed.py runs in two processes: training that is saved and goes on elsewhere, that of a Trainer, and
+that of log-probabilities."""
 
+import copy
 import importlib.util
 import os
 from unittest import mock
@@ -8,8 +9,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_wrappers import OURS, whole
-from llama_models import build, ops, patched, tokens
+from distributed_wrappers import OURS, WRAPPERS, batches_of, mean_of_processes, weights, whole
+from llama_models import build, lora, ops, patched, tokens
 from processes import cases_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,3 +114,41 @@ def trainer(world, tokens_of):
 
 if importlib.util.find_spec("accelerate"):
     CASES |= cases_of("Trainer", trainer, dict(tokens_of=("all", "each")))
+
+
+def log_probs(world, wrapper, alone, lora_on_head):
+    """A loss of the user's own, made of log-probabilities and entropies, trains the weights that it trains alone."""
+
+    def objective(model, batch):
+        output = model(**batch, return_log_probs=True, return_entropy=True, temperature=0.7)
+        factors = torch.linspace(-1, 1, output.log_probs.numel()).view(output.log_probs.shape)
+        return (factors * output.log_probs + output.entropy / 2).mean() + output.loss
+
+    stock = build(tie_word_embeddings=False).train()
+    if lora_on_head:
+        stock = lora(stock, target_modules=["q_proj", "lm_head"])
+    apply_liger_kernel_to_llama(model=stock)
+    model = copy.deepcopy(stock)
+    if alone:
+        inside = model.base_model.model if lora_on_head else model
+        inside.lm_head = WRAPPERS[wrapper](inside.lm_head)
+    model = WRAPPERS[wrapper](model)
+    for of in (stock, model):
+        optimizer = torch.optim.SGD(of.parameters(), lr=0.3)
+        for (batch,) in batches_of(world):
+            optimizer.zero_grad()
+            objective(of, batch).backward()
+            if of is stock:
+                mean_of_processes(of)
+            optimizer.step()
+    expected = weights(stock)
+    for name, found in weights(model).items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+CASES |= cases_of(
+    "log_probs",
+    log_probs,
+    dict(wrapper=tuple(WRAPPERS), alone=(False, True), lora_on_head=(False, True)),
+    lambda case: not (case["alone"] and case["wrapper"] == "DDP"),
+)
