@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from .data import hashed_words
 
@@ -61,9 +68,15 @@ def load(name: str) -> tuple[PretrainedConfig, Callable[[], torch.nn.Module], Ca
         )
         return config, lambda: LlamaForCausalLM(config), hashed_words(config.vocab_size)
     folder, options = _pretrained(name)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    tokenizer = tokenizer_of(name)
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
     return model.config, lambda: model, lambda text: tokenizer(text, verbose=False)["input_ids"]
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+    """That of a folder, or of the default model."""
+    folder, options = _pretrained(name)
+    return AutoTokenizer.from_pretrained(folder, **options)
 
 
 def _pretrained(name: str) -> tuple[Path, dict[str, str]]:

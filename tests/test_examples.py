@@ -1,0 +1,27 @@
+"""The examples of preference and RL losses: they run, learn, and draw."""
+
+import re
+
+import pytest
+
+from examples import dpo, grpo
+
+
+def test_dpo(tmp_path, capsys):
+    dpo.main("random:tiny", 4, tmp_path / "dpo.png")
+    printed = capsys.readouterr().out
+    loss, margin = re.search(r"step 4 of 4: loss ([\d.]+), margin .* (-?[\d.]+) nats", printed).groups()
+    assert float(loss) < 0.6931  # of no margin: log(2)
+    assert (tmp_path / "dpo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.slow
+def test_grpo(tmp_path, capsys):
+    """Of the real model, which has a tokenizer."""
+    grpo.main("", 3, tmp_path / "grpo.png")
+    assert re.search(r"step 3 of 3: mean reward 0\.\d+", capsys.readouterr().out)
+    assert (tmp_path / "grpo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_reward():
+    assert grpo.reward_of("Ab, c!") == 1 / 3 and grpo.reward_of("12") == 0
