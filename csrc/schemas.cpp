@@ -93,22 +93,34 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
 
   // A shard of the vocabulary, between the collectives (ops/sharded_vocabulary.cpp). statistics: [shards, slots, rows], of which each
   // makes [1, slots, rows]. logits: the shard's of all rows, which the losses_ turn into their unreduced gradient, `saved`; or nothing.
+  // The backward_ makes of `saved` the gradient that mix describes.
   m.def(
-      "vocabulary_shard_statistics(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, int ignore_index,"
-      " float label_smoothing, float? softcap, ScalarType? accum_dtype, ScalarType? compute_dtype, int first_class, int vocab_size,"
-      " int chunk_rows, bool predictions, bool keep_logits)"
+      "vocabulary_shard_statistics(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
+      " Tensor? temperature, int ignore_index, float label_smoothing, float? softcap, float logit_scale, bool return_entropy,"
+      " bool return_mean_logits, bool return_log_sum_sq, ScalarType? accum_dtype, ScalarType? compute_dtype, int first_class,"
+      " int vocab_size, int chunk_rows, bool predictions, bool keep_logits)"
       " -> (Tensor logits, Tensor statistics, Tensor best_class)");
   m.def(
       "vocabulary_shard_losses_(Tensor(a!) logits, Tensor statistics, Tensor best_class, Tensor x, Tensor weight, Tensor target,"
-      " Tensor? ce_weight, Tensor? normalizer, int ignore_index, int reduction, float label_smoothing, float lse_square_scale,"
-      " float? softcap, bool use_token_scaling, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens,"
-      " ScalarType? compute_dtype, int first_class, int vocab_size)"
-      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor counts, Tensor kept)");
+      " Tensor? ce_weight, Tensor? normalizer, Tensor? temperature, int ignore_index, int reduction, float label_smoothing,"
+      " float lse_square_scale, float? softcap, float logit_scale, bool use_token_scaling, bool return_z_loss,"
+      " bool return_token_accuracy, bool return_predicted_tokens, bool return_entropy, bool return_mean_logits,"
+      " bool return_log_sum_sq, ScalarType? compute_dtype, int first_class, int vocab_size)"
+      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor entropy, Tensor mean_logits,"
+      " Tensor log_sum_sq, Tensor counts, Tensor kept)");
   m.def(
-      "vocabulary_shard_backward(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor counts,"
-      " Tensor kept, Tensor saved, int ignore_index, int reduction, float label_smoothing, float lse_square_scale,"
-      " float? softcap, bool use_token_scaling, ScalarType? accum_dtype, ScalarType? compute_dtype, int first_class, int vocab_size,"
-      " int chunk_rows, bool need_dx, bool need_dweight, bool need_dbias)"
+      "vocabulary_shard_backward(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
+      " Tensor? temperature, Tensor? mix, Tensor counts, Tensor kept, Tensor saved, int ignore_index, int reduction,"
+      " float label_smoothing, float lse_square_scale, float? softcap, float logit_scale, bool use_token_scaling,"
+      " ScalarType? accum_dtype, ScalarType? compute_dtype, int first_class, int vocab_size, int chunk_rows, bool need_dx, bool "
+      "need_dweight, bool need_dbias)"
+      " -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "vocabulary_shard_backward_(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
+      " Tensor? temperature, Tensor? mix, Tensor counts, Tensor kept, Tensor(a!) saved, int ignore_index, int reduction,"
+      " float label_smoothing, float lse_square_scale, float? softcap, float logit_scale, bool use_token_scaling,"
+      " ScalarType? accum_dtype, ScalarType? compute_dtype, int first_class, int vocab_size, int chunk_rows, bool need_dx, bool "
+      "need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
 
   // The benchmarks' measuring stick: a copy at the speed of the memory (kernels/stream_copy.h).

@@ -4,10 +4,11 @@ with a sharded vocabulary, of all classes' arguments."""
 import itertools
 from functools import partial
 
+import sharded_log_probs  # noqa: F401
 import torch
 import torch.distributed as dist
 from cases import RecordCalls, dtypes_of, host_target, normal
-from sharded_world import World  # noqa: F401
+from sharded_world import CASES, World, case, raises  # noqa: F401
 from test_checks import differences
 from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, ROWS, head
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,8 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_ext import functional as F
 from liger_ext.testing import judge
 
-PROCESSES = 2, 3
-CASES = {}  # by name: how many processes, and what each calls
 OP = "fused_linear_cross_entropy"
 OPTIONS = {
     "label_smoothing": 0.1,
@@ -31,11 +30,6 @@ OPTIONS = {
     "return_token_accuracy": True,
     "return_predicted_tokens": True,
 }
-
-
-def case(f):
-    CASES.update({f"{f.__name__} {size}": (size, f) for size in PROCESSES})
-    return f
 
 
 def weights(vocab, dtype=torch.float32):
@@ -198,15 +192,6 @@ def values_that_are_no_numbers(world):
             results.append((loss, leaves["x"].grad, leaves["weight"].grad))
         for ours, whole in zip(*results, strict=True):
             torch.testing.assert_close(ours, whole, equal_nan=True, rtol=1e-4, atol=1e-5)
-
-
-def raises(error, match, f, *args, **options):
-    try:
-        f(*args, **options)
-    except error as raised:
-        assert match in str(raised), raised
-    else:
-        raise AssertionError(f"no {error.__name__}")
 
 
 @case

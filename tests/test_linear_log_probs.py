@@ -13,7 +13,6 @@ from test_fused_loss_memory import SIZES, memories, overlaid
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_ext import functional as F
-from liger_ext.ops import _fused_loss
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST
 
 EVERYTHING = {"entropy": True, "mean_logits": True, "is_top1": True, "log_sum_sq_probs": True}
@@ -57,12 +56,12 @@ def leaves(made):
     return [v for v in made.values() if v.requires_grad]
 
 
-def judge(made, dtype, *, of_log_probs=True, of_entropy=True, **options):
+def judge(made, dtype, *, of_log_probs=True, of_entropy=True, run=F.linear_log_probs, **options):
     """Values and gradients. An upstream gradient has both signs, zeros, and another size in each row."""
     wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items() if k != "memory"}
     exact = doubles(made)
     expected = reference(**exact, **wide)
-    found = F.linear_log_probs(**made, **options, **EVERYTHING)
+    found = run(**made, **options, **EVERYTHING)
     values, gradients = BOUNDS[dtype]
     for name, value, right in zip(found._fields, found, expected, strict=True):
         if name == "is_top1":
@@ -256,10 +255,3 @@ def test_numbers_of_numpy(device):
         assert torch.equal(F.linear_log_probs(**made, temperature=number, logit_scale=number), expected)
     capped = F.linear_log_probs(**made, temperature=half, softcap=half)
     assert torch.equal(capped, F.linear_log_probs(**made, temperature=0.5, softcap=0.5))
-
-
-@pytest.mark.parametrize("options", [{"temperature": 0.7}, {"logit_scale": 0.5}, {"entropy": True}], ids=str)
-def test_a_sharded_vocabulary_has_log_probabilities_alone(device, monkeypatch, options):
-    monkeypatch.setattr(_fused_loss, "is_dtensor", lambda weight: True)
-    with pytest.raises(ValueError, match="linear_log_probs: the vocabulary is sharded over processes, and temperature"):
-        F.linear_log_probs(**arguments(8, 4, 9, device=device), **options)

@@ -24,6 +24,7 @@ struct FusedLoss {
   Tensor dloss, counts, saved, dx, dweight, dbias;
 
   bool wants_dbias() const { return need_dbias && bias.has_value(); }
+  bool wants_moments() const { return return_entropy || return_mean_logits || return_log_sum_sq; }
 };
 
 // The members in the order of each op's schema (Named).
@@ -81,7 +82,7 @@ inline void check_tokens(const char* op, const FusedLoss& a, Dtype accumulator) 
   const Size rows = a.x.size(0);
   if (a.temperature) check_made(op, *a.temperature, "temperature", {rows}, accumulator, a.x, "x");
   if (a.mix) check_made(op, *a.mix, "mix", {rows, Size(4)}, accumulator, a.x, "x");
-  const bool wanted = a.temperature || a.mix || a.logit_scale != 1 || a.return_entropy || a.return_mean_logits || a.return_log_sum_sq;
+  const bool wanted = a.temperature || a.mix || a.logit_scale != 1 || a.wants_moments();
   const bool plain = a.label_smoothing == 0 && a.lse_square_scale == 0 && !a.use_token_scaling && !a.ce_weight;
   require(!wanted || (Reduction(a.reduction) == Reduction::none && plain), op,
           ": temperature, logit_scale, mix and return_entropy, _mean_logits, _log_sum_sq need reduction 0 (none), no label_smoothing, no"

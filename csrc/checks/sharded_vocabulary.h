@@ -1,33 +1,117 @@
 // Arguments of the ops on a shard of the vocabulary.
 #pragma once
-#include "checks/cross_entropy.h"
-#include "checks/head.h"
+#include "checks/fused_linear_cross_entropy.h"
 
 namespace liger::LIGER_BACKEND {
 
 constexpr const char* of_a_shard = "fused_linear_cross_entropy";  // the function that calls them
 
-inline HeadDtypes check_shard(const char* op, const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-                              const OptionalTensor& ce_weight, const std::optional<ScalarType>& accum_dtype,
-                              const std::optional<ScalarType>& compute_dtype, int64_t first_class, int64_t vocab_size) {
-  const HeadDtypes dtypes = check_head(op, x, weight, bias, accum_dtype, compute_dtype);
-  require(first_class >= 0 && vocab_size >= 1 && first_class <= vocab_size && weight.size(0) <= Size(vocab_size - first_class), op,
-          ": first_class is ", first_class, " and vocab_size ", vocab_size, ", which do not hold the ", weight.size(0),
-          " classes of weight");
-  check_targets(op, target, ce_weight, "ce_weight", x.size(0), vocab_size, dtypes.acc, x, "x");
+// weight, bias: the shard's. statistics, best_class: of all shards. logits, saved: the shard's, of all rows, or nothing.
+struct VocabularyShard : FusedLoss {
+  int64_t first_class = 0, vocab_size = 1;
+  bool predictions = false, keep_logits = false;
+  Tensor logits, statistics, best_class, kept;
+};
+
+// The members in the order of each op's schema (Named).
+struct ShardStatisticsOrder {
+  using F = VocabularyShard;
+  static constexpr std::tuple fields{&F::x,
+                                     &F::weight,
+                                     &F::target,
+                                     &F::bias,
+                                     &F::ce_weight,
+                                     &F::temperature,
+                                     &F::ignore_index,
+                                     &F::label_smoothing,
+                                     &F::softcap,
+                                     &F::logit_scale,
+                                     &F::return_entropy,
+                                     &F::return_mean_logits,
+                                     &F::return_log_sum_sq,
+                                     &F::accum_dtype,
+                                     &F::compute_dtype,
+                                     &F::first_class,
+                                     &F::vocab_size,
+                                     &F::chunk_rows,
+                                     &F::predictions,
+                                     &F::keep_logits};
+};
+struct ShardLossesOrder {
+  using F = VocabularyShard;
+  static constexpr std::tuple fields{&F::logits,
+                                     &F::statistics,
+                                     &F::best_class,
+                                     &F::x,
+                                     &F::weight,
+                                     &F::target,
+                                     &F::ce_weight,
+                                     &F::normalizer,
+                                     &F::temperature,
+                                     &F::ignore_index,
+                                     &F::reduction,
+                                     &F::label_smoothing,
+                                     &F::lse_square_scale,
+                                     &F::softcap,
+                                     &F::logit_scale,
+                                     &F::use_token_scaling,
+                                     &F::return_z_loss,
+                                     &F::return_token_accuracy,
+                                     &F::return_predicted_tokens,
+                                     &F::return_entropy,
+                                     &F::return_mean_logits,
+                                     &F::return_log_sum_sq,
+                                     &F::compute_dtype,
+                                     &F::first_class,
+                                     &F::vocab_size};
+};
+struct ShardBackwardOrder {
+  using F = VocabularyShard;
+  static constexpr std::tuple fields{&F::dloss,
+                                     &F::x,
+                                     &F::weight,
+                                     &F::target,
+                                     &F::bias,
+                                     &F::ce_weight,
+                                     &F::temperature,
+                                     &F::mix,
+                                     &F::counts,
+                                     &F::kept,
+                                     &F::saved,
+                                     &F::ignore_index,
+                                     &F::reduction,
+                                     &F::label_smoothing,
+                                     &F::lse_square_scale,
+                                     &F::softcap,
+                                     &F::logit_scale,
+                                     &F::use_token_scaling,
+                                     &F::accum_dtype,
+                                     &F::compute_dtype,
+                                     &F::first_class,
+                                     &F::vocab_size,
+                                     &F::chunk_rows,
+                                     &F::need_dx,
+                                     &F::need_dweight,
+                                     &F::need_dbias};
+};
+
+inline HeadDtypes check_shard(const char* op, const VocabularyShard& a) {
+  check_loss_options(op, a.reduction, a.label_smoothing, a.softcap);
+  const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  require(
+      a.first_class >= 0 && a.vocab_size >= 1 && a.first_class <= a.vocab_size && a.weight.size(0) <= Size(a.vocab_size - a.first_class),
+      op, ": first_class is ", a.first_class, " and vocab_size ", a.vocab_size, ", which do not hold the ", a.weight.size(0),
+      " classes of weight");
+  check_targets(op, a.target, a.ce_weight, "ce_weight", a.x.size(0), a.vocab_size, dtypes.acc, a.x, "x");
+  check_tokens(op, a, dtypes.acc);
   return dtypes;
 }
 
-inline void check_vocabulary_shard_statistics(const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-                                              const OptionalTensor& ce_weight, int64_t ignore_index, double label_smoothing,
-                                              const std::optional<double>& softcap, const std::optional<ScalarType>& accum_dtype,
-                                              const std::optional<ScalarType>& compute_dtype, int64_t first_class, int64_t vocab_size,
-                                              int64_t chunk_rows, bool predictions, bool keep_logits) {
+inline void check_vocabulary_shard_statistics(const VocabularyShard& a) {
   const char* op = of_a_shard;
-  check_loss_options(op, 0, label_smoothing, softcap);
-  check_shard(op, x, weight, target, bias, ce_weight, accum_dtype, compute_dtype, first_class, vocab_size);
-  require(chunk_rows >= 1 && (!keep_logits || Size(chunk_rows) >= x.size(0)), op, ": chunk_rows is ", chunk_rows, " and keep_logits ",
-          keep_logits, ", expected at least 1, and all ", x.size(0), " rows where they are kept");
+  check_shard(op, a);
+  require(a.chunk_rows >= Size(1) && (!a.keep_logits || a.chunk_rows >= a.x.size(0)), op, ": chunk_rows is ", a.chunk_rows,
+          " and keep_logits ", a.keep_logits, ", expected at least 1, and all ", a.x.size(0), " rows where they are kept");
 }
 
 // Logits of all rows, or their gradient; or nothing.
@@ -40,44 +124,47 @@ inline bool check_shard_logits(const char* op, const Tensor& t, const char* name
   return true;
 }
 
-inline void check_vocabulary_shard_losses(const Tensor& logits, const Tensor& statistics, const Tensor& best_class, const Tensor& x,
-                                          const Tensor& weight, const Tensor& target, const OptionalTensor& ce_weight,
-                                          const OptionalTensor& normalizer, int64_t ignore_index, int64_t reduction, double label_smoothing,
-                                          double lse_square_scale, const std::optional<double>& softcap, bool use_token_scaling,
-                                          bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens,
-                                          const std::optional<ScalarType>& compute_dtype, int64_t first_class, int64_t vocab_size) {
+inline void check_vocabulary_shard_losses(const VocabularyShard& a) {
   const char* op = of_a_shard;
-  check_loss_options(op, reduction, label_smoothing, softcap);
-  const HeadDtypes dtypes = check_shard(op, x, weight, target, {}, ce_weight, {}, compute_dtype, first_class, vocab_size);
-  check_shard_logits(op, logits, "logits", x, weight, dtypes.compute);
-  check_defined(op, statistics, "statistics");
-  require(statistics.dim() == 3 && statistics.size(0) >= 1, op, ": statistics has shape ", shape_text(statistics),
+  const HeadDtypes dtypes = check_shard(op, a);
+  check_shard_logits(op, a.logits, "logits", a.x, a.weight, dtypes.compute);
+  check_defined(op, a.statistics, "statistics");
+  require(a.statistics.dim() == 3 && a.statistics.size(0) >= 1, op, ": statistics has shape ", shape_text(a.statistics),
           ", expected (shards, slots, rows)");
-  const Size shards = statistics.size(0), rows = x.size(0);
-  check_made(op, statistics, "statistics", {shards, CrossEntropyStatistics::slots, rows}, dtypes.acc, x, "x");
-  const bool predictions = return_token_accuracy || return_predicted_tokens;
-  check_device(op, best_class, "best_class", x, "x");
-  check_shape(op, best_class, "best_class", {predictions ? shards : Size(0), rows});
-  require(type_of(best_class) == ScalarType::Long && best_class.is_contiguous(), op, ": best_class is not what the forward returned");
-  if (normalizer) check_made(op, *normalizer, "normalizer", {1}, dtypes.acc, x, "x");
+  const Size shards = a.statistics.size(0), rows = a.x.size(0);
+  const int64_t slots = CrossEntropyStatistics::slots_of(a.wants_moments());
+  check_made(op, a.statistics, "statistics", {shards, slots, rows}, dtypes.acc, a.x, "x");
+  const bool predictions = a.return_token_accuracy || a.return_predicted_tokens;
+  check_device(op, a.best_class, "best_class", a.x, "x");
+  check_shape(op, a.best_class, "best_class", {predictions ? shards : Size(0), rows});
+  require(type_of(a.best_class) == ScalarType::Long && a.best_class.is_contiguous(), op, ": best_class is not what the forward returned");
+  if (a.normalizer) check_made(op, *a.normalizer, "normalizer", {1}, dtypes.acc, a.x, "x");
 }
 
-inline void check_vocabulary_shard_backward(const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
-                                            const OptionalTensor& bias, const OptionalTensor& ce_weight, const Tensor& counts,
-                                            const Tensor& kept, const Tensor& saved, int64_t ignore_index, int64_t reduction,
-                                            double label_smoothing, double lse_square_scale, const std::optional<double>& softcap,
-                                            bool use_token_scaling, const std::optional<ScalarType>& accum_dtype,
-                                            const std::optional<ScalarType>& compute_dtype, int64_t first_class, int64_t vocab_size,
-                                            int64_t chunk_rows, bool need_dx, bool need_dweight, bool need_dbias) {
+// Is there a stored gradient of the logits?
+inline bool check_shard_gradients(const VocabularyShard& a) {
   const char* op = of_a_shard;
-  check_loss_options(op, reduction, label_smoothing, softcap);
-  const HeadDtypes dtypes = check_shard(op, x, weight, target, bias, ce_weight, accum_dtype, compute_dtype, first_class, vocab_size);
-  const Size rows = x.size(0);
-  check_loss_gradient(op, dloss, reduction, rows, x, "x");
-  check_made(op, counts, "counts", {CrossEntropyCounts::slots}, dtypes.acc, x, "x");
-  check_made(op, kept, "kept", {launch::kept_for_gradients(rows, use_token_scaling)}, dtypes.acc, x, "x");
-  check_shard_logits(op, saved, "saved", x, weight, dtypes.compute);
-  require(chunk_rows >= 1, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
+  const HeadDtypes dtypes = check_shard(op, a);
+  const Size rows = a.x.size(0);
+  check_loss_gradient(op, a.dloss, a.reduction, rows, a.x, "x");
+  check_made(op, a.counts, "counts", {CrossEntropyCounts::slots}, dtypes.acc, a.x, "x");
+  check_made(op, a.kept, "kept", {launch::kept_for_gradients(rows, a.use_token_scaling)}, dtypes.acc, a.x, "x");
+  require(a.chunk_rows >= Size(1), op, ": chunk_rows is ", a.chunk_rows, ", expected at least 1");
+  return check_shard_logits(op, a.saved, "saved", a.x, a.weight, dtypes.compute);
+}
+
+inline void check_vocabulary_shard_backward(const VocabularyShard& a) {
+  const bool saved = check_shard_gradients(a);
+  require(!a.mix || !saved, of_a_shard, ": saved has ", a.saved.numel(),
+          " elements, expected none, since there is a gradient of the entropy (mix)");
+}
+
+// saved is overwritten.
+inline void check_vocabulary_shard_backward_in_place(const VocabularyShard& a) {
+  const bool saved = check_shard_gradients(a);
+  require(a.mix && !a.softcap && (saved || a.x.size(0) == Size(0)), of_a_shard,
+          ": expected mix, saved and no softcap: nothing else is"
+          " made where it is");
 }
 
 }  // namespace liger::LIGER_BACKEND

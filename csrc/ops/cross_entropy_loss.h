@@ -14,9 +14,10 @@ inline void copy_values(const Head& head, int64_t values, int64_t rows, const vo
 }
 
 // Of log-probabilities, for all rows: their temperatures; the gradient of their entropy (CrossEntropyBackward::mix); and where their
-// log-sum-exps are kept for the backward. Each may be absent.
+// log-sum-exps are kept for the backward. Each may be absent. moments: statistics have them, whatever results are at hand.
 struct Tokens {
   OptionalTensor temperature, mix, kept;
+  bool moments = false;
 };
 
 class CrossEntropyLoss {
@@ -92,7 +93,7 @@ class CrossEntropyLoss {
     void statistics(int64_t chunk, Range classes, const MutableRows& logits) const {
       cross_entropy_statistics(
           {loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), classes_of(classes), const_cast<void*>(statistics_of(chunk)),
-           best_classes() ? best_classes() + chunk * rows_.count : nullptr, results_.moments()},
+           best_classes() ? best_classes() + chunk * rows_.count : nullptr, moments()},
           loss_.head_.scope);
     }
     const void* statistics_of(int64_t chunk) const { return at(statistics_.data_ptr(), chunk * slots() * rows_.count, loss_.head_.acc); }
@@ -115,7 +116,8 @@ class CrossEntropyLoss {
    private:
     Range in_vocabulary(Range classes) const { return {loss_.shard_.first + classes.first, classes.count}; }
     Classes classes_of(Range classes) const { return {in_vocabulary(classes).first, loss_.shard_.all}; }
-    int64_t slots() const { return CrossEntropyStatistics::slots_of(results_.moments()); }
+    bool moments() const { return loss_.tokens_.moments || results_.moments(); }
+    int64_t slots() const { return CrossEntropyStatistics::slots_of(moments()); }
     int64_t* best_classes() const { return best_class_.numel() ? static_cast<int64_t*>(best_class_.data_ptr()) : nullptr; }
     void* token() const { return loss_.options.token_scaling ? at(kept_.data_ptr(), 2 * rows_.count, loss_.head_.acc) : nullptr; }
 
@@ -129,9 +131,10 @@ class CrossEntropyLoss {
 
   // The stored gradient of all rows' logits of some classes, without softcap, becomes the one of Tokens::mix.
   void mix_stored(Range classes, const MutableRows& gradient, const Tensor& counts) const {
-    CrossEntropyBackward args = backward_of(rows_of(head_.all_rows(), classes, gradient, counts), *tokens_.mix, gradient);
+    const Range in_vocabulary{shard_.first + classes.first, classes.count};
+    CrossEntropyBackward args = backward_of(rows_of(head_.all_rows(), in_vocabulary, gradient, counts), *tokens_.mix, gradient);
     args.lse = nullptr;
-    args.classes = {classes.first, head_.vocab};
+    args.classes = {in_vocabulary.first, shard_.all};
     args.gradient_scale = gradient_scale;
     args.mix = tokens_.mix->data_ptr();
     args.stored = true;

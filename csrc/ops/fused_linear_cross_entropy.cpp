@@ -12,12 +12,6 @@ OptionalTensor kept_of(const Tensor& counts) {
   return kept > 0 ? OptionalTensor(part_of(counts, 0, CrossEntropyCounts::slots, kept)) : OptionalTensor();
 }
 
-CrossEntropyOptions loss_options(const FusedLoss& a) {
-  CrossEntropyOptions options =
-      options_of(a.ignore_index, a.reduction, a.label_smoothing, a.lse_square_scale, a.softcap, a.use_token_scaling);
-  options.logit_scale = a.logit_scale;
-  return options;
-}
 Schedule loss_schedule(const Head& head, const FusedLoss& a) {
   return schedule_of(head, a.need_dx, a.need_dweight, a.need_dbias, a.gradients, a.chunk_rows, a.chunk_classes);
 }

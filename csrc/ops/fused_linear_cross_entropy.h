@@ -3,9 +3,16 @@
 #include <tuple>
 
 #include "checks/fused_linear_cross_entropy.h"
-#include "ops/tensor.h"
+#include "ops/loss.h"
 
 namespace liger::LIGER_BACKEND {
+
+inline CrossEntropyOptions loss_options(const FusedLoss& a) {
+  CrossEntropyOptions options =
+      options_of(a.ignore_index, a.reduction, a.label_smoothing, a.lse_square_scale, a.softcap, a.use_token_scaling);
+  options.logit_scale = a.logit_scale;
+  return options;
+}
 
 struct FusedLossResults {
   Tensor loss, z_loss, token_accuracy, predicted_tokens, entropy, mean_logits, log_sum_sq;

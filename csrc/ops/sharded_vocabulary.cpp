@@ -4,32 +4,35 @@
 //   [gather]
 //   losses_      all shards' statistics, merged: the same for each process. Logits that were kept become their gradient.
 //   backward     the shard's dweight and dbias, and its term of dx: from the gradient that was kept, or, chunk by chunk, from logits made
-//                again.
+//                again. A gradient of the entropy needs those, or is mixed into the gradient that was kept, by backward_.
 //   [sum of dx]
 #include "checks/sharded_vocabulary.h"
+
 #include "ops/cross_entropy_loss.h"
 #include "ops/fused_linear.h"
+#include "ops/fused_linear_cross_entropy.h"
 
 namespace liger::LIGER_BACKEND {
 namespace {
 
+CrossEntropyLoss loss_of(const Head& head, const VocabularyShard& a) {
+  return CrossEntropyLoss(head, loss_options(a), a.target, a.ce_weight, Classes{a.first_class, a.vocab_size},
+                          {a.temperature, a.mix, {}, a.wants_moments()});
+}
+
 using StatisticsResult = std::tuple<Tensor, Tensor, Tensor>;
 
-StatisticsResult statistics_op(Tensor x, Tensor weight, Tensor target, OptionalTensor bias, OptionalTensor ce_weight, int64_t ignore_index,
-                               double label_smoothing, std::optional<double> softcap, std::optional<ScalarType> accum_dtype,
-                               std::optional<ScalarType> compute_dtype, int64_t first_class, int64_t vocab_size, int64_t chunk_rows,
-                               bool predictions, bool keep_logits) {
-  constexpr int64_t slots = CrossEntropyStatistics::slots;
-  const Scope scope("vocabulary_shard_statistics", x);
-  const Head head(scope, x, weight, bias, accum_dtype, compute_dtype);
-  const CrossEntropyLoss loss(head, options_of(ignore_index, 0, label_smoothing, 0, softcap), target, ce_weight,
-                              Classes{first_class, vocab_size});
-  const Schedule schedule = schedule_of(head, false, false, false, int64_t(Gradients::none), chunk_rows, head.vocab);
-  const Tensor nothing = allocate(scope, {0}, head.compute, x);
-  const Tensor statistics = allocate(scope, {1, slots, head.rows}, head.acc, x);
-  Tensor best_class = allocate(scope, {predictions ? 1 : 0, head.rows}, ScalarType::Long, x);
-  const Tensor logits = allocate(scope, {keep_logits ? head.rows : schedule.rows, head.vocab}, {schedule.stride(), 1}, head.compute, x);
-  const Tensor of_chunk = allocate(scope, {slots, schedule.rows}, head.acc, x);
+StatisticsResult statistics_op(const VocabularyShard& a) {
+  const Scope scope("vocabulary_shard_statistics", a.x);
+  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  const CrossEntropyLoss loss = loss_of(head, a);
+  const Schedule schedule = schedule_of(head, false, false, false, int64_t(Gradients::none), a.chunk_rows, head.vocab);
+  const int64_t slots = CrossEntropyStatistics::slots_of(a.wants_moments());
+  const Tensor nothing = allocate(scope, {0}, head.compute, a.x);
+  const Tensor statistics = allocate(scope, {1, slots, head.rows}, head.acc, a.x);
+  Tensor best_class = allocate(scope, {a.predictions ? 1 : 0, head.rows}, ScalarType::Long, a.x);
+  const Tensor logits = allocate(scope, {a.keep_logits ? head.rows : schedule.rows, head.vocab}, {schedule.stride(), 1}, head.compute, a.x);
+  const Tensor of_chunk = allocate(scope, {slots, schedule.rows}, head.acc, a.x);
 
   for (int64_t first = 0; first < head.rows; first += schedule.rows) {
     const Range rows{first, std::min(schedule.rows, head.rows - first)};
@@ -39,61 +42,58 @@ StatisticsResult statistics_op(Tensor x, Tensor weight, Tensor target, OptionalT
         .statistics(0, head.all_classes(), made);
     copy_values(head, slots, rows.count, of_chunk.data_ptr(), rows.count, at(statistics.data_ptr(), first, head.acc), head.rows);
   }
-  return {keep_logits ? logits : nothing, statistics, best_class};
+  return {a.keep_logits ? logits : nothing, statistics, best_class};
 }
 
-using LossesResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using LossesResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-LossesResult losses_op(Tensor logits, Tensor statistics, Tensor best_class, Tensor x, Tensor weight, Tensor target,
-                       OptionalTensor ce_weight, OptionalTensor normalizer, int64_t ignore_index, int64_t reduction, double label_smoothing,
-                       double lse_square_scale, std::optional<double> softcap, bool use_token_scaling, bool return_z_loss,
-                       bool return_token_accuracy, bool return_predicted_tokens, std::optional<ScalarType> compute_dtype,
-                       int64_t first_class, int64_t vocab_size) {
-  const Scope scope("vocabulary_shard_losses_", x);
-  const CrossEntropyOptions options = options_of(ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
-  const Head head(scope, x, weight, {}, {}, compute_dtype);
-  const CrossEntropyLoss loss(head, options, target, ce_weight, Classes{first_class, vocab_size});
-  const Counts counts = counts_of(scope, loss.target, loss.class_weight, normalizer, vocab_size, options, head.acc);
+LossesResult losses_op(const VocabularyShard& a) {
+  const Scope scope("vocabulary_shard_losses_", a.x);
+  const Head head(scope, a.x, a.weight, {}, {}, a.compute_dtype);
+  const CrossEntropyLoss loss = loss_of(head, a);
+  const Counts counts = counts_of(scope, loss.target, loss.class_weight, a.normalizer, a.vocab_size, loss.options, head.acc);
   cross_entropy_counts(counts.how, scope);
-  LossRows losses(scope, x, head.rows, head.acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
-  const Tensor kept = allocate(scope, {launch::kept_for_gradients(head.rows, use_token_scaling)}, head.acc, x);
+  LossRows losses(scope, a.x, head.rows, head.acc, loss.options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens,
+                  {a.return_entropy, a.return_mean_logits, a.return_log_sum_sq});
+  const Tensor kept = allocate(scope, {launch::kept_for_gradients(head.rows, a.use_token_scaling)}, head.acc, a.x);
   if (head.rows > 0) {
-    const CrossEntropyLoss::VocabularyChunks shards(loss, head.all_rows(), statistics.size(0), counts.values, &losses, kept, statistics,
-                                                    best_class);
-    shards.merge(statistics.size(0));
-    if (logits.numel() > 0) shards.gradient(head.all_classes(), {logits.data_ptr(), logits.stride(0), head.compute});
+    const int64_t count = a.statistics.size(0);
+    const CrossEntropyLoss::VocabularyChunks shards(loss, head.all_rows(), count, counts.values, &losses, kept, a.statistics, a.best_class);
+    shards.merge(count);
+    if (a.logits.numel() > 0) shards.gradient(head.all_classes(), {a.logits.data_ptr(), a.logits.stride(0), head.compute});
   }
   losses.finish(counts, true);
-  return {losses.loss, losses.z_loss, losses.token_accuracy, losses.predicted_tokens, counts.values, kept};
+  return {
+      losses.loss,   losses.z_loss, losses.token_accuracy, losses.predicted_tokens, losses.entropy, losses.mean_logits, losses.log_sum_sq,
+      counts.values, kept};
 }
 
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
 
-BackwardResult backward_op(Tensor dloss, Tensor x, Tensor weight, Tensor target, OptionalTensor bias, OptionalTensor ce_weight,
-                           Tensor counts, Tensor kept, Tensor saved, int64_t ignore_index, int64_t reduction, double label_smoothing,
-                           double lse_square_scale, std::optional<double> softcap, bool use_token_scaling,
-                           std::optional<ScalarType> accum_dtype, std::optional<ScalarType> compute_dtype, int64_t first_class,
-                           int64_t vocab_size, int64_t chunk_rows, bool need_dx, bool need_dweight, bool need_dbias) {
-  const Scope scope("vocabulary_shard_backward", x);
-  const Head head(scope, x, weight, bias, accum_dtype, compute_dtype);
-  Schedule schedule = schedule_of(head, need_dx, need_dweight, need_dbias, int64_t(Gradients::recomputed), chunk_rows, head.vocab);
+BackwardResult backward_op(const VocabularyShard& a) {
+  const Scope scope("vocabulary_shard_backward", a.x);
+  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  Schedule schedule = schedule_of(head, a.need_dx, a.need_dweight, a.need_dbias, int64_t(Gradients::recomputed), a.chunk_rows, head.vocab);
   schedule.dx_is_term = true;
-  const CrossEntropyOptions options = options_of(ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling);
-  const MergedLoss loss(CrossEntropyLoss(head, options, target, ce_weight, Classes{first_class, vocab_size}), head, kept, schedule.rows);
-  Backward backward(head, schedule, x, bias, dloss, loss.per_row(), loss.scale(counts), 1 / loss.gradient_scale, false);
-  backward.dweight = allocate(scope, {0}, head.weight, x);
+  const MergedLoss loss(loss_of(head, a), head, a.kept, schedule.rows);
+  Backward backward(head, schedule, a.x, a.bias, a.dloss, loss.per_row(), loss.scale(a.counts), 1 / loss.gradient_scale, false);
+  backward.dweight = allocate(scope, {0}, head.weight, a.x);
   if (head.rows == 0) backward.zeros();
-  else if (saved.numel() > 0) backward.from_saved_gradient(saved, allocate(scope, {0}, head.compute, x));
-  else backward.by_recomputing(loss, counts);
+  else if (a.saved.numel() == 0) backward.by_recomputing(loss, a.counts);
+  else {
+    if (a.mix) loss.mix_stored(head.all_classes(), {a.saved.data_ptr(), a.saved.stride(0), head.compute}, a.counts);
+    backward.from_saved_gradient(a.saved, allocate(scope, {0}, head.compute, a.x));
+  }
   return {backward.dx, backward.dweight, backward.dbias};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("vocabulary_shard_statistics", boxed<statistics_op, check_vocabulary_shard_statistics>);
-  m.impl("vocabulary_shard_losses_", boxed<losses_op, check_vocabulary_shard_losses>);
-  m.impl("vocabulary_shard_backward", boxed<backward_op, check_vocabulary_shard_backward>);
+  m.impl("vocabulary_shard_statistics", boxed<statistics_op, check_vocabulary_shard_statistics, ShardStatisticsOrder>);
+  m.impl("vocabulary_shard_losses_", boxed<losses_op, check_vocabulary_shard_losses, ShardLossesOrder>);
+  m.impl("vocabulary_shard_backward", boxed<backward_op, check_vocabulary_shard_backward, ShardBackwardOrder>);
+  m.impl("vocabulary_shard_backward_", boxed<backward_op, check_vocabulary_shard_backward_in_place, ShardBackwardOrder>);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -42,8 +42,8 @@ _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
 )
 
 
-_TENSORS = 7  # of the op's arguments, which come first
-_ENTROPY = 4  # the place of the entropy among the op's results
+TENSORS = 7  # of the op's arguments, which come first
+ENTROPY = 4  # the place of the entropy among the op's results
 
 
 class LossArguments(NamedTuple):
@@ -86,7 +86,7 @@ class LossArguments(NamedTuple):
 
 # What the backwards take of the options: of results, the entropy alone.
 _BACKWARD_OPTIONS = [
-    name for name in LossArguments._fields[_TENSORS:] if name == "return_entropy" or not name.startswith("return_")
+    name for name in LossArguments._fields[TENSORS:] if name == "return_entropy" or not name.startswith("return_")
 ]
 
 
@@ -177,7 +177,7 @@ def _setup_context(ctx, inputs, output):
                 f"liger_ext::fused_linear_cross_entropy has no gradient for {name}: pass {name}.detach()"
             )
     others = output[1:]
-    entropy = output[_ENTROPY] if of.return_entropy else None
+    entropy = output[ENTROPY] if of.return_entropy else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(t for t in others if t is not entropy))
     # Its own `.data` may be replaced before the backward, which torch's linear layers, saving a view, do not notice.
@@ -188,14 +188,18 @@ def _setup_context(ctx, inputs, output):
     both = (None, None) if entropy is None else (output[0], entropy)
     ctx.save_for_backward(x, kept, target, bias, ce_weight, of.temperature, *both, *for_backward)
     dweight = for_backward[3]
-    # May the backward overwrite dweight's memory? Only if nobody else sees it: no caller of the op itself, no hooks,
-    # and no graph that is being compiled.
-    unseen = getattr(ctx, "unseen", False) and type(dweight) is Tensor and _saved_tensors_hooks_is_enabled()
-    ctx.own_dweight = unseen and dweight.numel() > 0 and _top_saved_tensors_default_hooks(False) is None
-    ctx.options = LossArguments(*(None,) * _TENSORS, *of[_TENSORS:])  # the tensors are saved apart
+    # May the backward overwrite dweight's memory? Only if nobody else sees it, the caller of the op itself included.
+    ctx.own_dweight = getattr(ctx, "unseen", False) and dweight.numel() > 0 and unseen(dweight)
+    ctx.options = LossArguments(*(None,) * TENSORS, *of[TENSORS:])  # the tensors are saved apart
 
 
-def _mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+def unseen(saved: Tensor) -> bool:
+    """Whether nobody sees what is saved for a backward: no hooks, and no graph that is being compiled."""
+    hooks = not _saved_tensors_hooks_is_enabled() or _top_saved_tensors_default_hooks(False) is not None
+    return type(saved) is Tensor and not hooks
+
+
+def mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
     """The factor of each row's gradient, and the numbers A, E, C and log p[target] that make its gradient of the logits
     x': ``p * (A + E * log p) - C * onehot`` (csrc/kernels/cross_entropy.h), so that factor times it is
     ``dloss * (p - onehot) - dentropy * p * (log p + entropy)``."""
@@ -206,8 +210,20 @@ def _mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor
     return factor, torch.stack(numbers, 1)
 
 
+def rows_again(weight: Tensor) -> int:
+    """How many rows of logits a backward makes again at a time: they take no more memory than dweight."""
+    return max(weight.shape[1], 128)
+
+
+def scaled(dloss: Tensor, temperature: Tensor | None, logit_scale: float) -> Tensor:
+    """The factor of each row's gradient of its logits, from that of the transformed ones."""
+    if temperature is None and logit_scale == 1:
+        return dloss
+    return dloss * (logit_scale if temperature is None else logit_scale / temperature)
+
+
 def _backward(ctx, saved, dloss, *others):
-    of, dentropy = ctx.options, others[_ENTROPY - 1]
+    of, dentropy = ctx.options, others[ENTROPY - 1]
     gradients = [None] * len(LossArguments._fields)
     if dloss is not None or dentropy is not None:
         x, weight, target, bias, ce_weight, temperature, loss, entropy, *made = saved
@@ -219,14 +235,13 @@ def _backward(ctx, saved, dloss, *others):
         batched = torch._C._functorch.is_legacy_batchedtensor(some)  # torch.autograd.grad(is_grads_batched=True)
         in_place = ctx.own_dweight and not batched and not _get_current_graph_task_keep_graph()
         if dentropy is not None:
-            dloss, mix = _mixed(dloss, dentropy, loss, entropy)
+            dloss, mix = mixed(dloss, dentropy, loss, entropy)
             if not (in_place and of.gradients == _OVERLAID and of.softcap is None):
                 # Others may see the stored gradient of the logits, or it holds no probabilities. So the backward
-                # recomputes the logits, in chunks that take no more memory than dweight.
-                in_place, rows = False, max(weight.shape[1], 128)
+                # recomputes the logits.
+                in_place, rows = False, rows_again(weight)
                 of = of._replace(gradients=_RECOMPUTED, chunk_rows=rows, chunk_classes=weight.shape[0])
-        if temperature is not None or of.logit_scale != 1:
-            dloss = dloss * (of.logit_scale if temperature is None else of.logit_scale / temperature)
+        dloss = scaled(dloss, temperature, of.logit_scale)
         inputs = x, weight, target, bias, ce_weight, temperature, mix
         # The options are those of the forward, since they decide what it saved.
         options = (getattr(of, name) for name in _BACKWARD_OPTIONS)

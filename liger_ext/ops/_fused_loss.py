@@ -78,13 +78,10 @@ def fused_loss(
     if bias is not None:
         check_tensors(op, bias=bias)
     shard = None
-    if (process_group is not None or is_dtensor(weight)) and (moments or temperature is not None or logit_scale != 1):
-        raise ValueError(
-            f"{op}: the vocabulary is sharded over processes, and temperature, logit_scale, entropy, mean_logits or "
-            "log_sum_sq_probs is given: pass none of them, or the whole weight (DTensor.full_tensor())"
-        )
     if process_group is not None or is_dtensor(weight):
-        shard, x, weight, target, bias, ce_weight = local_tensors(process_group, x, weight, target, bias, ce_weight)
+        shard, x, weight, target, bias, ce_weight, temperature = local_tensors(
+            op, process_group, x, weight, target, bias=bias, ce_weight=ce_weight, temperature=temperature
+        )
         memory = "fast" if memory == "auto" else memory
     flat = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
     targets = class_targets(target if target.dim() == 1 else target.reshape(-1))

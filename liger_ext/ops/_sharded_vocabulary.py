@@ -15,23 +15,25 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
 from liger_ext.ops._compile import flop_formula, outside_of_graphs
-from liger_ext.ops._fused_linear_op import LossArguments
+from liger_ext.ops._fused_linear_op import ENTROPY, TENSORS, LossArguments, mixed, rows_again, scaled, unseen
 from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
 
 _OP = "fused_linear_cross_entropy"
-_SLOTS = len(_C.VocabularyStatistics.__members__)
+_DTYPES = LossArguments._fields.index("accum_dtype")  # the place behind the last option of the losses
 _MAXIMUM, _BEST = int(_C.VocabularyStatistics.maximum), int(_C.VocabularyStatistics.best)
 
 _statistics_op = torch.ops.liger_ext.vocabulary_shard_statistics.default
 _losses_op = torch.ops.liger_ext.vocabulary_shard_losses_.default
 _backward_op = torch.ops.liger_ext.vocabulary_shard_backward.default
+_backward_in_place = torch.ops.liger_ext.vocabulary_shard_backward_.default
 
 _gathered_sizes = WeakTensorKeyDictionary()  # weight -> (process group, sizes of its shards)
 
@@ -59,40 +61,42 @@ def is_dtensor(t: Tensor) -> bool:
 
 @outside_of_graphs  # breaks a graph, as the loss does
 def local_tensors(
+    op: str,
     group: torch.distributed.ProcessGroup | None,
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None,
-    ce_weight: Tensor | None,
-) -> tuple[Shard, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The shard, and this process's tensors, without DTensors. The sizes of plain shards are gathered when a weight
-    comes for the first time, which waits for the device.
+    **others: Tensor | None,
+) -> tuple[Shard | Tensor | None, ...]:
+    """The shard, and this process's tensors, without DTensors, in the order of the arguments. ``op``: the public
+    function, for errors. The sizes of plain shards are gathered when a weight comes for the first time, which waits for
+    the device.
 
     Raises:
         TypeError, ValueError: no process group that this process is in; a DTensor of a placement that is not taken.
     """
+    tensors = {"x": x, "weight": weight, "target": target, **others}
     if is_dtensor(weight):
-        require(group is None, _OP, ": process_group is given, expected None: a DTensor's mesh has one")
+        require(group is None, op, ": process_group is given, expected None: a DTensor's mesh has one")
         mesh = weight.device_mesh
-        given = {"x": x, "weight": weight, "target": target, "bias": bias, "ce_weight": ce_weight}
-        x, weight, target, bias, ce_weight = (_local(name, t, mesh) for name, t in given.items())
-        group, vocab, shards = mesh.get_group(), given["weight"].shape[0], mesh.size()
+        group, vocab, shards = mesh.get_group(), weight.shape[0], mesh.size()
+        tensors = {name: _local(op, name, t, mesh) for name, t in tensors.items()}
         most = -(-vocab // shards)
         sizes = tuple(min(most, max(vocab - most * shard, 0)) for shard in range(shards))
     else:
         if not isinstance(group, torch.distributed.ProcessGroup):
-            raise TypeError(f"{_OP}: process_group must be a ProcessGroup, not {type(group).__name__}")
-        require(weight.dim() == 2, _OP, ": weight has shape ", shape_text(weight), ", expected (classes, hidden_size)")
+            raise TypeError(f"{op}: process_group must be a ProcessGroup, not {type(group).__name__}")
+        require(weight.dim() == 2, op, ": weight has shape ", shape_text(weight), ", expected (classes, hidden_size)")
         sizes = None
     rank = torch.distributed.get_rank(group)
     if sizes is None:
         sizes = _sizes(weight, group)
-    require(sizes[rank] == weight.shape[0], _OP, ": weight's shard has ", weight.shape[0], " classes, expected ", sizes)
-    return Shard(group, rank, sizes), x, weight, target, bias, ce_weight
+    classes = tensors["weight"].shape[0]
+    require(sizes[rank] == classes, op, ": weight's shard has ", classes, " classes, expected ", sizes)
+    return Shard(group, rank, sizes), *tensors.values()
 
 
-def _local(name: str, t: Tensor | None, mesh: torch.distributed.DeviceMesh) -> Tensor | None:
+def _local(op: str, name: str, t: Tensor | None, mesh: torch.distributed.DeviceMesh) -> Tensor | None:
     if t is None or not is_dtensor(t):
         return t
     from torch.distributed.tensor import Replicate
@@ -101,7 +105,7 @@ def _local(name: str, t: Tensor | None, mesh: torch.distributed.DeviceMesh) -> T
     expected = Sharded(0) if name in ("weight", "bias") else Replicate()
     if t.device_mesh != mesh or mesh.ndim != 1 or tuple(t.placements) != (expected,):
         raise ValueError(
-            f"{_OP}: {name} has placements {tuple(t.placements)} on {t.device_mesh}, expected {expected} on a mesh of "
+            f"{op}: {name} has placements {tuple(t.placements)} on {t.device_mesh}, expected {expected} on a mesh of "
             "one dimension, that of weight"
         )
     return t.to_local()
@@ -129,16 +133,19 @@ def _gathered(group: torch.distributed.ProcessGroup, *tensors: Tensor) -> list[T
 
 class _ShardedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shard, needs, chunk, x, weight, target, bias, ce_weight, normalizer, *options):
-        ignore_index, _, smoothing, _, softcap, _, *returns, accum, compute = options
-        kept = any(needs) and x.shape[0] <= chunk and weight.shape[0] > 0
+    def forward(ctx, shard, *arguments):
+        of = LossArguments(*arguments)
+        x, weight, target, bias = of[:4]
         place = shard.first_class, shard.vocab_size
         head, head_bias = weight, bias
         if weight.shape[0] == 0:  # runs with one made-up class, so that targets are checked here, too
             head, head_bias, place = weight.new_zeros(1, weight.shape[1]), None, (0, shard.vocab_size)
+        wanted = of.need_dx or of.need_dweight or of.need_dbias
+        ctx.kept = wanted and x.shape[0] <= of.chunk_rows and weight.shape[0] > 0
         logits, statistics, best = _statistics_op(
-            x, head, target, head_bias, ce_weight, ignore_index, smoothing, softcap, accum, compute, *place,
-            chunk, returns[1] or returns[2], kept,
+            x, head, target, head_bias, of.ce_weight, of.temperature, of.ignore_index, of.label_smoothing, of.softcap,
+            of.logit_scale, of.return_entropy, of.return_mean_logits, of.return_log_sum_sq, of.accum_dtype,
+            of.compute_dtype, *place, of.chunk_rows, of.return_token_accuracy or of.return_predicted_tokens, ctx.kept,
         )  # fmt: skip
         if weight.shape[0] == 0:
             statistics.zero_()
@@ -149,69 +156,77 @@ class _ShardedLoss(torch.autograd.Function):
         different = (sums != sums[0]).any()
         if different.device.type == "cpu" and different:
             raise ValueError(f"{_OP}: target is not the same in all processes, between which the vocabulary is sharded")
-        loss, *others, counts, kept_values = _losses_op(
-            logits, statistics.flatten(0, 1), best.flatten(0, 1), x, head, target, ce_weight, normalizer, *options[:6],
-            *returns, compute, *place,
+        *results, counts, kept_values = _losses_op(
+            logits, statistics.flatten(0, 1), best.flatten(0, 1), x, head, target, of.ce_weight, of.normalizer,
+            of.temperature, *of[TENSORS:_DTYPES], of.compute_dtype, *place,
         )  # fmt: skip
-        loss.masked_fill_(different, torch.nan)
+        loss, entropy = results[0], results[ENTROPY] if of.return_entropy else None
+        for t in (loss,) if entropy is None else (loss, entropy):
+            t.masked_fill_(different, torch.nan)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*others)
-        ctx.save_for_backward(x, weight.detach(), target, bias, ce_weight, counts, kept_values, logits)
-        ctx.shard, ctx.needs, ctx.options = shard, needs, (*options[:6], accum, compute, *place, chunk)
-        ctx.kept = kept
-        return loss, *others
+        ctx.mark_non_differentiable(*(t for t in results[1:] if t is not entropy))
+        both = (None, None) if entropy is None else (loss, entropy)
+        tensors = x, weight.detach(), target, bias, of.ce_weight, of.temperature
+        ctx.save_for_backward(*tensors, *both, counts, kept_values, logits)
+        ctx.shard, ctx.place, ctx.own_logits = shard, place, unseen(logits)
+        ctx.options = LossArguments(*(None,) * TENSORS, *of[TENSORS:])  # the tensors are saved apart
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx, dloss, *_):
+    def backward(ctx, dloss, *others):
         if torch.is_grad_enabled():
             raise RuntimeError(f"{_OP} of a sharded vocabulary has no second derivative (create_graph=True)")
-        gradients = [None] * len(ctx.needs_input_grad)
-        if dloss is None:
+        gradients, dentropy = [None] * len(ctx.needs_input_grad), others[ENTROPY - 1]
+        if dloss is None and dentropy is None:
             return tuple(gradients)
-        x, weight, target, bias, *_ = saved = ctx.saved_tensors
-        need_dx, *need_parameters = ctx.needs
-        if ctx.options[1] == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
-            dloss = torch.where(target == ctx.options[0], 0.0, dloss)
+        of = ctx.options
+        x, weight, target, bias, ce_weight, temperature, loss, entropy, *made_before, logits = ctx.saved_tensors
+        if of.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
+            ignored = target == of.ignore_index
+            dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
+        mix, kept, rows = None, ctx.kept, of.chunk_rows
+        if dentropy is not None:
+            dloss, mix = mixed(dloss, dentropy, loss, entropy)
+            kept = kept and ctx.own_logits and of.softcap is None and not _get_current_graph_task_keep_graph()
+            if not kept:  # others may see the stored gradient, or it holds no probabilities: the logits are made again
+                logits, rows = logits.new_empty(0), min(rows, rows_again(weight))
+        dloss = scaled(dloss, temperature, of.logit_scale)
+        options = of.ignore_index, of.reduction, of.label_smoothing, of.lse_square_scale, of.softcap, of.logit_scale
+        options += of.use_token_scaling, of.accum_dtype, of.compute_dtype, *ctx.place, rows
 
-        def made(*needs: bool) -> tuple[Tensor, ...]:
+        def made(mix: Tensor | None, *needs: bool) -> tuple[Tensor, ...]:
             if weight.shape[0] > 0:
-                return _backward_op(dloss, *saved, *ctx.options, *needs)
-            compute = ctx.options[7] or torch.promote_types(x.dtype, weight.dtype)
-            dx = x.new_zeros(x.shape, dtype=accumulator(compute))
+                inputs = x, weight, target, bias, ce_weight, temperature, mix, *made_before, logits
+                op = _backward_in_place if kept and mix is not None else _backward_op
+                return op(dloss, *inputs, *options, *needs)
+            dx = x.new_zeros(x.shape, dtype=accumulator(of.compute_dtype or torch.promote_types(x.dtype, weight.dtype)))
             return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
 
         # dx is made first and summed over processes; making dweight and dbias meanwhile hides the time of that.
-        apart = ctx.kept and need_dx and any(need_parameters)
-        dx, dweight, dbias = made(need_dx, False, False) if apart else made(*ctx.needs)
+        need_dx, *need_parameters = of.need_dx, of.need_dweight, of.need_dbias
+        apart = kept and need_dx and any(need_parameters)
+        dx, dweight, dbias = made(mix, need_dx, False, False) if apart else made(mix, need_dx, *need_parameters)
         if need_dx:
             summed = torch.distributed.all_reduce(dx, group=ctx.shard.group, async_op=True)
         if apart:
-            _, dweight, dbias = made(False, *need_parameters)
+            _, dweight, dbias = made(None, False, *need_parameters)  # what is stored is mixed
         if need_dx:
             summed.wait()
-            gradients[3] = dx.to(x.dtype)
-        if need_parameters[0]:
-            gradients[4] = dweight
-        if need_parameters[1]:
-            gradients[6] = dbias
+            gradients[1] = dx.to(x.dtype)
+        if of.need_dweight:
+            gradients[2] = dweight
+        if of.need_dbias:
+            gradients[4] = dbias
         return tuple(gradients)
 
 
 @outside_of_graphs
 def sharded_loss(shard: Shard, of: LossArguments) -> tuple[Tensor, ...]:
-    """loss, z_loss, token_accuracy and predicted_tokens, as of the op. ``of``: the op's arguments; of its plan,
+    """The first results of the op, as ``fused_loss`` returns them. ``of``: the op's arguments; of its plan,
     ``chunk_rows`` alone matters: how many rows of logits may exist at a time."""
-    ce_weight = of.ce_weight
-    if ce_weight is not None and ce_weight.requires_grad and torch.is_grad_enabled():
+    if of.ce_weight is not None and of.ce_weight.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{_OP} has no gradient for ce_weight: pass ce_weight.detach()")
-    needs = of.need_dx, of.need_dweight, of.need_dbias
-    return _ShardedLoss.apply(shard, needs, of.chunk_rows, *(getattr(of, name) for name in _ARGUMENTS))
-
-
-_OF_TOKENS = {"temperature", "logit_scale", "return_entropy", "return_mean_logits", "return_log_sum_sq"}
-_ARGUMENTS = [
-    name for name in LossArguments._fields[: LossArguments._fields.index("gradients")] if name not in _OF_TOKENS
-]
+    return _ShardedLoss.apply(shard, *of)
 
 
 def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
@@ -220,24 +235,26 @@ def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tup
 
 
 def _fake_statistics(x, weight, *others):
-    compute_dtype, *_, predictions, keep_logits = others[-6:]
+    *moments, _, compute_dtype, _, _, _, predictions, keep_logits = others[-10:]
     compute, acc = _dtypes(x, weight, compute_dtype)
     rows, classes = x.shape[0], weight.shape[0]
     strided = x.new_empty_strided((rows, classes), (padded_vocab(classes), 1), dtype=compute)
     return (
         strided if keep_logits else x.new_empty(0, dtype=compute),
-        x.new_empty((1, _SLOTS, rows), dtype=acc),
+        x.new_empty((1, _C.statistics_slots(any(moments)), rows), dtype=acc),
         x.new_empty((int(predictions), rows), dtype=torch.int64),
     )
 
 
-def _fake_losses(logits, statistics, best_class, x, weight, target, ce_weight, normalizer, ignore_index, *options):
-    reduction, *_, token_scaling, z_loss, accuracy, predicted, compute_dtype, _, _ = options
+def _fake_losses(logits, statistics, best_class, x, weight, target, *others):
+    reduction, *_, token_scaling, z_loss, accuracy, predicted, entropy, mean, squares, compute_dtype, _, _ = others[4:]
     _, acc = _dtypes(x, weight, compute_dtype)
     rows = x.shape[0]
     return (
         *fake_results(x, rows, acc, reduction, z_loss, accuracy, predicted),
-        *(x.new_empty(n, dtype=acc) for n in (_C.cross_entropy_counts, rows * (3 if token_scaling else 2))),
+        *(x.new_empty(rows if moment else 0, dtype=acc) for moment in (entropy, mean, squares)),
+        x.new_empty(_C.cross_entropy_counts, dtype=acc),
+        x.new_empty(_C.kept_for_gradients(rows, token_scaling), dtype=acc),
     )
 
 
@@ -255,6 +272,7 @@ def _fake_backward(dloss, x, weight, target, bias, *others):
 register_without_derivative("vocabulary_shard_statistics", _fake_statistics)
 register_without_derivative("vocabulary_shard_losses_", _fake_losses)
 register_without_derivative("vocabulary_shard_backward", _fake_backward)
+register_without_derivative("vocabulary_shard_backward_", _fake_backward)
 
 
 # Formulas for torch.utils.flop_counter, which passes shapes in place of tensors.
@@ -264,7 +282,8 @@ def _statistics_flops(x_shape, weight_shape, *_, **__) -> int:
 
 
 @flop_formula(torch.ops.liger_ext.vocabulary_shard_backward)
+@flop_formula(torch.ops.liger_ext.vocabulary_shard_backward_)
 def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     *_, need_dx, need_dweight, _ = args
-    again = len(args[5]) < 2  # nothing was kept
+    again = len(args[7]) < 2  # nothing was kept
     return _statistics_flops(x_shape, weight_shape) * (again + need_dx + need_dweight)

@@ -45,6 +45,7 @@ def linear_log_probs(
     log_sum_sq_probs: bool = False,
     memory: str | int = "auto",
     rows: CountedRows | Tensor | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor | LogProbsOutput:
     """The log-probability of each target under the softmax of a head's logits.
 
@@ -70,7 +71,8 @@ def linear_log_probs(
         mean_logits: also return the mean of z over the vocabulary, a constant.
         is_top1: also return whether the target is the first of the largest logits.
         log_sum_sq_probs: also return ``log(sum(p ** 2))``, a constant.
-        memory, rows: as of :func:`fused_linear_cross_entropy`.
+        memory, rows, process_group: as of :func:`fused_linear_cross_entropy`. With a sharded vocabulary temperature is
+            the same in all processes, too.
 
     Returns:
         ``log_probs``, or a :class:`LogProbsOutput` if anything else is asked for; float32 (float64 for float64) in the
@@ -96,7 +98,7 @@ def linear_log_probs(
     outputs = fused_loss(
         _OP, x, weight, target, bias, ignore_index=ignore_index, memory=memory, rows=rows, softcap=softcap,
         logit_scale=logit_scale, temperature=per_token, return_token_accuracy=is_top1, return_entropy=entropy,
-        return_mean_logits=mean_logits, return_log_sum_sq=log_sum_sq_probs,
+        return_mean_logits=mean_logits, return_log_sum_sq=log_sum_sq_probs, process_group=process_group,
     )  # fmt: skip
     log_probs = (0 - outputs[0]).view(target.shape)
     if not (entropy or mean_logits or is_top1 or log_sum_sq_probs):

@@ -14,9 +14,11 @@ const OpBindings sharded_vocabulary_bindings([](py::module_& m, py::module_& che
       .value("anchor", Statistics::anchor)
       .value("weights", Statistics::weights)
       .value("best", Statistics::best);
-  checks.def("vocabulary_shard_statistics", check_vocabulary_shard_statistics);
-  checks.def("vocabulary_shard_losses_", check_vocabulary_shard_losses);
-  checks.def("vocabulary_shard_backward", check_vocabulary_shard_backward);
+  m.def("statistics_slots", &Statistics::slots_of, py::arg("moments"), "How many numbers a shard has of a row.");
+  checks.def("vocabulary_shard_statistics", &Named<ShardStatisticsOrder, check_vocabulary_shard_statistics>::run);
+  checks.def("vocabulary_shard_losses_", &Named<ShardLossesOrder, check_vocabulary_shard_losses>::run);
+  checks.def("vocabulary_shard_backward", &Named<ShardBackwardOrder, check_vocabulary_shard_backward>::run);
+  checks.def("vocabulary_shard_backward_", &Named<ShardBackwardOrder, check_vocabulary_shard_backward_in_place>::run);
 });
 
 }  // namespace liger::python

@@ -1,0 +1,267 @@
+"""Cases of sharded_cases.py: log-probabilities and entropy with a sharded vocabulary, beside float64 and beside the op
+without shards."""
+
+import itertools
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from cases import LOW, RecordCalls, host_target, normal
+from sharded_world import case, raises
+from test_checks import differences
+from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, ROWS
+from test_linear_log_probs import EVERYTHING, arguments, judge, leaves
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_ext import functional as F
+
+BOTH, WAYS = (True, True), ((True, True), (True, False), (False, True))  # gradients of log-probabilities, of entropy
+
+
+def op_of(world, sizes=None):
+    return partial(world.run, op=F.linear_log_probs, sizes=sizes)
+
+
+def temperatures(rows=ROWS):
+    return 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0))
+
+
+def options_of_tokens():
+    yield {"temperature": 0.6}
+    yield {"temperature": temperatures()}
+    yield {"logit_scale": 0.25}
+    yield {"softcap": 3.0}
+    yield {"temperature": temperatures(), "logit_scale": 1.5, "softcap": 3.0}
+
+
+def step(op, made, **options):
+    """Every result, and the gradients of an upstream gradient of both signs."""
+    found = op(**made, **options, **EVERYTHING)
+    ups = [normal(*found.log_probs.shape, seed=seed).to(found.entropy.dtype) for seed in (5, 6)]
+    return [*found, *torch.autograd.grad([found.log_probs, found.entropy], leaves(made), ups)]
+
+
+@case
+def log_probs_and_entropy(world):
+    for dtype in LOW:
+        for memory in (ONE_CHUNK, CHUNKS):
+            for of_log_probs, of_entropy in WAYS:
+                judge(
+                    arguments(ROWS, 24, 51, dtype), dtype, of_log_probs=of_log_probs, of_entropy=of_entropy,
+                    memory=memory, run=op_of(world),
+                )  # fmt: skip
+
+
+@case
+def log_probs_with_options(world):
+    for options in options_of_tokens():
+        for memory in (ONE_CHUNK, CHUNKS):
+            for dtype, (of_log_probs, of_entropy) in ((torch.float32, BOTH), (torch.bfloat16, (True, False))):
+                judge(
+                    arguments(ROWS, 24, 301, dtype), dtype, of_log_probs=of_log_probs, of_entropy=of_entropy,
+                    memory=memory, run=op_of(world), **options,
+                )  # fmt: skip
+
+
+@case
+def log_probs_as_without_shards(world):
+    """In float64, where only the order of sums differs."""
+    if host_target():
+        return
+    for options in options_of_tokens():
+        for memory in (ONE_CHUNK, CHUNKS):
+            made = arguments(ROWS, 24, 51, torch.float64)
+            ours = step(op_of(world), made, memory=memory, **options)
+            whole = step(F.linear_log_probs, made, **options)
+            torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-12)
+
+
+@case
+def log_probs_of_empty_shards(world):
+    for sizes in ([51, 0], [0, 51]) if world.size == 2 else ([20, 31, 0], [0, 51, 0], [3, 0, 48]):
+        for memory in (ONE_CHUNK, CHUNKS):
+            options = {"memory": memory, "temperature": temperatures(), "softcap": 4.0}
+            judge(arguments(ROWS, 24, 51), torch.float32, run=op_of(world, sizes), **options)
+
+
+@case
+def log_probs_of_frozen_inputs(world):
+    for memory in (ONE_CHUNK, CHUNKS):
+        for name in ("x", "weight", "bias"):
+            for only in (False, True):
+                made = arguments(ROWS, 24, 51)
+                for other in ("x", "weight", "bias"):
+                    made[other] = made[other].detach().requires_grad_((other == name) == only)
+                judge(made, torch.float32, memory=memory, run=op_of(world))
+    made = {name: t.detach() for name, t in made.items()}
+    assert not op_of(world)(**made, entropy=True).entropy.requires_grad
+
+
+@case
+def log_probs_of_few_rows(world):
+    for rows in (0, 1, 3):
+        for ignored in (0.0, 1.0):
+            judge(arguments(rows, 24, 51, ignored=ignored), torch.float32, run=op_of(world))
+
+
+@case
+def log_probs_of_listed_rows(world):
+    made = arguments(120, 16, 51, ignored=0.6)
+    options = {"temperature": temperatures(120)}
+    expected = step(op_of(world), made, **options)
+    cube = {"x": made["x"].view(3, 40, 16), "target": made["target"].view(3, 40)}
+    shaped = op_of(world)(**{**made, **cube}, temperature=options["temperature"].view(3, 40), **EVERYTHING)
+    listed = step(op_of(world), made, rows=F.count_rows(made["target"]), **options)
+    torch.testing.assert_close(listed, expected)
+    torch.testing.assert_close([t.view(120) for t in shaped], expected[: len(shaped)])
+
+
+@case
+def ignored_tokens_have_no_gradient(world):
+    """Not even where the gradients of the results are no numbers."""
+    made = arguments(ROWS, 24, 51)
+    for memory in (ONE_CHUNK, CHUNKS):
+        found = op_of(world)(**made, entropy=True, memory=memory)
+        up = torch.ones(ROWS).masked_fill(made["target"] < 0, torch.nan)
+        dx, *others = torch.autograd.grad(found[:2], leaves(made), [up, up])
+        assert dx.isfinite().all() and not dx[made["target"] < 0].any() and all(t.isfinite().all() for t in others)
+
+
+@case
+def log_probs_again(world):
+    """A second backward, gradients of each result alone, a checkpoint's second forward, and hooks on what is saved."""
+    made, seen = arguments(ROWS, 24, 51), []
+    for memory in (ONE_CHUNK, CHUNKS):
+        found = op_of(world)(**made, entropy=True, memory=memory)
+        once, twice = (torch.autograd.grad(sum(found[:2]).sum(), leaves(made), retain_graph=True) for _ in range(2))
+        alone = [torch.autograd.grad(t.sum(), leaves(made), retain_graph=True) for t in found[:2]]
+        for a, b, of_log_probs, of_entropy in zip(once, twice, *alone, strict=True):
+            torch.testing.assert_close(a, b)
+            torch.testing.assert_close(of_log_probs + of_entropy, a, atol=1e-5, rtol=1e-4)
+        kept = checkpoint(partial(op_of(world), **made, entropy=True, memory=memory), use_reentrant=False)
+        for a, b in zip(once, torch.autograd.grad(sum(kept[:2]).sum(), leaves(made)), strict=True):
+            torch.testing.assert_close(a, b)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append((t, t.clone())) or t, lambda t: t):
+            hooked = op_of(world)(**made, entropy=True, memory=memory)
+        torch.testing.assert_close(torch.autograd.grad(sum(hooked[:2]).sum(), leaves(made)), once)
+        assert all(torch.equal(t, before) for t, before in seen)
+        raises(
+            RuntimeError, "no second derivative", torch.autograd.grad, found.entropy.sum(), made["x"], create_graph=True
+        )
+
+
+@case
+def log_probs_in_a_graph(world):
+    made = arguments(ROWS, 24, 51, bias=False)
+    weight = made["weight"].detach().split(world.sizes(51))[world.rank].clone().requires_grad_()
+
+    def f(x, weight, target, temperature):
+        found = F.linear_log_probs(
+            2 * x, weight, target, temperature=temperature, process_group=world.group, entropy=True
+        )
+        return found.log_probs - found.entropy
+
+    results = []
+    for function in (f, torch.compile(f, backend="eager")):
+        made_of = function(made["x"], weight, made["target"], temperatures())
+        results.append((made_of, *torch.autograd.grad(made_of.sum(), (made["x"], weight))))
+    assert all(map(torch.equal, *results))
+
+
+@case
+def collectives_of_log_probs(world):
+    """One gather of 7 numbers of a row, or of 10 with moments, and one sum, whatever the gradient is of."""
+    calls, original = [], (dist.all_gather, dist.all_reduce)
+
+    def counted(f, sent):
+        def count(*args, **options):
+            calls.append((f.__name__, args[sent].dtype, args[sent].numel()))
+            return f(*args, **options)
+
+        return count
+
+    made = arguments(ROWS, 24, 51, bias=False)
+    x, target = made["x"], made["target"]
+    weight = made["weight"].detach().split(world.sizes(51))[world.rank].clone().requires_grad_()
+    op = partial(F.linear_log_probs, x, weight, target, temperature=temperatures(), process_group=world.group)
+    op()
+    dist.all_gather, dist.all_reduce = counted(original[0], 1), counted(original[1], 0)
+    try:
+        for memory in (ONE_CHUNK, CHUNKS):
+            for entropy, numbers in ((False, 7), (True, 10)):
+                calls.clear()
+                found = op(memory=memory, entropy=entropy)
+                (found.log_probs + found.entropy if entropy else found).sum().backward()
+                sent = ("all_gather", torch.uint8, 8 + numbers * 4 * ROWS), ("all_reduce", torch.float32, x.numel())
+                assert tuple(calls) == sent, calls
+    finally:
+        dist.all_gather, dist.all_reduce = original
+
+
+@case
+def matmuls_of_log_probs(world):
+    """Three where the logits' gradient is stored; a gradient of the entropy must be free to overwrite it, and needs
+    probabilities there, which a softcap's slopes are not. Else the logits are made again."""
+    made = arguments(ROWS, 24, 51, bias=False)
+    classes = world.sizes(51)[world.rank]
+    for memory, entropy, softcap, again in itertools.product(
+        (ONE_CHUNK, CHUNKS), (False, True), (None, 5.0), (False, True)
+    ):
+        matmuls = 3 if memory is ONE_CHUNK and not (entropy and (softcap or again)) else 4
+        with FlopCounterMode(display=False) as counter:
+            found = op_of(world)(**made, memory=memory, softcap=softcap, entropy=True)
+            (found.log_probs + found.entropy if entropy else found.log_probs).sum().backward(retain_graph=again)
+        assert counter.get_total_flops() == 2 * ROWS * 24 * classes * matmuls
+
+
+@case
+def ops_of_a_shard_of_tokens(world):
+    """opcheck of each, and what they and their fake implementations refuse."""
+    for memory in (ONE_CHUNK, CHUNKS):
+        made = arguments(130, 4, 51)
+        softcap = None if memory is ONE_CHUNK else 5.0
+        options = {"temperature": temperatures(130), "logit_scale": 0.5, "softcap": softcap, "memory": memory}
+        with RecordCalls() as record:
+            found = op_of(world)(**made, **options, **EVERYTHING)
+            torch.autograd.grad(found.log_probs.sum(), leaves(made), retain_graph=True)
+            torch.autograd.grad(found.entropy.sum(), leaves(made))
+        if world.size > 2 or world.rank > 0:
+            continue
+        names = {"statistics", "losses_", "backward", *(["backward_"] if memory is ONE_CHUNK else [])}
+        assert set(record.names) == {f"vocabulary_shard_{name}" for name in names}
+        for op, args in record.calls:
+            detached = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+            torch.library.opcheck(op, tuple(detached))
+            found = [] if host_target() else [*differences(op, detached)]
+            assert not found, "\n".join(found)
+
+
+@case
+def log_probs_of_dtensors(world):
+    mesh = DeviceMesh.from_group(world.group, "cpu")
+    for vocab in (51, 2):  # with three shards the last one is empty
+        made = arguments(ROWS, 24, vocab)
+        options = {"temperature": temperatures(), "softcap": 4.0}
+        placed = dict(made)
+        for name in ("weight", "bias"):
+            placed[name] = distribute_tensor(made[name].detach(), mesh, [Sharded(0)]).requires_grad_()
+        found, whole = (step(F.linear_log_probs, of, **options) for of in (placed, made))
+        found = [t.full_tensor() if hasattr(t, "placements") else t for t in found]
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+
+
+@case
+def tokens_that_are_wrong(world):
+    made = {name: t.detach() for name, t in arguments(8, 4, 51).items()}
+    op = op_of(world)
+    raises(ValueError, "linear_log_probs: temperature has shape (3)", op, **made, temperature=torch.ones(3))
+    raises(TypeError, "linear_log_probs: process_group must be", F.linear_log_probs, **made, process_group="tp")
+    for target in (51, -1):
+        made["target"][5] = target
+        raises(IndexError, f"target[5] is {target}, expected a class in [0, 51)", op, **made, entropy=True)
+    made["target"][5] = world.rank
+    raises(ValueError, "target is not the same in all processes", op, **made, entropy=True)
