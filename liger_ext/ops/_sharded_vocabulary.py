@@ -1,9 +1,9 @@
 """The fused loss of a head whose classes are sharded over processes, each of which has a part of the vocabulary.
 
 Every process makes the logits of its shard and, of each row, their statistics: maximum, sum of exponentials, the
-target's logit. They are gathered, a few numbers of each row, and merged, by the same kernel everywhere, so that losses
-are the same bits. The gradients of a shard need nothing more; that of x is the sum of what the shards give, in the
-accumulator's dtype (float32), so that it is rounded once, as it is without shards.
+target's logit, and what an entropy needs of them. They are gathered, a few numbers of each row, and merged, by the same
+kernel everywhere, so that losses are the same bits. The gradients of a shard need nothing more; that of x is the sum of
+what the shards give, in the accumulator's dtype (float32), so that it is rounded once, as it is without shards.
 
 Two collectives, however the rows are cut into chunks: one gather in the forward, one sum in the backward if x requires
 a gradient. They are called here, between ops of C++ (``csrc/ops/sharded_vocabulary.cpp``).
