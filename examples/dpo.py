@@ -1,6 +1,6 @@
 """Direct preference optimisation of a real pretrained Llama on made-up preferences: short answers over long ones.
 
-    python -m examples.dpo            under three minutes on two cores; dpo.png has the margin over the steps
+    python -m examples.dpo            a minute on two cores; dpo.png has the margin over the steps
 
 The log-probabilities come from a patched model, which makes no logits. The reference is the model before its first
 step. The last layers are trained alone, for the sake of time.
