@@ -1,6 +1,7 @@
 """What test_distributed.py runs in two processes: training that is saved and goes on elsewhere, that of a Trainer, and
 that of log-probabilities."""
 
+import contextlib
 import copy
 import importlib.util
 import os
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_ext import apply_liger_kernel_to_llama
+from liger_ext import apply_liger_kernel_to_llama, losses
 
 
 def saved_and_loaded(world, saver, loader, saved_by, loaded_by, tied):
@@ -152,3 +153,36 @@ CASES |= cases_of(
     dict(wrapper=tuple(WRAPPERS), alone=(False, True), lora_on_head=(False, True)),
     lambda case: not (case["alone"] and case["wrapper"] == "DDP"),
 )
+
+
+def trl_head(world, wrapper, is_patched):
+    """DPO on the head that TRL's trainers add to a model: on this library's op, the same weights as on TRL's."""
+    from trl.trainer import utils
+
+    import liger_ext.trl
+
+    def trained(ours):
+        model = build(tie_word_embeddings=False).train()
+        if is_patched == "patched":
+            apply_liger_kernel_to_llama(model=model)
+        utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        start, model = weights(model), WRAPPERS[wrapper](model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        with liger_ext.trl.install() if ours else contextlib.nullcontext():
+            assert isinstance(utils._ChunkedLogProbFunction, liger_ext.trl._LogProbs) == ours
+            for (batch,) in batches_of(world):
+                optimizer.zero_grad()
+                output = model(**batch, fused_lm_head=True)
+                chosen, rejected = output.log_probs.sum(-1).chunk(2)
+                (losses.dpo_loss(chosen, rejected, beta=0.5).mean() - 0.1 * output.entropy.mean()).backward()
+                optimizer.step()
+        return start, weights(model)
+
+    (start, expected), (_, found) = trained(False), trained(True)
+    for name, end in expected.items():
+        moved = (end - start[name]).norm()
+        assert moved > 0 and (found[name] - end).norm() <= 1e-4 * moved, name
+
+
+if importlib.util.find_spec("trl"):
+    CASES |= cases_of("trl_head", trl_head, dict(wrapper=tuple(WRAPPERS), is_patched=("stock", "patched")))
