@@ -248,6 +248,13 @@ def test_a_gradient_of_the_entropy_needs_no_further_matmul(device):
     assert matmuls == [3, 4]
 
 
+def test_a_temperature_of_float64():
+    """Beside a softcap it is a factor of each row."""
+    made = doubles(arguments(8, 4, 9))
+    found = F.linear_log_probs(**made, temperature=0.7, softcap=3.0)
+    torch.testing.assert_close(found, reference(**made, temperature=0.7, softcap=3.0)[0], rtol=1e-12, atol=1e-12)
+
+
 def test_numbers_of_numpy(device):
     made, half = arguments(8, 4, 9, device=device), np.float64(0.5)
     expected = F.linear_log_probs(**made, temperature=0.5, logit_scale=0.5)

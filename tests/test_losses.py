@@ -4,6 +4,7 @@ and edges where upstream's are wrong. tests/test_losses_heads.py has the modules
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import normal
@@ -102,7 +103,7 @@ def test_orpo():
     found = losses.orpo_loss(chosen, rejected, beta=BETA)
     judge(found, -BETA * torch.log(s(torch.log(odds[0] / odds[1]))), chosen, rejected)
     with torch.no_grad():  # probabilities that round to 1, and an answer without tokens
-        for edge in (-1e-9, 0.0):
+        for edge in (-1e-37, -1e-9, 0.0):
             close = torch.tensor([edge], requires_grad=True)
             with torch.enable_grad():
                 loss = losses.orpo_loss(close, torch.tensor([-1.0]))
@@ -129,7 +130,15 @@ def test_kto(kl):
     judge(found, expected, answers)
 
 
+def test_numbers_of_numpy():
+    chosen, rejected, *_ = pairs()
+    found = losses.dpo_loss(chosen, rejected, beta=np.float64(BETA), label_smoothing=np.float64(0.1))
+    assert torch.equal(found, losses.dpo_loss(chosen, rejected, beta=BETA, label_smoothing=0.1))
+
+
 def test_answer_log_probs():
+    many = torch.full((1, 3000), -30.0, dtype=torch.float16)
+    assert losses.answer_log_probs(many) == losses.answer_log_probs(many, many != 0) == -90_000
     log_probs = -normal(3, 5, dtype=torch.float64).abs()
     mask = torch.tensor([[1, 1, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
     total = losses.answer_log_probs(log_probs, mask)
@@ -255,6 +264,39 @@ def test_padding_has_no_effect(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sequences", [False, True])
+def test_padding_of_constants_has_no_effect(kind, sequences):
+    """Of advantages, of a correction and of a mask; of a whole sequence, or of single tokens."""
+    log_probs, old, ref, advantages, mask = rollout()
+    if sequences:
+        mask = mask & torch.tensor([True, True, False, True])[:, None]
+        shown, given = mask.any(1, keepdim=True), (advantages[:, None], ref[:, :1].exp(), torch.ones(4, 1).double())
+    else:
+        shown, given = mask, ((advantages[:, None] + ref), ref.exp(), (ref > ref.median()).double())
+    found = []
+    for bad in (1.0, torch.nan, torch.inf):
+        a, ratio, policy = (torch.where(shown, t, bad) for t in given)
+        loss = losses.grpo_loss(
+            log_probs, a, mask, old_log_probs=old, loss_type=kind, sampling_ratio=ratio, policy_mask=policy,
+            max_completion_length=10,
+        )  # fmt: skip
+        found.append((*loss[::2], *torch.autograd.grad(loss.loss, log_probs)))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_that_overflows(kind, advantage):
+    log_probs = torch.tensor([[-1.0]], requires_grad=True)
+    found = losses.grpo_loss(
+        log_probs, torch.tensor([advantage]), torch.ones(1, 1), old_log_probs=torch.tensor([[-100.0]]), beta=0.1,
+        ref_log_probs=torch.tensor([[200.0]]), loss_type=kind, delta=2.0, max_completion_length=1,
+    )  # fmt: skip
+    assert found.loss.isfinite() and torch.autograd.grad(found.loss, log_probs)[0].isfinite()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("each_token", [False, True])
 def test_grpo_targets(kind, each_token):
     """What they leave out changes neither the loss nor its gradient."""
@@ -272,6 +314,7 @@ def test_grpo_targets(kind, each_token):
         both.append((loss, *torch.autograd.grad(loss, log_probs)))
     torch.testing.assert_close(*both)
     assert torch.equal(losses.grpo_targets(ids, mask, advantages, every_token=True) != -100, mask)
+    assert torch.equal(losses.grpo_targets(ids.byte(), mask, advantages, loss_type=kind), targets)
 
 
 def test_entropy_bonus_and_mask():
@@ -298,9 +341,23 @@ def test_empty_sequences():
             max_completion_length=10,
         )  # fmt: skip
         assert found.loss == 0 and not torch.autograd.grad(found.loss, log_probs)[0].any()
+        none = torch.zeros(0, 6, requires_grad=True)
+        found = losses.grpo_loss(none, torch.zeros(0), none, loss_type=kind, max_completion_length=10)
+        assert found.loss == 0 and losses.grpo_targets(none.long(), none, torch.zeros(0)).shape == (0, 6)
 
 
 BAD = [
+    (lambda x: losses.answer_log_probs(x, x[:1]), r"mask has shape \(1,\), expected that of log_probs, \(3,\)"),
+    (lambda x: losses.cpo_loss(x, x, beta="a"), "cpo_loss: beta is 'a', expected a number more than 0"),
+    (lambda x: losses.kto_loss(x, x > 0, kl=math.nan), "kl is nan, expected a number, or a tensor"),
+    (lambda x: losses.grpo_targets(x[None], x[None], x[:1]), "token_ids has dtype torch.float32, expected torch.int64"),
+    (lambda x: losses.grpo_targets(x[None].long(), x, x[:1]), r"mask has shape \(3,\), expected that of token_ids"),
+    (lambda x: losses.grpo_loss(x[None], x[:1], x[None], policy_mask=x[None, :2]), r"policy_mask has shape \(1, 2\)"),
+    (
+        lambda x: losses.grpo_loss(x[None], x[:1], x[None], epsilon_low=-1),
+        "epsilon_low is -1, expected a number, at le",
+    ),
+    (lambda x: losses.grpo_loss(x[None], x[:1], x[None], normalizer=0), "normalizer is 0, expected a number more than"),
     (lambda x: losses.dpo_loss(x, x, loss_type="ipo"), "Unsupported loss_type: 'ipo', expected one of sigmoid"),
     (lambda x: losses.dpo_loss(x, x, beta=0), "beta is 0, expected a number more than 0"),
     (lambda x: losses.dpo_loss(x, x, x), "ref_chosen and ref_rejected go together"),
@@ -312,7 +369,7 @@ BAD = [
     (lambda x: losses.high_entropy_mask(x, x, 0), r"share is 0, expected a number in \(0, 1\]"),
     (lambda x: losses.grpo_loss(x, x, x), r"log_probs has shape \(3,\), expected \(sequences, tokens\)"),
     (lambda x: losses.grpo_loss(x[None], x, x[None]), r"advantages has shape \(3,\), expected \(1,\) or \(1, 1\) or"),
-    (lambda x: losses.grpo_loss(x[None], x[:1], x), r"mask has shape \(3,\), expected \(1, 3\)"),
+    (lambda x: losses.grpo_loss(x[None], x[:1], x), r"mask has shape \(3,\), expected that of log_probs, \(1, 3\)"),
     (lambda x: losses.grpo_loss(x[None], x[:1], x[None], loss_type="ppo"), "Unknown loss type: 'ppo', expected one of"),
     (lambda x: losses.grpo_loss(x[None], x[:1], x[None], beta=0.1), "beta is 0.1 and ref_log_probs is None"),
     (lambda x: losses.grpo_loss(x[None], x[:1], x[None], entropy_coef=1.0), "entropy_coef is 1.0 and entropy is None"),

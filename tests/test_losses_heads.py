@@ -134,6 +134,19 @@ def test_modules_leave_out_what_has_no_effect():
     assert matmul(lambda: grpo(x, weight, target.clamp(min=0), target != -100, advantages)) == 8
 
 
+def test_modules_of_no_answers():
+    x, weight, bias, _, target = head()
+    none, nothing = x[:0], target[:0]
+    for module in (
+        losses.LigerFusedLinearDPOLoss(use_ref_model=False, compute_nll_loss=True), losses.LigerFusedLinearORPOLoss(),
+    ):  # fmt: skip
+        loss, aux = module(weight, none, nothing, bias)
+        assert loss == 0 and all(t.isfinite().all() for t in aux)
+    labels = torch.zeros(0, dtype=torch.bool)
+    assert losses.LigerFusedLinearKTOLoss()(none, weight, nothing, bias, labels)[0] == 0
+    assert losses.LigerFusedLinearGRPOLoss(beta=0.0)(none, weight, nothing, nothing, torch.zeros(0))[0] == 0
+
+
 def test_bad_calls_of_modules():
     x, weight, _, (ref_x, _), target = head()
     dpo = losses.LigerFusedLinearDPOLoss()
@@ -149,6 +162,12 @@ def test_bad_calls_of_modules():
         losses.LigerFusedLinearKTOLoss()(x, weight, target)
     with pytest.raises(ValueError, match="ref_per_token_logps is None, and ref_input or ref_weight is None"):
         losses.LigerFusedLinearGRPOLoss()(x, weight, target.clamp(min=0), target != -100, torch.ones(4))
+    with pytest.raises(
+        ValueError, match=r"grpo_targets: mask has shape \(4, 2\), expected that of token_ids, \(4, 7\)"
+    ):
+        losses.LigerFusedLinearGRPOLoss()(x, weight, target.clamp(min=0), target[:, :2], torch.ones(4))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ignore_index'"):
+        losses.LigerFusedLinearGRPOLoss(ignore_index=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'betta'"):
         losses.LigerFusedLinearDPOLoss(betta=0.1)
 

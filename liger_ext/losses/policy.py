@@ -8,11 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_ext.losses.preference import check_number, check_positive, check_shapes
+
 __all__ = ["GRPOOutput", "grpo_loss", "grpo_targets", "high_entropy_mask"]
 
 _CLIPPED = "grpo", "bnpo", "dr_grpo", "dapo", "luspo"
 _TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
 _LARGEST_LOG, _LEAST_LOG = 20.0, math.log(1e-8)  # of VESPO's weights
+_FINITE = (
+    80.0  # the largest logarithm of a ratio: float32 holds its exponential, which the gradient of a clipped one is 0 of
+)
 
 
 class GRPOOutput(NamedTuple):
@@ -104,17 +109,18 @@ def grpo_loss(
     valid, mask = mask != 0, mask.to(dtype)
     tokens = mask.sum()
     log_probs = torch.where(valid, log_probs.to(dtype), 0.0)
-    advantages = advantages.detach().to(dtype).reshape(advantages.shape[0], -1)
+    advantages = _where_valid(valid, advantages.detach().to(dtype), 0.0)
     old = log_probs.detach() if old_log_probs is None else torch.where(valid, old_log_probs.detach(), 0.0)
     log_ratio = log_probs - old
     if importance_sampling_level == "sequence":
         log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1)).unsqueeze(-1)
+    log_ratio = log_ratio.clamp(max=_FINITE)
     # Without an advantage the ratio has no effect, and may be that of a log-probability that nobody computed.
     ratio = torch.where(advantages != 0, log_ratio, 0.0).exp()
     if sampling_ratio is not None:
-        sampling_ratio = sampling_ratio.detach().reshape(mask.shape[0], -1)
-        if sampling_ratio.shape[1] > 1:
-            sampling_ratio = torch.where(valid, sampling_ratio, 1.0)
+        sampling_ratio = _where_valid(valid, sampling_ratio.detach(), 1.0)
+    if policy_mask is not None:
+        policy_mask = torch.where(valid, policy_mask.detach(), 0)
 
     low, high = ratio < 1 - epsilon_low, ratio > 1 + epsilon_high
     if loss_type in _CLIPPED:
@@ -139,18 +145,18 @@ def grpo_loss(
     kl = None
     if beta != 0:
         q = torch.where(valid, ref_log_probs.detach(), 0.0) - log_probs
-        each = torch.expm1(q) - q
+        each = torch.expm1(q.clamp(max=_FINITE)) - q
         if use_bias_correction_kl:
             each = each * log_ratio.exp()
         loss, kl = loss + beta * each, ((each * mask).sum() / tokens.clamp(min=1)).detach()
 
     loss = loss * mask
     if loss_type in ("grpo", "sapo"):
-        loss = (loss.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+        loss = (loss.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / max(1, mask.shape[0])
     elif loss_type == "luspo":
-        loss = loss.sum(-1).mean()
+        loss = loss.sum() / max(1, mask.shape[0])
     elif loss_type == "dr_grpo":
-        loss = loss.sum() / (mask.shape[0] * max_completion_length)
+        loss = loss.sum() / (max(1, mask.shape[0]) * max_completion_length)
     else:
         given = normalizer if normalizer is not None and loss_type != "bnpo" else tokens.clamp(min=1)
         loss = loss.sum() / given
@@ -159,6 +165,12 @@ def grpo_loss(
         loss = loss - entropy_coef * (torch.where(valid, entropy, 0.0) * weights).sum() / weights.sum().clamp(min=1)
     clipped = ((low & (advantages < 0)) | (high & (advantages > 0))) * mask
     return GRPOOutput(loss, kl, (clipped.sum() / tokens.clamp(min=1)).detach())
+
+
+def _where_valid(valid: Tensor, t: Tensor, other: float) -> Tensor:
+    """``(sequences, 1)`` or ``(sequences, tokens)``; ``other`` where no token counts."""
+    t = t.unsqueeze(1) if t.dim() == 1 else t
+    return torch.where(valid if t.shape[1] == valid.shape[1] else valid.any(1, keepdim=True), t, other)
 
 
 def _vespo_weight(log_ratio: Tensor, sampling_ratio: Tensor | None, k: Tensor, rate: Tensor) -> Tensor:
@@ -194,14 +206,22 @@ def grpo_targets(
 
     Returns:
         ``(sequences, tokens)``, int64.
+
+    Raises:
+        ValueError: an unknown type or level; a tensor's shape or dtype.
     """
+    _check_types("grpo_targets", loss_type, importance_sampling_level)
+    if token_ids.dtype not in (torch.int64, torch.int32, torch.uint8):
+        raise ValueError(f"grpo_targets: token_ids has dtype {token_ids.dtype}, expected torch.int64")
+    check_shapes("grpo_targets", token_ids=token_ids, mask=mask)
+    _check_advantages("grpo_targets", "advantages", advantages, token_ids)
     keep = mask != 0
     if not every_token:
-        counts = advantages.reshape(advantages.shape[0], -1) != 0
+        counts = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages) != 0
         # A sequence's ratio has all of its tokens in it.
         counts = counts if importance_sampling_level == "token" and loss_type != "vespo" else counts.any(-1, True)
         keep = keep & counts
-    return torch.where(keep, token_ids, ignore_index).long()
+    return torch.where(keep, token_ids.long(), ignore_index)
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
@@ -217,12 +237,8 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     Raises:
         ValueError: share outside its range; shapes that differ.
     """
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ValueError(f"high_entropy_mask: share is {share!r}, expected a number in (0, 1]")
-    if entropy.shape != mask.shape:
-        raise ValueError(
-            f"high_entropy_mask: entropy has shape {tuple(entropy.shape)}, expected that of mask, {tuple(mask.shape)}"
-        )
+    check_number("high_entropy_mask", "share", share, "a number in (0, 1]", lambda share: 0 < share <= 1)
+    check_shapes("high_entropy_mask", entropy=entropy, mask=mask)
     valid = mask != 0
     of_tokens = entropy.detach()[valid].float().sort().values
     if of_tokens.numel() == 0:
@@ -232,33 +248,54 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
 
 
 def _check(given: dict) -> None:
-    log_probs, kind, level = given["log_probs"], given["loss_type"], given["importance_sampling_level"]
+    op, log_probs, kind = "grpo_loss", given["log_probs"], given["loss_type"]
+    _check_types(op, kind, given["importance_sampling_level"])
+    if kind == "dr_grpo" and given["max_completion_length"] is None:
+        raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo', and is None")
+    for name in ("beta", "epsilon_low", "epsilon_high"):
+        check_number(op, name, given[name], "a number, at least 0", lambda value: value >= 0)
+    check_number(op, "entropy_coef", given["entropy_coef"], "a number", lambda _: True)
+    positive = ["sapo_temperature_pos", "sapo_temperature_neg"] if kind == "sapo" else []
+    given_alone = ["delta", "max_completion_length"]
+    if not isinstance(given["normalizer"], Tensor):
+        given_alone.append("normalizer")
+    positive += [name for name in given_alone if given[name] is not None]
+    check_positive(op, **{name: given[name] for name in positive})
+    for option, needed in (("beta", "ref_log_probs"), ("entropy_coef", "entropy")):
+        if given[option] != 0 and given[needed] is None:
+            raise ValueError(f"{op}: {option} is {given[option]!r} and {needed} is None: pass it, or {option}=0")
+    if log_probs.dim() != 2:
+        raise ValueError(f"{op}: log_probs has shape {tuple(log_probs.shape)}, expected (sequences, tokens)")
+    check_shapes(
+        op, log_probs=log_probs, **{n: given[n] for n in ("mask", "old_log_probs", "ref_log_probs", "entropy")}
+    )
+    for name in ("advantages", "sampling_ratio"):
+        _check_advantages(op, name, given[name], log_probs)
+    policy = given["policy_mask"]
+    if policy is not None:
+        sizes = zip(policy.shape[::-1], log_probs.shape[::-1], strict=False)
+        if policy.dim() > 2 or any(size not in (1, full) for size, full in sizes):
+            raise ValueError(
+                f"{op}: policy_mask has shape {tuple(policy.shape)}, expected one that broadcasts to that of "
+                f"log_probs, {tuple(log_probs.shape)}"
+            )
+
+
+def _check_types(op: str, kind: object, level: object) -> None:
     if kind not in _TYPES:
-        raise ValueError(f"grpo_loss: Unknown loss type: {kind!r}, expected one of {', '.join(_TYPES)}")
+        raise ValueError(f"{op}: Unknown loss type: {kind!r}, expected one of {', '.join(_TYPES)}")
     if level not in ("token", "sequence"):
-        raise ValueError(f"grpo_loss: importance_sampling_level is {level!r}, expected 'token' or 'sequence'")
+        raise ValueError(f"{op}: importance_sampling_level is {level!r}, expected 'token' or 'sequence'")
     if level == "sequence" and kind not in _CLIPPED:
         raise ValueError(
             f"Sequence-level importance sampling is not supported for loss_type={kind!r}: use the level 'token', or "
             f"one of {', '.join(_CLIPPED)}"
         )
-    if kind == "dr_grpo" and given["max_completion_length"] is None:
-        raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo', and is None")
-    if given["beta"] != 0 and given["ref_log_probs"] is None:
-        raise ValueError(f"grpo_loss: beta is {given['beta']!r} and ref_log_probs is None: pass them, or beta=0")
-    if given["entropy_coef"] != 0 and given["entropy"] is None:
-        raise ValueError(f"grpo_loss: entropy_coef is {given['entropy_coef']!r} and entropy is None: pass it")
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg") if kind == "sapo" else ():
-        if not given[name] > 0:
-            raise ValueError(f"grpo_loss: {name} is {given[name]!r}, expected a number more than 0")
-    if log_probs.dim() != 2:
-        raise ValueError(f"grpo_loss: log_probs has shape {tuple(log_probs.shape)}, expected (sequences, tokens)")
-    rows, tokens = log_probs.shape
-    full, columns, flat = (rows, tokens), (rows, 1), (rows,)
-    shapes = dict.fromkeys(("mask", "old_log_probs", "ref_log_probs", "entropy"), (full,))
-    shapes |= dict.fromkeys(("advantages", "sampling_ratio"), (flat, columns, full))
-    for name, expected in shapes.items():
-        t = given[name]
-        if t is not None and tuple(t.shape) not in expected:
-            either = " or ".join(map(str, expected))
-            raise ValueError(f"grpo_loss: {name} has shape {tuple(t.shape)}, expected {either}, as log_probs has")
+
+
+def _check_advantages(op: str, name: str, t: Tensor | None, like: Tensor) -> None:
+    rows, tokens = like.shape
+    expected = (rows,), (rows, 1), (rows, tokens)
+    if t is not None and tuple(t.shape) not in expected:
+        either = " or ".join(map(str, expected))
+        raise ValueError(f"{op}: {name} has shape {tuple(t.shape)}, expected {either}")

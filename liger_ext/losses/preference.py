@@ -7,6 +7,7 @@ gives the papers' objective. Below, s is the sigmoid.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 
 import torch
@@ -26,16 +27,19 @@ def answer_log_probs(log_probs: Tensor, mask: Tensor | None = None, *, average: 
         average: divide by the number of tokens that count (SimPO, ORPO). An answer without one has the result 0.
 
     Returns:
-        ``(answers,)``, in the dtype of log_probs.
+        ``(answers,)``, float32, or float64 for float64.
 
     Raises:
-        ValueError: average without a mask.
+        ValueError: average without a mask; a mask of another shape.
     """
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
     if mask is None:
         if average:
             raise ValueError("answer_log_probs: average is True and mask is None, expected the mask of the tokens")
-        return log_probs.sum(-1)
-    total = torch.where(mask != 0, log_probs * mask, 0.0).sum(-1)
+        return log_probs.sum(-1, dtype=dtype)
+    check_shapes("answer_log_probs", log_probs=log_probs, mask=mask)
+    mask = mask.detach()
+    total = torch.where(mask != 0, log_probs * mask, 0.0).sum(-1, dtype=dtype)
     return total / mask.sum(-1).clamp(min=1) if average else total
 
 
@@ -82,7 +86,7 @@ def dpo_loss(
     check_dpo_options(beta, loss_type, label_smoothing, discopop_tau)
     if (ref_chosen is None) != (ref_rejected is None):
         raise ValueError("dpo_loss: ref_chosen and ref_rejected go together, and one of them is None")
-    _check_shapes("dpo_loss", chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    check_shapes("dpo_loss", chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     if ref_chosen is not None:
         chosen, rejected = chosen - ref_chosen.detach(), rejected - ref_rejected.detach()
     return _DPO[loss_type](beta * chosen, beta * rejected, label_smoothing, discopop_tau, beta)
@@ -125,12 +129,12 @@ _DPO: dict[str, Callable[..., Tensor]] = {
 
 def check_dpo_options(beta: float, loss_type: str, label_smoothing: float, discopop_tau: float) -> None:
     """Raises the ValueErrors of :func:`dpo_loss` for its options."""
-    if loss_type not in _DPO:
+    if loss_type not in tuple(_DPO):
         raise ValueError(f"Unsupported loss_type: {loss_type!r}, expected one of {', '.join(_DPO)}")
-    _check_positive("dpo_loss", beta=beta, discopop_tau=discopop_tau)
+    check_positive("dpo_loss", beta=beta, discopop_tau=discopop_tau)
     if loss_type == "exo_pair" and label_smoothing == 0:
         raise ValueError("label_smoothing must be > 0 for loss_type='exo_pair', and is 0")
-    if not 0 <= label_smoothing < 0.5:
+    if not isinstance(label_smoothing, numbers.Real) or not 0 <= label_smoothing < 0.5:
         raise ValueError(
             f"label_smoothing must lie in [0.0, 0.5) for loss_type={loss_type!r}, and is {label_smoothing!r}"
         )
@@ -152,7 +156,7 @@ def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoot
     Raises:
         ValueError: an option outside its range; shapes that differ.
     """
-    return simpo_loss(chosen, rejected, beta=beta, gamma=0.0, label_smoothing=label_smoothing)
+    return _of_difference("cpo_loss", chosen, rejected, beta, 0.0, label_smoothing)
 
 
 def simpo_loss(
@@ -163,10 +167,16 @@ def simpo_loss(
     :func:`cpo_loss` with ``d = beta * (chosen - rejected) - gamma``, of log-probabilities that are averaged over tokens
     (``answer_log_probs(..., average=True)``).
     """
-    _check_positive("simpo_loss", beta=beta)
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"simpo_loss: label_smoothing is {label_smoothing!r}, expected a number in [0, 0.5)")
-    _check_shapes("simpo_loss", chosen=chosen, rejected=rejected)
+    return _of_difference("simpo_loss", chosen, rejected, beta, gamma, label_smoothing)
+
+
+def _of_difference(
+    function: str, chosen: Tensor, rejected: Tensor, beta: float, gamma: float, label_smoothing: float
+) -> Tensor:
+    check_positive(function, beta=beta)
+    check_number(function, "gamma", gamma, "a number", lambda _: True)
+    check_number(function, "label_smoothing", label_smoothing, "a number in [0, 0.5)", lambda e: 0 <= e < 0.5)
+    check_shapes(function, chosen=chosen, rejected=rejected)
     return _sigmoid(beta * (chosen - rejected) - gamma, label_smoothing)
 
 
@@ -179,8 +189,8 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
     Returns:
         ``(pairs,)``. It is finite, and so is its gradient, where an average is 0: an answer without tokens.
     """
-    _check_positive("orpo_loss", beta=beta)
-    _check_shapes("orpo_loss", chosen=chosen, rejected=rejected)
+    check_positive("orpo_loss", beta=beta)
+    check_shapes("orpo_loss", chosen=chosen, rejected=rejected)
     return -beta * F.logsigmoid(log_odds_ratio(chosen, rejected))
 
 
@@ -190,7 +200,7 @@ def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) of x <= 0, without cancellation near 0 and finite at 0."""
-    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     small = x > -math.log(2)
     near, far = torch.where(small, x, -1.0), torch.where(small, -1.0, x)
     return torch.where(small, (-torch.expm1(near)).log(), torch.log1p(-far.exp()))
@@ -213,7 +223,7 @@ def kto_loss(
 
     Args:
         log_probs: ``(answers,)``, their log-probabilities (:func:`answer_log_probs`).
-        desirable: ``(answers,)``, bool.
+        desirable: ``(answers,)``, bool, or numbers that are not 0 where an answer is desirable.
         ref_log_probs: the reference model's, without gradients; None: 0.
         kl: the estimate of the divergence from the reference, a number or one of each answer, without gradients.
         beta: how far the policy may move from the reference, more than 0.
@@ -225,9 +235,11 @@ def kto_loss(
     Raises:
         ValueError: beta outside its range; shapes that differ.
     """
-    _check_positive("kto_loss", beta=beta)
+    check_positive("kto_loss", beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    if not isinstance(kl, Tensor):
+        check_number("kto_loss", "kl", kl, "a number, or a tensor of numbers", lambda _: True)
     many = kl if isinstance(kl, Tensor) and kl.numel() != 1 else None
-    _check_shapes("kto_loss", log_probs=log_probs, desirable=desirable, ref_log_probs=ref_log_probs, kl=many)
+    check_shapes("kto_loss", log_probs=log_probs, desirable=desirable, ref_log_probs=ref_log_probs, kl=many)
     reward = log_probs if ref_log_probs is None else log_probs - ref_log_probs.detach()
     if isinstance(kl, Tensor):
         kl = kl.detach() if kl is many else kl.detach().reshape(())
@@ -236,14 +248,23 @@ def kto_loss(
     return torch.full_like(gain, undesirable_weight).masked_fill(desirable, desirable_weight) * (-beta * gain).sigmoid()
 
 
-def _check_positive(function: str, **options: float) -> None:
+def check_number(function: str, name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
+    """``expected``: in words what ``fits`` is true of."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not fits(value):
+        raise ValueError(f"{function}: {name} is {value!r}, expected {expected}")
+
+
+def check_positive(function: str, **options: float) -> None:
     for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"{function}: {name} is {value!r}, expected a number more than 0")
+        check_number(function, name, value, "a number more than 0", lambda value: value > 0)
 
 
-def _check_shapes(function: str, **tensors: Tensor | None) -> None:
+def check_shapes(function: str, **tensors: Tensor | None) -> None:
     (first, of), *others = tensors.items()
+    for name, t in tensors.items():
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{function}: {name} is {type(t).__name__}, expected a Tensor")
     for name, t in others:
         if t is not None and t.shape != of.shape:
             raise ValueError(

@@ -43,7 +43,7 @@ class HeadLoss(nn.Module):
             head and the reference's.
     """
 
-    def __init__(self, ignore_index: int, **head_options: Any) -> None:
+    def __init__(self, ignore_index: int, /, **head_options: Any) -> None:
         super().__init__()
         unknown = head_options.keys() - {"softcap", "logit_scale", "temperature", "memory"}
         if unknown:
@@ -82,8 +82,17 @@ def logit_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``(answers,)``: the sums over tokens and vocabulary of ``x @ weight.T + bias``, without making it."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     with torch.no_grad():
-        sums = x.sum(1, dtype=dtype) @ weight.sum(0, dtype=dtype)
-        return sums if bias is None else sums + x.shape[1] * bias.sum(dtype=dtype)
+        sums = x.sum(1, dtype=dtype) @ _whole(weight.sum(0, dtype=dtype))
+        return sums if bias is None else sums + x.shape[1] * _whole(bias.sum(dtype=dtype))
+
+
+def _whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t  # of a weight whose vocabulary is sharded
+
+
+def mean_of(t: Tensor) -> Tensor:
+    """The mean, and 0 of nothing."""
+    return t.sum() / max(1, t.numel())
 
 
 class _PairedLoss(HeadLoss):
@@ -120,7 +129,7 @@ class _PairedLoss(HeadLoss):
         log_probs = self.log_probs(all_x, weight, all_targets, bias, rows)
         answers = answer_log_probs(log_probs[: 2 * pairs], target != self.ignore_index, average=self.average_log_prob)
         chosen, rejected = answers[:pairs], answers[pairs:]
-        loss = losses(chosen, rejected).mean()
+        loss = mean_of(losses(chosen, rejected))
         nll = loss.new_zeros(())
         if self.compute_nll_loss:
             first = 0 if nll_target is None else 2 * pairs
@@ -320,8 +329,8 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
 
         loss, aux = self._loss(losses, _input, lin_weight, target, bias, rows, nll_target)
         odds = log_odds_ratio(*aux[:2])
-        of_odds = nn.functional.logsigmoid(odds).mean(), odds.mean()
-        return loss, (*aux, self.beta * aux[0], self.beta * aux[1], *of_odds)
+        of_odds = nn.functional.logsigmoid(odds), odds
+        return loss, (*aux, self.beta * aux[0], self.beta * aux[1], *map(mean_of, of_odds))
 
 
 class LigerFusedLinearKTOLoss(HeadLoss):
@@ -374,7 +383,7 @@ class LigerFusedLinearKTOLoss(HeadLoss):
         if self.use_ref_model:
             ref = self.reference(ref_input, ref_weight, target, ref_bias, self.average_log_prob, rows)
         answers = self.answers(_input, lin_weight, target, bias, self.average_log_prob, rows)
-        loss = kto_loss(answers, preference_labels, ref, 0.0 if kl is None else kl, beta=self.beta).mean()
+        loss = mean_of(kto_loss(answers, preference_labels, ref, 0.0 if kl is None else kl, beta=self.beta))
         rewards = self.beta * (answers.detach() if ref is None else answers.detach() - ref)
         logits = logit_sums(_input, lin_weight, bias)
         desirable = preference_labels.bool()

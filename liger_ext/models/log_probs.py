@@ -49,6 +49,10 @@ def take_options(arguments: dict[str, object], has_labels: bool, against: str | 
     if not asked:
         if entropy:
             raise ValueError("return_entropy=True is given without return_log_probs=True: pass both")
+        if has_labels and arguments.get("temperature") is not None:
+            raise ValueError(
+                f"temperature={arguments['temperature']!r} is given without return_log_probs=True: pass both"
+            )
         for name in _FLAGS:
             arguments.pop(name, None)
         return None

@@ -94,7 +94,9 @@ def linear_log_probs(
     elif softcap is None:
         logit_scale = logit_scale / _factor("temperature", temperature)
     elif _factor("temperature", temperature) != 1:
-        per_token = torch.full((target.numel(),), float(temperature), device=x.device)
+        wide = torch.float64 in (x.dtype, weight.dtype)
+        dtype = torch.float64 if wide else torch.float32
+        per_token = torch.full((target.numel(),), float(temperature), dtype=dtype, device=x.device)
     outputs = fused_loss(
         _OP, x, weight, target, bias, ignore_index=ignore_index, memory=memory, rows=rows, softcap=softcap,
         logit_scale=logit_scale, temperature=per_token, return_token_accuracy=is_top1, return_entropy=entropy,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import test_linear_log_probs
 import torch
 from kernel_cases import DTYPES, Case, cases, with_gradients
 from ops.glu import check_h, h_cases
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from amd.device import Device, Emulation
 from liger_ext import functional, numerics
+from liger_ext.ops._loss_plan import SMALLEST
 from liger_ext.testing import Measurement, compare
 
 NO_CASES = {"what": "", "share": 0.0, "results": 0, "cases": 0, "wrong": 0}
@@ -95,7 +98,14 @@ def run_cases(device: Device, report: Report, order: str, only: str, quick: bool
 
 def run_checks(device: Device, report: Report) -> None:
     """What the rule does not measure."""
-    for check in (check_stream_copy, check_bad_targets, check_saved_without_gaps, check_h_of_the_glu_backward):
+    checks = (
+        check_stream_copy,
+        check_bad_targets,
+        check_saved_without_gaps,
+        check_h_of_the_glu_backward,
+        check_log_probs,
+    )
+    for check in checks:
         try:
             check(device)
         except Exception as error:
@@ -135,3 +145,11 @@ def check_h_of_the_glu_backward(device: Device) -> None:
     for dtype in DTYPES:
         for *tensors, activation, gate_multiplier, down_multiplier in h_cases(dtype):
             check_h(*map(device.place, tensors), activation, gate_multiplier, down_multiplier)
+
+
+def check_log_probs(device: Device) -> None:
+    """Log-probabilities and entropies of tokens, which are no loss of a record."""
+    for dtype, memory, softcap in itertools.product(DTYPES, ("auto", SMALLEST), (None, 3.0)):
+        made = test_linear_log_probs.arguments(3, 8, 1048, dtype)
+        made = {name: device.place(t.detach()).requires_grad_(t.requires_grad) for name, t in made.items()}
+        test_linear_log_probs.judge(made, dtype, memory=memory, softcap=softcap)
