@@ -235,6 +235,11 @@ def test_bad_options(device, options, message):
         F.linear_log_probs(**arguments(8, 4, 9, device=device), **options)
 
 
+def test_a_flag_that_is_none(device):
+    with pytest.raises(TypeError, match="linear_log_probs: entropy is 'no', expected True or False"):
+        F.linear_log_probs(**arguments(8, 4, 9, device=device), entropy="no")
+
+
 def test_a_gradient_of_the_entropy_needs_no_further_matmul(device):
     """Where the gradient of all logits is stored in the memory of dweight, and may be overwritten; else one more."""
     made = arguments(120, 64, 300, device=device, bias=False)

@@ -82,6 +82,10 @@ def linear_log_probs(
         ValueError: an option outside its range, shapes, dtypes or devices that do not fit together.
         IndexError: a target out of range, as in :func:`cross_entropy`.
     """
+    flags = {"entropy": entropy, "mean_logits": mean_logits, "is_top1": is_top1, "log_sum_sq_probs": log_sum_sq_probs}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{_OP}: {name} is {flag!r}, expected True or False")
     logit_scale = _factor("logit_scale", logit_scale)
     per_token = None
     if isinstance(temperature, Tensor):
