@@ -3,6 +3,7 @@
 import importlib
 
 from liger_ext import _load, _tuned, compat, functional, modules  # _load is first: it loads the libraries
+from liger_ext import losses as losses
 from liger_ext.compat import *  # noqa: F403
 from liger_ext.functional import *  # noqa: F403
 from liger_ext.models import FAMILIES as _FAMILIES

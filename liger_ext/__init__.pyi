@@ -4,6 +4,7 @@
 
 from liger_ext import compat as compat
 from liger_ext import functional as functional
+from liger_ext import losses as losses
 from liger_ext import modules as modules
 from liger_ext.compat import *
 from liger_ext.functional import *

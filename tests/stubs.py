@@ -143,7 +143,7 @@ def of_models() -> str:
 
 
 def of_package() -> str:
-    spaces = [f"from liger_ext import {space} as {space}\n" for space in ("compat", "functional", "modules")]
+    spaces = [f"from liger_ext import {space} as {space}\n" for space in ("compat", "functional", "losses", "modules")]
     names = [f"from liger_ext.{space} import *\n" for space in ("compat", "functional", "modules")]
     patching = [f"from liger_ext.models import {name} as {name}\n" for name in liger_ext._PATCHING]
     return "".join([HEAD, *spaces, *names, *patching, "\n", listed(liger_ext), "__version__: str\n"])
