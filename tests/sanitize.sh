@@ -15,7 +15,7 @@ cmake -G Ninja -S . -B "$build" -DPython_EXECUTABLE="$(python3 -c 'import sys; p
   -DCMAKE_C_COMPILER=clang-19 -DCMAKE_BUILD_TYPE=RelWithDebInfo -DLIGER_EXT_GPU=none -DLIGER_EXT_SANITIZE="$sanitizers" \
   --log-level=WARNING
 cmake --build "$build"
-ln -sfn "$PWD"/liger_ext/*.py "$PWD"/liger_ext/{models,ops,records} "$build/liger_ext/"
+ln -sfn "$PWD"/liger_ext/*.py "$PWD"/liger_ext/{losses,models,ops,records} "$build/liger_ext/"
 
 files=()
 for record in liger_ext/records/[a-z]*.py; do   # of each op or family
