@@ -58,14 +58,7 @@ def install() -> PatchHandle:
     if reason is not None:
         warnings.warn(f"liger_ext.trl.install: {reason}; TRL runs as it is", stacklevel=2)
         return handle
-    ours = _LogProbs(found)
-    setattr(utils, _NAME, ours)
-
-    def undo() -> None:
-        if getattr(utils, _NAME) is ours:
-            setattr(utils, _NAME, found)
-
-    handle.callback(undo)
+    handle.replace(utils, _NAME, _LogProbs(found))
     return handle
 
 

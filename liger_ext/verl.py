@@ -87,14 +87,7 @@ def install() -> PatchHandle:
     if reason is not None:
         warnings.warn(f"liger_ext.verl.install: {reason}; verl runs as it is", stacklevel=2)
         return handle
-    ours = _or_stock(found)
-    setattr(module, _NAME, ours)
-
-    def undo() -> None:
-        if getattr(module, _NAME) is ours:
-            setattr(module, _NAME, found)
-
-    handle.callback(undo)
+    handle.replace(module, _NAME, _or_stock(found))
     return handle
 
 

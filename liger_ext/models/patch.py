@@ -48,6 +48,17 @@ class PatchHandle(contextlib.ExitStack[None]):
         """Undoes the patch. Modules that were patched get back the class they had."""
         self.close()
 
+    def replace(self, owner: types.ModuleType, name: str, replacement: object) -> None:
+        """Sets an attribute of a module. The undo sets it back, unless other code has set it in the meantime."""
+        found = getattr(owner, name)
+        setattr(owner, name, replacement)
+
+        def undo() -> None:
+            if getattr(owner, name) is replacement:
+                setattr(owner, name, found)
+
+        self.callback(undo)
+
 
 def stands_in(
     module: types.ModuleType, *others: tuple[types.ModuleType, str], **replacements: object
