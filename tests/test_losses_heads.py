@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_ext import compat, losses, verl
 from liger_ext import functional as F
+from liger_ext.losses import preference_heads
 
 
 def head(answers=4, tokens=7, hidden=16, vocab=50, device="cpu"):
@@ -134,6 +135,19 @@ def test_modules_leave_out_what_has_no_effect():
     assert matmul(lambda: grpo(x, weight, target.clamp(min=0), target != -100, advantages)) == 8
 
 
+def test_rows_are_counted_once(monkeypatch):
+    """A reference has the policy's targets. On a GPU each count is a wait."""
+    calls = []
+    monkeypatch.setattr(preference_heads, "count_rows", lambda *args: calls.append(args) or F.count_rows(*args))
+    x, weight, _, (ref_x, ref_weight), target = head()
+    labels, ids, mask = torch.ones(4, dtype=torch.bool), target.clamp(min=0), target != -100
+    losses.LigerFusedLinearDPOLoss()(weight, x, target, None, ref_x, ref_weight)
+    losses.LigerFusedLinearKTOLoss(use_ref_model=True)(x, weight, target, None, labels, ref_x, ref_weight)
+    losses.LigerFusedLinearGRPOLoss()(x, weight, ids, mask, torch.ones(4), ref_input=ref_x, ref_weight=ref_weight)
+    losses.LigerFusedLinearCPOLoss()(weight, x, target)
+    assert len(calls) == 4
+
+
 def test_modules_of_no_answers():
     x, weight, bias, _, target = head()
     none, nothing = x[:0], target[:0]
@@ -237,7 +251,7 @@ def test_scaled_cross_entropy_of_liger_kernel():
 
 
 class _OfVerl(torch.autograd.Function):
-    """verl's function, as far as it matters here."""
+    """A function with the signature of verl's. Its results are sums of the hidden states."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):

@@ -116,6 +116,7 @@ class LigerFusedLinearGRPOLoss(HeadLoss):
             ValueError: no reference where one is to be used; shapes that do not fit together.
         """
         target = self.targets(selected_token_ids, attention_mask, advantages)
+        rows = self.counted(target, rows)
         log_probs = self.log_probs(_input, lin_weight, target, bias, rows)
         reference = log_probs.detach()
         if self.use_ref_model and ref_per_token_logps is not None:

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class HeadLoss(nn.Module):
-    """What the modules share.
+    """A loss whose log-probabilities come from hidden states and a head's weight.
 
     Args:
         ignore_index: as of linear_log_probs.
@@ -50,17 +50,26 @@ class HeadLoss(nn.Module):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {min(unknown)!r}")
         self.ignore_index, self.head_options = ignore_index, head_options
 
+    def counted(self, target: Tensor, rows: CountedRows | None) -> CountedRows | None:
+        """``rows``, or, where a caller has not counted them, those of target."""
+        return count_rows(target, self.ignore_index) if rows is None else rows
+
     def log_probs(
         self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: CountedRows | None
     ) -> Tensor:
-        rows = count_rows(target, self.ignore_index) if rows is None else rows
         return linear_log_probs(x, weight, target, bias, ignore_index=self.ignore_index, rows=rows, **self.head_options)
 
+
+class AnswersLoss(HeadLoss):
+    """A loss of answers' log-probabilities, which may be compared with a reference model's."""
+
+    average_log_prob = True
+
     def answers(
-        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, average: bool, rows: CountedRows | None
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: CountedRows | None
     ) -> Tensor:
         log_probs = self.log_probs(x, weight, target, bias, rows)
-        return answer_log_probs(log_probs, target != self.ignore_index, average=average)
+        return answer_log_probs(log_probs, target != self.ignore_index, average=self.average_log_prob)
 
     def reference(
         self,
@@ -68,14 +77,13 @@ class HeadLoss(nn.Module):
         weight: Tensor | None,
         target: Tensor,
         bias: Tensor | None,
-        average: bool,
         rows: CountedRows | None,
     ) -> Tensor:
         if x is None or weight is None:
             absent = "ref_input" if x is None else "ref_weight"
             raise ValueError(f"{type(self).__name__}: use_ref_model is True and {absent} is None: pass it")
         with torch.no_grad():
-            return self.answers(x, weight, target, bias, average, rows)
+            return self.answers(x, weight, target, bias, rows)
 
 
 def logit_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,10 +103,10 @@ def mean_of(t: Tensor) -> Tensor:
     return t.sum() / max(1, t.numel())
 
 
-class _PairedLoss(HeadLoss):
+class _PairedLoss(AnswersLoss):
     """Of pairs: the first half of a batch are the chosen answers, the second half the rejected ones."""
 
-    average_log_prob, compute_nll_loss, alpha = True, True, 1.0
+    compute_nll_loss, alpha = True, 1.0
 
     def _loss(
         self,
@@ -126,7 +134,7 @@ class _PairedLoss(HeadLoss):
                 )
             all_x, all_targets = torch.cat([x, x[:pairs]]), torch.cat([target, nll_target[:pairs]])
             rows = None
-        log_probs = self.log_probs(all_x, weight, all_targets, bias, rows)
+        log_probs = self.log_probs(all_x, weight, all_targets, bias, self.counted(all_targets, rows))
         answers = answer_log_probs(log_probs[: 2 * pairs], target != self.ignore_index, average=self.average_log_prob)
         chosen, rejected = answers[:pairs], answers[pairs:]
         loss = mean_of(losses(chosen, rejected))
@@ -203,9 +211,9 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
         Raises:
             ValueError: no reference where one is to be used; shapes that do not fit together.
         """
-        ref = (None, None)
+        ref, rows = (None, None), self.counted(target, rows)
         if self.use_ref_model:
-            ref = self.reference(ref_input, ref_weight, target, ref_bias, self.average_log_prob, rows).chunk(2)
+            ref = self.reference(ref_input, ref_weight, target, ref_bias, rows).chunk(2)
 
         def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
             return dpo_loss(
@@ -218,7 +226,23 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
         return loss, (*aux, *rewards)
 
 
-class LigerFusedLinearCPOLoss(_PairedLoss):
+class _LossWithoutReference(_PairedLoss):
+    """Of pairs, by their own log-probabilities alone."""
+
+    def forward(
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        rows: CountedRows | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As of :class:`LigerFusedLinearDPOLoss`; the rewards are ``beta * log-probability``."""
+        loss, aux = self._loss(self.pair_losses, _input, lin_weight, target, bias, rows)
+        return loss, (*aux, self.beta * aux[0], self.beta * aux[1])
+
+
+class LigerFusedLinearCPOLoss(_LossWithoutReference):
     """:func:`cpo_loss` of a head: ``mean over pairs of cpo_loss + alpha * nll``; arguments as of
     :class:`LigerFusedLinearDPOLoss`."""
 
@@ -238,24 +262,11 @@ class LigerFusedLinearCPOLoss(_PairedLoss):
         self.beta, self.alpha, self.label_smoothing = beta, alpha, label_smoothing
         self.compute_nll_loss, self.average_log_prob = compute_nll_loss, average_log_prob
 
-    def forward(
-        self,
-        lin_weight: Tensor,
-        _input: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        rows: CountedRows | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As of :class:`LigerFusedLinearDPOLoss`; the rewards are ``beta * log-probability``."""
-
-        def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
-            return cpo_loss(chosen, rejected, beta=self.beta, label_smoothing=self.label_smoothing)
-
-        loss, aux = self._loss(losses, _input, lin_weight, target, bias, rows)
-        return loss, (*aux, self.beta * aux[0], self.beta * aux[1])
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return cpo_loss(chosen, rejected, beta=self.beta, label_smoothing=self.label_smoothing)
 
 
-class LigerFusedLinearSimPOLoss(_PairedLoss):
+class LigerFusedLinearSimPOLoss(_LossWithoutReference):
     """:func:`simpo_loss` of a head, of averaged log-probabilities: ``mean over pairs of simpo_loss + alpha * nll``;
     arguments as of :class:`LigerFusedLinearDPOLoss`."""
 
@@ -275,21 +286,8 @@ class LigerFusedLinearSimPOLoss(_PairedLoss):
         self.beta, self.alpha, self.gamma, self.label_smoothing = beta, alpha, gamma, label_smoothing
         self.compute_nll_loss = compute_nll_loss
 
-    def forward(
-        self,
-        lin_weight: Tensor,
-        _input: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        rows: CountedRows | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As of :class:`LigerFusedLinearCPOLoss`."""
-
-        def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
-            return simpo_loss(chosen, rejected, beta=self.beta, gamma=self.gamma, label_smoothing=self.label_smoothing)
-
-        loss, aux = self._loss(losses, _input, lin_weight, target, bias, rows)
-        return loss, (*aux, self.beta * aux[0], self.beta * aux[1])
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return simpo_loss(chosen, rejected, beta=self.beta, gamma=self.gamma, label_smoothing=self.label_smoothing)
 
 
 class LigerFusedLinearORPOLoss(_PairedLoss):
@@ -333,7 +331,7 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
         return loss, (*aux, self.beta * aux[0], self.beta * aux[1], *map(mean_of, of_odds))
 
 
-class LigerFusedLinearKTOLoss(HeadLoss):
+class LigerFusedLinearKTOLoss(AnswersLoss):
     """The mean of :func:`kto_loss` over the answers of a batch; arguments as of :class:`LigerFusedLinearDPOLoss`."""
 
     def __init__(
@@ -379,10 +377,10 @@ class LigerFusedLinearKTOLoss(HeadLoss):
                 f"{type(self).__name__}: preference_labels has shape {found}, expected ({target.shape[0]},): one label "
                 "for each answer"
             )
-        ref = None
+        ref, rows = None, self.counted(target, rows)
         if self.use_ref_model:
-            ref = self.reference(ref_input, ref_weight, target, ref_bias, self.average_log_prob, rows)
-        answers = self.answers(_input, lin_weight, target, bias, self.average_log_prob, rows)
+            ref = self.reference(ref_input, ref_weight, target, ref_bias, rows)
+        answers = self.answers(_input, lin_weight, target, bias, rows)
         loss = mean_of(kto_loss(answers, preference_labels, ref, 0.0 if kl is None else kl, beta=self.beta))
         rewards = self.beta * (answers.detach() if ref is None else answers.detach() - ref)
         logits = logit_sums(_input, lin_weight, bias)
