@@ -204,8 +204,9 @@ def collectives_of_log_probs(world):
 
 @case
 def matmuls_of_log_probs(world):
-    """Three where the logits' gradient is stored; a gradient of the entropy must be free to overwrite it, and needs
-    probabilities there, which a softcap's slopes are not. Else the logits are made again."""
+    """There are three where the logits' gradient is stored. A gradient of the entropy overwrites the stored gradient,
+    which it reads as probabilities. It recomputes the logits where other code may read that gradient, and with a
+    softcap, whose derivative is a factor of it."""
     made = arguments(ROWS, 24, 51, bias=False)
     classes = world.sizes(51)[world.rank]
     for memory, entropy, softcap, again in itertools.product(

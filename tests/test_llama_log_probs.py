@@ -221,7 +221,7 @@ def test_zero_stage_3(monkeypatch, tied):
 
 
 def test_what_is_returned(device):
-    """What was asked for, and in eval mode a cache as ever; as a tuple; without a gradient; of nothing."""
+    """The output has the results that were asked for, and in eval mode a cache of keys and values."""
     model, batch = patched(build(device=device).eval()), made(device)
     output = model(**batch, return_log_probs=True)
     assert list(output) == ["loss", "past_key_values", "log_probs"] and output.entropy is None

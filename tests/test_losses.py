@@ -299,7 +299,7 @@ def test_a_ratio_that_overflows(kind, advantage):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("each_token", [False, True])
 def test_grpo_targets(kind, each_token):
-    """What they leave out changes neither the loss nor its gradient."""
+    """The tokens that they ignore change neither the loss nor its gradient."""
     log_probs, old, _, advantages, mask = rollout()
     if each_token:
         advantages = advantages[:, None] * torch.tensor([1.0, 0, 1, 0, 0, 1]).double()

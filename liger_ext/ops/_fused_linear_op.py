@@ -84,7 +84,7 @@ class LossArguments(NamedTuple):
         return _compute(self.x, self.weight, self.compute_dtype)
 
 
-# What the backwards take of the options: of results, the entropy alone.
+# The options that the backwards take. Of the flags of results they take that of the entropy alone.
 _BACKWARD_OPTIONS = [
     name for name in LossArguments._fields[TENSORS:] if name == "return_entropy" or not name.startswith("return_")
 ]
