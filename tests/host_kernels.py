@@ -237,6 +237,8 @@ def test_rows_of_clusters(dtype):
     fused_loss(1, 130_000 * wide, dtype, hidden=2)
     for vectors in (18_000, 22_000):
         fused_loss(2, vectors * wide, dtype, hidden=2)
+        for memory in ("auto", least_overlaid(2, vectors * wide, 2)):
+            log_probs.judge(log_probs.arguments(2, 2, vectors * wide, dtype), dtype, memory=memory, temperature=0.7)
         fused_loss(9, vectors * wide, dtype, hidden=9, memory=least_overlaid(9, vectors * wide, 9))
 
 

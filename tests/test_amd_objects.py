@@ -36,6 +36,7 @@ STREAMS = {
     "Backward": {"load", "store"},
     "InPlace": {"load", "store"},
     "InPlaceHeld": {"load", "store"},
+    "InPlaceTokens": {"load", "store"},
     "CountTargets": set(),
     "SumLosses": set(),
     "AddLosses": set(),

@@ -39,6 +39,7 @@ needs_cuobjdump = pytest.mark.skipif(
 IN_PLACE = {
     "cross_entropy": ("Backward",),
     "cross_entropy_in_place": ("InPlace", "InPlaceHeld"),
+    "cross_entropy_tokens": ("InPlaceTokens",),
     "elementwise": ("Scale",),
 }
 

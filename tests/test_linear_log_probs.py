@@ -107,19 +107,51 @@ def test_every_plan(device, size, dtype):
         judge(arguments(*size, dtype, device), dtype, memory=memory)
 
 
-def test_log_probs_of_rounded_logits(device):
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "tokens"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_log_probs_of_rounded_logits(device, dtype, training, temperature):
     """Within 1e-5 of float64 over the logits as the matmul has stored them, however large they are."""
-    made = arguments(64, 128, 5000, torch.bfloat16, device, bias=False)
-    with torch.no_grad():
-        for scale in (0.25, 5):
-            # Multiples of 1/4: whatever its order, a sum of products is exact until it is rounded.
-            x, weight = (made[name].mul(2).round().mul(0.5) for name in ("x", "weight"))
-            logits = (x * scale).double() @ weight.double().T
-            logits = logits.bfloat16().double()
-            found = F.linear_log_probs(x * scale, weight, made["target"], **EVERYTHING)
-            for value, right in zip(found, reference(None, None, made["target"], logits=logits), strict=True):
-                bound = 1e-5 + 2**-22 * float(logits.abs().max())
-                torch.testing.assert_close(value.double(), right.double(), rtol=0, atol=bound)
+    rows, vocab = 64, 5000
+    made = arguments(rows, 32, vocab, dtype, device, bias=False)
+    if temperature == "tokens":
+        temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(device)
+    plans = ["auto", *(overlaid((rows, 32, vocab), share, dtype, dtype) for share in (0, 1))] if training else ["auto"]
+    for scale, memory in itertools.product((0.25, 5, 250), plans):
+        # Multiples of 1/4: whatever its order, a sum of products is exact until it is rounded.
+        x, weight = (made[name].detach().mul(2).round().mul(0.5) for name in ("x", "weight"))
+        logits = (x * scale).double() @ weight.double().T
+        logits = logits.to(dtype).double()
+        wide = temperature.double() if isinstance(temperature, torch.Tensor) else temperature
+        right = reference(None, None, made["target"], logits=logits, temperature=wide)
+        x = (x * scale).requires_grad_(training)
+        found = F.linear_log_probs(
+            x, weight.requires_grad_(training), made["target"], memory=memory, temperature=temperature, **EVERYTHING
+        )
+        bound = 1e-5 + 2**-22 * float(logits.abs().max()) / 0.5
+        for name, value, of in zip(found._fields, found, right, strict=True):
+            torch.testing.assert_close(value.double(), of.double(), rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_that_are_no_numbers(device, training):
+    """-inf masks a class, also the target's; NaN reaches the results of its row, and of no other."""
+    vocab = 5000
+    x, weight = torch.zeros(5, 8, dtype=torch.bfloat16, device=device), torch.zeros(vocab, 8, dtype=torch.bfloat16)
+    bias = normal(vocab, dtype=torch.bfloat16, device=device)
+    bias[100:4000] = -torch.inf
+    target = torch.tensor([0, 4999, 100, -100, 7], device=device)
+    x[4, 0] = torch.nan
+    made = {"x": x.requires_grad_(training), "weight": weight.to(device), "bias": bias}
+    found = F.linear_log_probs(**made, target=target, entropy=True, log_sum_sq_probs=True, mean_logits=True)
+    right = reference(**doubles({**made, "x": x.detach()}), target=target)
+    p = torch.softmax(bias.double(), 0)
+    entropy = -(p * p.clamp(min=1e-300).log()).sum().expand(5)
+    for i, (value, of) in enumerate(zip(found[:2], (right[0], entropy), strict=True)):
+        torch.testing.assert_close(value[:3].double(), of[:3], rtol=0, atol=1e-5, msg=lambda m, n=i: f"{n}: {m}")
+        assert value[3] == 0 and value[4].isnan()
+    torch.testing.assert_close(found.log_sum_sq_probs[:3].double(), (p * p).sum().log().expand(3), rtol=0, atol=1e-5)
+    assert (found.mean_logits[:3] == -torch.inf).all()
 
 
 def test_they_are_the_fused_losses_none(device):

@@ -337,6 +337,7 @@ def sweep():
             {"mixed": True},
             {"full": True, "equally_aligned": False, "interleaved": True},
             {"per_row": True},
+            {"moments": True, "per_row": True},
             {"frozen": True},
             {"chunk_classes": 1024, "full": True},
             {"chunk_classes": 1 << 20, "chunk_rows": 0, "overlaid": True, "hidden": 64},

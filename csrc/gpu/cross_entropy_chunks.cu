@@ -114,13 +114,8 @@ struct Merge {
     const float log_sum = merged.log_sum(), negative_log = merged.base() - target + log_sum;
     write_losses(a, args.out, row, float(weighted), best_class, LogSumExp::of<float>(merged, log_sum), negative_log);
     if (args.token) args.token[row.row] = row_token<float>(a, negative_log);
-    if (!a.moments) return;
-    const auto put = [&](float* array, float value) {
-      if (array) array[row.row] = row.valid ? value : row.ignored ? 0.f : not_a_number();
-    };
-    put(args.out.entropy, log_sum - float(moment / sum));
-    put(args.out.mean, float(total / double(a.vocab)));
-    put(args.out.log_sum_sq, logf(float(squares)) - 2 * log_sum);
+    if (a.moments)
+      args.out.write_moments(row, log_sum - float(moment / sum), float(total / double(a.vocab)), logf(float(squares)) - 2 * log_sum);
   }
 };
 

@@ -10,18 +10,11 @@
 // InPlace, for rows that are not held: very short ones, unaligned ones, and long ones where there are no clusters. A thread puts what it
 // reads into its own slots of shared memory, as many as the plan gives it, and takes the gradient from there; what has no slot is read
 // again, and the plan bounds these parts of all rows in flight by the L2.
-#include "gpu/cross_entropy_launch.h"
-#include "gpu/held_statistics.h"
+#include "gpu/held_arguments.h"
 
 namespace liger::gpu {
 namespace {
 
-struct InPlaceArgs {
-  LogitRows rows;
-  RowOutputs out;
-  float gradient_scale;
-  int shared_offset;  // where the threads' places in shared memory begin, bytes
-};
 struct SlotArgs : InPlaceArgs {
   int slots;  // how many vectors a thread keeps in shared memory
 };
@@ -77,28 +70,6 @@ template <class T, int N, bool Full> struct InPlace {
   }
 };
 
-struct HeldArgs : InPlaceArgs {
-  float at_once_from;  // if at least this many targets of the batch are classes (not ignored), a row is loaded before its target is known
-
-  template <class T> LIGER_DEVICE WholeRow<T> logits(int row) const { return {const_cast<void*>(rows.logits), rows.stride, row}; }
-  LIGER_DEVICE int columns() const { return int(rows.vocab); }
-};
-struct HeldChunksArgs : HeldArgs {
-  ChunkMatrices chunks;
-  int columns_of_chunks;
-  const float* others;  // statistics of the classes that are in no chunk; nullptr: there are none
-
-  template <class T> LIGER_DEVICE RowInChunks<T> logits(int row) const { return {chunks, row}; }
-  LIGER_DEVICE int columns() const { return columns_of_chunks; }
-};
-
-// A row whose target is ignored need not be loaded. But waiting for the target first costs 1 to 3 % of the row's time, so it is done only
-// if many targets of the batch are ignored.
-LIGER_DEVICE bool is_wanted(const HeldArgs& args, int row) {
-  const LogitRows& a = args.rows;
-  return row < a.rows && (a.counts[CrossEntropyCounts::valid] >= args.at_once_from || a.is_class(a.target[row]));
-}
-
 // Rows that registers and shared memory hold. K: vectors of a thread in registers. Full: with options that cost instructions per element,
 // or whose gradient depends on the target's logit (token scaling). Chunked: rows lie in several matrices.
 template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
@@ -152,16 +123,10 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
     const RowGradient<T> gradient(a, row, exponentials.base(), 0.f, 1 / exponentials.sum, lse.high, row_token<T>(a, negative_log), grad.ce,
                                   grad.z);
     if constexpr (Full) options.replace(held, gradient);
-    else replace_by_probabilities(held, gradient);
+    else replace_by_probabilities(held, gradient.exp, gradient.scale, log2_e);
     if (has_target) store(logits.from(row.target)(0), gradient.template of<Full>(a, raw_target, row.target, row.target));
   }
 };
-
-// vocab: of all classes, also of those that are not here.
-InPlaceArgs in_place_args(const CrossEntropyRows& row, int64_t vocab, double gradient_scale, const launch::Launch& made, Stream stream) {
-  return {logit_rows(row, vocab, made.plan, stream), row_outputs(row), float(gradient_scale), made.plan.shared_offset};
-}
-float load_at_once_from(int64_t batch_rows) { return float(batch_rows) * 15 / 16; }
 
 }  // namespace
 
@@ -190,20 +155,10 @@ bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
 }
 
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  const CrossEntropyRows& row = op.row;
   const launch::Launch made = launch::launch_of(device_profile(stream.device), op).value();
-  HeldChunksArgs args{{in_place_args(row, op.classes, op.gradient_scale, made, stream), load_at_once_from(op.batch_rows)},
-                      {},
-                      int(row.vocab),
-                      static_cast<const float*>(op.others)};
-  args.rows.vocab = op.classes;
-  for (int i = 0; i < op.count; ++i) {
-    const MutableRows& logits = op.chunks[i].logits;
-    args.chunks.end[i] = i + 1 < op.count ? int(op.chunks[i + 1].first) : INT_MAX;
-    args.chunks.begin[i] = static_cast<char*>(logits.data) - op.chunks[i].first * size_of(logits.dtype);
-    args.chunks.stride[i] = logits.stride;
-  }
-  dispatch(row.logits.dtype, [&](auto tag) {
+  if (made.is(launch::in_place_tokens)) return log_probs_in_place(op, made, stream);
+  const HeldChunksArgs args = held_chunks_args(op, made, stream);
+  dispatch(op.row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr auto in_chunks = [](const Instance& of) { return fits<T>(of) && of.k == launch::held_of_chunks; };
     if constexpr (sizeof(T) == 2)

@@ -35,6 +35,15 @@ struct RowOutputs {
     if (accuracy) accuracy[row.row] = row.valid && best == row.target ? 1.f : 0.f;
     if (predicted) predicted[row.row] = best;
   }
+  template <class Row>
+  LIGER_DEVICE void write_moments(const Row& row, float entropy_value, float mean_value, float log_sum_sq_value) const {
+    const auto put = [&](float* array, float value) {
+      if (array) array[row.row] = row.valid ? value : row.ignored ? 0.f : not_a_number();
+    };
+    put(entropy, entropy_value);
+    put(mean, mean_value);
+    put(log_sum_sq, log_sum_sq_value);
+  }
 };
 
 // By which token scaling multiplies a row: the probability of its target.

@@ -363,11 +363,16 @@ template <class T, bool Tokens = false> struct RowGradient {
  private:
   // lse: here the log-probability of the target.
   template <int N> LIGER_DEVICE Packed<T, N> of_probabilities(float (&x)[N], int column, int target) const {
+    constexpr float least = 0x1p-126f;  // so that the logarithm of a probability of 0 is a number
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const bool hit = column + j == target;
-      const float p = hit ? expf(lse) : x[j] * of_stored, log_p = hit ? lse : logf(p);
-      x[j] = (p > 0 ? p * (scale + entropy * log_p) : 0.f) - (hit ? hard : 0.f);
+      const float p = x[j] * of_stored, bounded = fmaxf(p, least);
+      x[j] = p * (scale + entropy * (sizeof(T) == 2 ? ln_2 * fast_log2(bounded) : logf(bounded)));
+    }
+    if (target >= column && target < column + N) {
+      const float of_target = expf(lse) * (scale + entropy * fmaxf(lse, logf(least))) - hard;
+#pragma unroll
+      for (int j = 0; j < N; ++j) x[j] = column + j == target ? of_target : x[j];
     }
     Packed<T, N> out;
     out.set(x);

@@ -90,15 +90,20 @@ template <class T, int N, int K, class Row> class HeldLogits {
     });
     return most;
   }
-  // The sum of f of each element, each vector's by itself first, so that the large sum is rounded fewer times. f(-inf) must be 0.
-  template <class F> LIGER_DEVICE float sum(F f) {
+  // Adds terms of each element to `totals`, each vector's by themselves first, so that the large sums are rounded fewer times.
+  // f(x, parts) adds the terms of x to `parts`; those of -inf must be 0.
+  template <int Terms, class F> LIGER_DEVICE void add(float (&totals)[Terms], F f) {
     // A compiler without comparisons of pairs would keep all of the elements that the maximum widened.
     if constexpr (!has_pairs && sizeof(T) == 2) held_.forget_widened();
-    float total = f(last_[0]);
+    add_terms(totals, last_, f);
 #pragma unroll
-    for (int k = 0; k < K; ++k) total += sum_of(held_.in_registers[0][k], f);
-    held_.for_each_in_shared([&](int, const auto& raw) { total += sum_of(raw, f); });
-    return total;
+    for (int k = 0; k < K; ++k) add_terms(totals, held_.in_registers[0][k], f);
+    held_.for_each_in_shared([&](int, const auto& raw) { add_terms(totals, raw, f); });
+  }
+  template <class F> LIGER_DEVICE float sum(F f) {
+    float total[1] = {0};
+    add(total, [&](float x, float (&part)[1]) { part[0] += f(x); });
+    return total[0];
   }
   // Calls f(vector, column) for each vector that the row has, and for the single element as a vector of one.
   template <class F> LIGER_DEVICE void for_each(F f) const {
@@ -137,11 +142,12 @@ template <class T, int N, int K, class Row> class HeldLogits {
   }
 
  private:
-  template <class F> LIGER_DEVICE static float sum_of(const Packed<T, N>& raw, F f) {
-    float part = 0;
+  template <int Terms, class P, class F> LIGER_DEVICE static void add_terms(float (&totals)[Terms], const P& raw, F f) {
+    float parts[Terms] = {};
 #pragma unroll
-    for (int j = 0; j < N; ++j) part += f(raw[j]);
-    return part;
+    for (int j = 0; j < P::elements; ++j) f(raw[j], parts);
+#pragma unroll
+    for (int i = 0; i < Terms; ++i) totals[i] += parts[i];
   }
 
   Row row_;

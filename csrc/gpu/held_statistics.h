@@ -31,15 +31,16 @@ template <class T, class Held> LIGER_DEVICE Exponentials exponentials_of(Held& h
   return all;
 }
 
-// Overwrites a row by scale * exp(logit - base), with as few instructions per element as there can be.
-template <class T, class Held> LIGER_DEVICE void replace_by_probabilities(Held& held, const RowGradient<T>& gradient) {
-  const auto product = [&](float logit) { return gradient.scale * gradient.exp(logit); };
+// Overwrites a row by factor * exp(logit - base), with as few instructions per element as there can be. near_slope: the slope of `exp` for
+// a base that is not far, which may be a constant.
+template <class T, class Held> LIGER_DEVICE void replace_by_probabilities(Held& held, const Exp<T>& exp, float factor, float near_slope) {
+  const auto product = [&](float logit) { return factor * exp(logit); };
   if constexpr (!Exp<T>::in_one_step) {
     held.replace([&](const auto& raw, int) { return of_each(raw, product); });
-  } else if (gradient.scale > 0 && fabsf(gradient.exp.offset) < 1024) {
-    // The scale as part of the exponent saves a multiplication per element. Below 1024 an exponent has at least 14 bits behind the point.
-    const float exponent = gradient.exp.offset + log2f(gradient.scale);
-    held.replace([&](const auto& raw, int) { return of_each(raw, [&](float logit) { return fast_exp2(logit * log2_e + exponent); }); });
+  } else if (factor > 0 && fabsf(exp.offset) < 1024) {
+    // The factor as part of the exponent saves a multiplication per element. Below 1024 an exponent has at least 14 bits behind the point.
+    const float exponent = exp.offset + log2f(factor);
+    held.replace([&](const auto& raw, int) { return of_each(raw, [&](float logit) { return fast_exp2(logit * near_slope + exponent); }); });
   } else {
     held.read_again([&](const auto& raw, int, T* address) { store(address, of_each(raw, product)); });
   }
@@ -57,8 +58,6 @@ template <class T> LIGER_DEVICE float capped_exponent(const LogitRows& a, float 
   capped_exponents<T>(a, x);
   return x[0];
 }
-constexpr float ln_2 = 0.69314718055994531f;
-
 // What options need to know of a row of 16-bit logits x' (softcap(x), or x) beside its exponentials.
 template <class T> struct HeldOptions {
   const LogitRows& a;
@@ -137,6 +136,27 @@ template <class T> struct HeldOptions {
     }
   }
 
+  // The first NaN, or if there is none the first of the largest logits. Most threads know by their maximum that it is not theirs.
+  template <class Held, class Group> LIGER_DEVICE void find_best(const Held& held, Group& group, bool may_have_nan) {
+    constexpr int behind_all = 1 << 30;
+    float tops[2] = {raw_max, 0};
+    group.reduce(tops, [](float (&to)[2], const float (&from)[2]) { to[0] = fmaxf(to[0], from[0]); });
+    int found = INT_MAX;
+    if (may_have_nan || raw_max == tops[0])
+      held.for_each([&](const auto& raw, int column) {
+#pragma unroll
+        for (int j = elements_of<decltype(raw)> - 1; j >= 0; --j) {
+          const float x = raw[j];
+          const int at = x != x ? column + j : x == tops[0] ? behind_all + column + j : INT_MAX;
+          found = at < found ? at : found;
+        }
+      });
+    float columns[2] = {bit_cast<float>(found), 0};
+    group.reduce(columns,
+                 [](float (&to)[2], const float (&from)[2]) { to[0] = bit_cast<int>(to[0]) < bit_cast<int>(from[0]) ? to[0] : from[0]; });
+    best_column = bit_cast<int>(columns[0]) & (behind_all - 1);
+  }
+
  private:
   LIGER_DEVICE static float finite(float v) { return fabsf(v) < __builtin_inff() ? v : 0.f; }
   // Sums are relative to the largest exponent, and then to `row.max`, which is the same but for its rounding.
@@ -160,26 +180,6 @@ template <class T> struct HeldOptions {
     if (raw_max != minus_infinity()) row.max = top * ln_2;
     row.sum *= fast_exp2(fmaf(-row.base(), log2_e, top));
     anchor = row.base();
-  }
-  // The first NaN, or if there is none the first of the largest logits. Most threads know by their maximum that it is not theirs.
-  template <class Held, class Group> LIGER_DEVICE void find_best(const Held& held, Group& group, bool may_have_nan) {
-    constexpr int behind_all = 1 << 30;
-    float tops[2] = {raw_max, 0};
-    group.reduce(tops, [](float (&to)[2], const float (&from)[2]) { to[0] = fmaxf(to[0], from[0]); });
-    int found = INT_MAX;
-    if (may_have_nan || raw_max == tops[0])
-      held.for_each([&](const auto& raw, int column) {
-#pragma unroll
-        for (int j = elements_of<decltype(raw)> - 1; j >= 0; --j) {
-          const float x = raw[j];
-          const int at = x != x ? column + j : x == tops[0] ? behind_all + column + j : INT_MAX;
-          found = at < found ? at : found;
-        }
-      });
-    float columns[2] = {bit_cast<float>(found), 0};
-    group.reduce(columns,
-                 [](float (&to)[2], const float (&from)[2]) { to[0] = bit_cast<int>(to[0]) < bit_cast<int>(from[0]) ? to[0] : from[0]; });
-    best_column = bit_cast<int>(columns[0]) & (behind_all - 1);
   }
 };
 

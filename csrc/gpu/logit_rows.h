@@ -34,11 +34,14 @@ struct LogitRows {
 // factor, for a sum or a scale. If the base is 2^20 or more, neighbouring 16-bit logits are so far apart that exponentials are 1 or 0: a
 // slope of 1 is used there, with which nothing is rounded. low: the part of the base that its rounding to fp32 lost. For fp32 logits it is
 // subtracted in each exponent, since as a factor it would be rounded again.
+// scale, of 16-bit logits: the exponentials are exp((x - base) * scale). A far base then has a power of two as its slope.
 template <class T> struct Exp {
   static constexpr bool in_one_step = sizeof(T) == 2;
   float slope, offset, low;
-  LIGER_DEVICE explicit Exp(float base, float low = 0)
-      : slope(in_one_step && fabsf(base) < 0x1p20f ? log2_e : 1.f), offset(-base * slope), low(low) {}
+  LIGER_DEVICE explicit Exp(float base, float low = 0, float scale = 1)
+      : slope(in_one_step && fabsf(base * scale) < 0x1p20f ? log2_e * scale : bit_cast<float>(bit_cast<int>(scale) & 0x7f800000)),
+        offset(-base * slope),
+        low(low) {}
   LIGER_DEVICE float exponent(float x) const { return fmaf(x, slope, offset); }
   LIGER_DEVICE float operator()(float x) const {
     if constexpr (in_one_step) return fast_exp2(exponent(x));
@@ -52,6 +55,7 @@ template <class T> struct Exp {
   }
   LIGER_DEVICE float correction(float base) const { return in_one_step ? fast_exp2(-exponent(base)) * exp_as<T>(-low) : 1.f; }
 };
+constexpr float ln_2 = 0.69314718055994531f;
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
 
 // tanh(t) of |t| <= 1 within 2^-22.7 of its value: t times a polynomial of t^2, whose coefficients were fitted to the relative error.

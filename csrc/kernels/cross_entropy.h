@@ -58,7 +58,7 @@ struct CrossEntropyRows {
   void *ce, *z, *accuracy;  // [rows] of A (accuracy: always float); ce and z are unreduced
   void* lse;              // [2, rows] of A: lse, and behind all of them what its rounding took from each
   int64_t* predicted;     // argmax, first on ties
-  // Statistics and merge alone, and for temperature the backward, too, take these. entropy, mean, log_sum_sq: [rows] of A.
+  // CrossEntropyInChunks, statistics, merge, and for temperature the backward take these. entropy, mean, log_sum_sq: [rows] of A.
   const void* temperature;  // [rows] of A; nullptr: ones
   void *entropy, *mean, *log_sum_sq;
 
@@ -128,7 +128,8 @@ struct CrossEntropyInPlace {
   MutableRows gradient() const { return {const_cast<void*>(row.logits.data), row.logits.stride, row.logits.dtype}; }
 };
 
-// The same of rows that lie in several matrices, each of some classes: from class `first`, a multiple of 64, in their order.
+// The same of rows that lie in several matrices, each of some classes: from class `first`, a multiple of 64, in their order. The row may
+// have temperatures and want moments, which CrossEntropyInPlace does not.
 struct LogitsChunk {
   int64_t first;
   MutableRows logits;
@@ -136,7 +137,7 @@ struct LogitsChunk {
 struct CrossEntropyInChunks {
   CrossEntropyRows row;  // without logits; vocab: of the chunks
   int64_t classes;       // of the vocabulary, which may have others behind the chunks'
-  const void* others;    // their CrossEntropyStatistics, [slots, rows] of A; nullptr: there are none
+  const void* others;    // their CrossEntropyStatistics, [slots_of(row.moments()), rows] of A; nullptr: there are none
   double gradient_scale;
   int64_t batch_rows;
   const LogitsChunk* chunks;

@@ -10,6 +10,7 @@
 namespace liger::launch {
 
 inline bool costly_options(const CrossEntropyOptions& o) { return o.softcap != 0 || o.label_smoothing != 0; }
+inline bool is_log_probs(const CrossEntropyOptions& o) { return !costly_options(o) && !o.token_scaling && o.lse_square_scale == 0; }
 // Does a kernel need its instance for options that cost registers?
 inline bool is_full(const CrossEntropyRows& op) { return costly_options(op.options) || op.accuracy || op.predicted; }
 // Does a kernel need its instance for log-probabilities, which is a full one?
@@ -18,6 +19,7 @@ inline bool is_of_tokens(const CrossEntropyStatistics& op) { return op.moments |
 inline bool is_full(const CrossEntropyBackward& op) { return costly_options(op.options) || is_of_tokens(op); }
 inline bool is_full(const CrossEntropyStatistics& op) { return costly_options(op.row.options) || op.best_class || is_of_tokens(op); }
 inline bool is_plain(const CrossEntropyRows& row) { return !is_full(row) && !row.options.token_scaling; }
+inline bool is_of_tokens(const CrossEntropyRows& row) { return row.moments() || row.transforms(); }
 
 // vectors: may accesses have 16 bytes?
 template <class Op> LogitsShape logits_shape(const Op& op, bool vectors, bool full) {
@@ -38,10 +40,14 @@ inline Launch launch_of(const DeviceProfile& device, const CrossEntropyInPlace& 
   return cross_entropy_in_place(device, logits_shape(op.row, vectors, is_full(op.row)), is_plain(op.row), knobs);
 }
 inline std::optional<Launch> launch_of(const DeviceProfile& device, const CrossEntropyInChunks& op, const Knobs* knobs = nullptr) {
+  const CrossEntropyRows& row = op.row;
+  const bool tokens = is_of_tokens(row), predicts = row.accuracy || row.predicted;
+  // Log-probabilities have no option of a loss. Predictions are of the classes that lie in matrices.
+  const bool taken = tokens ? is_log_probs(row.options) && !row.class_weight.data && !(predicts && op.others) : is_plain(row);
+  if (!taken) return std::nullopt;
   bool vectors = true;
   for (int i = 0; i < op.count; ++i) vectors &= aligned(op.chunks[i].logits, 0);
-  const bool plain = is_plain(op.row);
-  return cross_entropy_in_chunks(device, logits_shape(op.row, vectors, !plain), plain, op.count, knobs);
+  return cross_entropy_in_chunks(device, logits_shape(row, vectors, tokens), tokens, op.count, knobs);
 }
 inline Launch launch_of(const DeviceProfile& device, const CrossEntropyStatistics& op) {
   return cross_entropy_statistics(device, logits_shape(op.row, true, is_full(op)));

@@ -14,12 +14,13 @@ Knobs in_place_knobs(const DeviceProfile& device, const LogitsShape& of, const K
 
 // The launch for rows that a block, or a cluster, holds, with `registers` vectors of each thread in registers and the others in shared
 // memory; or none.
-std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, int registers, const Knobs& knobs) {
+std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, int registers, const Knobs& knobs,
+                           const Kernel& kernel = in_place_held) {
   constexpr int most = 8;  // vectors of a thread where registers alone hold a row
   const int64_t vectors = of.vocab / of.vec;
   const bool clusters = device.resident_clusters[0][3] > 0;
   if (of.vec == 1 || of.rows > int64_t{1} << 30 || vectors < int64_t{8} * min_edge_threads) return std::nullopt;
-  if (registers == held_of_full && (!clusters || of.element_bytes != 2)) return std::nullopt;
+  if (registers < held_of_chunks && (!clusters || of.element_bytes != 2)) return std::nullopt;
   LaunchPlan plan =
       plan_row_forward(device, of.rows, vectors * of.vec, {.vec = of.vec, .max_k = most, .max_block = 512, .k = 4}, knobs, two_blocks_from);
   if (clusters && vectors > int64_t{8} * 256 * most) {
@@ -36,7 +37,7 @@ std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, i
   plan.smem = plan.shared_offset + plan.slots * plan.block * of.vec * of.element_bytes;
   if (plan.path != Path::regs || plan.smem > shared_room(device, 1)) return std::nullopt;
   check_threads(device, plan);
-  return Launch{&in_place_held, in_place_held.instance(of.vec, registers), of.rows, of.vocab, plan, in_place};
+  return Launch{&kernel, kernel.instance(of.vec, registers), of.rows, of.vocab, plan, in_place};
 }
 
 LaunchPlan plan_rows(const DeviceProfile& device, const LogitsShape& of, bool stash, const Knobs& knobs) {
@@ -67,10 +68,11 @@ Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& of
   return {&in_place_kernel, in_place_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, true, knobs), in_place};
 }
 
-std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile& device, const LogitsShape& of, bool plain, int chunks,
+std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile& device, const LogitsShape& of, bool tokens, int chunks,
                                               const Knobs* given) {
-  if (of.element_bytes != 2 || chunks > most_vocabulary_chunks || !plain) return std::nullopt;
-  return held(device, of, held_of_chunks, in_place_knobs(device, of, given));
+  if (of.element_bytes != 2 || chunks > most_vocabulary_chunks) return std::nullopt;
+  const Knobs knobs = in_place_knobs(device, of, given);
+  return tokens ? held(device, of, held_of_tokens, knobs, in_place_tokens) : held(device, of, held_of_chunks, knobs);
 }
 
 Launch cross_entropy_statistics(const DeviceProfile& device, const LogitsShape& of) {

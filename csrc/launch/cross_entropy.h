@@ -33,16 +33,18 @@ Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Kn
 
 // The fused loss's, which need each row twice: rows that a block or a cluster of blocks holds, if they have whole vectors; and all others.
 // The constants are how many vectors a thread holds in registers: fewer of rows that lie in several matrices (chunks of the vocabulary),
-// and if the loss is not `plain`, that is, has options that cost registers. Rows of those two kinds are held in 16 bits alone, and only
-// where there are clusters. What registers do not hold is in shared memory (the plan's slots).
-constexpr int held_in_registers = 8, held_of_chunks = 7, held_of_full = 4;
+// and if the loss is not `plain`, that is, has options that cost registers, or is one of log-probabilities. Rows of those kinds are held in
+// 16 bits alone, and the last two only where there are clusters. What registers do not hold is in shared memory (the plan's slots).
+constexpr int held_in_registers = 8, held_of_chunks = 7, held_of_tokens = 6, held_of_full = 4;
 inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
                                       Instance{row_threads, 8, held_of_chunks}, Instance{row_threads, 8, held_of_full, none, true});
+inline constexpr Kernel in_place_tokens("InPlaceTokens", Instance{row_threads, 8, held_of_tokens, none, true});
 inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
-// The launch of InPlaceHeld for 16-bit rows that lie in `chunks` matrices, one for each chunk of the vocabulary; or none.
+// The launch of InPlaceHeld, or for log-probabilities (tokens) of InPlaceTokens, for 16-bit rows that lie in `chunks` matrices, one for
+// each chunk of the vocabulary; or none.
 inline constexpr int most_vocabulary_chunks = 16;
-std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile&, const LogitsShape&, bool plain, int chunks, const Knobs* = nullptr);
+std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile&, const LogitsShape&, bool tokens, int chunks, const Knobs* = nullptr);
 
 // The statistics of one chunk of the vocabulary, and the merge of all chunks, which has a thread for each row.
 inline constexpr Kernel statistics_kernel("Statistics", Instance{logits_threads, wide});

@@ -43,6 +43,7 @@ class CrossEntropyLoss {
   // Whole rows of logits: their losses into `results`, unless it is null, and their gradient, if it is wanted.
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows* results, bool gradient) const {
     if (by_statistics(results)) {
+      if (gradient && results && in_chunks(rows, {{0, logits}}, head_.vocab, nullptr, counts, results, {})) return;
       const VocabularyChunks row(*this, rows, 1, counts, results);
       row.statistics(0, head_.all_classes(), logits);
       row.merge(1);
@@ -55,19 +56,22 @@ class CrossEntropyLoss {
     else cross_entropy_forward(args, head_.scope);
   }
 
-  // The same of all rows, which lie in several matrices, one for each chunk of the first `classes` classes, in their order; or false, and
+  // The same of rows that lie in several matrices, one for each chunk of the first `classes` classes, in their order; or false, and
   // nothing is done. others: the statistics of the other classes, and kept: what their gradient is made of (VocabularyChunks); or neither.
-  bool in_chunks(const std::vector<LogitsChunk>& chunks, int64_t classes, const void* others, const Tensor& counts, const LossRows* results,
-                 const OptionalTensor& kept) const {
-    if (by_statistics(results)) return false;
-    CrossEntropyRows args = rows_of(head_.all_rows(), {0, classes}, {}, counts);
+  bool in_chunks(Range rows, const std::vector<LogitsChunk>& chunks, int64_t classes, const void* others, const Tensor& counts,
+                 const LossRows* results, const OptionalTensor& kept) const {
+    CrossEntropyRows args = rows_of(rows, {0, classes}, {}, counts);
     args.logits.dtype = head_.compute;
-    if (results) results->point(args, 0);
-    args.lse = kept ? kept->data_ptr() : nullptr;
+    if (results) results->point(args, rows.first);
     const CrossEntropyInChunks op{args, head_.vocab, others, gradient_scale, head_.rows, chunks.data(), int(chunks.size())};
-    const bool taken = cross_entropy_takes_chunks(op, head_.scope);
-    if (taken) cross_entropy_in_chunks(op, head_.scope);
-    return taken;
+    if (!cross_entropy_takes_chunks(op, head_.scope)) return false;
+    const bool of_all = kept || !tokens_.kept || rows.count == head_.rows;
+    const OptionalTensor& lse = kept ? kept : tokens_.kept;
+    const OptionalTensor of_rows = of_all ? lse : OptionalTensor(allocate(head_.scope, {2, rows.count}, head_.acc, target));
+    args.lse = of_rows ? of_rows->data_ptr() : nullptr;
+    cross_entropy_in_chunks({args, op.classes, op.others, op.gradient_scale, op.batch_rows, op.chunks, op.count}, head_.scope);
+    if (!of_all) keep(*of_rows, rows);
+    return true;
   }
 
   // Rows whose logits come in chunks of the vocabulary: first the statistics of each chunk, then their merge, which gives the losses, then
@@ -100,9 +104,7 @@ class CrossEntropyLoss {
     void merge(int64_t chunks) const {
       const Head& head = loss_.head_;
       cross_entropy_merge({results_, chunks, statistics_.data_ptr(), best_classes(), head.acc, token()}, head.scope);
-      if (of_chunk_ && loss_.tokens_.kept)
-        copy_values(head, 2, rows_.count, kept_.data_ptr(), rows_.count, at(loss_.tokens_.kept->data_ptr(), rows_.first, head.acc),
-                    head.rows);
+      if (of_chunk_ && loss_.tokens_.kept) loss_.keep(kept_, rows_);
     }
     void gradient(Range classes, const MutableRows& logits) const {
       CrossEntropyBackward args = backward_of(loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), kept_, logits);
@@ -148,9 +150,13 @@ class CrossEntropyLoss {
   const double gradient_scale;
 
  private:
-  // Only statistics and their merge take temperatures and give moments.
+  // Do the kernels for losses not suffice? They take no temperatures and give no moments.
   bool by_statistics(const LossRows* results) const {
     return tokens_.temperature || options.logit_scale != 1 || (results && results->moments.any());
+  }
+  // Copies the log-sum-exps of a chunk's rows to where those of all rows are kept.
+  void keep(const Tensor& of_rows, Range rows) const {
+    copy_values(head_, 2, rows.count, of_rows.data_ptr(), rows.count, at(tokens_.kept->data_ptr(), rows.first, head_.acc), head_.rows);
   }
   // classes: of the vocabulary.
   CrossEntropyRows rows_of(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {

@@ -162,7 +162,8 @@ class Overlaid {
     });
     std::sort(by_class.begin(), by_class.end(), [](const LogitsChunk& a, const LogitsChunk& b) { return a.first < b.first; });
     const void* const of_others = others > 0 ? of.statistics_of(0) : nullptr;
-    if (stored > 0 && others <= 1 && loss.in_chunks(by_class, std::min(stored_, head_.vocab), of_others, counts, results, kept)) return;
+    if (stored > 0 && others <= 1 && loss.in_chunks(all, by_class, std::min(stored_, head_.vocab), of_others, counts, results, kept))
+      return;
     for_each_stored([&](Range classes, const MutableRows& logits) { of.statistics(nth++, classes, logits); });
     of.merge(nth);
     for_each_stored([&](Range classes, const MutableRows& logits) { of.gradient(classes, logits); });

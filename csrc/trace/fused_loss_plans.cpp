@@ -11,6 +11,7 @@ namespace {
 
 const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_classes"};  // 0: all at a time
 const Fact overlaid{"overlaid"};  // of the gradients of chunk_classes classes
+const Fact moments{"moments"};  // of log-probabilities: their entropy
 
 trace::LossPlan plan_of(const Call& call, const trace::LossCall& of) {
   trace::LossPlan plan;
@@ -28,6 +29,7 @@ Launches traced(const DeviceProfile& device, const Call& call, bool backward) {
   if (call[bias]) of.bias = of.compute, of.dbias = true;
   of.per_row = call[per_row] != 0;
   of.softcap = call[full] != 0;
+  of.moments = call[moments] != 0;
   of.aligned = call.aligned;
   const Rates rates = rates_of(&device);
   trace::Recorder recorder(&device, rates, true);
@@ -43,9 +45,9 @@ Launches fused_loss_gradient(const DeviceProfile& device, const Call& call) { re
 
 const Planned forward{"fused_linear_cross_entropy",
                       fused_loss,
-                      {&fill_kernel, &in_place_held, &in_place_kernel, &cross_entropy_forward_kernel, &statistics_kernel, &merge_kernel,
-                       &cross_entropy_backward_kernel, &scale_kernel, &count_targets_kernel, &sum_losses_kernel, &add_losses_kernel,
-                       &partial_columns_kernel, &sum_columns_kernel}};
+                      {&fill_kernel, &in_place_held, &in_place_tokens, &in_place_kernel, &cross_entropy_forward_kernel, &statistics_kernel,
+                       &merge_kernel, &cross_entropy_backward_kernel, &scale_kernel, &count_targets_kernel, &sum_losses_kernel,
+                       &add_losses_kernel, &partial_columns_kernel, &sum_columns_kernel}};
 const Planned backward{"fused_linear_cross_entropy_backward",
                        fused_loss_gradient,
                        {&product_kernel, &scale_kernel, &fill_kernel, &in_place_held, &in_place_kernel, &statistics_kernel, &merge_kernel,

@@ -85,7 +85,13 @@ void cross_entropy_in_chunks(const CrossEntropyInChunks& a, Stream stream) {
                               out("ce", row.ce, row.rows, f32),
                               out("z", row.z, row.rows, f32),
                               out("lse", row.lse, 2 * row.rows, f32),
-                              optional(in("others", a.others, CrossEntropyStatistics::slots * row.rows, f32))};
+                              out("accuracy", row.accuracy, row.rows, f32),
+                              out("predicted", row.predicted, row.rows, i64),
+                              optional(in("temperature", row.temperature, row.rows, f32)),
+                              out("entropy", row.entropy, row.rows, f32),
+                              out("mean", row.mean, row.rows, f32),
+                              out("log_sum_sq", row.log_sum_sq, row.rows, f32),
+                              optional(in("others", a.others, CrossEntropyStatistics::slots_of(row.moments()) * row.rows, f32))};
   for (int i = 0; i < a.count; ++i) {
     const int64_t end = i + 1 < a.count ? a.chunks[i + 1].first : row.vocab;
     Buffer chunk = matrix("chunk", a.chunks[i].logits, row.rows, end - a.chunks[i].first, Content::both);

@@ -1,0 +1,177 @@
+// The fused loss's kernel for log-probabilities: each row's results, and the gradient of its logits in their place.
+//
+// It holds rows as cross_entropy_in_place.cu's InPlaceHeld does, in one matrix or several, and needs a kernel of its own for what a row of
+// log-probabilities has beside its loss: a factor of its logits (logit_scale / temperature) and sums for the entropy, the mean and
+// log(sum(p^2)). With the chunks' statistics, their merge and the gradient as passes of their own (cross_entropy_chunks.cu) a row is read
+// once more, which takes 3 to 7 % of a step's time. The factor is part of the exponents' slope and costs nothing. The entropy costs one
+// multiply-add and one maximum an element, since the exponents of 2 are at hand:
+//   entropy = log(S) - ln(2) * M / S  with  t = (x - max) * factor * log2(e),  S = sum(2^t),  M = sum(2^t * t).
+// Softcap, label smoothing and the other options of a loss are not for this kernel (launch/arguments.h).
+#include "gpu/held_arguments.h"
+
+namespace liger::gpu {
+namespace {
+
+using Slots = CrossEntropyStatistics;
+
+// The sums of a row, or of a thread's part of one, relative to its largest logit `max`, which is not yet multiplied by the row's factor.
+template <class T> struct TokenSums {
+  float factor, max, sum = 0, moment = 0, squares = 0;  // sums of e = 2^t, of e * t, and of e * e
+
+  LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
+  LIGER_DEVICE Exp<T> exponential() const { return Exp<T>(base(), 0, factor); }
+
+  template <class Held> LIGER_DEVICE TokenSums(Held& held, float factor, bool moments, bool squared) : factor(factor), max(held.largest()) {
+    const Exp<T> exp = exponential();
+    if (moments) {
+      float totals[2] = {};
+      held.add(totals, [&](float x, float (&parts)[2]) {
+        const float t = exp.exponent(x), e = fast_exp2(t);
+        parts[0] += e;
+        parts[1] += e * fmaxf(t, -1000.f);  // 0, also of an exponent of -inf; NaN stays in e
+      });
+      sum = totals[0], moment = totals[1];
+    } else {
+      sum = held.sum([&](float x) { return fast_exp2(exp.exponent(x)); });
+    }
+    if (squared)
+      squares = held.sum([&](float x) {
+        const float e = fast_exp2(exp.exponent(x));
+        return e * e;
+      });
+    // Every t is off by the exponent of the base, which rounding leaves near 0.
+    const float off = exp.exponent(base()), correction = fast_exp2(-off);
+    moment = correction * (moment - off * sum);
+    sum *= correction;
+    squares *= correction * correction;
+  }
+
+  // Makes these the whole row's.
+  template <class Group> LIGER_DEVICE void merge(Group& group, bool moments) {
+    const float slope = factor * log2_e, own_max = max, own_sum = sum;
+    float pair[2] = {max, sum};
+    group.reduce(pair, [&](float (&to)[2], const float (&from)[2]) {
+      const float smaller = fast_exp2(to[0] == from[0] ? 0.f : -fabsf(to[0] - from[0]) * slope);
+      to[1] = to[0] >= from[0] ? to[1] + from[1] * smaller : to[1] * smaller + from[1];
+      to[0] = fmaxf(to[0], from[0]);
+    });
+    max = pair[0], sum = pair[1];
+    if (!moments) return;
+    const float distance = own_max == max ? 0.f : (own_max - max) * slope, smaller = fast_exp2(distance);
+    float sums[2] = {own_sum != 0 ? smaller * (moment + distance * own_sum) : 0.f, squares * smaller * smaller};
+    group.sum(sums);
+    moment = sums[0], squares = sums[1];
+  }
+};
+
+// The sums of a row with classes that lie in none of its matrices, relative to a base of transformed logits.
+struct AllClasses {
+  float base, sum, moment, squares, shift;  // moment: in natural units; shift: exp(the own sums' base - base)
+
+  template <class T>
+  LIGER_DEVICE explicit AllClasses(const TokenSums<T>& own)
+      : base(own.base() * own.factor), sum(own.sum), moment(ln_2 * own.moment), squares(own.squares), shift(1) {}
+  // of(slot): the statistics of the other classes.
+  template <class F> LIGER_DEVICE void join(float own_max, bool moments, F of) {
+    const float others_max = of(Slots::maximum);
+    const float top = fmaxf(own_max == minus_infinity() ? own_max : base, others_max);
+    const float to = top == minus_infinity() ? 0.f : top;
+    const auto distance = [&](float max) { return max == minus_infinity() ? 0.f : max - to; };
+    const float own = distance(own_max == minus_infinity() ? own_max : base), other = distance(others_max), scale = exp_as<bf16>(other);
+    shift = exp_as<bf16>(own);
+    const float others_sum = scale * of(Slots::sum), own_sum = shift * sum;
+    if (moments) {
+      moment = shift * moment + own * own_sum;
+      if (others_sum != 0) moment += scale * of(Slots::moment) + other * others_sum;
+      squares = shift * shift * squares + scale * scale * of(Slots::squares);
+    }
+    sum = own_sum + others_sum;
+    base = to;
+  }
+};
+
+template <class T, int N, int K> struct InPlaceTokens {
+  using Args = HeldChunksArgs;
+  static constexpr int max_threads = launch::in_place_tokens.instance(N, K).max_threads;
+
+  static LIGER_DEVICE void run(const Args& args) {
+    const LogitRows& a = args.rows;
+    RowGroupOf<0, true> group(a.threads_per_row);
+    const bool first = group.index == 0;
+    const int at = int(group.first_row()), cols = args.columns();
+    const auto logits = args.template logits<T>(at);
+    HeldLogits<T, N, K, decltype(logits)> held(logits, group, is_wanted(args, at) ? cols : 0, args.shared_offset);
+    const LogitRow<T, true, true> row(a, at, first, false);
+    if (row.valid) held.load_single(group, cols);
+    // The thread that owns the target's column writes the results, too: it alone reads this logit by itself, and overwrites it.
+    const bool has_target = row.valid && held.owns(row.target, cols / N * N, group);
+    Packed<T, 1> raw_target{};
+    if (has_target) load(raw_target, logits.from(row.target)(0));
+    const float factor = a.logit_scale * row.over_temperature(a);
+    const RowOutputs& out = args.out;
+
+    TokenSums<T> sums(held, factor, a.moments, out.log_sum_sq != nullptr);
+    HeldOptions<T> options{a};
+    options.raw_max = sums.max;
+    sums.merge(group, a.moments);
+    if (out.want_best()) options.find_best(held, group, sums.sum != sums.sum);
+    float total[2] = {};
+    if (out.mean) {
+      held.for_each([&](const auto& raw, int) {
+        float part = 0;
+#pragma unroll
+        for (int j = 0; j < elements_of<decltype(raw)>; ++j) part += raw[j];
+        total[0] += part;
+      });
+      group.sum(total);
+      total[0] *= factor;
+    }
+
+    AllClasses all(sums);
+    float below_base = (to_float(raw_target[0]) - sums.base()) * factor;  // the target's logit, less the base of `all`
+    bool writes = row.valid ? has_target : first && row.live;
+    if (args.others && row.valid) {
+      const auto of = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };
+      const float before = all.base;
+      all.join(sums.max, a.moments, of);
+      below_base += before - all.base;
+      if (out.mean) total[0] += of(Slots::total);
+      if (row.target >= cols) {
+        below_base = of(Slots::target) - all.base;
+        writes = first;
+      }
+    }
+    const float log_sum = logf(all.sum), negative_log = log_sum - below_base;
+    if (writes) {
+      write_losses(a, out, row, 0.f, options.best_column, {all.base + log_sum, 0}, negative_log);
+      if (a.moments) out.write_moments(row, log_sum - all.moment / all.sum, total[0] / float(a.vocab), logf(all.squares) - 2 * log_sum);
+    }
+    if (!row.live) return;
+    if (!row.valid) return held.fill(row.ignored ? 0.f : not_a_number(), group, cols);
+
+    const Exp<T> exp = sums.exponential();
+    const float of_exp = args.gradient_scale * all.shift * exp.correction(sums.base()) / all.sum;
+    replace_by_probabilities(held, exp, of_exp, factor * log2_e);
+    if (has_target) {
+      float gradient[1] = {of_exp * exp(raw_target[0]) - args.gradient_scale};
+      Packed<T, 1> one;
+      one.set(gradient);
+      store(logits.from(row.target)(0), one);
+    }
+  }
+};
+
+}  // namespace
+
+void log_probs_in_place(const CrossEntropyInChunks& op, const launch::Launch& made, Stream stream) {
+  HeldChunksArgs args = held_chunks_args(op, made, stream);
+  args.rows.moments = op.row.moments();
+  dispatch(op.row.logits.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if constexpr (sizeof(T) == 2)
+      with_instance<launch::in_place_tokens, fits<T>>(made,
+                                                      [&]<Instance I>() { launch<InPlaceTokens<T, I.vec, I.k>>(made, args, stream); });
+  });
+}
+
+}  // namespace liger::gpu
