@@ -229,7 +229,8 @@ def test_what_is_returned(device):
         output.logits  # noqa: B018
     with torch.no_grad():
         as_tuple = model(**batch, **ASKED, use_cache=False, return_dict=False)
-    assert len(as_tuple) == 3 and torch.equal(as_tuple[1], output.log_probs) and not as_tuple[1].requires_grad
+    assert len(as_tuple) == 3 and not as_tuple[1].requires_grad
+    torch.testing.assert_close(as_tuple[1], output.log_probs.detach(), rtol=0, atol=1e-5)  # another kernel, on a GPU
     assert list(model.train()(**batch, **ASKED)) == ["loss", "log_probs", "entropy"]
     nothing = model(**batch | {"labels": torch.full_like(batch["labels"], -100)}, **ASKED)
     assert nothing.loss == 0 and not nothing.log_probs.any() and not nothing.entropy.any()

@@ -23,22 +23,21 @@ template <class T> struct TokenSums {
 
   template <class Held> LIGER_DEVICE TokenSums(Held& held, float factor, bool moments, bool squared) : factor(factor), max(held.largest()) {
     const Exp<T> exp = exponential();
-    if (moments) {
-      float totals[2] = {};
-      held.add(totals, [&](float x, float (&parts)[2]) {
+    const auto add = [&]<int Terms>() {
+      float totals[Terms] = {};
+      held.add(totals, [&](float x, float (&parts)[Terms]) {
         const float t = exp.exponent(x), e = fast_exp2(t);
         parts[0] += e;
-        parts[1] += e * fmaxf(t, -1000.f);  // 0, also of an exponent of -inf; NaN stays in e
+        if constexpr (Terms > 1) parts[1] += e * fmaxf(t, -1000.f);  // 0, also of an exponent of -inf; NaN stays in e
+        if constexpr (Terms > 2) parts[2] += e * e;
       });
-      sum = totals[0], moment = totals[1];
-    } else {
-      sum = held.sum([&](float x) { return fast_exp2(exp.exponent(x)); });
-    }
-    if (squared)
-      squares = held.sum([&](float x) {
-        const float e = fast_exp2(exp.exponent(x));
-        return e * e;
-      });
+      sum = totals[0];
+      if constexpr (Terms > 1) moment = totals[1];
+      if constexpr (Terms > 2) squares = totals[2];
+    };
+    if (!moments) add.template operator()<1>();
+    else if (!squared) add.template operator()<2>();
+    else add.template operator()<3>();
     // Every t is off by the exponent of the base, which rounding leaves near 0.
     const float off = exp.exponent(base()), correction = fast_exp2(-off);
     moment = correction * (moment - off * sum);
@@ -111,10 +110,9 @@ template <class T, int N, int K> struct InPlaceTokens {
     const RowOutputs& out = args.out;
 
     TokenSums<T> sums(held, factor, a.moments, out.log_sum_sq != nullptr);
-    HeldOptions<T> options{a};
-    options.raw_max = sums.max;
+    HeldOptions<T> options{a, sums.max};
     sums.merge(group, a.moments);
-    if (out.want_best()) options.find_best(held, group, sums.sum != sums.sum);
+    if (out.want_best()) options.find_best(held, group, sums.max, sums.sum != sums.sum);
     float total[2] = {};
     if (out.mean) {
       held.for_each([&](const auto& raw, int) {

@@ -108,7 +108,10 @@ template <class T> struct HeldOptions {
       weighted = both[0];
       if (a.class_share != 0) weighted += a.counts[CrossEntropyCounts::weight] * (common - finite(target_logit));
     }
-    if (want_best) find_best(held, group, row.sum != row.sum);
+    if (!want_best) return;
+    float tops[2] = {raw_max, 0};
+    group.reduce(tops, [](float (&to)[2], const float (&from)[2]) { to[0] = fmaxf(to[0], from[0]); });
+    find_best(held, group, tops[0], row.sum != row.sum);
   }
 
   // Overwrites a row by its gradient, without what only the target's own element has.
@@ -136,18 +139,17 @@ template <class T> struct HeldOptions {
     }
   }
 
-  // The first NaN, or if there is none the first of the largest logits. Most threads know by their maximum that it is not theirs.
-  template <class Held, class Group> LIGER_DEVICE void find_best(const Held& held, Group& group, bool may_have_nan) {
+  // Finds the first NaN, or if there is none the first of the logits that are `largest`, the row's maximum. Most threads need not look:
+  // their own maximum is smaller.
+  template <class Held, class Group> LIGER_DEVICE void find_best(const Held& held, Group& group, float largest, bool may_have_nan) {
     constexpr int behind_all = 1 << 30;
-    float tops[2] = {raw_max, 0};
-    group.reduce(tops, [](float (&to)[2], const float (&from)[2]) { to[0] = fmaxf(to[0], from[0]); });
     int found = INT_MAX;
-    if (may_have_nan || raw_max == tops[0])
+    if (may_have_nan || raw_max == largest)
       held.for_each([&](const auto& raw, int column) {
 #pragma unroll
         for (int j = elements_of<decltype(raw)> - 1; j >= 0; --j) {
           const float x = raw[j];
-          const int at = x != x ? column + j : x == tops[0] ? behind_all + column + j : INT_MAX;
+          const int at = x != x ? column + j : x == largest ? behind_all + column + j : INT_MAX;
           found = at < found ? at : found;
         }
       });

@@ -35,7 +35,7 @@ Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Kn
 // The constants are how many vectors a thread holds in registers: fewer of rows that lie in several matrices (chunks of the vocabulary),
 // and if the loss is not `plain`, that is, has options that cost registers, or is one of log-probabilities. Rows of those kinds are held in
 // 16 bits alone, and the last two only where there are clusters. What registers do not hold is in shared memory (the plan's slots).
-constexpr int held_in_registers = 8, held_of_chunks = 7, held_of_tokens = 6, held_of_full = 4;
+constexpr int held_in_registers = 8, held_of_chunks = 7, held_of_tokens = 5, held_of_full = 4;
 inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
                                       Instance{row_threads, 8, held_of_chunks}, Instance{row_threads, 8, held_of_full, none, true});
 inline constexpr Kernel in_place_tokens("InPlaceTokens", Instance{row_threads, 8, held_of_tokens, none, true});
