@@ -21,8 +21,8 @@ from liger_ext._timing import Timing
 
 from . import suite
 
-# Modules here, imported when they are run, since some of them need transformers. Each has run(settings) -> records, line(record), table(records, settings) -> one or several, and
-# draw(records, settings, folder) -> files.
+# Modules here, imported when they are run, since some of them need transformers. Each has run(settings) -> records,
+# line(record), table(records, settings) -> one or several, and draw(records, settings, folder) -> files.
 SUITES = ("rows", "flce", "plans", "log_probs", "train", "families", "lora", "trl_steps", "host", "memory")
 
 

@@ -55,7 +55,8 @@ DRAWN = "trained, entropy"
 ERROR_ROWS = 1024
 BONUS = 0.01  # of the entropy, in the loss
 SECONDS, LEAST, MOST = 0.5, 3, 12  # of a GPU, for a point; rounds
-LIMIT, LIMIT_LAST = 115.0, 140.0  # seconds of a run on a GPU, after which points are left out
+LIMIT, LIMIT_LAST = 105.0, 125.0  # seconds of a run on a GPU, after which points are left out
+LATE = "left out: the run would take too long"
 ONE_MATMUL, EAGER = "one matmul", "full logits"
 
 
@@ -149,6 +150,9 @@ def _measured(
     shape: Shape, case: Case, settings: suite.Settings, wanted: dict[str, Callable[[], Function]], limit: float
 ) -> Result:
     result = Result(shape.model, str(shape), case.name, case.matmuls)
+    if time.monotonic() > limit:
+        result.times = dict.fromkeys(wanted, LATE)
+        return result
     compute = torch.bfloat16 if case.autocast else settings.torch_dtype
     try:
         torch.manual_seed(0)
@@ -164,7 +168,7 @@ def _measured(
         return result
     for name, make in wanted.items():
         if time.monotonic() > limit:
-            result.times[name] = "left out: the run would take too long"
+            result.times[name] = LATE
             continue
         try:
             function = make()
@@ -218,7 +222,7 @@ def _fields(result: Result) -> dict[str, object]:
 def _cell(result: Result, name: str) -> str:
     found = result.times.get(name)
     if isinstance(found, str):
-        return found if found.startswith("left out") else f"fails: {found}"
+        return found if found == LATE else f"fails: {found}"
     return flce.cell(result, name)
 
 
@@ -286,10 +290,10 @@ def _front(axis, result: Result) -> None:
     if ours:
         memory, times, names = zip(*ours, strict=True)
         axis.plot(memory, times, "o-", color=suite.colour(OURS, 0), label=OURS, zorder=3)
-        for place, text in enumerate(names):
-            axis.annotate(
-                text, (memory[place], times[place]), fontsize=7, xytext=(2, 4), textcoords="offset points", rotation=30
-            )
+        points = list(zip(memory, times, strict=True))
+        named = {", ".join(n for n, p in zip(names, points, strict=True) if flce.close(p, q)): q for q in points}
+        for text, point in named.items():
+            axis.annotate(text, point, fontsize=7, xytext=(2, 4), textcoords="offset points", rotation=30)
     floor = next(iter(result.floors.values())).median / 1e3
     axis.axhline(floor, color="k", linestyle="--", linewidth=1, label="the needed matmuls")
     flce.over_memory(axis, "milliseconds", f"{result.model}: {result.shape}")
