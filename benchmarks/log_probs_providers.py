@@ -91,8 +91,9 @@ PEERS = {
         lambda f, x, w, t, case: f(x, w, t, 1.0, "none"),
     ),
 }
-LAST = {"verl, Triton"}  # after all others: a kernel that fails ends all use of the GPU by this process
-_LEAVES_OUT = {"liger, GRPO"}  # the entropy
+# After all others: a kernel that fails may end all use of the GPU by this process, and compiling takes seconds.
+LAST = {"verl, Triton", COMPILED}
+_NEVER, _ALWAYS = {"liger, GRPO"}, {"verl", "verl, Triton"}  # return the entropy
 
 
 def makers(case: Case, sizes: tuple[int, ...]) -> dict[str, Callable[[], Function]]:
@@ -102,7 +103,7 @@ def makers(case: Case, sizes: tuple[int, ...]) -> dict[str, Callable[[], Functio
     for name, memory in memories.items():
         found[f"{OURS}, {name}"] = partial(partial, _ours, memory=memory)
     for name, peer in PEERS.items():
-        if is_here(peer) and not (case.entropy and name in _LEAVES_OUT):
+        if is_here(peer) and name not in (_NEVER if case.entropy else _ALWAYS):
             found[name] = peer.function
     if case.compiled:
         found[COMPILED] = _compiled
