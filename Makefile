@@ -19,7 +19,7 @@
 #   WORKERS=2           processes that share the files of tests (make test, test-oldest, test-asan)
 #   MARKS="not cuda"    the tests of these three: pytest's markers; left out: all but those for a GPU and the slow ones
 #   SKIPS=all           the column of tests/skips.txt that the skips of a run must have
-#   SUITES="rows host"  the benchmarks to run: rows, flce, plans, host, memory, train, families, lora
+#   SUITES="rows host"  the benchmarks to run: rows, flce, plans, log_probs, host, memory, train, families, lora, trl_steps
 #   GPU=cuda|hip|none   the GPU library to build; left out: for the GPU of this machine, none where there is no GPU; both: 'cuda;hip'
 #   CUDA_ARCHS, HIP_ARCHS   e.g. "8.0;9.0a" (default with GPU=cuda or hip: every supported one)
 #   PYTHON=python3.12   the Python that makes the environment      VENV=.venv   where it is made
@@ -28,7 +28,7 @@ PYTHON ?= python3
 VENV ?= .venv
 NO_VENV ?=
 ARGS ?=
-SUITES ?= rows flce plans host memory train families lora
+SUITES ?= rows flce plans log_probs host memory train families lora trl_steps
 WORKERS ?= 2
 MARKS ?= not cuda and not slow
 SKIPS ?=

@@ -1,5 +1,5 @@
-"""``python -m benchmarks rows|flce|plans|train|families|lora|host|memory``: a table on the terminal; JSON lines, the
-table as Markdown and plots in --out. Peers take part if they can be imported."""
+"""``python -m benchmarks SUITE``: a table on the terminal; JSON lines, the table as Markdown and plots in --out. Peers
+take part if they can be imported."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from liger_ext._timing import Timing
 
 from . import suite
 
-# Modules here, imported when they are run, since only `train`, `families` and `lora` need transformers. Each has
-# run(settings) -> records, line(record), table(records, settings) -> one or several, and
-# draw(records, settings, folder) -> files.
-SUITES = ("rows", "flce", "plans", "train", "families", "lora", "host", "memory")
+# Modules here, imported when they are run, since some of them need transformers. Each has run(settings) -> records,
+# line(record), table(records, settings) -> one or several, and draw(records, settings, folder) -> files.
+SUITES = ("rows", "flce", "plans", "log_probs", "train", "families", "lora", "trl_steps", "host", "memory")
 
 
 def _version(package: str) -> str:
@@ -54,8 +53,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=suite.DTYPES, default=None, help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--providers", nargs="+", default=(), help="only these: liger_ext, torch, torch.compile, ...")
-    parser.add_argument("--ops", nargs="+", default=(), help="only these ops (rows, host)")
-    models = "only those whose names begin so (plans, train, families, lora): Llama-1B, Llama-8B"
+    parser.add_argument("--ops", nargs="+", default=(), help="only these ops (rows, host) or cases (log_probs)")
+    models = "only those whose names begin so (plans, log_probs, train, families, lora, trl_steps): Llama-1B"
     parser.add_argument("--models", nargs="+", default=(), help=models)
     train = parser.add_argument_group("whole training steps (train, families, lora)")
     what = train.add_mutually_exclusive_group()
@@ -106,9 +105,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def redraw(name: str, file: Path, out: Path) -> None:
     """The pictures of records that were measured before, named like their file: SUITE_DEVICE_DTYPE.jsonl."""
-    read, _, rest = file.stem.partition("_")
-    device, _, dtype = rest.rpartition("_")
-    if read != name or dtype not in suite.DTYPES:
+    device, _, dtype = file.stem.removeprefix(f"{name}_").rpartition("_")
+    if not file.stem.startswith(f"{name}_") or dtype not in suite.DTYPES:
         raise SystemExit(
             f"--redraw {file}: its name is not {name}_DEVICE_DTYPE.jsonl, DTYPE of {', '.join(suite.DTYPES)}"
         )

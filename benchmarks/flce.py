@@ -246,7 +246,7 @@ def _front(axis, result: Result, names: list[str]) -> None:
     ours.sort()
     points = [point for *_, point in ours]
     axis.plot(*zip(*points, strict=True), "o-", color=suite.colour("liger_ext", 0), label="liger_ext", zorder=3)
-    named = {", ".join(level for _, level, other in ours if _close(point, other)): point for point in points}
+    named = {", ".join(level for _, level, other in ours if close(point, other)): point for point in points}
     for text, point in named.items():
         axis.annotate(text, point, fontsize=7, xytext=(2, 4), textcoords="offset points", rotation=30)
     floor = next(iter(result.floors.values())).median / 1e3
@@ -263,6 +263,6 @@ def over_memory(axis, label: str, title: str) -> None:
     axis.set_ylim(0)
 
 
-def _close(one: tuple[float, float], other: tuple[float, float]) -> bool:
+def close(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Are they one mark in the picture?"""
     return all(abs(a - b) <= 0.03 * a for a, b in zip(one, other, strict=True))

@@ -92,6 +92,14 @@ _COLOURS = {
     "liger, fp32 sum": "#98df8a",
     "quack": "#9467bd",
     "cce": "#ff7f0e",
+    "liger, without CuTe": "#2ca02c",
+    "liger, GRPO": "#98df8a",
+    "full logits, torch.compile": "#1f77b4",
+    "TRL": "#7f7f7f",
+    "verl": "#9467bd",
+    "verl, Triton": "#ff7f0e",
+    "liger_ext.trl.install()": "#d62728",
+    "install() and patched model": "#8c1d1e",
 }
 _OTHERS = ("#bcbd22", "#e377c2", "#8c564b", "#c49c94")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as cli
-from benchmarks import flce, host, memory, plans, rows, suite, timing
+from benchmarks import flce, host, log_probs, log_probs_providers, memory, plans, rows, suite, timing
 from liger_ext import _C
 from liger_ext._timing import Timing
 from liger_ext.ops._loss_devices import device_with
@@ -18,6 +18,7 @@ PROVIDERS = {
     "rows": ["liger_ext", "torch"],
     "flce": ["liger_ext", "torch"],
     "plans": ["liger_ext", "torch"],
+    "log_probs": ["liger_ext", "liger_ext, low"],
     "host": ["liger_ext", "torch"],
     "memory": ["liger_ext", "torch"],
 }
@@ -26,7 +27,7 @@ PROVIDERS = {
 @pytest.fixture
 def small(monkeypatch):
     quick = functools.partial(timing.time_cpu, least=2)
-    for module in (timing, flce, plans):
+    for module in (timing, flce, plans, log_probs):
         monkeypatch.setattr(module, "time_cpu", lambda calls, seconds=0: quick(calls, seconds=0))
     every = rows.cases
 
@@ -40,6 +41,7 @@ def small(monkeypatch):
     monkeypatch.setattr(rows, "cases", first_of_each_op)
     monkeypatch.setattr(flce, "SHAPES_CPU", [(8, 16, 64, 0), (32, 16, 64, 0.5)])
     monkeypatch.setattr(memory, "SHAPES_CPU", [(8, 16, 64)])
+    monkeypatch.setattr(log_probs, "SHAPES_CPU", [log_probs.Shape("tiny", 48, 64, 4096, (16,))])
     monkeypatch.setattr(host, "SAMPLES", 2)
 
 
@@ -76,6 +78,48 @@ def test_a_peer_that_fails_does_not_end_the_run(small, monkeypatch, tmp_path):
     assert record.peak_mib["broken"] == "RuntimeError: no such shape"
     assert "fails" in memory.table([record], suite.Settings("cpu", "fp32")).rows[0]
     assert memory.draw([record], suite.Settings("cpu", "fp32"), tmp_path)[0].exists()
+
+
+LOG_PROBS = suite.Settings("cpu", "fp32", ops=("trained, entropy with gradient",))
+
+
+def test_log_probs_of_every_provider_have_small_errors(small, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    (result,) = log_probs._merged(list(log_probs.run(LOG_PROBS)))
+    ours = {"liger_ext", "liger_ext, fast", "liger_ext, low", "liger_ext, 16 MiB"}
+    assert set(result.times) >= ours | {log_probs.COMPILED}
+    assert set(result.errors) >= ours | {log_probs.ONE_MATMUL, log_probs.EAGER}
+    for errors in result.errors.values():
+        assert all(error is None or error < 1e-5 for error in vars(errors).values()), result.errors
+    assert all(error is not None for error in vars(result.errors["liger_ext"]).values())
+
+
+def test_a_provider_of_log_probs_that_fails_or_is_wrong_is_seen(small, monkeypatch):
+    def wrong(x, w, t, case):
+        log_probs, entropy = log_probs_providers.full_logits(x, w, t, case)
+        return log_probs * 1.01, entropy
+
+    def missing():
+        raise ImportError("no such library")
+
+    made = {"liger_ext": lambda: log_probs_providers.full_logits, "wrong": lambda: wrong, "missing": missing}
+    monkeypatch.setattr(log_probs, "makers", lambda case, sizes: made)
+    (result,) = log_probs.run(LOG_PROBS)
+    assert result.times["missing"] == "ImportError: no such library"
+    right, off = result.errors["liger_ext"], result.errors["wrong"]
+    assert off.log_probs > 1e-2 > 1e-5 > right.log_probs and off.dx > 1e-3 and off.dweight > 1e-3
+    assert "fails: ImportError: no such library" in log_probs.table([result], LOG_PROBS)[0].markdown()
+
+
+def test_log_probs_leave_out_what_takes_too_long_and_tables_join_the_records_of_a_case(small):
+    shape, case = log_probs.SHAPES_CPU[0], log_probs.CASES[1]
+    wanted = {"liger_ext": lambda: log_probs_providers.full_logits}
+    late = log_probs._measured(shape, case, LOG_PROBS, {"late": wanted["liger_ext"]}, limit=0)
+    assert late.times == {"late": log_probs.LATE}
+    on_time = log_probs._measured(shape, case, LOG_PROBS, wanted, limit=float("inf"))
+    times, errors = log_probs.table([on_time, late], LOG_PROBS)
+    assert [row[0] for row in times.rows] == ["the needed matmuls", "liger_ext", "late"]
+    assert times.columns == ["", case.name] and errors.rows
 
 
 def test_nothing_to_run_is_an_error(small, tmp_path, capsys):

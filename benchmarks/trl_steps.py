@@ -1,0 +1,310 @@
+"""Whole training steps of TRL's DPOTrainer and GRPOTrainer (1.16), by their own ``train()``: forward, backward,
+clipping and AdamW of a Llama with random weights, on TRL's function of log-probabilities, on ours, and with a patched
+model too.
+
+DPO's data are tokens already. GRPO's ``_prepare_inputs`` is replaced, so that nothing is generated: it returns random
+completions, their advantages and old log-probabilities. Losses are recorded before they are rounded for the log. All
+settings run in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from examples.demo.meter import Meter
+from liger_ext import apply_liger_kernel_to_instance
+from liger_ext._timing import Timing, failure
+
+from . import models, suite
+
+_MODEL = dict(num_attention_heads=32, num_key_value_heads=8, hidden_size=2048, intermediate_size=8192,
+              num_hidden_layers=16, vocab_size=151_936, tie_word_embeddings=True)  # fmt: skip
+_TINY = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+             vocab_size=512, tie_word_embeddings=True)  # fmt: skip
+
+
+class Sizes(NamedTuple):
+    """``prompt`` of ``length`` tokens have no loss; ``pairs`` of DPO are as many sequences as two times ``pairs`` of
+    GRPO."""
+
+    name: str
+    config: dict
+    pairs: int
+    length: int
+    prompt: int
+
+
+SIZES_CUDA, SIZES_CPU = Sizes("Llama-1B", _MODEL, 4, 1024, 256), Sizes("tiny", _TINY, 2, 24, 8)
+STOCK, INSTALLED, PATCHED = "TRL", "liger_ext.trl.install()", "install() and patched model"
+WARM_UP, STEPS = 3, 8
+LEARNING_RATE = 1e-5
+LIMIT = 105.0  # seconds of a run on a GPU, after which settings are left out
+
+
+@dataclass
+class Training:
+    model: str
+    trainer: str
+    setting: str
+    tokens: int
+    step: Timing | None = None
+    peak_mib: float | None = None
+    losses: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)  # as TRL logs them
+    difference: float | None = None  # the largest, from the losses of TRL's function
+    seconds: float = 0.0  # all that the setting took
+    error: str = ""
+
+
+def run(settings: suite.Settings) -> Iterator[Training]:
+    of_cpu = settings.device == "cpu"
+    sizes = SIZES_CPU if of_cpu else SIZES_CUDA
+    start, references = time.monotonic(), {}
+    for checkpoints in (False, True):
+        for trainer in ("DPO", "GRPO"):
+            name = trainer + ", gradient checkpointing" * checkpoints
+            if not settings.wants_model(name):
+                continue
+            for setting in (STOCK, INSTALLED, PATCHED):
+                if not settings.wants(setting):
+                    continue
+                record = Training(sizes.name, name, setting, 2 * sizes.pairs * sizes.length)
+                begun = time.monotonic()
+                try:
+                    if not of_cpu and begun > start + LIMIT:
+                        raise TimeoutError("left out: the run would take too long")
+                    with _on(setting):
+                        _measure(record, sizes, trainer, checkpoints, settings)
+                except Exception as error:  # a setting that fails must not end the run
+                    record.error = failure(error)
+                record.seconds = time.monotonic() - begun
+                if setting == STOCK:
+                    references[name] = record.losses
+                elif record.losses and references.get(name):
+                    record.difference = max(abs(a - b) for a, b in zip(record.losses, references[name], strict=True))
+                _free()
+                yield record
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _on(setting: str) -> Iterator[None]:
+    """TRL's losses are computed by its own function, or by ours."""
+    if setting == STOCK:
+        yield
+        return
+    import liger_ext.trl
+
+    utils = importlib.import_module("trl.trainer.utils")
+    stock = utils._ChunkedLogProbFunction
+    with liger_ext.trl.install():
+        if utils._ChunkedLogProbFunction is stock:
+            raise RuntimeError("liger_ext.trl.install() has changed nothing")
+        yield
+
+
+def _measure(record: Training, sizes: Sizes, trainer: str, checkpoints: bool, settings: suite.Settings) -> None:
+    from accelerate.state import AcceleratorState
+    from transformers import PrinterCallback
+
+    device = torch.device(settings.device)
+    meter = Meter(device)
+    before = meter.reset()
+    AcceleratorState._reset_state(reset_partial_state=True)  # it outlives a trainer, with its autocast
+
+    def model() -> torch.nn.Module:
+        made = models.build(sizes.config, device, settings.torch_dtype)
+        if record.setting == PATCHED:
+            apply_liger_kernel_to_instance(made)
+        return made
+
+    clock = _clock(meter)
+    with tempfile.TemporaryDirectory() as folder:
+        common = dict(
+            output_dir=folder, max_steps=WARM_UP + STEPS, gradient_accumulation_steps=1, learning_rate=LEARNING_RATE,
+            use_cpu=device.type == "cpu", bf16=settings.dtype == "bf16", gradient_checkpointing=checkpoints,
+            lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, seed=3,
+            dataloader_pin_memory=device.type == "cuda",
+        )  # fmt: skip
+        made = (_dpo if trainer == "DPO" else _grpo)(model, sizes, common, device)
+        made.remove_callback(PrinterCallback)
+        made.add_callback(clock)
+        stock = made.compute_loss
+
+        def compute_loss(*arguments, **options):
+            loss = stock(*arguments, **options)
+            clock.losses.append(loss.detach().float())
+            return loss
+
+        made.compute_loss = compute_loss
+        made.train()
+    record.step = Timing.of(clock.samples[WARM_UP:])
+    record.peak_mib = (clock.peak - before) / 2**20
+    record.losses = [float(loss) for loss in clock.losses]
+    record.entropies = [log["entropy"] for log in made.state.log_history if "entropy" in log]
+
+
+def _clock(meter: Meter):
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        """Times steps from begin to end, optimizer included."""
+
+        def __init__(self) -> None:
+            self.samples: list[float] = []
+            self.losses: list[torch.Tensor] = []
+            self.peak = 0
+
+        def on_step_begin(self, args, state, control, **others):
+            if len(self.samples) == WARM_UP:
+                meter.reset()
+            if meter.cuda:
+                torch.cuda.synchronize()
+            self.start = time.perf_counter()
+
+        def on_step_end(self, args, state, control, **others):
+            if meter.cuda:
+                torch.cuda.synchronize()
+            self.samples.append((time.perf_counter() - self.start) * 1e6)
+            self.peak = meter.peak()
+
+    return Clock()
+
+
+def _dpo(model: Callable, sizes: Sizes, common: dict, device: torch.device):
+    from trl import DPOConfig, DPOTrainer
+
+    made = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, sizes.config["vocab_size"], (count,), generator=made).tolist()
+
+    class OfTokens(DPOTrainer):
+        def _prepare_dataset(self, dataset, *others):
+            return dataset  # it has tokens already
+
+    rows = [
+        dict(
+            prompt_ids=tokens(sizes.prompt),
+            chosen_ids=tokens(sizes.length - sizes.prompt),
+            rejected_ids=tokens(sizes.length - sizes.prompt),
+        )
+        for _ in range(2 * sizes.pairs)
+    ]
+    options = DPOConfig(per_device_train_batch_size=sizes.pairs, max_length=sizes.length, **common)
+    return OfTokens(
+        model(), model().eval().requires_grad_(False), options, train_dataset=_dataset(rows),
+        processing_class=_tokenizer(),
+    )  # fmt: skip
+
+
+def _grpo(model: Callable, sizes: Sizes, common: dict, device: torch.device):
+    from trl import GRPOConfig, GRPOTrainer
+
+    sequences = 2 * sizes.pairs
+    options = GRPOConfig(
+        per_device_train_batch_size=sequences, num_generations=sequences, beta=0.0, steps_per_generation=1,
+        max_completion_length=sizes.length - sizes.prompt, **common,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model(), lambda completions, **others: [0.0] * len(completions), options,
+        train_dataset=_dataset([dict(prompt="a")] * sequences), processing_class=_tokenizer(),
+    )  # fmt: skip
+    random = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, sizes.config["vocab_size"], (sequences, sizes.length), generator=random).to(device)
+    mask = torch.ones_like(ids)
+    old = torch.full((sequences, sizes.length - sizes.prompt), -float(torch.tensor(sizes.config["vocab_size"]).log()))
+    inputs = dict(
+        prompt_ids=ids[:, : sizes.prompt],
+        prompt_mask=mask[:, : sizes.prompt],
+        completion_ids=ids[:, sizes.prompt :],
+        completion_mask=mask[:, sizes.prompt :],
+        advantages=torch.randn(sequences, generator=random).to(device),
+        old_per_token_logps=(old + 0.1 * torch.randn(old.shape, generator=random)).to(device),
+        num_items_in_batch=mask[:, sizes.prompt :].sum(),
+    )
+    trainer._prepare_inputs = lambda batch: inputs
+    return trainer
+
+
+def _dataset(rows: list[dict]):
+    """With a fingerprint of its own: to make one, datasets pickles the table, which it cannot do with every pyarrow."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    return Dataset(InMemoryTable.from_pylist(rows), fingerprint="rows")
+
+
+def _tokenizer():
+    """What trainers ask for; no text is tokenized."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3}
+    made = Tokenizer(WordLevel(words, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+# Tables and the picture
+
+
+def line(record: Training) -> str:
+    name = f"{record.trainer}, {record.setting} ({record.seconds:.1f} s in all)"
+    if record.step is None:
+        return f"{name}: {record.error}"
+    difference = "" if record.difference is None else f", losses within {record.difference:.1e} of TRL's"
+    return f"{name}: {suite.duration(record.step)}, {record.peak_mib:,.0f} MiB{difference}"
+
+
+def table(records: list[Training], settings: suite.Settings) -> list[suite.Grid]:
+    grid = suite.Grid(
+        f"{settings.dtype}: training steps of TRL's trainers, the median of {STEPS} after {WARM_UP}; the peak of all "
+        "memory, MiB; the largest difference of a loss from that on TRL's function",
+        ["model", "trainer", "setting", "step", "tokens/s", "peak", "difference", "first loss", "last loss", "error"],
+    )
+    losses = suite.Grid("losses of the steps", ["trainer", "setting", *map(str, range(1, WARM_UP + STEPS + 1))])
+    for r in records:
+        cells = ["", "", "", "", "", ""]
+        if r.step is not None:
+            difference = "" if r.difference is None else f"{r.difference:.1e}"
+            rate = f"{r.tokens / r.step.median * 1e6:,.0f}"
+            cells = [suite.duration(r.step), rate, f"{r.peak_mib:,.0f}", difference]
+            cells += [f"{r.losses[0]:.5f}", f"{r.losses[-1]:.5f}"]
+            losses.rows.append([r.trainer, r.setting, *[f"{loss:.5f}" for loss in r.losses]])
+        grid.rows.append([r.model, r.trainer, r.setting, *cells, r.error])
+    return [grid, losses]
+
+
+def draw(records: list[Training], settings: suite.Settings, folder: Path) -> list[Path]:
+    done = [r for r in records if r.step]
+    if not done:
+        return []
+    made, axes = suite.figure(2)
+    trainers, names = (list(dict.fromkeys(getattr(r, of) for r in done)) for of in ("trainer", "setting"))
+    for axis, label, value in (
+        (axes[0], "milliseconds per step", lambda r: r.step.median / 1e3),
+        (axes[1], "peak memory, GiB", lambda r: r.peak_mib / 1024),
+    ):
+        found = {(r.trainer, r.setting): value(r) for r in done}
+        suite.bars(
+            axis,
+            [t.replace(", ", ",\n") for t in trainers],
+            {n: [found.get((t, n)) for t in trainers] for n in names},
+            label,
+        )
+    return [suite.save(made, folder / f"trl_steps_{settings.device}_{settings.dtype}.png")]
