@@ -21,7 +21,7 @@ Schedule loss_schedule(const Head& head, const FusedLoss& a) {
 FusedLossResults fused_loss(const FusedLoss& a) {
   const Scope scope("fused_linear_cross_entropy", a.x);
   const CrossEntropyOptions options = loss_options(a);
-  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   const Schedule schedule = loss_schedule(head, a);
 
   const bool overlaid = schedule.gradients == Gradients::overlaid;
@@ -56,9 +56,9 @@ FusedLossResults fused_loss(const FusedLoss& a) {
     gradient.make(loss, counts.values, &losses, kept_of(counts.values));
     if (summed.dx) gradient.input_gradient(sums.dx);
   } else if (head.rows > 0) {
-    const Tensor buffer = deferred ? saved : allocate(scope, {schedule.rows, schedule.stride()}, head.compute, a.x);
-    const MutableRows logits{buffer.data_ptr(), schedule.stride(), head.compute};
-    for_each_chunk(head, loss, schedule, logits, counts.values, &losses, deferred || accumulated,
+    const bool gradient = deferred || accumulated;
+    const ChunkBuffer buffer(head, schedule, gradient, deferred ? OptionalTensor(saved) : OptionalTensor());
+    for_each_chunk(head, loss, schedule, buffer, counts.values, &losses, gradient,
                    [&](Range rows, Range classes, const Rows& gradient) {
                      const Rows x_rows = summed.dweight ? from_row(head.x_rows(), rows.first) : Rows{};
                      sums.add(rows, classes, gradient, x_rows, {});
@@ -83,7 +83,7 @@ FusedLossResults fused_loss(const FusedLoss& a) {
 
 FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
   const Scope scope(in_place ? "fused_linear_cross_entropy_backward_" : "fused_linear_cross_entropy_backward", a.x);
-  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   const CrossEntropyLoss loss(head, loss_options(a), a.target, a.ce_weight, {}, {a.temperature, a.mix, {}});
   const Schedule schedule = loss_schedule(head, a);
   if (in_place) {
