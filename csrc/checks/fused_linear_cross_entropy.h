@@ -62,11 +62,10 @@ struct ForwardOrder {
 };
 struct BackwardOrder {
   using F = FusedLoss;
-  static constexpr std::tuple options{&F::ignore_index,  &F::reduction,     &F::label_smoothing,   &F::lse_square_scale,
-                                      &F::softcap,       &F::logit_scale,   &F::use_token_scaling, &F::return_entropy,
-                                      &F::accum_dtype,   &F::compute_dtype, &F::logits_dtype,      &F::gradients,
-                                      &F::chunk_rows,    &F::chunk_classes, &F::need_dx,           &F::need_dweight,
-                                      &F::need_dbias};
+  static constexpr std::tuple options{&F::ignore_index, &F::reduction,         &F::label_smoothing, &F::lse_square_scale, &F::softcap,
+                                      &F::logit_scale,  &F::use_token_scaling, &F::return_entropy,  &F::accum_dtype,      &F::compute_dtype,
+                                      &F::logits_dtype, &F::gradients,         &F::chunk_rows,      &F::chunk_classes,    &F::need_dx,
+                                      &F::need_dweight, &F::need_dbias};
   static constexpr auto fields = std::tuple_cat(std::tuple{&F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight,
                                                            &F::temperature, &F::mix, &F::counts, &F::saved, &F::dx, &F::dweight, &F::dbias},
                                                 options);

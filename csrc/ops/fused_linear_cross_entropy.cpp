@@ -56,13 +56,12 @@ FusedLossResults fused_loss(const FusedLoss& a) {
     gradient.make(loss, counts.values, &losses, kept_of(counts.values));
     if (summed.dx) gradient.input_gradient(sums.dx);
   } else if (head.rows > 0) {
-    const bool gradient = deferred || accumulated;
-    const ChunkBuffer buffer(head, schedule, gradient, deferred ? OptionalTensor(saved) : OptionalTensor());
-    for_each_chunk(head, loss, schedule, buffer, counts.values, &losses, gradient,
-                   [&](Range rows, Range classes, const Rows& gradient) {
-                     const Rows x_rows = summed.dweight ? from_row(head.x_rows(), rows.first) : Rows{};
-                     sums.add(rows, classes, gradient, x_rows, {});
-                   });
+    const bool wanted = deferred || accumulated;
+    const ChunkBuffer buffer(head, schedule, wanted, deferred ? OptionalTensor(saved) : OptionalTensor());
+    for_each_chunk(head, loss, schedule, buffer, counts.values, &losses, wanted, [&](Range rows, Range classes, const Rows& gradient) {
+      const Rows x_rows = summed.dweight ? from_row(head.x_rows(), rows.first) : Rows{};
+      sums.add(rows, classes, gradient, x_rows, {});
+    });
   } else {
     zero({sums.dweight, saved, sums.dbias});
   }

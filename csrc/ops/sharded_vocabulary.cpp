@@ -31,7 +31,8 @@ StatisticsResult statistics_op(const VocabularyShard& a) {
   const Tensor nothing = allocate(scope, {0}, head.compute, a.x);
   const Tensor statistics = allocate(scope, {1, slots, head.rows}, head.acc, a.x);
   Tensor best_class = allocate(scope, {a.predictions ? 1 : 0, head.rows}, ScalarType::Long, a.x);
-  const Tensor logits = allocate(scope, {a.keep_logits ? head.rows : schedule.rows, head.vocab}, {schedule.stride(), 1}, head.logits_dtype, a.x);
+  const Tensor logits =
+      allocate(scope, {a.keep_logits ? head.rows : schedule.rows, head.vocab}, {schedule.stride(), 1}, head.logits_dtype, a.x);
   const Tensor of_chunk = allocate(scope, {slots, schedule.rows}, head.acc, a.x);
 
   for (int64_t first = 0; first < head.rows; first += schedule.rows) {

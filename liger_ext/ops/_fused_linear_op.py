@@ -3,8 +3,8 @@
 The op says which gradients are wanted, how many rows and classes of logits may exist at a time, and how the gradients
 come about (``_C.Gradients``):
 
-* deferred: all logits exist at once (wide ones: in chunks of rows). The forward saves their gradient (without loss scale and denominator), and the
-  backward runs the two matmuls.
+* deferred: all logits exist at once (wide ones: a chunk of rows). The forward saves their gradient (without loss scale
+  and denominator), and the backward runs the two matmuls.
 * overlaid: the same, where that gradient waits in the memory that becomes dweight.
 * accumulated: several chunks. The forward adds up dx and dweight, also without scale; the backward scales them.
 * recomputed: several chunks and reduction "none", where each row's gradient has a factor of its own: the backward runs

@@ -45,8 +45,8 @@ class Call(NamedTuple):
     ``overlays``: may the gradient of the logits be stored in the memory that becomes dweight? ``all_rows``: rows of x,
     from which ``rows`` are gathered, or 0. ``copies``: bytes of the arguments' copies that matmuls can read. ``free``:
     bytes beside the gradients that cost nothing, since other code needs as much at another time. ``moments``: are
-    entropies, or the like, wanted? ``temperature``: are there temperatures, or a scale of the logits? ``wide_logits``: are
-    logits in float32, and the operands of matmuls in 16 bits?
+    entropies, or the like, wanted? ``temperature``: are there temperatures, or a scale of the logits?
+    ``wide_logits``: are logits in float32, and the operands of matmuls in 16 bits?
     """
 
     rows: int
@@ -100,8 +100,8 @@ def device(call: Call) -> Device:
 
 class Plan(NamedTuple):
     """How the gradients are made (``_C.Gradients``); how many rows, and how many classes, of logits exist at a time;
-    with ``_C.Gradients.overlaid``, ``classes`` is for how many classes the gradient is stored. Wide logits exist a chunk
-    of rows at a time in every way."""
+    with ``_C.Gradients.overlaid``, ``classes`` is for how many classes the gradient is stored. Wide logits exist a
+    chunk of rows at a time in every way."""
 
     gradients: int
     rows: int
@@ -375,11 +375,10 @@ def _level_in_graph(level: str, *call: object) -> int:
 def _bytes_in_graph(*call: object) -> tuple[int, int]:
     """What a graph's call takes in chunks of 128 rows: whatever its rows, without a chunk's logits; and each row."""
     of = Call(*call)
+    plan = in_chunks(of, _LEAST_ROWS, of.vocab)
 
     def traced(rows: int) -> int:
-        some = of._replace(rows=rows)
-        plan = in_chunks(some, _LEAST_ROWS, of.vocab)
-        return _C.loss_costs(_traced(some, in_place=False), [plan], *device(of))[0][0]
+        return _C.loss_costs(_traced(of._replace(rows=rows), in_place=False), [plan], *device(of))[0][0]
 
     # The peak is the largest of several moments, each of which grows with the rows: with many rows a row takes most.
     of_row = -(-(traced(2 * of.rows) - traced(of.rows)) // of.rows)

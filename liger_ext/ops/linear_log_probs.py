@@ -54,9 +54,10 @@ def linear_log_probs(
     ``logit_scale * (x @ weight.T + bias) / temperature``; ``p = softmax(z)``; ``log_probs = log p[target]``. The
     matmuls run as those of :func:`fused_linear_cross_entropy`; everything else is float32 (float64 for float64).
 
-    The matmul rounds x @ weight.T + bias to ``logits_dtype``. In bfloat16 that is off by up to 2^-9 of a logit, and so is
-    a log-probability. In float32, log-probabilities are within about 1e-5 of those of exact products, and the gradient
-    of the logits is made of them before it is rounded to the matmuls' dtype. A chunk of rows exists in float32 at a time.
+    The matmul rounds ``x @ weight.T + bias`` to ``logits_dtype``. Rounding to bfloat16 moves a logit by up to 2^-9 of
+    its size, and log-probabilities with it. With float32 logits, log-probabilities are within about 1e-5 of those of
+    exact products of the matmul's operands. The gradient of the logits is computed in float32, too, and then rounded to
+    the dtype of the matmuls. Some rows of logits exist in float32 at a time.
 
     Gradients reach x, weight and bias from ``log_probs`` and from ``entropy``, with any upstream gradient. A gradient
     of the entropy computes the logits a second time where their stored gradient may not be overwritten.
