@@ -75,8 +75,6 @@ inline void check_overlaid(const char* op, const Tensor& x, const Tensor& weight
           ": gradients is 4 (overlaid), for which x must not be empty, nor have more than ", chunk_rows,
           " rows (chunk_rows), but has shape ", shape_text(x));
   if (chunk_classes >= vocab) return;
-  require(!dtypes.wide_logits(), op, ": gradients is 4 (overlaid) and chunk_classes ", chunk_classes, ", expected all ", vocab,
-          " classes, since the dtype of logits is not that of the matmuls");
   const Size room = overlaid_room(hidden, weight_dtype, dtypes.compute), inside = launch::overlaid_classes(rows, room, vocab);
   require(chunk_classes % Size(64) == Size(0) && chunk_classes >= inside && vocab * room >= rows * Size(64), op,
           ": gradients is 4 (overlaid) and chunk_classes ", chunk_classes, ", expected a multiple of 64, at least ", inside,

@@ -144,6 +144,20 @@ class InputGradientSum {
   bool begun_ = false;
 };
 
+// f(rows, logits) of each chunk of `step` rows, with wide logits of some classes.
+template <class F> void for_each_wide_chunk(const Head& head, int64_t step, Range classes, F f) {
+  const Tensor buffer = allocate(head.scope, {step, launch::padded_vocab(classes.count)}, head.logits_dtype, head.x());
+  for_each_range(head.scope, head.rows, step, [&](Range rows) {
+    head.logits(rows, classes, mutable_rows(buffer));
+    f(rows, mutable_rows(buffer));
+  });
+}
+// Rounds the gradient of some rows, and of some of its columns, to these rows of `out`.
+inline void round_classes(const Head& head, Range rows, const MutableRows& gradient, Range columns, const MutableRows& out) {
+  const Rows in{at(gradient.data, columns.first, gradient.dtype), gradient.stride, gradient.dtype};
+  scale_cast({rows.count, columns.count, in, from_row(out, rows.first), nullptr, {}}, head.scope);
+}
+
 // The gradient of the logits in the memory that becomes dweight, and in a rest.
 class Overlaid {
  public:
@@ -204,17 +218,18 @@ class Overlaid {
   const launch::OverlaidLayout layout;
 
  private:
-  // Of wide logits, whose gradient is stored of all classes: chunks of rows.
+  // Of wide logits: chunks of rows.
   template <class Loss> void make_rounded(const Loss& loss, const Tensor& counts, const typename Loss::Results* results) const {
-    const Tensor buffer = allocate(head_.scope, {rows_, launch::padded_vocab(head_.vocab)}, head_.logits_dtype, memory_);
-    const MutableRows logits = mutable_rows(buffer);
-    for_each_range(head_.scope, head_.rows, rows_, [&](Range rows) {
-      head_.logits(rows, head_.all_classes(), logits);
-      loss.whole(rows, logits, counts, results, true);
-      for_each_stored([&](Range classes, const MutableRows& out) {
-        const Rows gradient{at(logits.data, classes.first, logits.dtype), logits.stride, logits.dtype};
-        scale_cast({rows.count, classes.count, gradient, from_row(out, rows.first), nullptr, {}}, head_.scope);
-      });
+    for_each_wide_chunk(head_, rows_, head_.all_classes(), [&](Range rows, const MutableRows& logits) {
+      if (all_stored()) {
+        loss.whole(rows, logits, counts, results, true);
+      } else {  // and keeps what the others' gradient is made again of
+        const typename Loss::VocabularyChunks row(loss, rows, 1, counts, results);
+        row.statistics(0, head_.all_classes(), logits);
+        row.merge(1);
+        row.gradient(head_.all_classes(), logits);
+      }
+      for_each_stored([&](Range classes, const MutableRows& out) { round_classes(head_, rows, logits, classes, out); });
     });
   }
 

@@ -120,6 +120,13 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
           loss.mix_stored(classes, gradient, a.counts);
         });
       backward.from_overlaid(a.dweight, a.saved, dx_sum, [&](Range classes, const MutableRows& out) {
+        if (head.wide_logits()) {
+          const MergedLoss merged(loss, head, *kept_of(a.counts), schedule.rows);
+          return for_each_wide_chunk(head, schedule.rows, classes, [&](Range rows, const MutableRows& logits) {
+            merged.gradient(rows, classes, logits, a.counts);
+            round_classes(head, rows, logits, {0, classes.count}, out);
+          });
+        }
         head.logits(head.all_rows(), classes, out);
         chunks.gradient(classes, out);
       });

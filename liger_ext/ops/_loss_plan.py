@@ -233,14 +233,15 @@ def candidates(call: Call) -> list[Plan]:
     of_rows = {min(rows, -(-rows // count // 256) * 256) for count in _CHUNKS}
     plans = [in_chunks(call, chunk, vocab) for chunk in sorted(of_rows | {min(rows, _LEAST_ROWS)})]
     room = _C.overlaid_room(call.hidden, call.weight, call.compute) if can_overlay(call) else 0
-    if call.wide_logits:
-        ways = [_DEFERRED, _OVERLAID] if vocab * room >= 64 * rows else [_DEFERRED]
-        stored = itertools.starmap(Plan, itertools.product(ways, sorted(of_rows | {min(rows, _LEAST_ROWS)}), [vocab]))
-        plans += [plan for plan in stored if call.overlays and _fits(call, plan)]
-    elif vocab * room >= 64 * rows:
+    # Wide logits exist a chunk of rows at a time where the gradient of all is stored, too.
+    chunks = sorted(of_rows | {min(rows, _LEAST_ROWS)}) if call.wide_logits else [rows]
+    if call.overlays and _fits(call, Plan(_DEFERRED, rows, vocab)):
+        plans += [Plan(_DEFERRED, chunk, vocab) for chunk in chunks]
+    if vocab * room >= 64 * rows:
         inside = _C.overlaid_classes(rows, room, vocab)
         stored = {inside + (vocab - inside) * part // _PARTS // 64 * 64 for part in range(_PARTS)}
-        plans += [Plan(_OVERLAID, rows, classes) for classes in sorted((stored - {0}) | {vocab})]
+        stored = sorted((stored - {0}) | {vocab})
+        plans += [Plan(_OVERLAID, chunk, classes) for classes in stored for chunk in chunks]
     few = (chunk for chunk in (128, 512, 2048, 8192) if chunk < 2 * rows)
     for chunk, classes in itertools.product(few, (1024, 4096, 16_384)):
         if classes < vocab:
@@ -251,7 +252,7 @@ def candidates(call: Call) -> list[Plan]:
 def _fits(call: Call, plan: Plan) -> bool:
     """Whether the call can take a plan that is not ``in_chunks``."""
     if plan.gradients == _OVERLAID:
-        return can_overlay(call) and (not call.wide_logits or plan.classes >= call.vocab)
+        return can_overlay(call)
     if not call.wide_logits or plan.gradients != _DEFERRED:
         return False
     at_once = in_chunks(call, max(call.rows, 1), call.vocab)
