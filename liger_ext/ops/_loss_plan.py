@@ -28,6 +28,7 @@ _OP = "fused_linear_cross_entropy"
 _DEFERRED, _OVERLAID = int(_C.Gradients.deferred), int(_C.Gradients.overlaid)
 _LEAST_ROWS, _LEAST_CLASSES = 128, 1024  # the smallest chunk of logits
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of rows, in a call
+_WIDE_CHUNKS = (128, 256, 512, 1024, 2048)  # rows of wide logits where their gradient is stored
 _PARTS = 16  # steps between storing the gradients that fit dweight's memory, and storing all
 _GRAPH_ROWS = 16_384  # for a graph, which may serve any number of rows
 _SLOWEST = 4  # times the least time: no memory is worth more
@@ -234,7 +235,7 @@ def candidates(call: Call) -> list[Plan]:
     plans = [in_chunks(call, chunk, vocab) for chunk in sorted(of_rows | {min(rows, _LEAST_ROWS)})]
     room = _C.overlaid_room(call.hidden, call.weight, call.compute) if can_overlay(call) else 0
     # Wide logits exist a chunk of rows at a time where the gradient of all is stored, too.
-    chunks = sorted(of_rows | {min(rows, _LEAST_ROWS)}) if call.wide_logits else [rows]
+    chunks = sorted({min(rows, chunk) for chunk in _WIDE_CHUNKS}) if call.wide_logits else [rows]
     if call.overlays and _fits(call, Plan(_DEFERRED, rows, vocab)):
         plans += [Plan(_DEFERRED, chunk, vocab) for chunk in chunks]
     if vocab * room >= 64 * rows:
