@@ -70,8 +70,8 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " Tensor? temperature, int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap,"
       " float logit_scale, bool use_token_scaling, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens,"
       " bool return_entropy, bool return_mean_logits, bool return_log_sum_sq, ScalarType? accum_dtype, ScalarType? compute_dtype,"
-      " int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
-      " bool need_dbias)"
+      " ScalarType? logits_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx,"
+      " bool need_dweight, bool need_dbias)"
       " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor entropy,"
       " Tensor mean_logits, Tensor log_sum_sq, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
@@ -79,16 +79,16 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " Tensor? ce_weight, Tensor? temperature, Tensor? mix, Tensor counts, Tensor saved, Tensor dx, Tensor dweight, Tensor dbias,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, float logit_scale,"
       " bool use_token_scaling, bool return_entropy, ScalarType? accum_dtype,"
-      " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
-      " bool need_dbias)"
+      " ScalarType? compute_dtype, ScalarType? logits_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx,"
+      " bool need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
       "fused_linear_cross_entropy_backward_(Tensor(a!) dweight, Tensor(b!) saved, Tensor dloss, Tensor x, Tensor weight, Tensor target,"
       " Tensor? bias, Tensor? ce_weight, Tensor? temperature, Tensor? mix, Tensor counts, Tensor dx, Tensor dbias,"
       " int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap, float logit_scale,"
       " bool use_token_scaling, bool return_entropy, ScalarType? accum_dtype,"
-      " ScalarType? compute_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx, bool need_dweight,"
-      " bool need_dbias)"
+      " ScalarType? compute_dtype, ScalarType? logits_dtype, int gradients, SymInt chunk_rows, SymInt chunk_classes, bool need_dx,"
+      " bool need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dbias)");
 
   // A shard of the vocabulary, between the collectives (ops/sharded_vocabulary.cpp). statistics: [shards, slots, rows], of which each
@@ -97,8 +97,8 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   m.def(
       "vocabulary_shard_statistics(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
       " Tensor? temperature, int ignore_index, float label_smoothing, float? softcap, float logit_scale, bool return_entropy,"
-      " bool return_mean_logits, bool return_log_sum_sq, ScalarType? accum_dtype, ScalarType? compute_dtype, int first_class,"
-      " int vocab_size, int chunk_rows, bool predictions, bool keep_logits)"
+      " bool return_mean_logits, bool return_log_sum_sq, ScalarType? accum_dtype, ScalarType? compute_dtype,"
+      " ScalarType? logits_dtype, int first_class, int vocab_size, int chunk_rows, bool predictions, bool keep_logits)"
       " -> (Tensor logits, Tensor statistics, Tensor best_class)");
   m.def(
       "vocabulary_shard_losses_(Tensor(a!) logits, Tensor statistics, Tensor best_class, Tensor x, Tensor weight, Tensor target,"
@@ -112,15 +112,15 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "vocabulary_shard_backward(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
       " Tensor? temperature, Tensor? mix, Tensor counts, Tensor kept, Tensor saved, int ignore_index, int reduction,"
       " float label_smoothing, float lse_square_scale, float? softcap, float logit_scale, bool use_token_scaling,"
-      " ScalarType? accum_dtype, ScalarType? compute_dtype, int first_class, int vocab_size, int chunk_rows, bool need_dx, bool "
-      "need_dweight, bool need_dbias)"
+      " ScalarType? accum_dtype, ScalarType? compute_dtype, ScalarType? logits_dtype, int first_class, int vocab_size, int chunk_rows,"
+      " bool need_dx, bool need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
       "vocabulary_shard_backward_(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
       " Tensor? temperature, Tensor? mix, Tensor counts, Tensor kept, Tensor(a!) saved, int ignore_index, int reduction,"
       " float label_smoothing, float lse_square_scale, float? softcap, float logit_scale, bool use_token_scaling,"
-      " ScalarType? accum_dtype, ScalarType? compute_dtype, int first_class, int vocab_size, int chunk_rows, bool need_dx, bool "
-      "need_dweight, bool need_dbias)"
+      " ScalarType? accum_dtype, ScalarType? compute_dtype, ScalarType? logits_dtype, int first_class, int vocab_size, int chunk_rows,"
+      " bool need_dx, bool need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
 
   // The benchmarks' measuring stick: a copy at the speed of the memory (kernels/stream_copy.h).

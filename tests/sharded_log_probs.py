@@ -10,7 +10,7 @@ from cases import LOW, RecordCalls, host_target, normal
 from sharded_world import case, raises
 from test_checks import differences
 from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, ROWS
-from test_linear_log_probs import EVERYTHING, arguments, judge, leaves
+from test_linear_log_probs import BOUNDS, EVERYTHING, arguments, judge, leaves
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor import distribute_tensor
@@ -65,6 +65,16 @@ def log_probs_with_options(world):
                     arguments(ROWS, 24, 301, dtype), dtype, of_log_probs=of_log_probs, of_entropy=of_entropy,
                     memory=memory, run=op_of(world), **options,
                 )  # fmt: skip
+
+
+@case
+def log_probs_of_logits_in_float32(world):
+    for dtype in (torch.bfloat16, torch.float16):
+        for memory, (of_log_probs, of_entropy) in itertools.product((ONE_CHUNK, CHUNKS), WAYS):
+            judge(
+                arguments(ROWS, 24, 301, dtype), dtype, of_log_probs=of_log_probs, of_entropy=of_entropy, memory=memory,
+                run=partial(op_of(world), logits_dtype=torch.float32), bounds=(1e-5, BOUNDS[dtype][1]), temperature=0.6,
+            )  # fmt: skip
 
 
 @case

@@ -38,12 +38,13 @@ calls_of_any_size = st.builds(
     per_row=st.booleans(),
     label_smoothing=st.booleans(),
     token_scaling=st.booleans(),
+    wide_logits=st.booleans(),
     z_loss=st.booleans(),
     overlays=st.booleans(),
     all_rows=st.sampled_from([0, 250_000]),
     copies=st.sampled_from([0, 1_000_000]),
     free=st.sampled_from([0, 100 << 20, 4 << 30]),
-)
+).map(lambda call: call._replace(wide_logits=call.wide_logits and call.compute.itemsize == 2))
 
 
 # How a plan is chosen -----------------------------------------------------------------------------------------------

@@ -56,16 +56,16 @@ def leaves(made):
     return [v for v in made.values() if v.requires_grad]
 
 
-def judge(made, dtype, *, of_log_probs=True, of_entropy=True, run=F.linear_log_probs, **options):
+def judge(made, dtype, *, of_log_probs=True, of_entropy=True, run=F.linear_log_probs, bounds=None, **options):
     """Values and gradients. An upstream gradient has both signs, zeros, and another size in each row."""
     wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items() if k != "memory"}
     exact = doubles(made)
     expected = reference(**exact, **wide)
     found = run(**made, **options, **EVERYTHING)
-    values, gradients = BOUNDS[dtype]
+    values, gradients = bounds or BOUNDS[dtype]
     for name, value, right in zip(found._fields, found, expected, strict=True):
         if name == "is_top1":
-            assert dtype != torch.float32 or torch.equal(value, right)
+            assert values > 1e-5 or torch.equal(value, right)
             continue
         assert value.dtype == torch.float32 and value.shape == right.shape
         scale = 1 + right.abs().max().item() if right.numel() else 1

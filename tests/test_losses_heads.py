@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from cases import normal
+from cases import normal, random_targets
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_ext import compat, losses, verl
@@ -116,6 +116,19 @@ def test_grpo_module(device, beta, kind):
     for a, b in zip(aux, (clipped,) if beta == 0 else (kl, clipped), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     check(loss, expected, x, weight, bias)
+
+
+def test_a_module_of_logits_in_float32():
+    x, weight = normal(4, 9, 16, seed=1, dtype=torch.bfloat16), normal(40, 16, seed=2, dtype=torch.bfloat16, scale=8)
+    ids, mask = random_targets(36, 40, ignored=0).view(4, 9), torch.ones(4, 9, dtype=torch.bool)
+    old = torch.log_softmax(x.double() @ weight.double().T, -1).gather(-1, ids[..., None])[..., 0]
+    found = [
+        losses.LigerFusedLinearGRPOLoss(beta=0.5, loss_type="grpo", logits_dtype=logits_dtype)(
+            x, weight, ids, mask, torch.ones(4), ref_per_token_logps=old
+        )[1][0]
+        for logits_dtype in (None, torch.float32)
+    ]
+    assert found[1] < 1e-8 < 1e-4 < found[0]  # the divergence from the same model
 
 
 def test_modules_leave_out_what_has_no_effect():

@@ -17,7 +17,7 @@ struct FusedLoss {
   double logit_scale = 1;
   bool return_entropy = false, return_mean_logits = false, return_log_sum_sq = false;
   bool use_token_scaling = false, return_z_loss = false, return_token_accuracy = false, return_predicted_tokens = false;
-  std::optional<ScalarType> accum_dtype, compute_dtype;
+  std::optional<ScalarType> accum_dtype, compute_dtype, logits_dtype;
   int64_t gradients = 0;
   Size chunk_rows = 1, chunk_classes = 1;
   bool need_dx = false, need_dweight = false, need_dbias = false;
@@ -52,6 +52,7 @@ struct ForwardOrder {
                                      &F::return_log_sum_sq,
                                      &F::accum_dtype,
                                      &F::compute_dtype,
+                                     &F::logits_dtype,
                                      &F::gradients,
                                      &F::chunk_rows,
                                      &F::chunk_classes,
@@ -61,10 +62,10 @@ struct ForwardOrder {
 };
 struct BackwardOrder {
   using F = FusedLoss;
-  static constexpr std::tuple options{&F::ignore_index,  &F::reduction,     &F::label_smoothing,   &F::lse_square_scale,
-                                      &F::softcap,       &F::logit_scale,   &F::use_token_scaling, &F::return_entropy,
-                                      &F::accum_dtype,   &F::compute_dtype, &F::gradients,         &F::chunk_rows,
-                                      &F::chunk_classes, &F::need_dx,       &F::need_dweight,      &F::need_dbias};
+  static constexpr std::tuple options{&F::ignore_index, &F::reduction,         &F::label_smoothing, &F::lse_square_scale, &F::softcap,
+                                      &F::logit_scale,  &F::use_token_scaling, &F::return_entropy,  &F::accum_dtype,      &F::compute_dtype,
+                                      &F::logits_dtype, &F::gradients,         &F::chunk_rows,      &F::chunk_classes,    &F::need_dx,
+                                      &F::need_dweight, &F::need_dbias};
   static constexpr auto fields = std::tuple_cat(std::tuple{&F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight,
                                                            &F::temperature, &F::mix, &F::counts, &F::saved, &F::dx, &F::dweight, &F::dbias},
                                                 options);
@@ -95,7 +96,7 @@ inline bool keeps_lse(const FusedLoss& a, const Size& stored, const Size& vocab)
 
 inline HeadDtypes check_fused_loss(const char* op, const FusedLoss& a) {
   check_loss_options(op, a.reduction, a.label_smoothing, a.softcap);
-  const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   check_targets(op, a.target, a.ce_weight, "ce_weight", a.x.size(0), a.weight.size(0), dtypes.acc, a.x, "x");
   check_tokens(op, a, dtypes.acc);
   check_schedule(op, a.x, a.weight, dtypes, a.gradients, a.chunk_rows, a.chunk_classes, a.need_dx, a.need_dweight, a.wants_dbias());

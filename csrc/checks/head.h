@@ -5,26 +5,32 @@
 
 namespace liger::LIGER_BACKEND {
 
-// The dtypes of the matmuls, of losses and statistics, and of the sum of dweight over chunks.
+// The dtypes of the matmuls, of losses and statistics, of the sum of dweight over chunks, and of logits.
 struct HeadDtypes {
-  Dtype compute, acc, accum;
+  Dtype compute, acc, accum, logits;
+
+  bool wide_logits() const { return logits != compute; }
 };
 inline HeadDtypes head_dtypes(const char* op, const Tensor& x, const Tensor& weight, const std::optional<ScalarType>& accum_dtype,
-                              const std::optional<ScalarType>& compute_dtype) {
+                              const std::optional<ScalarType>& compute_dtype, const std::optional<ScalarType>& logits_dtype) {
   const Dtype promoted = promote(check_dtype(op, x, "x"), check_dtype(op, weight, "weight"));
   const Dtype compute = compute_dtype ? check_dtype(op, *compute_dtype, "compute_dtype", x) : promoted, acc = accumulator(compute);
-  return {compute, acc, accum_dtype ? check_dtype(op, *accum_dtype, "accum_dtype", x) : acc};
+  return {compute, acc, accum_dtype ? check_dtype(op, *accum_dtype, "accum_dtype", x) : acc,
+          logits_dtype ? check_dtype(op, *logits_dtype, "logits_dtype", x) : compute};
 }
 
 inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                             const std::optional<ScalarType>& accum_dtype, const std::optional<ScalarType>& compute_dtype) {
+                             const std::optional<ScalarType>& accum_dtype, const std::optional<ScalarType>& compute_dtype,
+                             const std::optional<ScalarType>& logits_dtype) {
   check_defined(op, x, "x");
   require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, hidden_size)");
   check_device(op, weight, "weight", x, "x");
   require(weight.dim() == 2 && weight.size(1) == x.size(1) && weight.size(0) > 0, op, ": weight has shape ", shape_text(weight),
           ", expected (vocab_size, ", x.size(1), ")");
-  const HeadDtypes dtypes = head_dtypes(op, x, weight, accum_dtype, compute_dtype);
+  const HeadDtypes dtypes = head_dtypes(op, x, weight, accum_dtype, compute_dtype, logits_dtype);
   require(dtypes.accum == dtypes.acc || dtypes.accum == dtypes.compute, op, ": accum_dtype is ", dtype_name(scalar_type(dtypes.accum)),
+          ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
+  require(dtypes.logits == dtypes.acc || dtypes.logits == dtypes.compute, op, ": logits_dtype is ", dtype_name(scalar_type(dtypes.logits)),
           ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
   require(size_of(dtypes.acc) >= size_of(dtype_of(weight, "weight")), op, ": compute_dtype is ", dtype_name(scalar_type(dtypes.compute)),
           ", expected float64 for a weight of float64");
@@ -65,7 +71,7 @@ inline void check_overlaid(const char* op, const Tensor& x, const Tensor& weight
   const Dtype weight_dtype = dtype_of(weight, "weight");
   require(need_dweight && (weight_dtype == dtypes.compute || weight_dtype == dtypes.acc), op,
           ": gradients is 4 (overlaid), for which a gradient of weight has to be wanted, in the dtype of the matmuls or of their sums");
-  require(hidden >= 1 && rows >= 1 && chunk_rows >= rows, op,
+  require(hidden >= 1 && rows >= 1 && (dtypes.wide_logits() || chunk_rows >= rows), op,
           ": gradients is 4 (overlaid), for which x must not be empty, nor have more than ", chunk_rows,
           " rows (chunk_rows), but has shape ", shape_text(x));
   if (chunk_classes >= vocab) return;
@@ -84,7 +90,8 @@ inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight
   const auto way = launch::Gradients(gradients);
   const bool overlaid = way == launch::Gradients::overlaid;
   require(chunk_classes >= (overlaid ? 0 : 1), op, ": chunk_classes is ", chunk_classes, ", expected at least 1");
-  require(way != launch::Gradients::deferred || (chunk_rows >= rows && chunk_classes >= vocab), op,
+  // Wide logits exist a chunk at a time, beside the gradient of all.
+  require(way != launch::Gradients::deferred || ((dtypes.wide_logits() || chunk_rows >= rows) && chunk_classes >= vocab), op,
           ": gradients is 1 (deferred), for which all logits have to exist at a time, not ", chunk_rows, " of ", rows, " rows and ",
           chunk_classes, " of ", vocab, " classes");
   if (overlaid) check_overlaid(op, x, weight, dtypes, chunk_rows, chunk_classes, need_dweight);

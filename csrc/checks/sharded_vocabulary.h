@@ -31,6 +31,7 @@ struct ShardStatisticsOrder {
                                      &F::return_log_sum_sq,
                                      &F::accum_dtype,
                                      &F::compute_dtype,
+                                     &F::logits_dtype,
                                      &F::first_class,
                                      &F::vocab_size,
                                      &F::chunk_rows,
@@ -87,6 +88,7 @@ struct ShardBackwardOrder {
                                      &F::use_token_scaling,
                                      &F::accum_dtype,
                                      &F::compute_dtype,
+                                     &F::logits_dtype,
                                      &F::first_class,
                                      &F::vocab_size,
                                      &F::chunk_rows,
@@ -97,7 +99,7 @@ struct ShardBackwardOrder {
 
 inline HeadDtypes check_shard(const char* op, const VocabularyShard& a) {
   check_loss_options(op, a.reduction, a.label_smoothing, a.softcap);
-  const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   require(
       a.first_class >= 0 && a.vocab_size >= 1 && a.first_class <= a.vocab_size && a.weight.size(0) <= Size(a.vocab_size - a.first_class),
       op, ": first_class is ", a.first_class, " and vocab_size ", a.vocab_size, ", which do not hold the ", a.weight.size(0),
@@ -109,7 +111,10 @@ inline HeadDtypes check_shard(const char* op, const VocabularyShard& a) {
 
 inline void check_vocabulary_shard_statistics(const VocabularyShard& a) {
   const char* op = of_a_shard;
-  check_shard(op, a);
+  const HeadDtypes dtypes = check_shard(op, a);
+  require(!a.keep_logits || !dtypes.wide_logits(), op,
+          ": keep_logits is true, expected false, since the dtype of logits is not that of the"
+          " matmuls");
   require(a.chunk_rows >= Size(1) && (!a.keep_logits || a.chunk_rows >= a.x.size(0)), op, ": chunk_rows is ", a.chunk_rows,
           " and keep_logits ", a.keep_logits, ", expected at least 1, and all ", a.x.size(0), " rows where they are kept");
 }

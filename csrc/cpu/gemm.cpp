@@ -7,8 +7,8 @@
 //   direct   hardware, and C has the operands' type: one call;
 //   split    bf16 in hardware, C in fp32: the product rounded to bf16, then a second product that yields what the rounding
 //            lost (A B - high, also bf16): together 16 bits of mantissa, and added to C in fp32;
-//   widen    no hardware, or fp16 with fp32 C (a product may leave fp16's range): tiles of the operands are converted to fp32
-//            and multiplied there. A 16-bit C is rounded once, after all of k.
+//   widen    no hardware, fp16 with fp32 C (a product may leave fp16's range), or all_bits: tiles of the operands are converted
+//            to fp32 and multiplied there. A 16-bit C is rounded once, after all of k.
 // The choice follows from the CPU's features, not from a timing, so that the same input gives the same bits in every run.
 #include "kernels/gemm.h"
 
@@ -189,14 +189,15 @@ void gemm(const Gemm& g, Stream stream) {
   if (g.m == 0 || g.n == 0) return;
   if (g.bias) return gemm(with_bias_in_c(g, stream), stream);
   const double alpha = !g.alpha ? 1 : g.a.dtype == Dtype::f64 ? *static_cast<const double*>(g.alpha) : *static_cast<const float*>(g.alpha);
-  const bool hardware = hardware_multiplies(g.a.dtype), direct = hardware && g.c_dtype == g.a.dtype, narrow = size_of(g.a.dtype) == 2;
+  const bool narrow = size_of(g.a.dtype) == 2, direct = hardware_multiplies(g.a.dtype) && g.c_dtype == g.a.dtype;
+  const bool split = hardware_multiplies(g.a.dtype) && !direct && g.a.dtype == Dtype::bf16 && !g.all_bits;
   const auto multiply = [&](const Gemm& part) {
     const Matrix c{part.c, part.c_stride, part.c_dtype, false};
-    if (!direct) return hardware && g.a.dtype == Dtype::bf16 ? gemm_split(part, c, alpha) : gemm_widen(part, c, alpha);
+    if (!direct) return split ? gemm_split(part, c, alpha) : gemm_widen(part, c, alpha);
     const Operand out(c, part.m, part.n), a(part.a, part.m, part.k), b(part.b, part.k, part.n);
     addmm(out, out, a, b, part.accumulate ? 1 : 0, alpha);
   };
-  if (hardware && narrow) with_padded_rows(g, multiply);
+  if (narrow && (direct || split)) with_padded_rows(g, multiply);
   else multiply(g);
 }
 

@@ -26,6 +26,7 @@ struct Gemm {
   const void* alpha;    // one value in device memory (accumulator type); nullptr: 1
   bool accumulate;
   const void* bias = nullptr;  // n elements of C's dtype, or nullptr; not with accumulate
+  bool all_bits = false;       // a C in fp32 has fp32's precision; otherwise a CPU may give it 16 bits of mantissa
 };
 
 namespace LIGER_BACKEND {

@@ -191,8 +191,12 @@ class MergedLoss : public CrossEntropyLoss {
         of_chunk_(allocate(head.scope, {values_, chunk_rows}, head.acc, target)) {}
 
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows*, bool) const {
+    gradient(rows, head_.all_classes(), logits, counts);
+  }
+  // Of logits of some classes.
+  void gradient(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {
     copy_values(head_, values_, rows.count, at(kept_.data_ptr(), rows.first, head_.acc), head_.rows, of_chunk_.data_ptr(), rows.count);
-    VocabularyChunks(*this, rows, 0, counts, nullptr, of_chunk_).gradient(head_.all_classes(), logits);
+    VocabularyChunks(*this, rows, 0, counts, nullptr, of_chunk_).gradient(classes, logits);
   }
 
  private:

@@ -11,6 +11,22 @@ Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_
           std::min(chunk_classes, head.vocab)};
 }
 
+ChunkBuffer::ChunkBuffer(const Head& head, const Schedule& schedule, bool gradient, const OptionalTensor& saved)
+    : head_(head), saved_(saved.has_value()) {
+  const auto chunk = [&](Dtype dtype) { return allocate(head.scope, {schedule.rows, schedule.stride()}, dtype, head.x()); };
+  const bool wide = head.wide_logits();
+  logits_ = saved && !wide ? *saved : chunk(head.logits_dtype);
+  if (wide && gradient) rounded_ = saved ? *saved : chunk(head.compute);
+}
+
+Rows ChunkBuffer::gradient(Range rows, Range classes) const {
+  const Rows found = readable(logits());
+  if (!head_.wide_logits()) return found;
+  const MutableRows out = from_row(mutable_rows(rounded_), saved_ ? rows.first : 0);
+  scale_cast({rows.count, classes.count, found, out, nullptr, {}}, head_.scope);
+  return readable(out);
+}
+
 RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest) {
   return {head.scope, head.vocab, head.hidden, head.sum, head.sum_sizes().rows, memory.data_ptr(), rest.data_ptr(), memory};
 }

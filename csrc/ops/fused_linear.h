@@ -18,6 +18,9 @@
 // If each row's loss is a result, it has its own grad_output. It never multiplies a gradient of logits, which 16 bits might not hold then:
 // it multiplies the rows of dx when they are made, and for dweight those of x, relative to the largest of them.
 //
+// Logits may be wider than the operands of the matmuls: fp32 of 16-bit ones. Then they exist a chunk of rows at a time in every way, and
+// the gradient of each chunk is rounded to where the ways above have it.
+//
 // Loss is a class such as CrossEntropyLoss (cross_entropy_loss.h).
 #pragma once
 #include <algorithm>
@@ -48,32 +51,49 @@ struct Schedule {
 // chunk_rows, chunk_classes: the most rows of a chunk, of which there are as few equal ones as possible, and the most classes.
 Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes);
 
+// A chunk's logits, and their gradient as the matmuls take it: in the same memory or, of wide logits, rounded to other memory.
+class ChunkBuffer {
+ public:
+  // gradient: is it wanted? saved: memory for the gradient of all rows' logits, if that is saved.
+  ChunkBuffer(const Head& head, const Schedule& schedule, bool gradient, const OptionalTensor& saved = {});
+
+  MutableRows logits() const { return mutable_rows(logits_); }
+  // Of the logits that the loss has turned into their gradient.
+  Rows gradient(Range rows, Range classes) const;
+
+ private:
+  const Head& head_;
+  bool saved_;
+  Tensor logits_, rounded_;
+};
+
 // The losses of all rows into `results`, unless it is null, and, if wanted, use(rows, classes, gradient) with the
 // gradient of each chunk's logits, of all classes or of a vocabulary chunk, which lies in the buffer.
 template <class Loss, class Results, class Use>
-void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule, const MutableRows& buffer, const Tensor& counts,
+void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule, const ChunkBuffer& buffer, const Tensor& counts,
                     const Results* results, bool gradient, Use use) {
+  const MutableRows logits = buffer.logits();
   for_each_range(head.scope, head.rows, schedule.rows, [&](Range rows) {
     if (!schedule.cuts_vocabulary(head)) {
-      head.logits(rows, head.all_classes(), buffer);
-      loss.whole(rows, buffer, counts, results, gradient);
-      if (gradient) use(rows, head.all_classes(), readable(buffer));
+      head.logits(rows, head.all_classes(), logits);
+      loss.whole(rows, logits, counts, results, gradient);
+      if (gradient) use(rows, head.all_classes(), buffer.gradient(rows, head.all_classes()));
       return;
     }
     const auto for_each_vocabulary_chunk = [&](auto f) {
       for_each_range(head.scope, head.vocab, schedule.classes, [&](Range classes) {
-        head.logits(rows, classes, buffer);
+        head.logits(rows, classes, logits);
         f(classes);
       });
     };
     const int64_t count = (head.vocab + schedule.classes - 1) / schedule.classes;
     const typename Loss::VocabularyChunks chunks(loss, rows, count, counts, results);
-    for_each_vocabulary_chunk([&](Range classes) { chunks.statistics(classes.first / schedule.classes, classes, buffer); });
+    for_each_vocabulary_chunk([&](Range classes) { chunks.statistics(classes.first / schedule.classes, classes, logits); });
     chunks.merge(count);
     if (!gradient) return;
     for_each_vocabulary_chunk([&](Range classes) {
-      chunks.gradient(classes, buffer);
-      use(rows, classes, readable(buffer));
+      chunks.gradient(classes, logits);
+      use(rows, classes, buffer.gradient(rows, classes));
     });
   });
 }
@@ -124,6 +144,20 @@ class InputGradientSum {
   bool begun_ = false;
 };
 
+// f(rows, logits) of each chunk of `step` rows, with wide logits of some classes.
+template <class F> void for_each_wide_chunk(const Head& head, int64_t step, Range classes, F f) {
+  const Tensor buffer = allocate(head.scope, {step, launch::padded_vocab(classes.count)}, head.logits_dtype, head.x());
+  for_each_range(head.scope, head.rows, step, [&](Range rows) {
+    head.logits(rows, classes, mutable_rows(buffer));
+    f(rows, mutable_rows(buffer));
+  });
+}
+// Rounds the gradient of some rows, and of some of its columns, to these rows of `out`.
+inline void round_classes(const Head& head, Range rows, const MutableRows& gradient, Range columns, const MutableRows& out) {
+  const Rows in{at(gradient.data, columns.first, gradient.dtype), gradient.stride, gradient.dtype};
+  scale_cast({rows.count, columns.count, in, from_row(out, rows.first), nullptr, {}}, head.scope);
+}
+
 // The gradient of the logits in the memory that becomes dweight, and in a rest.
 class Overlaid {
  public:
@@ -131,6 +165,7 @@ class Overlaid {
   Overlaid(const Head& head, const Schedule& schedule, const Tensor& memory, const Tensor& rest)
       : layout(launch::best_overlaid_layout(head.rows, head.overlaid_room(), head.hidden, head.vocab, schedule.classes)),
         head_(head),
+        rows_(schedule.rows),
         stored_(schedule.classes),
         memory_(memory),
         rest_(rest) {}
@@ -141,6 +176,7 @@ class Overlaid {
   // (Loss::VocabularyChunks).
   template <class Loss>
   void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results, const OptionalTensor& kept) const {
+    if (head_.wide_logits()) return make_rounded(loss, counts, results);
     const Range all = head_.all_rows();
     // The others' logits lie where the stored ones will.
     const int64_t at_a_time = launch::overlaid_at_a_time(head_.rows, head_.overlaid_room(), head_.vocab);
@@ -183,8 +219,23 @@ class Overlaid {
   const launch::OverlaidLayout layout;
 
  private:
+  // Of wide logits: chunks of rows.
+  template <class Loss> void make_rounded(const Loss& loss, const Tensor& counts, const typename Loss::Results* results) const {
+    for_each_wide_chunk(head_, rows_, head_.all_classes(), [&](Range rows, const MutableRows& logits) {
+      if (all_stored()) {
+        loss.whole(rows, logits, counts, results, true);
+      } else {  // and keeps what the others' gradient is made again of
+        const typename Loss::VocabularyChunks row(loss, rows, 1, counts, results);
+        row.statistics(0, head_.all_classes(), logits);
+        row.merge(1);
+        row.gradient(head_.all_classes(), logits);
+      }
+      for_each_stored([&](Range classes, const MutableRows& out) { round_classes(head_, rows, logits, classes, out); });
+    });
+  }
+
   const Head& head_;
-  int64_t stored_;
+  int64_t rows_, stored_;
   Tensor memory_, rest_;
 };
 
@@ -203,12 +254,12 @@ class Backward {
                      const std::function<void(Range, const MutableRows&)>& make_again);
   void from_sums(const Tensor& dx_sum, const Tensor& dweight_sum, const Tensor& rest, const Tensor& dbias_sum);
   template <class Loss> void by_recomputing(const Loss& loss, const Tensor& counts) {
-    const Tensor buffer = allocate(head_.scope, {schedule_.rows, schedule_.stride()}, head_.compute, scales_);
+    const ChunkBuffer buffer(head_, schedule_, true);
     in_place_ = true;
     const GradientSums sums(head_, schedule_, new_dweight());
     const Tensor scaled = scaled_x_buffer(schedule_.rows);
     Rows x;
-    for_each_chunk<Loss, typename Loss::Results>(head_, loss, schedule_, mutable_rows(buffer), counts, nullptr, true,
+    for_each_chunk<Loss, typename Loss::Results>(head_, loss, schedule_, buffer, counts, nullptr, true,
                                                  [&](Range rows, Range classes, const Rows& gradient) {
                                                    if (schedule_.dweight && classes.first == 0) x = scaled_x(rows, scaled);
                                                    sums.add(rows, classes, gradient, x, from_row(row_grad_, rows.first));

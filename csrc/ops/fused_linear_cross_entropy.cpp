@@ -21,7 +21,7 @@ Schedule loss_schedule(const Head& head, const FusedLoss& a) {
 FusedLossResults fused_loss(const FusedLoss& a) {
   const Scope scope("fused_linear_cross_entropy", a.x);
   const CrossEntropyOptions options = loss_options(a);
-  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   const Schedule schedule = loss_schedule(head, a);
 
   const bool overlaid = schedule.gradients == Gradients::overlaid;
@@ -56,13 +56,12 @@ FusedLossResults fused_loss(const FusedLoss& a) {
     gradient.make(loss, counts.values, &losses, kept_of(counts.values));
     if (summed.dx) gradient.input_gradient(sums.dx);
   } else if (head.rows > 0) {
-    const Tensor buffer = deferred ? saved : allocate(scope, {schedule.rows, schedule.stride()}, head.compute, a.x);
-    const MutableRows logits{buffer.data_ptr(), schedule.stride(), head.compute};
-    for_each_chunk(head, loss, schedule, logits, counts.values, &losses, deferred || accumulated,
-                   [&](Range rows, Range classes, const Rows& gradient) {
-                     const Rows x_rows = summed.dweight ? from_row(head.x_rows(), rows.first) : Rows{};
-                     sums.add(rows, classes, gradient, x_rows, {});
-                   });
+    const bool wanted = deferred || accumulated;
+    const ChunkBuffer buffer(head, schedule, wanted, deferred ? OptionalTensor(saved) : OptionalTensor());
+    for_each_chunk(head, loss, schedule, buffer, counts.values, &losses, wanted, [&](Range rows, Range classes, const Rows& gradient) {
+      const Rows x_rows = summed.dweight ? from_row(head.x_rows(), rows.first) : Rows{};
+      sums.add(rows, classes, gradient, x_rows, {});
+    });
   } else {
     zero({sums.dweight, saved, sums.dbias});
   }
@@ -83,7 +82,7 @@ FusedLossResults fused_loss(const FusedLoss& a) {
 
 FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
   const Scope scope(in_place ? "fused_linear_cross_entropy_backward_" : "fused_linear_cross_entropy_backward", a.x);
-  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   const CrossEntropyLoss loss(head, loss_options(a), a.target, a.ce_weight, {}, {a.temperature, a.mix, {}});
   const Schedule schedule = loss_schedule(head, a);
   if (in_place) {
@@ -121,6 +120,13 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
           loss.mix_stored(classes, gradient, a.counts);
         });
       backward.from_overlaid(a.dweight, a.saved, dx_sum, [&](Range classes, const MutableRows& out) {
+        if (head.wide_logits()) {
+          const MergedLoss merged(loss, head, *kept_of(a.counts), schedule.rows);
+          return for_each_wide_chunk(head, schedule.rows, classes, [&](Range rows, const MutableRows& logits) {
+            merged.gradient(rows, classes, logits, a.counts);
+            round_classes(head, rows, logits, {0, classes.count}, out);
+          });
+        }
         head.logits(head.all_rows(), classes, out);
         chunks.gradient(classes, out);
       });

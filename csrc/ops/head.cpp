@@ -15,14 +15,15 @@ RowsView as_matrix(const Scope& scope, const Tensor& t) {
 }
 
 Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::optional<ScalarType> accum_dtype,
-           std::optional<ScalarType> compute_dtype)
+           std::optional<ScalarType> compute_dtype, std::optional<ScalarType> logits_dtype)
     : scope(scope), weight_tensor_(weight) {
   rows = x.size(0);
   hidden = x.size(1);
   vocab = weight.size(0);
-  const HeadDtypes dtypes = head_dtypes(scope.op(), x, weight, accum_dtype, compute_dtype);
+  const HeadDtypes dtypes = head_dtypes(scope.op(), x, weight, accum_dtype, compute_dtype, logits_dtype);
   compute = dtypes.compute;
   acc = dtypes.acc;
+  this->logits_dtype = dtypes.logits;
   this->weight = dtype_of(weight);
   sum = sum_dtype(dtypes, this->weight);
   if (bias) bias_ = as_rows(scope, *bias);
@@ -30,9 +31,10 @@ Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const Opti
 }
 
 void Head::logits(Range rows, Range classes, const MutableRows& out) const {
-  const void* const bias = bias_ ? at(in_compute_dtype(*bias_).data, classes.first, compute) : nullptr;
+  const void* const bias = bias_ ? at(in_dtype(*bias_, logits_dtype).data, classes.first, logits_dtype) : nullptr;
   const Rows x = from_row(x_rows(), rows.first), weight = from_row(weight_rows(), classes.first);
-  gemm({rows.count, classes.count, hidden, matrix(x), matrix(weight, true), out.data, out.stride, compute, nullptr, false, bias}, scope);
+  gemm({rows.count, classes.count, hidden, matrix(x), matrix(weight, true), out.data, out.stride, logits_dtype, nullptr, false, bias, true},
+       scope);
 }
 
 void Head::input_gradient(Range rows, Range classes, const Rows& gradient, const MutableRows& dx, const void* alpha,
@@ -58,12 +60,12 @@ void Head::bias_gradient(Range classes, int64_t rows, const Rows& gradient, cons
 
 Rows Head::weight_rows() const {
   if (!weight_) weight_ = as_matrix(scope, weight_tensor_);
-  return in_compute_dtype(*weight_);
+  return in_dtype(*weight_, compute);
 }
 
-Rows Head::in_compute_dtype(RowsView& operand) const {
-  if (operand.view.dtype != compute) {
-    const Tensor copy = allocate_like(scope, operand.tensor, compute);
+Rows Head::in_dtype(RowsView& operand, Dtype dtype) const {
+  if (operand.view.dtype != dtype) {
+    const Tensor copy = allocate_like(scope, operand.tensor, dtype);
     const MutableRows out = mutable_rows(copy);
     if (copy.numel() > 0) scale_cast({operand.rows, operand.cols, operand, out, nullptr, {}}, scope);
     operand = {copy, operand.rows, operand.cols, readable(out)};

@@ -17,11 +17,12 @@ RowsView as_matrix(const Scope& scope, const Tensor& t);
 
 class Head {
  public:
-  // The matmuls run in compute_dtype, or in the dtype that x and weight promote
-  // to; the gradient of the weight is summed over chunks in accum_dtype, or in the accumulator's.
+  // The matmuls run in compute_dtype, or in the dtype that x and weight promote to; the gradient of the weight is summed over chunks in
+  // accum_dtype, or in the accumulator's; logits are in logits_dtype, or in the matmuls'.
   Head(const Scope& scope, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::optional<ScalarType> accum_dtype,
-       std::optional<ScalarType> compute_dtype);
+       std::optional<ScalarType> compute_dtype, std::optional<ScalarType> logits_dtype);
 
+  // out: of logits_dtype.
   void logits(Range rows, Range classes, const MutableRows& out) const;
   // What the gradient of such logits gives, times *alpha (1 if null); it is added to what is there if `accumulate`:
   //   dx[rows] = gradient @ weight[classes],  dweight[classes] = gradient^T @ x,  dbias[classes] = column sums of row_scale * gradient.
@@ -32,23 +33,25 @@ class Head {
 
   const Tensor& x() const { return x_.tensor; }
   // x in the compute dtype.
-  Rows x_rows() const { return in_compute_dtype(x_); }
+  Rows x_rows() const { return in_dtype(x_, compute); }
   // May a matmul write this dtype?
   bool writes(Dtype dtype) const { return dtype == compute || dtype == acc; }
   int64_t overlaid_room() const { return liger::LIGER_BACKEND::overlaid_room(hidden, weight, compute); }
   SumSizes<int64_t> sum_sizes() const { return {vocab, hidden, sum, weight}; }
+  // Are logits wider than the operands of the matmuls that take their gradient?
+  bool wide_logits() const { return logits_dtype != compute; }
   bool has_bias() const { return bias_.has_value(); }
   Range all_rows() const { return {0, rows}; }
   Range all_classes() const { return {0, vocab}; }
 
   const Scope& scope;
   int64_t rows = 0, hidden = 0, vocab = 0;
-  // The dtypes of the matmuls, of losses, of the sum of dweight over chunks, and of weight.
-  Dtype compute{}, acc{}, sum{}, weight{};
+  // The dtypes of the matmuls, of losses, of the sum of dweight over chunks, of weight, and of logits.
+  Dtype compute{}, acc{}, sum{}, weight{}, logits_dtype{};
 
  private:
   // Cast at the first use, since a backward may need neither.
-  Rows in_compute_dtype(RowsView& operand) const;
+  Rows in_dtype(RowsView& operand, Dtype dtype) const;
   Rows weight_rows() const;
 
   const Tensor weight_tensor_;

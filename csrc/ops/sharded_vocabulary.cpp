@@ -1,6 +1,6 @@
 // The fused loss of a vocabulary that is sharded over processes: what each of them does, between the collectives of
 // liger_ext/ops/_sharded_vocabulary.py. Each shard counts as a chunk of the vocabulary (kernels/cross_entropy.h).
-//   statistics   the shard's, of all rows. Its logits are kept where all exist at once and their gradient is wanted.
+//   statistics   the shard's, of all rows. Its logits are kept where all exist at once and their gradient is wanted, in the matmuls' dtype.
 //   [gather]
 //   losses_      all shards' statistics, merged: the same for each process. Logits that were kept become their gradient.
 //   backward     the shard's dweight and dbias, and its term of dx: from the gradient that was kept, or, chunk by chunk, from logits made
@@ -24,19 +24,20 @@ using StatisticsResult = std::tuple<Tensor, Tensor, Tensor>;
 
 StatisticsResult statistics_op(const VocabularyShard& a) {
   const Scope scope("vocabulary_shard_statistics", a.x);
-  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   const CrossEntropyLoss loss = loss_of(head, a);
   const Schedule schedule = schedule_of(head, false, false, false, int64_t(Gradients::none), a.chunk_rows, head.vocab);
   const int64_t slots = CrossEntropyStatistics::slots_of(a.wants_moments());
   const Tensor nothing = allocate(scope, {0}, head.compute, a.x);
   const Tensor statistics = allocate(scope, {1, slots, head.rows}, head.acc, a.x);
   Tensor best_class = allocate(scope, {a.predictions ? 1 : 0, head.rows}, ScalarType::Long, a.x);
-  const Tensor logits = allocate(scope, {a.keep_logits ? head.rows : schedule.rows, head.vocab}, {schedule.stride(), 1}, head.compute, a.x);
+  const Tensor logits =
+      allocate(scope, {a.keep_logits ? head.rows : schedule.rows, head.vocab}, {schedule.stride(), 1}, head.logits_dtype, a.x);
   const Tensor of_chunk = allocate(scope, {slots, schedule.rows}, head.acc, a.x);
 
   for (int64_t first = 0; first < head.rows; first += schedule.rows) {
     const Range rows{first, std::min(schedule.rows, head.rows - first)};
-    const MutableRows made{logits.data_ptr(), schedule.stride(), head.compute};
+    const MutableRows made{logits.data_ptr(), schedule.stride(), head.logits_dtype};
     head.logits(rows, head.all_classes(), made);
     CrossEntropyLoss::VocabularyChunks(loss, rows, 1, nothing, nullptr, nothing, of_chunk, part_of(best_class, 1, first, rows.count))
         .statistics(0, head.all_classes(), made);
@@ -49,7 +50,7 @@ using LossesResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
 
 LossesResult losses_op(const VocabularyShard& a) {
   const Scope scope("vocabulary_shard_losses_", a.x);
-  const Head head(scope, a.x, a.weight, {}, {}, a.compute_dtype);
+  const Head head(scope, a.x, a.weight, {}, {}, a.compute_dtype, {});
   const CrossEntropyLoss loss = loss_of(head, a);
   const Counts counts = counts_of(scope, loss.target, loss.class_weight, a.normalizer, a.vocab_size, loss.options, head.acc);
   cross_entropy_counts(counts.how, scope);
@@ -72,7 +73,7 @@ using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
 
 BackwardResult backward_op(const VocabularyShard& a) {
   const Scope scope("vocabulary_shard_backward", a.x);
-  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype);
+  const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   Schedule schedule = schedule_of(head, a.need_dx, a.need_dweight, a.need_dbias, int64_t(Gradients::recomputed), a.chunk_rows, head.vocab);
   schedule.dx_is_term = true;
   const MergedLoss loss(loss_of(head, a), head, a.kept, schedule.rows);

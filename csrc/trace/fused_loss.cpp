@@ -35,6 +35,7 @@ size_t trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& re
   of.return_entropy = of.return_mean_logits = of.return_log_sum_sq = call.moments;
   if (call.sum) of.accum_dtype = scalar_type(*call.sum);
   of.compute_dtype = scalar_type(call.compute);
+  if (call.wide_logits) of.logits_dtype = scalar_type(accumulator(call.compute));
   of.gradients = int64_t(plan.gradients);
   of.chunk_rows = plan.rows;
   of.chunk_classes = plan.classes;

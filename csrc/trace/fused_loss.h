@@ -17,6 +17,7 @@ struct LossCall {
   bool per_row = false;  // reduction "none"
   bool label_smoothing = false, softcap = false, token_scaling = false, z_loss = false, token_accuracy = false, predicted_tokens = false;
   bool moments = false, temperature = false;  // of log-probabilities
+  bool wide_logits = false;  // logits are in the accumulator's dtype
   bool in_place = true;  // the backward may make dweight in the memory that the forward returned
   bool aligned = true;   // 16-byte accesses fit the tensors, as they do unless a caller's hooks move saved tensors
 };

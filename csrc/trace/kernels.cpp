@@ -90,8 +90,9 @@ void gemm(const Gemm& op, Stream stream) {
   // An epilogue adds the bias to a result in 16 bits, where the library has one (gpu/gemm.cu).
   if (op.bias && !(recorder.gpu && result == 2 && op.k > 0)) return gemm(with_bias_in_c(op, stream), stream);
   recorder.multiplications += recorder.times * op.m * op.n * op.k;
+  const int64_t multiplied = op.all_bits && !recorder.gpu ? result : operand;  // cpu/gemm.cpp
   recorder.seconds +=
-      double(recorder.times) * matmul_seconds(recorder.rates, double(op.m), double(op.n), double(op.k), operand, result, op.accumulate);
+      double(recorder.times) * matmul_seconds(recorder.rates, double(op.m), double(op.n), double(op.k), multiplied, result, op.accumulate);
   // On a CPU, torch copies 16-bit operands into the order in which they are read, in whole blocks.
   const auto blocks = [](int64_t n) { return launch::round_up(n, 64); };
   if (!recorder.gpu && operand == 2) recorder.scratch(2 * blocks(op.k) * (blocks(op.m) + blocks(op.n)) + (1 << 18));

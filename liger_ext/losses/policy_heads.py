@@ -34,7 +34,7 @@ class LigerFusedLinearGRPOLoss(HeadLoss):
         temperature: of the logits, as of linear_log_probs.
         use_ref_model: whether forward takes a reference; else the divergence is that from the policy itself, 0.
         compiled, chunk_size: without effect.
-        head_options: ``softcap``, ``logit_scale``, ``memory``, as of linear_log_probs.
+        head_options: ``softcap``, ``logit_scale``, ``memory``, ``logits_dtype``, as of linear_log_probs.
     """
 
     def __init__(

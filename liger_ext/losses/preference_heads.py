@@ -39,13 +39,13 @@ class HeadLoss(nn.Module):
 
     Args:
         ignore_index: as of linear_log_probs.
-        head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory`` of linear_log_probs, for the policy's
-            head and the reference's.
+        head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory``, ``logits_dtype`` of linear_log_probs,
+            for the policy's head and the reference's.
     """
 
     def __init__(self, ignore_index: int, /, **head_options: Any) -> None:
         super().__init__()
-        unknown = head_options.keys() - {"softcap", "logit_scale", "temperature", "memory"}
+        unknown = head_options.keys() - {"softcap", "logit_scale", "temperature", "memory", "logits_dtype"}
         if unknown:
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {min(unknown)!r}")
         self.ignore_index, self.head_options = ignore_index, head_options
@@ -160,7 +160,8 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
         use_ref_model: whether forward takes a reference; else the reference's log-probabilities are 0.
         average_log_prob: average the tokens' log-probabilities instead of summing them.
         compiled, chunk_size: without effect.
-        head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory``, as of linear_log_probs.
+        head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory``, ``logits_dtype``, as of
+            linear_log_probs.
     """
 
     def __init__(

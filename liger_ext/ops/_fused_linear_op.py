@@ -3,8 +3,8 @@
 The op says which gradients are wanted, how many rows and classes of logits may exist at a time, and how the gradients
 come about (``_C.Gradients``):
 
-* deferred: all logits exist at once. The forward saves their gradient (without loss scale and denominator), and the
-  backward runs the two matmuls.
+* deferred: all logits exist at once (wide ones: a chunk of rows). The forward saves their gradient (without loss scale
+  and denominator), and the backward runs the two matmuls.
 * overlaid: the same, where that gradient waits in the memory that becomes dweight.
 * accumulated: several chunks. The forward adds up dx and dweight, also without scale; the backward scales them.
 * recomputed: several chunks and reduction "none", where each row's gradient has a factor of its own: the backward runs
@@ -71,6 +71,7 @@ class LossArguments(NamedTuple):
     return_log_sum_sq: bool = False
     accum_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
+    logits_dtype: torch.dtype | None = None
     gradients: int = 0
     chunk_rows: int = 1
     chunk_classes: int = 1
@@ -82,6 +83,10 @@ class LossArguments(NamedTuple):
     def compute(self) -> torch.dtype:
         """The dtype of the matmuls; that of the losses is its accumulator."""
         return _compute(self.x, self.weight, self.compute_dtype)
+
+    def wide_logits(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether the logits are wider than the operands of the matmuls."""
+        return self.logits_dtype not in (None, _compute(x, weight, self.compute_dtype))
 
 
 # The options that the backwards take. Of the flags of results they take that of the entropy alone.
@@ -146,7 +151,7 @@ def _fake(*args):
 
 
 def _fake_backward(dloss, x, weight, target, bias, *others):
-    *_, compute_dtype, _, _, _, need_dx, need_dweight, need_dbias = others
+    *_, compute_dtype, _, _, _, _, need_dx, need_dweight, need_dbias = others
     acc = accumulator(_compute(x, weight, compute_dtype))
     need_dbias = need_dbias and bias is not None
     return (
@@ -210,9 +215,10 @@ def mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor)
     return factor, torch.stack(numbers, 1)
 
 
-def rows_again(weight: Tensor) -> int:
-    """How many rows of logits a backward makes again at a time: they take no more memory than dweight."""
-    return max(weight.shape[1], 128)
+def rows_again(weight: Tensor, wide_logits: bool) -> int:
+    """How many rows of logits a backward makes again at a time: they take no more memory than dweight. Wide ones have
+    their gradient beside them."""
+    return max(weight.shape[1] // (3 if wide_logits else 1), 128)
 
 
 def scaled(dloss: Tensor, temperature: Tensor | None, logit_scale: float) -> Tensor:
@@ -239,7 +245,7 @@ def _backward(ctx, saved, dloss, *others):
             if not (in_place and of.gradients == _OVERLAID and of.softcap is None):
                 # Others may see the stored gradient of the logits, or it holds no probabilities. So the backward
                 # recomputes the logits.
-                in_place, rows = False, rows_again(weight)
+                in_place, rows = False, rows_again(weight, of.wide_logits(x, weight))
                 of = of._replace(gradients=_RECOMPUTED, chunk_rows=rows, chunk_classes=weight.shape[0])
         dloss = scaled(dloss, temperature, of.logit_scale)
         inputs = x, weight, target, bias, ce_weight, temperature, mix

@@ -58,6 +58,7 @@ def fused_loss(
     return_mean_logits: bool = False,
     return_log_sum_sq: bool = False,
     accum_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None,
     normalizer: Tensor | float | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[Tensor, ...]:
@@ -66,8 +67,9 @@ def fused_loss(
     moments = return_entropy or return_mean_logits or return_log_sum_sq
     check_tensors(op, x=x, weight=weight, target=target)
     check_integer(op, ignore_index=ignore_index)
-    if not (accum_dtype is None or isinstance(accum_dtype, torch.dtype)):
-        raise TypeError(f"{op}: accum_dtype is {accum_dtype!r}, expected a torch.dtype or None")
+    for name, given in (("accum_dtype", accum_dtype), ("logits_dtype", logits_dtype)):
+        if not (given is None or isinstance(given, torch.dtype)):
+            raise TypeError(f"{op}: {name} is {given!r}, expected a torch.dtype or None")
     require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
     if target.shape != x.shape[:-1]:
         raise ValueError(
@@ -125,6 +127,7 @@ def fused_loss(
             predicted_tokens=bool(return_predicted_tokens),
             moments=moments,
             temperature=temperature is not None or holds(logit_scale != 1),
+            wide_logits=logits_dtype == torch.float32 and dtype.itemsize == 2,
             # Nothing is overlaid in graphs, where nobody writes what an op returned.
             overlays=shard is None and not torch.compiler.is_compiling(),
             all_rows=0 if listed is None else target.numel(),
@@ -154,6 +157,7 @@ def fused_loss(
         return_log_sum_sq=return_log_sum_sq,
         accum_dtype=accum_dtype,
         compute_dtype=compute_dtype,
+        logits_dtype=logits_dtype,
         gradients=way.gradients,
         chunk_rows=way.rows,
         chunk_classes=way.classes,

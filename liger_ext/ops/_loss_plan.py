@@ -25,9 +25,10 @@ LEVELS = ("fast", "auto", "low", "min")
 SMALLEST = "smallest chunks"  # a level for tests: 128 rows, and 1,024 classes where sizes are known
 
 _OP = "fused_linear_cross_entropy"
-_OVERLAID = int(_C.Gradients.overlaid)
+_DEFERRED, _OVERLAID = int(_C.Gradients.deferred), int(_C.Gradients.overlaid)
 _LEAST_ROWS, _LEAST_CLASSES = 128, 1024  # the smallest chunk of logits
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of rows, in a call
+_WIDE_CHUNKS = (128, 256, 512, 1024, 2048)  # rows of wide logits where their gradient is stored
 _PARTS = 16  # steps between storing the gradients that fit dweight's memory, and storing all
 _GRAPH_ROWS = 16_384  # for a graph, which may serve any number of rows
 _SLOWEST = 4  # times the least time: no memory is worth more
@@ -46,6 +47,7 @@ class Call(NamedTuple):
     from which ``rows`` are gathered, or 0. ``copies``: bytes of the arguments' copies that matmuls can read. ``free``:
     bytes beside the gradients that cost nothing, since other code needs as much at another time. ``moments``: are
     entropies, or the like, wanted? ``temperature``: are there temperatures, or a scale of the logits?
+    ``wide_logits``: are logits in float32, and the operands of matmuls in 16 bits?
     """
 
     rows: int
@@ -70,6 +72,7 @@ class Call(NamedTuple):
     predicted_tokens: bool = False
     moments: bool = False
     temperature: bool = False
+    wide_logits: bool = False
     overlays: bool = True
     all_rows: int = 0
     copies: int = 0
@@ -98,7 +101,8 @@ def device(call: Call) -> Device:
 
 class Plan(NamedTuple):
     """How the gradients are made (``_C.Gradients``); how many rows, and how many classes, of logits exist at a time;
-    with ``_C.Gradients.overlaid``, ``classes`` is for how many classes the gradient is stored."""
+    with ``_C.Gradients.overlaid``, ``classes`` is for how many classes the gradient is stored. Wide logits exist a
+    chunk of rows at a time in every way."""
 
     gradients: int
     rows: int
@@ -126,8 +130,7 @@ def plan(call: Call, memory: str | int | Plan) -> Plan:
     """
     check_memory(memory)
     if isinstance(memory, Plan):
-        overlaid = memory.gradients == _OVERLAID and can_overlay(call)
-        return memory if overlaid else in_chunks(call, memory.rows, min(memory.classes, call.vocab))
+        return memory if _fits(call, memory) else in_chunks(call, memory.rows, min(memory.classes, call.vocab))
     known = type(call.rows) is int and not torch.compiler.is_compiling()
     if memory == SMALLEST:
         return in_chunks(call, _LEAST_ROWS, min(_LEAST_CLASSES, call.vocab) if known else call.vocab)
@@ -231,15 +234,30 @@ def candidates(call: Call) -> list[Plan]:
     of_rows = {min(rows, -(-rows // count // 256) * 256) for count in _CHUNKS}
     plans = [in_chunks(call, chunk, vocab) for chunk in sorted(of_rows | {min(rows, _LEAST_ROWS)})]
     room = _C.overlaid_room(call.hidden, call.weight, call.compute) if can_overlay(call) else 0
+    # Wide logits exist a chunk of rows at a time where the gradient of all is stored, too.
+    chunks = sorted({min(rows, chunk) for chunk in _WIDE_CHUNKS}) if call.wide_logits else [rows]
+    if call.overlays and _fits(call, Plan(_DEFERRED, rows, vocab)):
+        plans += [Plan(_DEFERRED, chunk, vocab) for chunk in chunks]
     if vocab * room >= 64 * rows:
         inside = _C.overlaid_classes(rows, room, vocab)
         stored = {inside + (vocab - inside) * part // _PARTS // 64 * 64 for part in range(_PARTS)}
-        plans += [Plan(_OVERLAID, rows, classes) for classes in sorted((stored - {0}) | {vocab})]
+        stored = sorted((stored - {0}) | {vocab})
+        plans += [Plan(_OVERLAID, chunk, classes) for classes in stored for chunk in chunks]
     few = (chunk for chunk in (128, 512, 2048, 8192) if chunk < 2 * rows)
     for chunk, classes in itertools.product(few, (1024, 4096, 16_384)):
         if classes < vocab:
             plans.append(in_chunks(call, min(chunk, rows), classes))
     return plans
+
+
+def _fits(call: Call, plan: Plan) -> bool:
+    """Whether the call can take a plan that is not ``in_chunks``."""
+    if plan.gradients == _OVERLAID:
+        return can_overlay(call)
+    if not call.wide_logits or plan.gradients != _DEFERRED:
+        return False
+    at_once = in_chunks(call, max(call.rows, 1), call.vocab)
+    return at_once.gradients == _DEFERRED and plan.classes >= call.vocab
 
 
 def can_overlay(call: Call) -> bool:
@@ -299,14 +317,15 @@ def rows_of_logits(call: Call, memory: str | int | Plan) -> int:
 
 def shard_rows(call: Call, memory: str | int | Plan) -> int:
     """How many rows of logits may exist at a time, of a vocabulary that is sharded over processes; ``call.vocab`` is
-    the size of the largest shard. With all rows at once, the gradient of the logits is stored; else the backward
-    recomputes them, so ``"low"`` is the least memory within 20 % of the fastest plan that does."""
+    the size of the largest shard. With all rows at once, the gradient of the logits is stored, unless they are wide;
+    else the backward recomputes them, so ``"low"`` is the least memory within 20 % of the fastest plan that does."""
     check_memory(memory)
     if isinstance(memory, Plan):
         return memory.rows
     if isinstance(memory, str):
         of = call._replace(per_row=True)
-        return chunk_rows(of, "fast" if memory == "auto" else memory, at_once=memory in ("fast", "auto"))
+        at_once = memory in ("fast", "auto") and not call.wide_logits
+        return chunk_rows(of, "fast" if memory == "auto" else memory, at_once)
     taken = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
     return _rows_in(call, int(memory) - taken - 3 * _dx_bytes(call))
 
@@ -320,7 +339,9 @@ def _rows_in(call: Call, logits_bytes: int) -> int:
 
 
 def _row_bytes(call: Call) -> int:
-    return padded_vocab(call.vocab) * call.compute.itemsize
+    gradient = call.dx or call.dweight or call.dbias
+    wide = call.wide_logits * torch.float32.itemsize
+    return padded_vocab(call.vocab) * (wide + (call.compute.itemsize if gradient or not wide else 0))
 
 
 def _graph_rows(call: Call, memory: str | int) -> int:
@@ -356,11 +377,10 @@ def _level_in_graph(level: str, *call: object) -> int:
 def _bytes_in_graph(*call: object) -> tuple[int, int]:
     """What a graph's call takes in chunks of 128 rows: whatever its rows, without a chunk's logits; and each row."""
     of = Call(*call)
+    plan = in_chunks(of, _LEAST_ROWS, of.vocab)
 
     def traced(rows: int) -> int:
-        some = of._replace(rows=rows)
-        plan = in_chunks(some, _LEAST_ROWS, of.vocab)
-        return _C.loss_costs(_traced(some, in_place=False), [plan], *device(of))[0][0]
+        return _C.loss_costs(_traced(of._replace(rows=rows), in_place=False), [plan], *device(of))[0][0]
 
     # The peak is the largest of several moments, each of which grows with the rows: with many rows a row takes most.
     of_row = -(-(traced(2 * of.rows) - traced(of.rows)) // of.rows)

@@ -141,11 +141,12 @@ class _ShardedLoss(torch.autograd.Function):
         if weight.shape[0] == 0:  # runs with one made-up class, so that targets are checked here, too
             head, head_bias, place = weight.new_zeros(1, weight.shape[1]), None, (0, shard.vocab_size)
         wanted = of.need_dx or of.need_dweight or of.need_dbias
-        ctx.kept = wanted and x.shape[0] <= of.chunk_rows and weight.shape[0] > 0
+        ctx.kept = wanted and x.shape[0] <= of.chunk_rows and weight.shape[0] > 0 and not of.wide_logits(x, weight)
         logits, statistics, best = _statistics_op(
             x, head, target, head_bias, of.ce_weight, of.temperature, of.ignore_index, of.label_smoothing, of.softcap,
             of.logit_scale, of.return_entropy, of.return_mean_logits, of.return_log_sum_sq, of.accum_dtype,
-            of.compute_dtype, *place, of.chunk_rows, of.return_token_accuracy or of.return_predicted_tokens, ctx.kept,
+            of.compute_dtype, of.logits_dtype, *place, of.chunk_rows,
+            of.return_token_accuracy or of.return_predicted_tokens, ctx.kept,
         )  # fmt: skip
         if weight.shape[0] == 0:
             statistics.zero_()
@@ -190,10 +191,10 @@ class _ShardedLoss(torch.autograd.Function):
             kept = kept and ctx.own_logits and of.softcap is None and not _get_current_graph_task_keep_graph()
             if not kept:
                 # Other code may read the stored gradient, or it holds no probabilities. The backward recomputes logits.
-                logits, rows = logits.new_empty(0), min(rows, rows_again(weight))
+                logits, rows = logits.new_empty(0), min(rows, rows_again(weight, of.wide_logits(x, weight)))
         dloss = scaled(dloss, temperature, of.logit_scale)
         options = of.ignore_index, of.reduction, of.label_smoothing, of.lse_square_scale, of.softcap, of.logit_scale
-        options += of.use_token_scaling, of.accum_dtype, of.compute_dtype, *ctx.place, rows
+        options += of.use_token_scaling, of.accum_dtype, of.compute_dtype, of.logits_dtype, *ctx.place, rows
 
         def made(mix: Tensor | None, *needs: bool) -> tuple[Tensor, ...]:
             if weight.shape[0] > 0:
@@ -236,7 +237,7 @@ def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tup
 
 
 def _fake_statistics(x, weight, *others):
-    *moments, _, compute_dtype, _, _, _, predictions, keep_logits = others[-10:]
+    *moments, _, compute_dtype, _, _, _, _, predictions, keep_logits = others[-11:]
     compute, acc = _dtypes(x, weight, compute_dtype)
     rows, classes = x.shape[0], weight.shape[0]
     strided = x.new_empty_strided((rows, classes), (padded_vocab(classes), 1), dtype=compute)
@@ -260,7 +261,7 @@ def _fake_losses(logits, statistics, best_class, x, weight, target, *others):
 
 
 def _fake_backward(dloss, x, weight, target, bias, *others):
-    compute_dtype, *_, need_dx, need_dweight, need_dbias = others[-7:]
+    compute_dtype, *_, need_dx, need_dweight, need_dbias = others[-8:]
     _, acc = _dtypes(x, weight, compute_dtype)
     need_dbias = need_dbias and bias is not None
     return (

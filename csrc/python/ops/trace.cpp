@@ -58,14 +58,33 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
                        const ScalarType& weight, const std::optional<ScalarType>& bias, const std::optional<ScalarType>& class_weight,
                        const std::optional<ScalarType>& sum, bool dx, bool dweight, bool dbias, bool per_row, bool label_smoothing,
                        bool softcap, bool token_scaling, bool z_loss, bool token_accuracy, bool predicted_tokens, bool moments,
-                       bool temperature, bool in_place) {
+                       bool temperature, bool wide_logits, bool in_place) {
         // A dtype that no kernel takes: the op raises an error, whatever its plan.
         const auto known = [](const ScalarType& type) { return kernel_dtype(type).value_or(Dtype::f32); };
         const auto of = [](const std::optional<ScalarType>& type) { return type ? kernel_dtype(*type) : std::optional<Dtype>(); };
-        return LossCall{
-            rows,        hidden,  vocab,   known(compute),  known(x), known(weight), of(bias), of(class_weight), of(sum),          dx,
-            dweight,     dbias,   per_row, label_smoothing, softcap,  token_scaling, z_loss,   token_accuracy,   predicted_tokens, moments,
-            temperature, in_place};
+        return LossCall{rows,
+                        hidden,
+                        vocab,
+                        known(compute),
+                        known(x),
+                        known(weight),
+                        of(bias),
+                        of(class_weight),
+                        of(sum),
+                        dx,
+                        dweight,
+                        dbias,
+                        per_row,
+                        label_smoothing,
+                        softcap,
+                        token_scaling,
+                        z_loss,
+                        token_accuracy,
+                        predicted_tokens,
+                        moments,
+                        temperature,
+                        wide_logits,
+                        in_place};
       }));
   m.def("loss_costs", &costs, py::arg("call"), py::arg("plans"), py::arg("gpu").none(true), py::arg("rates"),
         "For each plan (gradients, rows, classes): peak bytes beside the arguments, estimated seconds, and the multiplications of all "

@@ -1,0 +1,331 @@
+"""Log-probabilities of logits in float32, beside matmuls in 16 bits: values and gradients against float64 over exact
+products, at every plan, and the memory that they take."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from cases import host_target, most_bytes, normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fused_loss_bytes import CPU, GPUS
+from test_fused_loss_memory import SIZES, overlaid
+from test_linear_log_probs import BOUNDS, EVERYTHING, arguments, doubles, judge, leaves, reference
+
+from liger_ext import _C
+from liger_ext import functional as F
+from liger_ext.ops import _fused_loss, _loss_devices, _loss_plan
+from liger_ext.ops._fused_linear_op import LossArguments
+from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, Plan
+
+DEFERRED, RECOMPUTED, OVERLAID = map(int, (_C.Gradients.deferred, _C.Gradients.recomputed, _C.Gradients.overlaid))
+LOW = [torch.bfloat16, torch.float16]
+VALUES = 1e-5  # of float32 sums, relative to 1 and the largest value
+dtypes = pytest.mark.parametrize("dtype", LOW, ids=str)
+run = functools.partial(F.linear_log_probs, logits_dtype=torch.float32)
+
+
+def plans(rows, vocab, hidden=None):
+    """Every way in which gradients come about, with all rows at once and with some, and with chunks of classes. hidden:
+    of a weight in 16 bits, with which some classes are stored."""
+    some = max(1, -(-rows // 3))
+    stored = [Plan(way, chunk, vocab) for way in (DEFERRED, OVERLAID) for chunk in (rows, some)]
+    if hidden is not None and (least := overlaid((rows, hidden, vocab), 0, torch.bfloat16, torch.bfloat16)):
+        stored += [least, least._replace(rows=some)]
+    return [*stored, Plan(RECOMPUTED, some, vocab), Plan(RECOMPUTED, some, 64), SMALLEST]
+
+
+def large(rows, hidden, vocab, dtype, device):
+    """Logits of size 20, where neighbours in bfloat16 are 1/8 apart."""
+    made = arguments(rows, hidden, vocab, dtype, device)
+    with torch.no_grad():
+        made["weight"].mul_(10)
+    return made
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_values_and_gradients(device, data):
+    rows, hidden = data.draw(st.sampled_from([0, 1, 3, 129, 300])), data.draw(st.sampled_from([1, 8, 33, 64]))
+    vocab, dtype = data.draw(st.sampled_from([1, 2, 50, 257, 1100])), data.draw(st.sampled_from(LOW))
+    made = arguments(rows, hidden, vocab, dtype, device, bias=data.draw(st.booleans()))
+    temperature = data.draw(st.sampled_from([1.0, 0.6, 1.7, "tokens"]))
+    if temperature == "tokens":
+        temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(device)
+    for name in data.draw(st.sampled_from([(), ("x",), ("weight",), ("bias",), ("weight", "bias")])):
+        if name in made:
+            made[name].requires_grad_(False)
+    options = {
+        "temperature": temperature,
+        "softcap": data.draw(st.sampled_from([None, 3.0, 30.0])),
+        "logit_scale": data.draw(st.sampled_from([1.0, 0.25])),
+        "memory": data.draw(st.sampled_from([*LEVELS, *plans(max(rows, 1), vocab, hidden)])),
+    }
+    of_log_probs, of_entropy = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    bounds = VALUES, BOUNDS[dtype][1]
+    judge(made, dtype, of_log_probs=of_log_probs, of_entropy=of_entropy, run=run, bounds=bounds, **options)
+
+
+@dtypes
+def test_without_gradients(device, dtype):
+    made = {name: t.detach() for name, t in large(300, 64, 1100, dtype, device).items()}
+    right = reference(**doubles(made))
+    for memory in (*LEVELS, SMALLEST, Plan(0, 100, 1100)):
+        for value, expected in zip(run(**made, **EVERYTHING, memory=memory), right, strict=True):
+            bound = VALUES * (1 + float(right[0].abs().max()))
+            torch.testing.assert_close(value.double(), expected.double(), rtol=0, atol=bound)
+
+
+@dtypes
+@pytest.mark.parametrize("size", [(300, 64, 1100), (150, 60, 513)], ids=str)
+def test_logits_of_16_bits_are_far_worse(device, dtype, size):
+    """At logits of size 20 at least 50 times; and 3 times in the gradients, which have roundings in 16 bits besides."""
+    made = large(*size, dtype, device)
+    exact = doubles(made)
+    right = reference(**exact)[0]
+    up = normal(size[0], device=device, seed=5)
+    expected = torch.autograd.grad(right, leaves(exact), up.double())
+    for memory in plans(size[0], size[2], size[1]):
+        errors = []
+        for logits_dtype in (None, dtype, torch.float32):
+            plan = memory if logits_dtype == torch.float32 else "auto"
+            found = F.linear_log_probs(**made, memory=plan, logits_dtype=logits_dtype)
+            gradients = torch.autograd.grad(found, leaves(made), up)
+            apart = [(a.double() - b).norm() / b.norm() for a, b in zip(gradients, expected, strict=True)]
+            errors.append([(found.double() - right).abs().max(), *apart])
+        assert errors[0] == errors[1]
+        assert errors[0][0] > 50 * errors[2][0]
+        assert dtype != torch.bfloat16 or all(a > 3 * b for a, b in zip(errors[0][1:], errors[2][1:], strict=True))
+
+
+@dtypes
+@pytest.mark.parametrize("chunk", [64, 20])
+def test_the_gradient_that_is_saved(device, dtype, chunk):
+    """The gradient of float32 logits, rounded once: half a unit in the last place, and what float32 is off by."""
+    made = {name: t.detach() for name, t in large(64, 32, 300, dtype, device).items() if name != "bias"}
+    of = LossArguments(
+        **made, logits_dtype=torch.float32, gradients=DEFERRED, chunk_rows=chunk, chunk_classes=300, need_dweight=True
+    )
+    saved = torch.ops.liger_ext.fused_linear_cross_entropy(*of)[-4]
+    assert saved.dtype == dtype and saved.shape == (64, 320) and not saved[:, 300:].any()
+    logits = doubles(made)["x"] @ doubles(made)["weight"].T
+    right = torch.softmax(logits, 1)
+    counts = made["target"] >= 0
+    right[counts, made["target"][counts]] -= 1
+    right = right * counts[:, None] * (64 if dtype == torch.float16 else 1)
+    half = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(saved[:, :300].double(), right, rtol=1.01 * half + 1e-4, atol=1e-4 * half)
+
+
+@dtypes
+def test_a_bias_of_another_dtype_is_not_rounded(device, dtype):
+    made = arguments(40, 16, 90, dtype, device)
+    made["bias"] = (normal(90, device=device, seed=4) * 10).requires_grad_()
+    judge(made, dtype, run=run, bounds=(VALUES, BOUNDS[dtype][1]))
+
+
+def test_under_autocast(device):
+    """Products of operands in bfloat16, of which the reference has the rounded values."""
+    made = arguments(256, 64, 700, device=device)
+    for memory in (*plans(256, 700), "auto"):
+        with torch.autocast(device.type, torch.bfloat16):
+            found = run(**made, **EVERYTHING, memory=memory)
+        exact = doubles(made | {name: made[name].detach().bfloat16() for name in ("x", "weight")})
+        expected = reference(**exact)
+        for value, right in zip(found, expected, strict=True):
+            right = right.double().detach()
+            bound = VALUES * (1 + right.abs().max().item())
+            torch.testing.assert_close(value.double(), right, rtol=0, atol=bound)
+        gradients = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), leaves(made))
+        exact = doubles(made)
+        total = sum(t.sum() for t in reference(**exact)[:2])
+        for a, b in zip(gradients, torch.autograd.grad(total, leaves(exact)), strict=True):
+            assert a.dtype == torch.float32
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=0.05 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("memory", [*plans(120, 300, 16), "auto"], ids=str)
+def test_again_in_a_checkpoint_and_in_other_chunks(device, memory):
+    """A second backward, a recomputed forward, listed rows: the same, or as near as other sizes of chunks are."""
+    made = arguments(120, 16, 300, torch.bfloat16, device)
+
+    def step(**made):
+        found = run(**made, entropy=True, memory=memory)
+        return found.log_probs.sum() + found.entropy.square().sum()
+
+    total = step(**made)
+    first = torch.autograd.grad(total, leaves(made), retain_graph=True)
+    again = torch.utils.checkpoint.checkpoint(step, **made, use_reentrant=False)
+    rows = {"rows": F.count_rows(made["target"])}
+    for other in (total, again, step(**made, **rows)):
+        for a, b in zip(first, torch.autograd.grad(other, leaves(made)), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(a.abs().max()))
+    with torch.no_grad():
+        torch.testing.assert_close(run(**made), run(**made, memory=SMALLEST), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_in_a_graph(device, dynamic):
+    def step(x, weight, target, bias):
+        found = run(x, weight, target, bias, temperature=0.7, **EVERYTHING)
+        return found.log_probs.sum() - found.entropy.mean(), found.log_probs
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (40, 56):
+        made = arguments(rows, 16, 90, torch.bfloat16, device)
+        expected, found = (f(**made) for f in (step, compiled))
+        torch.testing.assert_close(found, expected)
+        for a, b in zip(*(torch.autograd.grad(of[0], leaves(made)) for of in (found, expected)), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("memory", [*plans(40, 300), "no gradients"], ids=str)
+def test_opcheck(device, memory):
+    made = arguments(40, 16, 300, torch.bfloat16, device)
+    plan = memory if isinstance(memory, Plan) else Plan(RECOMPUTED, 128, 64)
+    if memory == "no gradients":
+        made, plan = {name: t.detach() for name, t in made.items()}, Plan(0, 13, 300)
+    of = LossArguments(
+        **made, logits_dtype=torch.float32, return_entropy=True, gradients=plan.gradients, chunk_rows=plan.rows,
+        chunk_classes=plan.classes, **dict.fromkeys(("need_dx", "need_dweight", "need_dbias"), plan.gradients > 0),
+    )  # fmt: skip
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if plan.gradients != OVERLAID:  # which leaves some of what it returns unwritten
+        checks.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.liger_ext.fused_linear_cross_entropy, tuple(of), test_utils=checks)
+
+
+def test_it_changes_nothing_for_wider_operands(device):
+    made = arguments(60, 16, 90, device=device)
+    expected = F.linear_log_probs(**made)
+    for logits_dtype in (None, torch.float32):
+        assert torch.equal(F.linear_log_probs(**made, logits_dtype=logits_dtype), expected)
+    if device.type == "cpu" and not host_target():
+        made = doubles(made)
+        assert torch.equal(*(F.linear_log_probs(**made, logits_dtype=d) for d in (None, torch.float64)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "logits_dtype", "error", "message"),
+    [
+        (torch.bfloat16, torch.float16, ValueError, "logits_dtype is torch.float16, expected torch.float32 or the dty"),
+        (torch.bfloat16, torch.int32, ValueError, r"logits_dtype is torch.int32, expected float32"),
+        (torch.float16, torch.float64, ValueError, r"logits_dtype is torch.float64, expected "),
+        (torch.float32, torch.bfloat16, ValueError, r"logits_dtype is torch.bfloat16, expected torch.float32"),
+        (torch.float64, torch.float32, ValueError, r"logits_dtype is torch.float32, expected torch.float64"),
+        (torch.bfloat16, "float32", TypeError, r"logits_dtype is 'float32', expected a torch.dtype or None"),
+        (torch.bfloat16, True, TypeError, r"logits_dtype is True"),
+    ],
+)
+def test_other_dtypes(dtype, logits_dtype, error, message):
+    made = arguments(8, 4, 9, dtype)
+    with pytest.raises(error, match=f"linear_(log_probs|cross_entropy): {message}"):
+        F.linear_log_probs(**made, logits_dtype=logits_dtype)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def plan_and_bytes(device, step, memory):
+    """The call, the plan it took, and the most bytes it asked for."""
+    found = []
+
+    def noted(call, memory):
+        found.append((call, _loss_plan.plan(call, memory)))
+        return found[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fused_loss, "plan", noted)
+        taken = most_bytes(device, lambda: step(memory))
+    return *found[-1], taken
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False), (False,) * 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_memory_that_is_taken(device, needs, autocast):
+    """It is that of the plan's trace, and a number of bytes is kept to."""
+    rows, vocab = 500, 3001
+    made = arguments(rows, 64, vocab, torch.float32 if autocast else torch.bfloat16, device)
+    for name, need in zip(("x", "weight", "bias"), needs, strict=True):
+        made[name].requires_grad_(need)
+    up = torch.ones(rows, device=device)
+
+    def step(memory):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            found = run(**made, memory=memory, entropy=autocast)
+        log_probs = found[0] if autocast else found
+        return found, torch.autograd.grad(log_probs, leaves(made), up) if any(needs) else None
+
+    call, _, _ = plan_and_bytes(device, step, "fast")
+    least = _loss_plan.front(call)[0].bytes
+    beside = 24 * rows * 4 + (1 << 18) + _loss_plan._PER_ROW * rows
+    for memory in (*LEVELS, *plans(rows, vocab, None if autocast else 64), least, 2 * least):
+        call, plan, taken = plan_and_bytes(device, step, memory)
+        traced = _loss_plan.costs(call, [plan])[0].bytes
+        assert call.wide_logits
+        matmuls, _ = _C.loss_trace(_loss_plan._traced(call), plan, *_loss_plan.device(call))
+        # On a CPU, matmuls of 16-bit operands may allocate copies of those inside torch.
+        copies = max(2 * (k + 64) * (m + n + 128) for m, n, k, *_ in matmuls) + (1 << 18)
+        copies = 0 if device.type == "cuda" else copies
+        assert traced - copies - beside - call.copies <= taken <= traced
+        assert isinstance(memory, (str, Plan)) or taken <= memory
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_bytes_in_a_graph(device, dynamic):
+    torch._dynamo.reset()
+    made = arguments(512, 64, 20_001, torch.bfloat16, device, bias=False)
+
+    def step(made, memory):
+        return run(**made, memory=memory).sum()
+
+    with pytest.raises(Exception, match=r"memory is 1000 bytes, expected at least \d+ in a graph") as said:
+        torch.compile(step, backend="aot_eager", dynamic=False, fullgraph=True)(made, 1000)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    least = int(str(said.value).split("at least ")[1].split(" ")[0])
+    gradients = torch.autograd.grad(compiled(made, least), leaves(made))  # compiles
+    del gradients
+    assert most_bytes(device, lambda: torch.autograd.grad(compiled(made, least), leaves(made))) <= least
+
+
+def test_the_levels_of_models():
+    """On an H100, a chunk of rows exists in float32, not all."""
+    bf16 = torch.bfloat16
+    h100 = _loss_devices.device_with(_C.profile("H100"))
+    for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 1024, 151_936), (32_768, 2048, 128_256)):
+        call = Call(rows, hidden, vocab, bf16, bf16, bf16, h100, per_row=True, wide_logits=True)
+        for level in LEVELS:
+            chosen = _loss_plan.choose(call, level)
+            assert chosen.plan.rows < rows
+            assert level == "min" or chosen.plan.gradients in (DEFERRED, OVERLAID, RECOMPUTED)
+
+
+@pytest.mark.parametrize("at", [CPU, *GPUS], ids=lambda at: f"device {at}")
+def test_what_frozen_weights_and_no_gradients_take(at):
+    """A chunk's logits in float32, and if there are gradients, those of the chunk in 16 bits."""
+    rows, hidden, vocab, chunk = 1024, 64, 12_800, 128
+    bf16 = torch.bfloat16
+    call = Call(rows, hidden, vocab, bf16, bf16, bf16, at, dweight=False, per_row=True)
+    for dx, bytes_each in ((False, 4), (True, 6)):
+        of = call._replace(dx=dx)
+        taken = [
+            _loss_plan.costs(of._replace(wide_logits=wide), [_loss_plan.in_chunks(of, chunk, vocab)])[0].bytes
+            for wide in (False, True)
+        ]
+        assert taken[1] - taken[0] == chunk * vocab * (bytes_each - 2)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("share", [1, 0.5, 0])
+def test_every_size_that_is_overlaid(device, size, share):
+    """Of all classes, and of some, whose logits the backward makes again."""
+    plan = overlaid(size, share, torch.bfloat16, torch.bfloat16)
+    if plan is None:
+        return
+    for rows, of_entropy in itertools.product((size[0], max(1, size[0] // 3)), (True, False)):
+        made = arguments(*size, torch.bfloat16, device)
+        bounds, memory = (VALUES, 6e-2), plan._replace(rows=rows)
+        judge(made, torch.bfloat16, of_entropy=of_entropy, run=run, bounds=bounds, memory=memory, temperature=0.8)
