@@ -61,7 +61,7 @@ class CrossEntropyLoss {
   bool in_chunks(Range rows, const std::vector<LogitsChunk>& chunks, int64_t classes, const void* others, const Tensor& counts,
                  const LossRows* results, const OptionalTensor& kept) const {
     CrossEntropyRows args = rows_of(rows, {0, classes}, {}, counts);
-    args.logits.dtype = head_.compute;
+    args.logits.dtype = chunks.front().logits.dtype;
     if (results) results->point(args, rows.first);
     const CrossEntropyInChunks op{args, head_.vocab, others, gradient_scale, head_.rows, chunks.data(), int(chunks.size())};
     if (!cross_entropy_takes_chunks(op, head_.scope)) return false;
