@@ -144,7 +144,7 @@ template <class T, int N, int K> struct InPlaceTokens {
       write_losses(a, out, row, 0.f, options.best_column, {all.base + log_sum, 0}, negative_log);
       if (a.moments) out.write_moments(row, log_sum - all.moment / all.sum, total[0] / float(a.vocab), logf(all.squares) - 2 * log_sum);
     }
-    if (!row.live || args.gradient_scale == 0) return;
+    if (!row.live) return;
     if (!row.valid) return held.fill(row.ignored ? 0.f : not_a_number(), group, cols);
 
     const Exp<T> exp = sums.exponential();

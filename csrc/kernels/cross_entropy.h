@@ -138,7 +138,7 @@ struct CrossEntropyInChunks {
   CrossEntropyRows row;  // without logits; vocab: of the chunks
   int64_t classes;       // of the vocabulary, which may have others behind the chunks'
   const void* others;    // their CrossEntropyStatistics, [slots_of(row.moments()), rows] of A; nullptr: there are none
-  double gradient_scale;  // 0, with moments or temperatures alone: the logits stay as they are
+  double gradient_scale;
   int64_t batch_rows;
   const LogitsChunk* chunks;
   int count;

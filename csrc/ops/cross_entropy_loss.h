@@ -43,7 +43,7 @@ class CrossEntropyLoss {
   // Whole rows of logits: their losses into `results`, unless it is null, and their gradient, if it is wanted.
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows* results, bool gradient) const {
     if (by_statistics(results)) {
-      if (results && in_chunks(rows, {{0, logits}}, head_.vocab, nullptr, counts, results, {}, gradient)) return;
+      if (gradient && results && in_chunks(rows, {{0, logits}}, head_.vocab, nullptr, counts, results, {})) return;
       const VocabularyChunks row(*this, rows, 1, counts, results);
       row.statistics(0, head_.all_classes(), logits);
       row.merge(1);
@@ -59,17 +59,17 @@ class CrossEntropyLoss {
   // The same of rows that lie in several matrices, one for each chunk of the first `classes` classes, in their order; or false, and
   // nothing is done. others: the statistics of the other classes, and kept: what their gradient is made of (VocabularyChunks); or neither.
   bool in_chunks(Range rows, const std::vector<LogitsChunk>& chunks, int64_t classes, const void* others, const Tensor& counts,
-                 const LossRows* results, const OptionalTensor& kept, bool gradient = true) const {
+                 const LossRows* results, const OptionalTensor& kept) const {
     CrossEntropyRows args = rows_of(rows, {0, classes}, {}, counts);
     args.logits.dtype = chunks.front().logits.dtype;
     if (results) results->point(args, rows.first);
-    CrossEntropyInChunks op{args, head_.vocab, others, gradient ? gradient_scale : 0., head_.rows, chunks.data(), int(chunks.size())};
+    const CrossEntropyInChunks op{args, head_.vocab, others, gradient_scale, head_.rows, chunks.data(), int(chunks.size())};
     if (!cross_entropy_takes_chunks(op, head_.scope)) return false;
     const bool of_all = kept || !tokens_.kept || rows.count == head_.rows;
     const OptionalTensor& lse = kept ? kept : tokens_.kept;
     const OptionalTensor of_rows = of_all ? lse : OptionalTensor(allocate(head_.scope, {2, rows.count}, head_.acc, target));
-    op.row.lse = of_rows ? of_rows->data_ptr() : nullptr;
-    cross_entropy_in_chunks(op, head_.scope);
+    args.lse = of_rows ? of_rows->data_ptr() : nullptr;
+    cross_entropy_in_chunks({args, op.classes, op.others, op.gradient_scale, op.batch_rows, op.chunks, op.count}, head_.scope);
     if (!of_all) keep(*of_rows, rows);
     return true;
   }

@@ -47,7 +47,7 @@ bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
   return recorder.gpu && launch::launch_of(*recorder.gpu, op, recorder.knobs).has_value();
 }
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  pass(stream, (op.gradient_scale == 0 ? 1 : 2) * matrix_bytes(op.row, op.row.logits.dtype),
+  pass(stream, 2 * matrix_bytes(op.row, op.row.logits.dtype),
        [&](const launch::DeviceProfile& device, const launch::Knobs* knobs) { return launch::launch_of(device, op, knobs).value(); });
 }
 

@@ -29,19 +29,14 @@ Vector all_weights(const Vector& chunk, const Classes& of) {
   return {chunk.data ? static_cast<const float*>(chunk.data) - of.first : nullptr, chunk.dtype};
 }
 
-// Which rows have a target that is no class.
-template <class Op> auto no_class(const Op& a, int64_t classes) {
-  return [rows = a.rows, classes, target = a.target, ignored = a.options.ignore_index](int64_t row) {
-    const int64_t wanted = target[row % rows];
-    return wanted == ignored || wanted < 0 || wanted >= classes;
-  };
-}
-
 // What the passes over logits have in common; `gradient` may be empty, and may lie in the logits' memory.
 template <class Op, class... More>
 Buffers logit_buffers(const Op& a, const Classes& of, const CrossEntropyRows& results, const void* lse, const Rows& grad,
                       const MutableRows& gradient, const More&... more) {
-  const auto skipped = no_class(a, of.all);
+  const auto skipped = [rows = a.rows, classes = of.all, target = a.target, ignored = a.options.ignore_index](int64_t row) {
+    const int64_t wanted = target[row % rows];
+    return wanted == ignored || wanted < 0 || wanted >= classes;
+  };
   return {optional_rows(in("logits", a.logits, a.rows, a.vocab), skipped),
           in("target", a.target, a.rows, i64),
           optional(in("weight", all_weights(a.class_weight, of), of.all)),  // of classes that are nobody's target
@@ -99,14 +94,7 @@ void cross_entropy_in_chunks(const CrossEntropyInChunks& a, Stream stream) {
                               optional(in("others", a.others, CrossEntropyStatistics::slots_of(row.moments()) * row.rows, f32))};
   for (int i = 0; i < a.count; ++i) {
     const int64_t end = i + 1 < a.count ? a.chunks[i + 1].first : row.vocab;
-    const MutableRows& logits = a.chunks[i].logits;
-    const int64_t columns = end - a.chunks[i].first;
-    if (a.gradient_scale == 0) {
-      buffers.push_back(
-          optional_rows(in("chunk", {logits.data, logits.stride, logits.dtype}, row.rows, columns), no_class(row, a.classes)));
-      continue;
-    }
-    Buffer chunk = matrix("chunk", logits, row.rows, columns, Content::both);
+    Buffer chunk = matrix("chunk", a.chunks[i].logits, row.rows, end - a.chunks[i].first, Content::both);
     chunk.each = 0;
     buffers.push_back(chunk);
   }
