@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 import liger_ext.functional as LF
 from liger_ext._timing import Timing, failure
@@ -255,8 +255,13 @@ def _front(axis, result: Result, names: list[str]) -> None:
 
 
 def over_memory(axis, label: str, title: str) -> None:
-    axis.set(xlabel="peak MiB above the inputs", ylabel=label, title=title, xscale="log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axis.set(xlabel="peak MiB above the inputs", ylabel=label, title=title)
+    least, most = axis.dataLim.intervalx
+    if most > 10 * least:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    else:
+        axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.xaxis.set_minor_formatter("")
     axis.margins(x=0.15)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -304,12 +306,12 @@ def _front(axis, result: Result) -> None:
             axis.plot(*point, "o", color=suite.colour(name, i), label=name)
     ours.sort()
     if ours:
-        memory, times, names = zip(*ours, strict=True)
+        memory, times, _ = zip(*ours, strict=True)
         axis.plot(memory, times, "o-", color=suite.colour(OURS, 0), label=OURS, zorder=3)
-        points = list(zip(memory, times, strict=True))
-        named = {", ".join(n for n, p in zip(names, points, strict=True) if flce.close(p, q)): q for q in points}
-        for text, point in named.items():
-            axis.annotate(text, point, fontsize=7, xytext=(2, 4), textcoords="offset points", rotation=30)
+        for _, of_one in itertools.groupby(ours, lambda point: round(math.log(point[0], 1.03))):  # of one plan
+            same = list(of_one)
+            text = ", ".join(name for *_, name in same)
+            axis.annotate(text, same[0][:2], fontsize=7, xytext=(2, 6), textcoords="offset points", rotation=30)
     floor = next(iter(result.floors.values())).median / 1e3
     axis.axhline(floor, color="k", linestyle="--", linewidth=1, label="the needed matmuls")
     flce.over_memory(axis, "milliseconds", f"{result.model}: {result.shape}")

@@ -182,18 +182,12 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
     }
     const Exp<T> exp(base());
     float part = 0;
+    if (Tokens && a.moments) {
+      add_moments(exp, x, part);
+    } else {
 #pragma unroll
-    for (int j = 0; j < N; ++j) part += exp(x[j]);
-    if constexpr (Tokens)
-      if (a.moments) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          const float e = exp(x[j]);
-          moment += e > 0 ? e * (x[j] - base()) : e;
-          squares += e * e;
-          total += x[j];
-        }
-      }
+      for (int j = 0; j < N; ++j) part += exp(x[j]);
+    }
     if constexpr (Full)
       if (want_best && part != part && (best == best || earlier)) take_best(x, column, [](float value) { return value != value; });
     const float total = sum + part;
@@ -256,6 +250,20 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
   }
 
  private:
+  // part: their sum of exponentials. Of 16-bit logits the exponents of 2 are the distances from the base, but for the unit, and for what
+  // rounding leaves of the base's own exponent; the bound keeps the term of -inf at 0.
+  template <int N> LIGER_DEVICE void add_moments(const Exp<T>& exp, const float (&x)[N], float& part) {
+    float of_part = 0;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const float distance = Exp<T>::in_one_step ? exp.exponent(x[j]) : x[j] - base(), e = exp(x[j]);
+      part += e;
+      of_part += e * fmaxf(distance, -1000.f);
+      squares += e * e;
+      total += x[j];
+    }
+    moment += Exp<T>::in_one_step ? ln_2 * (of_part - exp.exponent(base()) * part) : of_part;
+  }
   // Makes them relative to another maximum. before: the sum, before it is multiplied by the factor.
   LIGER_DEVICE void move_moments(float distance, float factor, float before) {
     moment = before != 0 ? factor * (moment + distance * before) : 0.f;
