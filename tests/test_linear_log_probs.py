@@ -130,7 +130,8 @@ def test_log_probs_of_rounded_logits(device, dtype, training, temperature):
         )
         bound = 1e-5 + 2**-22 * float(logits.abs().max()) / 0.5
         for name, value, of in zip(found._fields, found, right, strict=True):
-            torch.testing.assert_close(value.double(), of.double(), rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+            shown = lambda m, n=name: f"{n}: {m}"  # noqa: E731
+            torch.testing.assert_close(value.double(), of.double(), rtol=0, atol=bound, msg=shown)
 
 
 @pytest.mark.parametrize("training", [False, True])
