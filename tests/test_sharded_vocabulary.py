@@ -14,6 +14,8 @@ from cases import LOW, slow_if
 from processes import errors_of
 from sharded_cases import CASES
 from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, head, judge_fused
+from test_linear_log_probs import arguments
+from test_linear_log_probs import judge as judge_log_probs
 
 from liger_ext import functional as F
 
@@ -30,7 +32,7 @@ def test_sharded_vocabulary(errors, case):
 
 @pytest.mark.cuda
 def test_one_gpu():
-    """With NCCL; and once the sizes of the shards are known nothing waits for the device."""
+    """The loss and log-probabilities with NCCL; and once the sizes of the shards are known nothing waits for the device."""
     dist = torch.distributed
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -45,5 +47,8 @@ def test_one_gpu():
                 op(**made).backward(given)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+        log_probs = functools.partial(F.linear_log_probs, process_group=dist.group.WORLD)
+        for dtype, memory in itertools.product(LOW, (ONE_CHUNK, CHUNKS)):
+            judge_log_probs(arguments(300, 24, 301, dtype, "cuda"), dtype, run=log_probs, memory=memory)
     finally:
         dist.destroy_process_group()
