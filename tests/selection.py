@@ -1,6 +1,6 @@
 """Which tests run, and in which process: a plugin of pytest.
 
-``make test`` leaves out the tests marked ``slow``. ``--share 2/6`` runs every sixth of the selected tests, from the
+``make test`` leaves out the tests marked ``slow``. ``--share 2/8`` runs every eighth of the selected tests, from the
 second on: CI runs one share of the slow tests, chosen by the number of commits. ``--skips ci`` compares the skips of a
 run with the column ``ci`` of skips.txt, so that no test disappears unseen.
 

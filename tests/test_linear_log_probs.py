@@ -134,6 +134,32 @@ def test_log_probs_of_rounded_logits(device, dtype, training, temperature):
             torch.testing.assert_close(value.double(), of.double(), rtol=0, atol=bound, msg=shown)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 0.01, 1e-6, 1e-9, "tokens"])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_a_certain_token(device, dtype, softcap, temperature):
+    """However low the temperature is, the largest logit is as far from itself as it should be, and a probability of 1
+    has no gradient."""
+    x = torch.tensor([[30.123457], [-31.77], [9.0], [1.1]], device=device).to(dtype).requires_grad_()
+    weight = torch.cat([torch.ones(1, 1), torch.full((1100, 1), -1.0)]).to(device, dtype).requires_grad_()
+    target = torch.tensor([0, 1, 0, 0], device=device)
+    if temperature == "tokens":
+        temperature = torch.tensor([0.1, 1e-3, 1e-5, 1e-7], device=device)
+    found = F.linear_log_probs(x, weight[:2], target, temperature=temperature, softcap=softcap, entropy=True)
+    of_all = F.linear_log_probs(x, weight, target, temperature=temperature, softcap=softcap, entropy=True)
+    certain = torch.tensor([True, False, True, True], device=device)  # of 1,100 equal ones none is
+    off = 0 if dtype == torch.float32 else 2**-22  # GPUs correct the exponentials of 16-bit logits by a factor
+    if isinstance(temperature, torch.Tensor) or temperature < 0.1:
+        for results in (*found[:2], *(of[certain] for of in of_all[:2])):
+            assert (results.abs() <= off).all()
+        (found.log_probs.sum() + found.entropy.sum() + of_all.log_probs[certain].sum()).backward()
+        factor = 1 / (temperature if isinstance(temperature, float) else temperature.min().item())
+        assert x.grad.abs().max() <= 4 * off * factor and weight.grad.abs().max() <= 100 * off * factor
+    for log_probs, entropy, *_ in (found, of_all):
+        assert (log_probs <= off).all() and (entropy >= -off).all()
+        assert log_probs.isfinite().all() and entropy.isfinite().all()
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_that_are_no_numbers(device, training):
     """-inf masks a class, also the target's; NaN reaches the results of its row, and of no other."""

@@ -190,6 +190,25 @@ def test_autocast(device):
     assert_all_as_good(stock, made(device), patched(stock), ours, theirs)
 
 
+def test_logits_dtype(device):
+    """It reaches the head's matmul, and is refused where other code makes the logits, and without its use."""
+    model, batch = patched(build(device=device).train().to(torch.bfloat16)), made(device)
+    narrow, wide = (model(**batch, return_log_probs=True, logits_dtype=of) for of in (None, torch.float32))
+    with torch.no_grad():
+        hidden = model.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))[0]
+        exact = (hidden.double() @ model.lm_head.weight.double().T).log_softmax(-1)
+        targets = shifted(batch["labels"])
+        exact = torch.where(targets == -100, 0, exact.gather(-1, targets.clamp(min=0)[..., None])[..., 0])
+    errors = [(output.log_probs - exact).abs().max() for output in (narrow, wide)]
+    assert errors[1] < 1e-5 and errors[0] > 20 * errors[1]
+    with pytest.raises(ValueError, match=r"logits_dtype is torch.float32, but here the head itself"):
+        model(**batch, return_log_probs=True, logits_dtype=torch.float32, skip_logits=False)
+    with pytest.raises(ValueError, match=r"logits_dtype=torch.float32 is given without return_log_probs=True"):
+        model(**batch, logits_dtype=torch.float32)
+    with pytest.raises(TypeError, match="logits_dtype"):
+        model(**batch, return_log_probs=True, logits_dtype="nonsense")
+
+
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_the_head_runs_once_on_rows_that_count(device, train):
     model = patched(build(device=device).train(train))

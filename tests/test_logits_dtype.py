@@ -3,6 +3,7 @@ products, at every plan, and the memory that they take."""
 
 import functools
 import itertools
+import unittest.mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from test_linear_log_probs import BOUNDS, EVERYTHING, arguments, doubles, judge,
 
 from liger_ext import _C
 from liger_ext import functional as F
-from liger_ext.ops import _fused_loss, _loss_devices, _loss_plan
+from liger_ext.ops import _fused_linear_op, _fused_loss, _loss_devices, _loss_plan
 from liger_ext.ops._fused_linear_op import LossArguments
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, Plan
 
@@ -271,6 +272,21 @@ def test_the_memory_that_is_taken(device, needs, autocast):
         copies = 0 if device.type == "cuda" else copies
         assert traced - copies - beside - call.copies <= taken <= traced
         assert isinstance(memory, (str, Plan)) or taken <= memory
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+def test_a_late_gradient_of_the_entropy_keeps_to_the_forwards_chunks(device, logits_dtype, frozen):
+    """Where it computes logits again, it does so for as few rows, and classes, at a time as the forward had."""
+    made = arguments(300, 64, 3001, torch.bfloat16, device, bias=False)
+    made["weight"].requires_grad_(not frozen)
+    for memory in (SMALLEST, Plan(int(_C.Gradients.recomputed), 40, 3001)):
+        found = F.linear_log_probs(**made, entropy=True, memory=memory, logits_dtype=logits_dtype)
+        with unittest.mock.patch.object(_fused_linear_op, "_backward_op", wraps=_fused_linear_op._backward_op) as op:
+            torch.autograd.grad(found.entropy.sum(), leaves(made))
+        chunk_rows, chunk_classes = op.call_args.args[-5:-3]
+        plan = _loss_plan.Plan(0, 128, 1024) if memory == SMALLEST else memory
+        assert chunk_rows <= plan.rows and chunk_classes <= plan.classes
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

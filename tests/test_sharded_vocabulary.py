@@ -32,7 +32,7 @@ def test_sharded_vocabulary(errors, case):
 
 @pytest.mark.cuda
 def test_one_gpu():
-    """The loss and log-probabilities with NCCL; and once the sizes of the shards are known nothing waits for the device."""
+    """Loss and log-probabilities with NCCL; and once the sizes of the shards are known nothing waits for the device."""
     dist = torch.distributed
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -19,6 +19,16 @@ template <class F> LIGER_INLINE void with_flag(bool flag, F&& f) {
   else f(std::false_type{});
 }
 
+// x as it was rounded: the product that made it never becomes part of a multiply-add. So a row's largest x', from which the shift is made,
+// has a distance of 0 from it. (clang contracts inside of one expression alone.)
+template <class V> LIGER_INLINE V rounded(V x) {
+#if __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(x);
+#else
+  return x;
+#endif
+}
+
 // x' of x, and what the gradient multiplies by on the way back. scaled: x' = softcap(scale * x) * over_temperature.
 template <class A, bool capped, bool scaled = false> struct Softcap {
   A cap, scale = 1, over_temperature = 1;
@@ -26,6 +36,7 @@ template <class A, bool capped, bool scaled = false> struct Softcap {
     if constexpr (scaled) x *= capped ? scale : scale * over_temperature;
     if constexpr (capped) x = math::softcap<Math<A>>(x, cap);
     if constexpr (capped && scaled) x *= over_temperature;
+    if constexpr (capped || scaled) x = rounded(x);
     return x;
   }
   LIGER_INLINE A operator()(A x) const { return (*this)(splat<A>(x))[0]; }

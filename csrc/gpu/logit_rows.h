@@ -92,17 +92,19 @@ template <class T, int N> LIGER_DEVICE void tanh_of_share(const LogitRows& a, fl
     for (int j = 0; j < N; ++j) x[j] = fabsf(x[j]) > 1 ? tanh_beyond_one(x[j]) : tanh_within_one(x[j]);
   }
 }
+// x * factor. Of fp32 logits it is rounded before a base is subtracted, as the base is: so the largest logit has a distance of 0.
+template <class T, int N> LIGER_DEVICE void multiply(float (&x)[N], float factor) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) x[j] = sizeof(T) == 4 ? rounded_product(x[j], factor) : x[j] * factor;
+}
 // x'[j] of logits x[j], where there is a softcap (math/softcap.h), and in general.
 template <class T, int N> LIGER_DEVICE void cap(const LogitRows& a, float (&x)[N], float over_temperature = 1) {
   tanh_of_share<T>(a, x);
-#pragma unroll
-  for (int j = 0; j < N; ++j) x[j] *= a.softcap * over_temperature;
+  multiply<T>(x, a.softcap * over_temperature);
 }
 template <class T, int N> LIGER_DEVICE void transform(const LogitRows& a, float (&x)[N], float over_temperature) {
   if (a.softcap != 0) return cap<T>(a, x, over_temperature);
-  if (!a.scales()) return;
-#pragma unroll
-  for (int j = 0; j < N; ++j) x[j] *= a.logit_scale * over_temperature;
+  if (a.scales()) multiply<T>(x, a.logit_scale * over_temperature);
 }
 // The derivative of softcap, from x' times the inverse of its bound.
 LIGER_DEVICE float capped_slope(float share) { return 1 - share * share; }

@@ -206,6 +206,8 @@ template <class T> LIGER_DEVICE T* opaque(T* pointer) {
   asm("" : "+l"(address));
   return static_cast<T*>(__cvta_global_to_generic(address));
 }
+// a * b, rounded: it never becomes part of a multiply-add.
+LIGER_DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 // 1 / v, 1 ulp.
 LIGER_DEVICE float fast_reciprocal(float v) {
   float out;

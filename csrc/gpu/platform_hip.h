@@ -97,6 +97,12 @@ template <class T> LIGER_DEVICE T* opaque(T* pointer) {
   return (T*)(__attribute__((address_space(1))) T*)reinterpret_cast<uintptr_t>(pointer);
 }
 
+// a * b, rounded: it never becomes part of a multiply-add.
+LIGER_DEVICE float rounded_product(float a, float b) {
+  float product = a * b;
+  asm("" : "+v"(product));
+  return product;
+}
 // 1 / v, 1 ulp.
 LIGER_DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }
 

@@ -110,6 +110,7 @@ LIGER_DEVICE float fast_exp2(float v) {
 LIGER_DEVICE float fast_log2(float v) { return log2f(v); }
 LIGER_DEVICE float fast_rsqrt(float v) { return 1 / sqrtf(v); }
 LIGER_DEVICE float fast_reciprocal(float v) { return 1 / v; }
+LIGER_DEVICE float rounded_product(float a, float b) { return a * b; }
 
 LIGER_DEVICE int uniform(int v) { return v; }
 LIGER_DEVICE int64_t uniform(int64_t v) { return v; }

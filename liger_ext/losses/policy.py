@@ -159,7 +159,7 @@ def grpo_loss(
         loss = loss.sum() / (max(1, mask.shape[0]) * max_completion_length)
     else:
         given = normalizer if normalizer is not None and loss_type != "bnpo" else tokens.clamp(min=1)
-        loss = loss.sum() / given
+        loss = loss.sum() / (given.reshape(()) if isinstance(given, Tensor) else given)
     if entropy is not None and entropy_coef != 0:
         weights = mask if policy_mask is None else mask * policy_mask
         loss = loss - entropy_coef * (torch.where(valid, entropy, 0.0) * weights).sum() / weights.sum().clamp(min=1)
@@ -259,6 +259,8 @@ def _check(given: dict) -> None:
     given_alone = ["delta", "max_completion_length"]
     if not isinstance(given["normalizer"], Tensor):
         given_alone.append("normalizer")
+    elif given["normalizer"].numel() != 1:
+        raise ValueError(f"{op}: normalizer has shape {tuple(given['normalizer'].shape)}, expected one number")
     positive += [name for name in given_alone if given[name] is not None]
     check_positive(op, **{name: given[name] for name in positive})
     for option, needed in (("beta", "ref_log_probs"), ("entropy_coef", "entropy")):

@@ -49,10 +49,9 @@ def take_options(arguments: dict[str, object], has_labels: bool, against: str | 
     if not asked:
         if entropy:
             raise ValueError("return_entropy=True is given without return_log_probs=True: pass both")
-        if has_labels and arguments.get("temperature") is not None:
-            raise ValueError(
-                f"temperature={arguments['temperature']!r} is given without return_log_probs=True: pass both"
-            )
+        for name in ("temperature", "logits_dtype"):
+            if has_labels and arguments.get(name) is not None:
+                raise ValueError(f"{name}={arguments[name]!r} is given without return_log_probs=True: pass both")
         for name in _FLAGS:
             arguments.pop(name, None)
         return None
@@ -75,7 +74,8 @@ def take_options(arguments: dict[str, object], has_labels: bool, against: str | 
     for name in _FLAGS:
         arguments.pop(name, None)
     is_top1 = bool(arguments.pop("return_token_accuracy", None))
-    return {"entropy": entropy, "temperature": float(temperature), "is_top1": is_top1}
+    options = {"entropy": entropy, "temperature": float(temperature), "is_top1": is_top1}
+    return options | {"logits_dtype": arguments.pop("logits_dtype", None)}
 
 
 def _flag(name: str, arguments: dict[str, object]) -> bool:
@@ -182,8 +182,14 @@ def _of_logits(
     softcap: float | None = None,
     entropy: bool,
     is_top1: bool,
+    logits_dtype: torch.dtype | None = None,
 ) -> LogProbsOutput:
     """As `functional.linear_log_probs` of the hidden states, whose arguments and results these are; [rows]."""
+    if logits_dtype not in (None, logits.dtype):
+        raise ValueError(
+            f"return_log_probs=True: logits_dtype is {logits_dtype!r}, but here the head itself makes the logits, in "
+            f"{logits.dtype}: leave it out (skip_logits=False and heads that are more than a linear layer have none)"
+        )
     if not is_plain_tensor(logits):
         raise ValueError(
             f"return_log_probs=True: the head's logits are of type {type(logits).__name__}, expected a plain tensor: "

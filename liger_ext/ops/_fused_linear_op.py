@@ -221,6 +221,14 @@ def rows_again(weight: Tensor, wide_logits: bool) -> int:
     return max(weight.shape[1] // (3 if wide_logits else 1), 128)
 
 
+def _recomputed(of: LossArguments, x: Tensor, weight: Tensor) -> LossArguments:
+    """The plan of a backward that computes the logits again: in the forward's chunks, if it had some."""
+    if of.gradients not in (_ACCUMULATED, _RECOMPUTED):
+        rows = rows_again(weight, of.wide_logits(x, weight))
+        of = of._replace(chunk_rows=rows, chunk_classes=weight.shape[0])
+    return of._replace(gradients=_RECOMPUTED)
+
+
 def scaled(dloss: Tensor, temperature: Tensor | None, logit_scale: float) -> Tensor:
     """The factor of each row's gradient of its logits, from that of the transformed ones."""
     if temperature is None and logit_scale == 1:
@@ -245,8 +253,7 @@ def _backward(ctx, saved, dloss, *others):
             if not (in_place and of.gradients == _OVERLAID and of.softcap is None):
                 # Others may see the stored gradient of the logits, or it holds no probabilities. So the backward
                 # recomputes the logits.
-                in_place, rows = False, rows_again(weight, of.wide_logits(x, weight))
-                of = of._replace(gradients=_RECOMPUTED, chunk_rows=rows, chunk_classes=weight.shape[0])
+                in_place, of = False, _recomputed(of, x, weight)
         dloss = scaled(dloss, temperature, of.logit_scale)
         inputs = x, weight, target, bias, ce_weight, temperature, mix
         # The options are those of the forward, since they decide what it saved.

@@ -67,6 +67,8 @@ def fused_loss(
     moments = return_entropy or return_mean_logits or return_log_sum_sq
     check_tensors(op, x=x, weight=weight, target=target)
     check_integer(op, ignore_index=ignore_index)
+    if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat, torch.SymInt, type(None))):
+        raise TypeError(f"{op}: softcap is {softcap!r}, expected None or a number")
     for name, given in (("accum_dtype", accum_dtype), ("logits_dtype", logits_dtype)):
         if not (given is None or isinstance(given, torch.dtype)):
             raise TypeError(f"{op}: {name} is {given!r}, expected a torch.dtype or None")

@@ -75,7 +75,7 @@ def linear_log_probs(
         ignore_index: the results of rows with this target are 0 (``is_top1``: False), and so are their gradients.
         entropy: also return ``-sum(p * log(p))``.
         mean_logits: also return the mean of z over the vocabulary, a constant.
-        is_top1: also return whether the target is the first of the largest logits.
+        is_top1: also return whether the target is the first of the largest logits, before the softcap.
         log_sum_sq_probs: also return ``log(sum(p ** 2))``, a constant.
         logits_dtype: the dtype of the logits. None: that of the matmuls. ``torch.float32`` where that is bfloat16 or
             float16, also under autocast: unrounded logits.
