@@ -284,12 +284,7 @@ def _errors(title: str, results: list[Result], settings: suite.Settings) -> suit
 
 def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[Path]:
     drawn = [result for result in _merged(results) if result.case == DRAWN and result.floors]
-    if not drawn:
-        return []
-    made, axes = suite.figure(len(drawn), width=5, height=3.8)
-    for axis, result in zip(axes, drawn, strict=True):
-        _front(axis, result)
-    return [suite.save(made, folder / f"log_probs_{settings.device}_{settings.dtype}.png")]
+    return suite.side_by_side(drawn, _front, folder / f"log_probs_{settings.device}_{settings.dtype}.png")
 
 
 def _front(axis, result: Result) -> None:

@@ -1,5 +1,5 @@
-"""What makes log-probabilities of a head in the suite `log_probs`: our op at each level of memory and at numbers of
-bytes, other libraries' functions, and all logits under torch.compile."""
+"""Functions that compute log-probabilities of a head, for the suite `log_probs`: our op at each level of memory and at
+numbers of bytes, other libraries' functions, and all logits under torch.compile."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _NEVER, _ALWAYS = {"liger, GRPO"}, {"verl", "verl, Triton"}  # return the entrop
 
 
 def makers(case: Case, sizes: tuple[int, ...]) -> dict[str, Callable[[], Function]]:
-    """What returns each provider's function, or raises an error of its library. ``sizes``: MiB."""
+    """For each provider a function that returns the one to measure, or raises its library's error. ``sizes``: MiB."""
     found: dict[str, Callable[[], Function]] = {OURS: lambda: _ours}
     memories = {"fast": "fast", "low": "low"} | {f"{mib:,} MiB": mib << 20 for mib in sizes if case.sizes}
     for name, memory in memories.items():

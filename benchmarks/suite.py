@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -113,6 +114,16 @@ def figure(columns: int, width: float = 7.0, height: float = 4.2, rows: int = 1)
     size = width * columns, height * rows
     made, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     return made, list(axes.flat)
+
+
+def side_by_side(records: list, draw: Callable[[Any, Any], None], path: Path) -> list[Path]:
+    """A picture with one panel for each record, which draw(axis, record) fills; none without records."""
+    if not records:
+        return []
+    made, axes = figure(len(records), width=5, height=3.8)
+    for axis, record in zip(axes, records, strict=True):
+        draw(axis, record)
+    return [save(made, path)]
 
 
 def save(made, path: Path, stacks: bool = False) -> Path:

@@ -251,7 +251,7 @@ def _dataset(rows: list[dict]):
 
 
 def _tokenizer():
-    """What trainers ask for; no text is tokenized."""
+    """Has the attributes that trainers read, and tokenizes no text."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -193,7 +193,7 @@ def test_opcheck(device, memory):
         chunk_classes=plan.classes, **dict.fromkeys(("need_dx", "need_dweight", "need_dbias"), plan.gradients > 0),
     )  # fmt: skip
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    if plan.gradients != OVERLAID:  # which leaves some of what it returns unwritten
+    if plan.gradients != OVERLAID:  # an overlaid plan leaves parts of its outputs unwritten
         checks.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.liger_ext.fused_linear_cross_entropy, tuple(of), test_utils=checks)
 

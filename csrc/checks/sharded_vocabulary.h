@@ -113,8 +113,7 @@ inline void check_vocabulary_shard_statistics(const VocabularyShard& a) {
   const char* op = of_a_shard;
   const HeadDtypes dtypes = check_shard(op, a);
   require(!a.keep_logits || !dtypes.wide_logits(), op,
-          ": keep_logits is true, expected false, since the dtype of logits is not that of the"
-          " matmuls");
+          ": keep_logits is true, expected false, since the dtype of logits is not that of the matmuls");
   require(a.chunk_rows >= Size(1) && (!a.keep_logits || a.chunk_rows >= a.x.size(0)), op, ": chunk_rows is ", a.chunk_rows,
           " and keep_logits ", a.keep_logits, ", expected at least 1, and all ", a.x.size(0), " rows where they are kept");
 }

@@ -58,6 +58,7 @@ template <class T> LIGER_DEVICE float capped_exponent(const LogitRows& a, float 
   capped_exponents<T>(a, x);
   return x[0];
 }
+
 // What options need to know of a row of 16-bit logits x' (softcap(x), or x) beside its exponentials.
 template <class T> struct HeldOptions {
   const LogitRows& a;

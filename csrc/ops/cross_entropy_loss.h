@@ -63,13 +63,13 @@ class CrossEntropyLoss {
     CrossEntropyRows args = rows_of(rows, {0, classes}, {}, counts);
     args.logits.dtype = chunks.front().logits.dtype;
     if (results) results->point(args, rows.first);
-    const CrossEntropyInChunks op{args, head_.vocab, others, gradient_scale, head_.rows, chunks.data(), int(chunks.size())};
+    CrossEntropyInChunks op{args, head_.vocab, others, gradient_scale, head_.rows, chunks.data(), int(chunks.size())};
     if (!cross_entropy_takes_chunks(op, head_.scope)) return false;
     const bool of_all = kept || !tokens_.kept || rows.count == head_.rows;
     const OptionalTensor& lse = kept ? kept : tokens_.kept;
     const OptionalTensor of_rows = of_all ? lse : OptionalTensor(allocate(head_.scope, {2, rows.count}, head_.acc, target));
-    args.lse = of_rows ? of_rows->data_ptr() : nullptr;
-    cross_entropy_in_chunks({args, op.classes, op.others, op.gradient_scale, op.batch_rows, op.chunks, op.count}, head_.scope);
+    op.row.lse = of_rows ? of_rows->data_ptr() : nullptr;
+    cross_entropy_in_chunks(op, head_.scope);
     if (!of_all) keep(*of_rows, rows);
     return true;
   }

@@ -224,7 +224,7 @@ class Overlaid {
     for_each_wide_chunk(head_, rows_, head_.all_classes(), [&](Range rows, const MutableRows& logits) {
       if (all_stored()) {
         loss.whole(rows, logits, counts, results, true);
-      } else {  // and keeps what the others' gradient is made again of
+      } else {  // merge() keeps the log-sum-exps from which the backward makes the other classes' gradient
         const typename Loss::VocabularyChunks row(loss, rows, 1, counts, results);
         row.statistics(0, head_.all_classes(), logits);
         row.merge(1);
