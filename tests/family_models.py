@@ -7,10 +7,12 @@ import warnings
 import pytest
 import torch
 from llama_models import SIZES, randomised
+from mutations import find_class
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_ext import apply_liger_kernel_to_instance
-from liger_ext.models import families, known_code
+from liger_ext.models import families, patches
+from liger_ext.models.recognise import reading
 
 SMALL = SIZES | dict(intermediate_size=96, num_hidden_layers=4, head_dim=18)
 LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
@@ -253,10 +255,17 @@ def patched(model, **options):
     return model
 
 
+def patch_named(owner):
+    """A class of ours, or the patch of a class of transformers: "gemma2.Gemma2DecoderLayer"."""
+    return patches.patch_of(find_class(owner)) if isinstance(owner, str) else owner
+
+
 @pytest.fixture
 def new_look():
     """Recognition remembers what it has seen."""
-    caches = [found for found in vars(known_code).values() if hasattr(found, "cache_clear")]
+    caches = [
+        found for module in (patches, reading) for found in vars(module).values() if hasattr(found, "cache_clear")
+    ]
 
     def forget():
         for cache in caches:

@@ -10,6 +10,7 @@ from pathlib import Path
 import family_table
 import pytest
 import torch
+import transformers
 from cases import slow_if
 from family_models import (  # noqa: F401
     LAYERS,
@@ -18,6 +19,7 @@ from family_models import (  # noqa: F401
     assert_same,
     build,
     new_look,
+    patch_named,
     patched,
     perturbed,
     set_experts,
@@ -37,9 +39,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import liger_ext
 import liger_ext.functional as LF
-from liger_ext.models import causal_lm, decoder, experts, families, known_code, mlp, normal_form, norms
+from liger_ext.models import causal_lm, decoder, experts, families, mlp, norms
 from liger_ext.models.forwards import text_of
 from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.recognise import normal_form
 
 # What of a family stays as it is, in the newest transformers: known code of which nothing can be fused.
 LEFT = {
@@ -218,7 +221,7 @@ WRONG = {
     "norm without an offset": ("gemma4_text", norms.Gemma4RMSNorm, "OFFSET", 1.0),
     "norm's eps by its name": (
         "llama4_text",
-        norms.Llama4RMSNorm,
+        norms.RMSNorm,
         "liger_arguments",
         lambda m: (m.weight, 0.1, 0.0, 0),
     ),
@@ -238,21 +241,21 @@ WRONG = {
     "result's factor": ("falcon_h1", mlp.ScaledMLP, "_run", mlp.MLP._run),
     "MLP's dropout": ("seed_oss", mlp.DropoutMLP, "_run", lambda self, x: 0.9 * mlp.MLP._run(self, x)),
     "experts": ("qwen2_moe", experts.Experts, "_apply_gate", _without_up),
-    "softcap": ("gemma2", causal_lm.SoftcappedCausalLM, "liger_logits", lambda self: (1.0, None)),
-    "divisor": ("granite", causal_lm.DividedCausalLM, "liger_logits", lambda self: (3.0, None)),
+    "softcap": ("gemma2", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
+    "divisor": ("granite", causal_lm.CausalLM, "liger_logits", lambda self: (3.0, None)),
     "aux loss": ("mixtral", causal_lm.MoeCausalLM, "_results", lambda self, results, _: results),
     "layer's factor": ("granite", decoder.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
-    "layer's norms": ("gemma2", decoder.SandwichLayer, "NORM", "post_attention_layernorm"),
-    "layer's dropout": ("phi3", decoder.DropoutLayer, "_of_attention", lambda self, x: 0.9 * x),
+    "layer's norms": ("gemma2", "gemma2.Gemma2DecoderLayer", "NORM", "post_attention_layernorm"),
+    "layer's dropout": ("phi3", decoder.SandwichLayer, "_of_attention", lambda self, x: 0.9 * x),
     "layer's own inputs": ("gemma4_text", decoder.Gemma4Layer, "_results", lambda self, x, *_: x * self.layer_scalar),
-    "layer's MLP": ("llama4_text", decoder.Llama4Layer, "_of_mlp", lambda self, x, residual: residual),
+    "layer's MLP": ("llama4_text", decoder.DecoderLayer, "_of_mlp", lambda self, x, residual: residual),
     "recurrent layer": ("falcon_h1", decoder.FalconH1Layer, "_attend", decoder.DecoderLayer._attend),
     "linear attention": ("qwen3_5_text", decoder.HybridLayer, "_attend", _half_of_linear_attention),
-    "activation by its name": ("llama4_text", mlp.Llama4MLP, "_run_down", lambda self, gate, up: self.down_proj(up)),
-    "softcap of Gemma 4": ("gemma4_text", causal_lm.SoftcappedCausalLM, "liger_logits", lambda self: (1.0, None)),
-    "result's norm": ("glm4", decoder.Glm4Layer, "_of_attention", decoder.DecoderLayer._of_attention),
-    "factor": ("cohere2", causal_lm.MultipliedCausalLM, "liger_logits", lambda self: (1.0, None)),
-    "model's factor": ("falcon_h1", causal_lm.MultipliedByModelCausalLM, "liger_logits", lambda self: (1.0, None)),
+    "activation by its name": ("llama4_text", mlp.MLP, "_run_down", lambda self, gate, up: self.down_proj(up)),
+    "softcap of Gemma 4": ("gemma4_text", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
+    "result's norm": ("glm4", decoder.SandwichLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    "factor": ("cohere2", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
+    "model's factor": ("falcon_h1", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
 }
 
 
@@ -260,7 +263,7 @@ WRONG = {
 @pytest.mark.parametrize("family, owner, name, value", WRONG.values(), ids=WRONG)
 def test_a_wrong_entry_would_be_found(family, owner, name, value):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, value)
+        patch.setattr(patch_named(owner), name, value)
         with pytest.raises(AssertionError):
             test_equals_stock(torch.device("cpu"), family, "train", torch.float32)
 
@@ -378,7 +381,7 @@ def test_heads_that_differ_a_little(old, new):
         found = normal_form.of_head(normal_form.definition_in(source))
         return None if found is None else normal_form.written(found)
 
-    source = text_of(known_code.stock_class(known_code.llama.LlamaForCausalLM).forward)
+    source = text_of(transformers.LlamaForCausalLM.forward)
     calls = source.replace("**kwargs)\n    return", "**kwargs)\n\n    return")
     assert old in calls
     assert form(calls) is not None and form(calls.replace(old, new)) != form(calls)

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 import liger_ext
 from liger_ext.functional import geglu_packed, swiglu
-from liger_ext.models import experts, known_code
+from liger_ext.models import experts, patches
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 MODELS = ["mixtral", "deepseek_v3"]
@@ -180,7 +180,7 @@ def test_gates_of_classes(device, name, implementation, dtype):
     """Also of the loop over experts, which calls them."""
     stock = gate_of(name, implementation, dtype, device)
     ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    ours.__class__ = known_code.patch_of(type(stock))
+    ours.__class__ = patches.patch_of(type(stock))
     exact.config = copy.copy(stock.config) if hasattr(stock, "config") else None
     if exact.config is not None:
         exact.config._experts_implementation = "eager"  # others do not take float64
@@ -206,7 +206,7 @@ def test_gates_with_another_activation(device):
         else:
             stock.act_fn = nn.Tanh()
         ours = copy.deepcopy(stock)
-        ours.__class__ = known_code.patch_of(type(stock))
+        ours.__class__ = patches.patch_of(type(stock))
         with RecordCalls() as record:
             found = run(ours, x, index, weights.to(device))
         assert not record.names
@@ -223,14 +223,14 @@ _UNIT = classmethod(lambda *_: (swiglu, 1.1, 1))
         ("beam.BeamExperts", experts.Experts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
         ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "unit_of", _UNIT),
         ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "_clamped", lambda self, *halves: halves),
-        ("glm5_next.Glm5NextTextExperts", experts.Glm5Experts, "unit_of", _UNIT),
-        ("hy_v4.HYV4Experts", experts.Glm5Experts, "_clamped", lambda self, *halves: halves),
-        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.MiniMaxM3Experts, "unit_of", _UNIT),
-        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.MiniMaxM3Experts, "_clamped", lambda self, *halves: halves),
-        ("openai_privacy_filter.OpenAIPrivacyFilterExperts", experts.PrivacyFilterExperts, "unit_of", _UNIT),
+        ("glm5_next.Glm5NextTextExperts", experts.SiluExperts, "unit_of", _UNIT),
+        ("hy_v4.HYV4Experts", experts.SiluExperts, "_clamped", lambda self, *halves: halves),
+        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.SteepExperts, "unit_of", _UNIT),
+        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.SteepExperts, "_clamped", lambda self, *halves: halves),
+        ("openai_privacy_filter.OpenAIPrivacyFilterExperts", experts.SteepExperts, "unit_of", _UNIT),
         (
             "openai_privacy_filter.OpenAIPrivacyFilterExperts",
-            experts.PrivacyFilterExperts,
+            experts.SteepExperts,
             "_halves",
             experts.GptOssExperts.__dict__["_halves"],
         ),

@@ -6,7 +6,17 @@ import pickle
 
 import pytest
 import torch
-from family_models import INDEXED, LATENT, ROUTED, all_experts, assert_same, freeze_few, patched, set_experts
+from family_models import (
+    INDEXED,
+    LATENT,
+    ROUTED,
+    all_experts,
+    assert_same,
+    freeze_few,
+    patch_named,
+    patched,
+    set_experts,
+)
 from family_models import build as build_family
 from llama_models import (
     TRANSFORMERS,
@@ -22,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import liger_ext
-from liger_ext.models import causal_lm, family_heads
+from liger_ext.models import causal_lm
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
 SIZES = dict(vocab_size=1000, initializer_range=0.15, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -188,8 +198,9 @@ def test_what_the_routers_say(device, model_type, given):
 
 @pytest.mark.parametrize("model_type", ["granitemoe", "jetmoe"])
 def test_another_factor_of_the_routers_would_be_found(monkeypatch, model_type):
-    cls = family_heads.JetMoeCausalLM if model_type == "jetmoe" else causal_lm.MoeCausalLM
-    monkeypatch.setattr(cls, "_balance", lambda self: (self.num_experts, self.num_experts_per_tok, 0.1))
+    monkeypatch.setattr(
+        causal_lm.MoeCausalLM, "_balance", lambda self: (self.num_experts, self.num_experts_per_tok, 0.1)
+    )
     with pytest.raises(AssertionError):
         test_what_the_routers_say(torch.device("cpu"), model_type, True)
 
@@ -252,23 +263,23 @@ def _as_it_is(self, x):
 
 
 WRONG = [
-    ("beam", family_heads.BeamCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
-    ("hy_v4", family_heads.CastCausalLM, "_for_head", lambda self, x: 0.9 * x),
+    ("beam", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
+    ("hy_v4", causal_lm.CausalLM, "_for_head", lambda self, x: 0.9 * x),
     ("afmoe", causal_lm.RoutedCausalLM, "liger_logits", lambda self: (0.9, None)),
-    ("bamba", family_heads.BambaCausalLM, "liger_logits", lambda self: (0.9, None)),
+    ("bamba", causal_lm.BambaCausalLM, "liger_logits", lambda self: (0.9, None)),
     ("dbrx", causal_lm.MoeCausalLM, "_results", lambda self, results, _: results),
-    ("jetmoe", family_heads.JetMoeCausalLM, "liger_logits", lambda self: (0.9, None)),
-    ("falcon_mamba", family_heads.MambaCausalLM, "_for_head", lambda self, x: 0.9 * x),
-    ("granitemoe", family_heads.GraniteMoeCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
-    ("hyperclovax", family_heads.HyperCLOVAXCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
-    ("minicpm3", family_heads.MiniCPM3CausalLM, "_for_head", _as_it_is),
-    ("recurrent_gemma", family_heads.RecurrentGemmaCausalLM, "liger_logits", causal_lm.CausalLM.liger_logits),
+    ("jetmoe", causal_lm.MoeCausalLM, "liger_logits", lambda self: (0.9, None)),
+    ("falcon_mamba", causal_lm.CausalLM, "_for_head", lambda self, x: 0.9 * x),
+    ("granitemoe", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
+    ("hyperclovax", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
+    ("minicpm3", causal_lm.CausalLM, "_for_head", _as_it_is),
+    ("recurrent_gemma", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
     ("opt", causal_lm.CausalLM, "_for_head", lambda self, x: 0.9 * x),
 ]
 
 
 @pytest.mark.parametrize("model_type, cls, attribute, value", WRONG)
 def test_a_wrong_entry_would_be_found(monkeypatch, model_type, cls, attribute, value):
-    monkeypatch.setattr(cls, attribute, value)
+    monkeypatch.setattr(patch_named(cls), attribute, value)
     with pytest.raises(AssertionError):
         test_equals_stock(torch.device("cpu"), model_type, torch.float32)

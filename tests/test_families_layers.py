@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 from cases import RecordCalls
-from family_models import LAYERS, all_experts, assert_same, build, freeze_few, patched, set_experts
+from family_models import LAYERS, all_experts, assert_same, build, freeze_few, patch_named, patched, set_experts
 from llama_models import TRANSFORMERS, assert_as_good, batch_of, checkpoint_layers, one_thread, step, steps, tokens  # noqa: F401
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import liger_ext
-from liger_ext.models import decoder, family_layers, known_code
+from liger_ext.models import decoder, family_layers, patches
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
 EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=4, moe_intermediate_size=32)
@@ -105,34 +105,34 @@ def _without_experts(self, x, residual):
 WRONG = [
     ("gemma4 with experts", decoder.Gemma4Layer, "_of_mlp", _without_experts),
     ("gemma4 without inputs of layers", decoder.Gemma4Layer, "_results", lambda self, x, *_: x),
-    ("gemma4 of another activation", decoder.Gemma4Layer, "NORM", "post_attention_layernorm"),
-    ("llama4 of experts", decoder.Llama4Layer, "_of_mlp", lambda self, x, residual: x[0].view_as(residual) * 0.9),
+    ("gemma4 of another activation", "gemma4.Gemma4TextDecoderLayer", "NORM", "post_attention_layernorm"),
+    ("llama4 of experts", decoder.DecoderLayer, "_of_mlp", lambda self, x, residual: x[0].view_as(residual) * 0.9),
     ("falcon_h1 with factors", decoder.FalconH1Layer, "_of_attention", lambda self, x: 0.9 * x),
-    ("afmoe", family_layers.AfmoeLayer, "NORM", "post_attention_layernorm"),
-    ("afmoe", family_layers.AfmoeLayer, "NORMS_OF_RESULTS", ("post_attention_layernorm", "pre_mlp_layernorm")),
-    ("apertus", family_layers.ApertusLayer, "INPUT_NORM", "feedforward_layernorm"),
-    ("apertus", family_layers.ApertusLayer, "NORM", "attention_layernorm"),
-    ("bailing_hybrid", family_layers.KimiLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
+    ("afmoe", "afmoe.AfmoeDecoderLayer", "NORM", "post_attention_layernorm"),
+    ("afmoe", "afmoe.AfmoeDecoderLayer", "AFTER_FEED_FORWARD", "pre_mlp_layernorm"),
+    ("apertus", "apertus.ApertusDecoderLayer", "INPUT_NORM", "feedforward_layernorm"),
+    ("apertus", "apertus.ApertusDecoderLayer", "NORM", "attention_layernorm"),
+    ("bailing_hybrid", decoder.HybridLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
     ("bamba", family_layers.BambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
-    ("bamba", family_layers.JambaLayer, "NORM", "input_layernorm"),
+    ("bamba", "bamba.BambaDecoderLayer", "NORM", "input_layernorm"),
     ("glm_moe_dsa", family_layers.IndexedLayer, "_results", lambda self, x, *_: (0.9 * x, None)),
-    ("granitemoe", family_layers.GraniteMoeLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
+    ("granitemoe", decoder.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
     ("granitemoe_swa", family_layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
     ("granitemoeshared", family_layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
     ("granitemoehybrid", family_layers.GraniteMoeHybridLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
     ("granitemoehybrid", family_layers.GraniteMoeHybridLayer, "_of_attention", decoder.DecoderLayer._of_attention),
     ("hyperclovax", family_layers.HyperCLOVAXLayer, "_of_attention", decoder.ScaledLayer._of_attention),
     ("hyperclovax", family_layers.HyperCLOVAXLayer, "_of_mlp", decoder.ScaledLayer._of_mlp),
-    ("jamba", family_layers.JambaLayer, "NORM", "input_layernorm"),
-    ("jamba", family_layers.JambaMambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
-    ("jetmoe", family_layers.JetMoeLayer, "INPUT_NORM", "post_attention_layernorm"),
-    ("kimi_linear", family_layers.KimiLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
+    ("jamba", "jamba.JambaAttentionDecoderLayer", "NORM", "input_layernorm"),
+    ("jamba", family_layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
+    ("jetmoe", "jetmoe.JetMoeDecoderLayer", "INPUT_NORM", "post_attention_layernorm"),
+    ("kimi_linear", decoder.HybridLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
     ("lfm2", family_layers.Lfm2Layer, "_recur", lambda self, x, _: 0.9 * self.conv(hidden_states=x)),
-    ("lfm2", family_layers.Lfm2Layer, "INPUT_NORM", "ffn_norm"),
-    ("lfm3", family_layers.Lfm3Layer, "NORMS_OF_RESULTS", ("post_operator_norm", "ffn_norm")),
-    ("minicpm3", family_layers.MiniCPM3Layer, "_of_attention", decoder.DecoderLayer._of_attention),
-    ("olmo_hybrid", family_layers.OlmoHybridLayer, "_recur", lambda self, x, _: 0.9 * self.linear_attn(x)),
-    ("vaultgemma", family_layers.VaultGemmaLayer, "NORM", "input_layernorm"),
+    ("lfm2", "lfm2.Lfm2DecoderLayer", "INPUT_NORM", "ffn_norm"),
+    ("lfm3", "lfm3.Lfm3DecoderLayer", "AFTER_FEED_FORWARD", "ffn_norm"),
+    ("minicpm3", decoder.ScaledLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    ("olmo_hybrid", family_layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.linear_attn(x)),
+    ("vaultgemma", "vaultgemma.VaultGemmaDecoderLayer", "NORM", "input_layernorm"),
 ]
 
 
@@ -182,7 +182,7 @@ def test_compiled(device, family):
 def test_nothing_is_said_of_layers_in_which_nothing_can_be_fused(name):
     folder, _, prefix = name.partition(".")
     cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{prefix}DecoderLayer")
-    assert known_code.patch_of(cls) is None and known_code.is_left_alone(cls)
+    assert patches.patch_of(cls) is None and patches.is_left_alone(cls)
 
 
 def test_nothing_is_said_of_what_transformers_runs_without_a_gradient():
@@ -203,6 +203,6 @@ def test_is_undone(family):
 
 @pytest.mark.parametrize("name, cls, attribute, value", WRONG)
 def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
-    monkeypatch.setattr(cls, attribute, value)
+    monkeypatch.setattr(patch_named(cls), attribute, value)
     with pytest.raises(AssertionError):
         test_equals_stock(torch.device("cpu"), name, torch.float32)

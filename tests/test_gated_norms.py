@@ -12,7 +12,7 @@ from llama_models import distance, one_thread, rounding  # noqa: F401
 from torch import nn
 
 from liger_ext.models import norms
-from liger_ext.models.known_code import patch_of
+from liger_ext.models.patches import patch_of
 
 SIZE = 48
 OF_GROUPS = dict(group_size=SIZE // 3), dict(group_size=SIZE)

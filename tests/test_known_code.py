@@ -22,9 +22,10 @@ from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
 import liger_ext
-from liger_ext.models import known_code, llama, mlp
+from liger_ext.models import llama, mlp, patches
 from liger_ext.models.decoder import Attention
 from liger_ext.models.forwards import functions_read
+from liger_ext.models.recognise import known, reading
 
 # Classes that have, together, every digest of the tables that is of transformers 5.23.
 _NAMES = """
@@ -87,9 +88,9 @@ def source_of(changed: dict) -> None:
     """`changed` says what the source of some functions is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "getsource", lambda function: changed.get(function) or _source(function))
-        known_code._form_by_code.cache_clear()
+        reading.form_by_code.cache_clear()
         yield
-    known_code._form_by_code.cache_clear()
+    reading.form_by_code.cache_clear()
 
 
 def undetected(functions: list, is_known, step: int = STEP) -> tuple[int, list[str]]:
@@ -107,20 +108,25 @@ def undetected(functions: list, is_known, step: int = STEP) -> tuple[int, list[s
     return tried, found
 
 
+def is_same(found, other) -> bool:
+    """Whether a class is still taken for the same: by the mixin, and by which attribute of it is which."""
+    return other is not None and (found.kind, found.attributes) == (other.kind, other.attributes)
+
+
 def recognition_of(cls: type) -> list[tuple[list, object]]:
     """The functions by which `cls` is recognised, and how: of an attention, by each of its rotary embeddings."""
-    kind, ropes = known_code._kind_of(cls)
-    if kind is Attention:
-        functions = {name: vars(sys.modules[cls.__module__])[name] for name in ropes}
+    found = patches.recognise(cls)
+    if found.kind is Attention:
+        functions = {name: vars(sys.modules[cls.__module__])[name] for name in found.functions}
         return [
-            (functions_read(function, None), lambda name=name: name in known_code._ropes_of(cls))
+            (functions_read(function, None), lambda name=name: name in known.ropes_in(cls))
             for name, function in functions.items()
         ]
     gate = getattr(cls, "_apply_gate", None)
-    read = cls.forward if gate is None or kind.__dict__.get("forward") else gate
+    read = cls.forward if gate is None or found.kind.__dict__.get("forward") else gate
     read_of = None if read is gate else cls
-    called = [f for f in functions_read(read, read_of) if f.__name__ not in known_code._CALLED_BY_PATCHES]
-    return [(called, lambda: known_code._kind_of(cls)[0] is not None)]
+    called = [f for f in functions_read(read, read_of) if f.__name__ not in reading.CALLED_BY_PATCHES]
+    return [(called, lambda: is_same(found, patches.recognise(cls)))]
 
 
 @pytest.mark.parametrize("path", CLASSES)
@@ -131,7 +137,7 @@ def test_one_token_more_or_less(path):
 
 
 def test_the_loss_is_read():
-    tried, found = undetected([loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy], known_code.knows_loss, 1)
+    tried, found = undetected([loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy], known.knows_loss, 1)
     assert tried > 50 and not found
 
 
@@ -141,7 +147,7 @@ def test_activations_are_read(name):
     if cls is None:
         pytest.skip("this version has torch's own")
     own = [vars(cls)[part] for part in ("__init__", "forward") if part in vars(cls)]
-    tried, found = undetected(own, lambda: mlp._code_of_class(cls) in mlp._CODE, 1)
+    tried, found = undetected(own, lambda: mlp._known_as(cls) is not None, 1)
     assert tried and not found
 
 
@@ -292,5 +298,5 @@ def test_a_loss_that_was_replaced_before_the_import(how):
 def test_defaults_of_a_heads_arguments():
     """A head gives its model its own defaults, and so does the patch."""
     head = find_class("idefics.IdeficsForVisionText2Text")
-    assert known_code.patch_of(head).DEFAULTS == {"interpolate_pos_encoding": False}
-    assert known_code.patch_of(modeling_llama.LlamaForCausalLM).DEFAULTS == {}
+    assert patches.patch_of(head).DEFAULTS == {"interpolate_pos_encoding": False}
+    assert patches.patch_of(modeling_llama.LlamaForCausalLM).DEFAULTS == {}

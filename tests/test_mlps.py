@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import RecordCalls, normal
+from family_models import patch_named
 from llama_models import distance, one_thread, rounding  # noqa: F401
 from torch import nn
 
 from liger_ext.functional import swiglu
-from liger_ext.models import family_mlps, mlp
-from liger_ext.models.known_code import patch_of
+from liger_ext.models import mlp
+from liger_ext.models.patches import patch_of
 
 SIZES = dict(hidden_size=32, intermediate_size=48, hidden_act="silu", mlp_bias=True)
 LIMITS = dict(swiglu_limit=0.7, swiglu_alpha=1.7)  # which some values are beyond
@@ -169,16 +170,16 @@ def _up_alone(self, gate, up):
 
 
 def _wrong_down(self, h):
-    return 0.9 * getattr(self, self.PROJECTIONS[2])(h)
+    return 0.9 * getattr(self, self.DOWN)(h)
 
 
 WRONG = [
-    ("bitnet.BitNetMLP", family_mlps.BitNetMLP, "_down", mlp.MLP._down),
+    ("bitnet.BitNetMLP", "bitnet.BitNetMLP", "BEFORE_DOWN", None),
     ("gemma3n.Gemma3nTextMLP", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (swiglu, 1, 1))),
     ("granitemoeshared.GraniteMoeSharedMLP", mlp.PackedMLP, "_down", _wrong_down),
     ("idefics2.Idefics2MLP", mlp.MLP, "_down", _wrong_down),
-    ("inkling.InklingMLP", family_mlps.InklingMLP, "_run", mlp.MLP._run),
-    ("lfm2.Lfm2MLP", family_mlps.Lfm2MLP, "PROJECTIONS", ("w3", "w1", "w2")),
+    ("inkling.InklingMLP", "inkling.InklingMLP", "FACTOR", None),
+    ("lfm2.Lfm2MLP", "lfm2.Lfm2MLP", "GATE", "w3"),
     ("beam.BeamMLP", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (swiglu, 1.1, 1))),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _gate_alone),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _up_alone),
@@ -195,22 +196,15 @@ WRONG = [
 @pytest.mark.parametrize("name, cls, attribute, value", WRONG)
 def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
     made(name)  # or skips
-    monkeypatch.setattr(cls, attribute, value)
+    monkeypatch.setattr(patch_named(cls), attribute, value)
     with pytest.raises(AssertionError):
         test_equals_stock(torch.device("cpu"), name, torch.float32)
 
 
-@pytest.mark.parametrize(
-    "name, cls",
-    [
-        ("t5gemma.T5GemmaMLP", family_mlps.T5GemmaMLP),
-        ("gte.GteMLP", family_mlps.T5GemmaMLP),
-        ("modernbert.ModernBertMLP", family_mlps.ModernBertMLP),
-    ],
-)
-def test_dropout_left_out_would_be_found(monkeypatch, name, cls):
+@pytest.mark.parametrize("name", ["t5gemma.T5GemmaMLP", "gte.GteMLP", "modernbert.ModernBertMLP"])
+def test_dropout_left_out_would_be_found(monkeypatch, name):
     made(name)
-    monkeypatch.setattr(cls, "_down", mlp.MLP._down)
+    monkeypatch.setattr(patch_named(name), "BEFORE_DOWN", None)
     with pytest.raises(AssertionError):
         test_random_numbers_are_those_of_stock(torch.device("cpu"), name)
 

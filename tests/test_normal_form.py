@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from liger_ext.models import normal_form
+from liger_ext.models.recognise import normal_form
 
 # Which functions of transformers are recognised by their code, roughly: by what they are called.
 CLASSES = re.compile(r"(Norm\w*|MLP|Mlp|Experts|Layer|Attention|ForCausalLM|ForConditionalGeneration)$")

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, BertConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from liger_ext import AutoLigerKernelForCausalLM, apply_liger_kernel, apply_liger_kernel_to_instance
-from liger_ext.models import digests, experts, llama
+from liger_ext.models import llama
+from liger_ext.models.recognise import known
 
 
 def bert():
@@ -120,8 +121,8 @@ def test_a_model_without_a_type_is_left_alone(config):
 
 @pytest.mark.usefixtures("new_look")
 def test_warnings_name_the_line_that_led_to_them(monkeypatch):
-    known = {code: cls for code, cls in digests.MODULES.items() if cls is not experts.BatchedExperts}
-    monkeypatch.setattr(digests, "MODULES", known)
+    rest = {key: entry for key, entry in known.by_digest().items() if entry.replacement != "experts.BatchedExperts"}
+    monkeypatch.setattr(known, "by_digest", lambda: rest)
     with pytest.warns(UserWarning, match="has no config.model_type") as direct:
         apply_liger_kernel_to_instance(nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="Llama4TextExperts") as deeper, apply_liger_kernel("llama4_text"):

@@ -1,7 +1,7 @@
 """The layers: each does what the `forward` does that it replaces, or calls it where that is not known.
 
 `kernels` binds a layer's `forward` to the module of transformers: `self` is that module, and `type(self)` the class,
-whose code `liger_ext.models.known_code` recognises. A layer may define a `forward`, and whether torch.compile takes it.
+whose code `liger_ext.models.recognise` recognises. A layer may define a `forward`, and whether torch.compile takes it.
 """
 
 import functools
@@ -9,9 +9,10 @@ import functools
 import torch
 from torch import nn
 
-from liger_ext.models import known_code, mlp, norms
+from liger_ext.models import mlp, norms
 from liger_ext.models.calls import has_known_methods
 from liger_ext.models.patch import is_plain_tensor
+from liger_ext.models.patches import patch_of
 from liger_ext.models.rope import known_rope
 from liger_ext.models.warn import warn
 from liger_ext.ops._compile import assume_constant_result
@@ -23,10 +24,11 @@ class RMSNorm(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        kind = _kind(type(self))
+        cls = type(self)
+        kind = _kind(cls)
         if kind not in _NORMS or not (is_plain_tensor(self.weight) and has_known_methods(self)):
-            return type(self).forward(self, hidden_states)
-        arguments = self.weight, getattr(self, kind.EPS), float(kind.OFFSET), kind.CASTING
+            return cls.forward(self, hidden_states)
+        arguments = self.weight, getattr(self, cls.liger_patch.EPS), float(kind.OFFSET), kind.CASTING
         return kind._normalise(hidden_states, *arguments)
 
 
@@ -37,14 +39,15 @@ class MLP(nn.Module):
     can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kind = _kind(type(self))
-        unit = kind.unit_of(self) if kind is mlp.MLP else None
-        if unit is None or not mlp.only_activation_runs(getattr(self, kind.ACTIVATION)):
-            return type(self).forward(self, x)
-        gate, up, down = (getattr(self, name) for name in kind.PROJECTIONS)
+        cls = type(self)
+        patch = cls.liger_patch if _kind(cls) is mlp.MLP else None
+        unit = patch and patch.unit_of(self)
+        if unit is None or not mlp.only_activation_runs(getattr(self, patch.ACTIVATION)):
+            return cls.forward(self, x)
+        gate, up, down = getattr(self, patch.GATE), getattr(self, patch.UP), getattr(self, patch.DOWN)
         gate, up = gate(x), up(x)
         if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
-            return down(getattr(self, kind.ACTIVATION)(gate) * up)
+            return down(getattr(self, patch.ACTIVATION)(gate) * up)
         op, *options = unit
         return down(op(gate, up, *options))
 
@@ -68,7 +71,8 @@ _KINDS = (*_NORMS, mlp.MLP)
 
 
 def _kind(cls: type[nn.Module]) -> type | None:
-    """Which of `_KINDS` does what `cls` does. None of a patch's class, which does it itself."""
+    """Which of `_KINDS` does what `cls` does; `cls.liger_patch` is then its patch. None of a patch, which does
+    it itself."""
     number = _number(cls)
     return None if number is None else _KINDS[number]
 
@@ -77,10 +81,12 @@ def _kind(cls: type[nn.Module]) -> type | None:
 def _find_number(cls: type[nn.Module]) -> int | None:
     if cls.__module__.startswith("liger_ext."):
         return None
-    patch = known_code.patch_of(cls)
-    if patch is None or patch.__bases__[0] not in _KINDS:
+    patch = patch_of(cls)
+    is_ours = patch is not None and patch.__bases__[0] in _KINDS
+    if not is_ours or getattr(patch, "BEFORE_DOWN", None) or getattr(patch, "FACTOR", None):
         warn(f"{cls.__name__}: no layer of liger_ext is for this code, and its own forward runs")
         return None
+    cls.liger_patch = patch
     return _KINDS.index(patch.__bases__[0])
 
 

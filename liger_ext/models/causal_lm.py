@@ -33,8 +33,8 @@ from liger_ext.models.loss import (
     shift,
     softcapped,
 )
-from liger_ext.models.normal_form import MODEL_CALL, OWN_ARGUMENTS, renamed
 from liger_ext.models.patch import Mixin
+from liger_ext.models.recognise.normal_form import MODEL_CALL, OWN_ARGUMENTS, renamed
 from liger_ext.ops._loss_plan import Level
 
 
@@ -66,11 +66,20 @@ def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
 
 class CausalLM(Mixin):
     liger_memory = "auto"
-    LOGITS: torch.dtype | None = None  # of logits that are returned; None: that of the head
+    # What a head does beside its matmul. Paths are those of attributes: "config.logits_scaling".
+    CASTS = False  # whether the hidden states get the dtype of the head's weight
+    HIDDEN_DIVIDED_BY: str | None = None  # path of a divisor of the hidden states
+    MULTIPLIED_BY: str | None = None  # path of a factor of the logits
+    DIVIDED_BY: str | None = None  # path of a divisor of the logits
+    SOFTCAP: str | None = None  # the attribute of the text's configuration that bounds the logits
+    LOGITS: str | None = None  # dtype of logits that are returned; None: that of the head
 
     def liger_logits(self) -> tuple[float, float | None]:
         """What the head's results are multiplied with, and then bounded by (None: by nothing)."""
-        return 1.0, None
+        scale = 1.0 if self.MULTIPLIED_BY is None else operator.attrgetter(self.MULTIPLIED_BY)(self)
+        if self.DIVIDED_BY is not None:
+            scale = 1 / operator.attrgetter(self.DIVIDED_BY)(self)
+        return scale, None if self.SOFTCAP is None else getattr(self.config.get_text_config(), self.SOFTCAP, None)
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
@@ -150,7 +159,7 @@ class CausalLM(Mixin):
         else:
             logits = self.lm_head(hidden_states)
             logits = scaled(logits, scale)
-            logits = logits if self.LOGITS is None else logits.to(self.LOGITS)
+            logits = logits if self.LOGITS is None else logits.to(getattr(torch, self.LOGITS))
             make = causal_lm_loss if of_log_probs is None else log_probs_of_logits
             result = make(logits, **loss_arguments, **options)
             if softcap is not None:
@@ -179,6 +188,10 @@ class CausalLM(Mixin):
 
     def _for_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What the head is called with."""
+        if self.CASTS:
+            hidden_states = hidden_states.to(self.lm_head.weight.dtype)
+        if self.HIDDEN_DIVIDED_BY is not None:
+            hidden_states = hidden_states / operator.attrgetter(self.HIDDEN_DIVIDED_BY)(self)
         return hidden_states
 
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
@@ -200,31 +213,14 @@ _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index
 _LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
 
 
-class SoftcappedCausalLM(CausalLM):
-    """Gemma 2's, and PaliGemma's."""
+class BambaCausalLM(CausalLM):
+    """With a coefficient, the loss has a term of the logits of all positions: then they exist."""
 
-    def liger_logits(self) -> tuple[float, float | None]:
-        return 1.0, getattr(self.config.get_text_config(), "final_logit_softcapping", None)
-
-
-class CausalLMOfFloat(CausalLM):
-    """Mllama's, and Nemotron-H's."""
-
-    LOGITS = torch.float32
-
-
-class DividedCausalLM(CausalLM):
-    """Granite's."""
-
-    def liger_logits(self) -> tuple[float, float | None]:
-        return 1 / self.config.logits_scaling, None
-
-
-class MultipliedCausalLM(CausalLM):
-    """Cohere's."""
-
-    def liger_logits(self) -> tuple[float, float | None]:
-        return self.logit_scale, None
+    def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
+        if self.z_loss_coefficient > 0:
+            take_options(arguments, True, "with a z_loss_coefficient its loss has another term")
+            return super(CausalLM, self).forward(**arguments)
+        return super()._forward(arguments, skip_logits)
 
 
 class RoutedCausalLM(CausalLM):
@@ -242,9 +238,11 @@ class RoutedCausalLM(CausalLM):
 class MoeCausalLM(RoutedCausalLM):
     """Mixtral's: the loss that balances the experts' load is added."""
 
+    AUX_LOSS_FACTOR = "router_aux_loss_coef"
+
     def _balance(self) -> tuple[int, int, float]:
         """How many experts there are, how many a token goes to, and the factor of their loss."""
-        return self.num_experts, self.num_experts_per_tok, self.router_aux_loss_coef
+        return self.num_experts, self.num_experts_per_tok, getattr(self, self.AUX_LOSS_FACTOR)
 
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
         aux_loss = None
@@ -254,13 +252,6 @@ class MoeCausalLM(RoutedCausalLM):
             aux_loss = balance(results["router_logits"], experts, of_token, arguments.get("attention_mask"))
             results["loss"] = results["loss"] + factor * aux_loss.to(results["loss"].device)
         return {**results, "aux_loss": aux_loss}
-
-
-class MultipliedByModelCausalLM(CausalLM):
-    """Falcon-H1's."""
-
-    def liger_logits(self) -> tuple[float, float | None]:
-        return self.model.lm_head_multiplier, None
 
 
 class MoeOfTextCausalLM(MoeCausalLM):

@@ -20,10 +20,10 @@ from liger_ext.models.calls import only_forward_runs
 from liger_ext.models.checkpoint import counting_runs, run_of
 from liger_ext.models.forwards import find_foreign, text_of
 from liger_ext.models.layer import adapted, fused_linears, norm_linears, norm_mlp
-from liger_ext.models.mlp import MLP, Llama4MLP, has_silu, only_activation_runs
-from liger_ext.models.normal_form import find_calls
+from liger_ext.models.mlp import MLP, has_silu, only_activation_runs
 from liger_ext.models.norms import RMSNorm, is_plain_rms_norm
 from liger_ext.models.patch import Mixin
+from liger_ext.models.recognise.normal_form import find_calls
 from liger_ext.models.recompute import recomputed, remade
 
 
@@ -50,8 +50,9 @@ class DecoderLayer(Mixin):
 
     liger_memory = "auto"
     OWN_STATE = ("_checkpoint_function",)
+    # The names of the layer's modules: the norm in front of the attention, that in front of the MLP, ...
     INPUT_NORM, ATTENTION = "input_layernorm", "self_attn"
-    NORM, FEED_FORWARD = "post_attention_layernorm", "mlp"  # the MLP, and the norm of its input
+    NORM, FEED_FORWARD = "post_attention_layernorm", "mlp"
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
@@ -184,30 +185,28 @@ class DecoderLayer(Mixin):
         one_node = (
             self._is_differentiated()
             and type(self)._of_mlp is DecoderLayer._of_mlp
-            and type(mlp).__bases__[0] in (MLP, Llama4MLP)
+            and type(mlp).__bases__[0] is MLP
+            and mlp.BEFORE_DOWN is mlp.FACTOR is None
             and only_forward_runs(mlp)
             and has_silu(mlp)
             and only_activation_runs(getattr(mlp, mlp.ACTIVATION))
         )
-        return fused_linears(stream, (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.training) if one_node else None
+        if not one_node:
+            return None
+        return fused_linears(stream, [getattr(mlp, name) for name in (mlp.GATE, mlp.UP, mlp.DOWN)], self.training)
 
 
 class SandwichLayer(DecoderLayer):
-    """Gemma 2's: the results of the attention and of the MLP have norms as well."""
+    """The results of the attention and of the MLP pass modules as well: norms (Gemma 2), or dropout (Phi 3)."""
 
-    NORM = "pre_feedforward_layernorm"
-    NORMS_OF_RESULTS = "post_attention_layernorm", "post_feedforward_layernorm"
+    AFTER_ATTENTION, NORM = "post_attention_layernorm", "pre_feedforward_layernorm"
+    AFTER_FEED_FORWARD = "post_feedforward_layernorm"
 
     def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
-        return getattr(self, self.NORMS_OF_RESULTS[0])(x)
+        return getattr(self, self.AFTER_ATTENTION)(x)
 
     def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return getattr(self, self.NORMS_OF_RESULTS[1])(x)
-
-
-class Glm4Layer(SandwichLayer):
-    NORM = "post_attention_layernorm"
-    NORMS_OF_RESULTS = "post_self_attn_layernorm", "post_mlp_layernorm"
+        return getattr(self, self.AFTER_FEED_FORWARD)(x)
 
 
 class ScaledLayer(DecoderLayer):
@@ -220,10 +219,6 @@ class ScaledLayer(DecoderLayer):
 
     def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return x * getattr(self, self.FACTOR)
-
-
-class Llama4Layer(DecoderLayer):
-    FEED_FORWARD = "feed_forward"
 
 
 class Gemma4Layer(SandwichLayer):
@@ -247,25 +242,40 @@ class Gemma4Layer(SandwichLayer):
         return hidden_states * self.layer_scalar
 
 
-class FalconH1Layer(DecoderLayer):
-    """A recurrent layer beside the attention: both read the same norm's output, and have factors."""
+class RecurrentLayer(DecoderLayer):
+    """Has a module that is recurrent, and gets some of the layer's arguments."""
 
-    NORM, FEED_FORWARD = "pre_ff_layernorm", "feed_forward"
+    RECURRENT = "mamba"
+
+    @classmethod
+    def look_at(cls, stock: type[nn.Module]) -> None:
+        super().look_at(stock)
+        call, *_ = find_calls(ast.parse(text_of(stock.forward)), f"self.{cls.RECURRENT}")
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        cls.GIVEN = {name: value for name, value in given.items() if value in cls.DEFAULTS}
+        cls.GIVES_REST = None in given
+
+    def _recur(self, normed: torch.Tensor, arguments: dict[str, object]) -> torch.Tensor:
+        given = {name: arguments[value] for name, value in self.GIVEN.items()}
+        rest = {n: v for n, v in arguments.items() if n not in self.DEFAULTS} if self.GIVES_REST else {}
+        return getattr(self, self.RECURRENT)(hidden_states=normed, **given, **rest)
+
+
+class FalconH1Layer(RecurrentLayer):
+    """A recurrent module beside the attention: both read the same norm's output, and have factors."""
 
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
-        normed = self.input_layernorm(hidden_states)
-        options = {name: value for name, value in arguments.items() if name not in self.DEFAULTS}
-        options |= dict(cache_params=arguments["past_key_values"], attention_mask=arguments["mamba_attention_mask"])
-        recurrent = self.mamba(hidden_states=normed, **options) * self.ssm_out_multiplier
+        normed = getattr(self, self.INPUT_NORM)(hidden_states)
+        recurrent = self._recur(normed, arguments) * self.ssm_out_multiplier
         given = self._arguments_of_attention(arguments)
-        attention, weights = self.self_attn(hidden_states=normed * self.attention_in_multiplier, **given)
+        attention, weights = getattr(self, self.ATTENTION)(hidden_states=normed * self.attention_in_multiplier, **given)
         return hidden_states, recurrent + attention * self.attn_out_multiplier, weights
 
     def _results(self, hidden_states: torch.Tensor, *_) -> tuple[torch.Tensor]:
         return (hidden_states,)
 
 
-class HybridLayer(DecoderLayer):
+class HybridLayer(RecurrentLayer):
     """Qwen3-Next's: some layers have linear attention in place of the other, and the MLP may be experts."""
 
     RECURRENT = "linear_attn"
@@ -282,21 +292,6 @@ class HybridLayer(DecoderLayer):
 
     def _is_recurrent(self) -> bool:
         return self.block_type == "linear_attention"
-
-    def _recur(self, normed: torch.Tensor, arguments: dict[str, object]) -> torch.Tensor:
-        options = {name: value for name, value in arguments.items() if name not in self.DEFAULTS}
-        options |= dict(cache_params=arguments["past_key_values"], attention_mask=arguments["attention_mask"])
-        return getattr(self, self.RECURRENT)(hidden_states=normed, **options)
-
-
-class DropoutLayer(DecoderLayer):
-    """Phi 3's."""
-
-    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
-        return self.resid_attn_dropout(x)
-
-    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.resid_mlp_dropout(x)
 
 
 class _Projected:

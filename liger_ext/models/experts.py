@@ -49,17 +49,17 @@ class ClampedExperts(Clamps, Experts):
         return gate_up.chunk(2, dim=-1)
 
 
-class Glm5Experts(ClampedExperts):
-    """And HY V4's: the SiLU is no module."""
-
-    LIMIT = "swiglu_limit"
+class SiluExperts(ClampedExperts):
+    """GLM 5's, and HY V4's: the SiLU is a function."""
 
     @classmethod
     def unit_of(cls, experts: nn.Module) -> tuple:
         return functional.swiglu, 1, 1
 
 
-class PrivacyFilterExperts(ClampedExperts):
+class SteepExperts(ClampedExperts):
+    """OpenAI Privacy Filter's, and MiniMax M3's."""
+
     ALPHA = "alpha"
 
     @classmethod
@@ -67,11 +67,7 @@ class PrivacyFilterExperts(ClampedExperts):
         return cls.steep_unit_of(experts)
 
 
-class MiniMaxM3Experts(PrivacyFilterExperts):
-    LIMIT, ALPHA = "swiglu_limit", "swiglu_alpha"
-
-
-class GptOssExperts(PrivacyFilterExperts):
+class GptOssExperts(SteepExperts):
     """Gate and up are alternate columns."""
 
     @staticmethod

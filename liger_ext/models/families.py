@@ -24,13 +24,14 @@ from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.earlier import leave_out, set_memory, tell, were_left_out
 from liger_ext.models.experts import Experts
 from liger_ext.models.head import Linear, heads_of
-from liger_ext.models.known_code import is_left_alone, knows_loss, patch_of, patch_of_llamas, stock_classes
 from liger_ext.models.loss import MEMORY_LEVELS, causal_lm_cross_entropy
 from liger_ext.models.mlp import MLP
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, UNITS, folder_of
 from liger_ext.models.names import MODELS, class_of
 from liger_ext.models.norms import LayerNorm, Norm
 from liger_ext.models.patch import PatchHandle, on_construction, record_change, swap_classes
+from liger_ext.models.patches import is_left_alone, patch_of, patch_of_llamas, stock_classes
+from liger_ext.models.recognise.known import ENDS, knows_loss
 from liger_ext.models.warn import warn
 
 
@@ -140,17 +141,26 @@ def _shown(value: object) -> str:
 
 
 def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules that `patch` is for: of MLPs those with an activation of ours, and no nn.LayerNorm of others."""
+    """The modules that `patch` is for: of MLPs those with an activation of ours, of layers those with a norm of ours,
+    and no nn.LayerNorm of others."""
     stock = stock_class(patch)
     taken = [module for module in modules if isinstance(module, stock)]
     if patch is LayerNorm:
         return [module for module in taken if written_class(type(module), stock) in (stock, patch)]
-    return [m for m in taken if patch.unit_of(m) is not None] if issubclass(patch, MLP | Experts) else taken
+    if issubclass(patch, MLP | Experts):
+        return [module for module in taken if patch.unit_of(module) is not None]
+    return [m for m in taken if _is_norm(getattr(m, patch.NORM, None))] if issubclass(patch, DecoderLayer) else taken
+
+
+def _is_norm(module: object) -> bool:
+    """Whether a patch of a norm takes the place of its class, or has taken it."""
+    return any(issubclass(patch, Norm) for patch in map(patch_of, stock_classes([module])) if patch)
 
 
 def holds_known_code(model: nn.Module) -> bool:
     """Whether something of `model` can be patched."""
-    return any(map(patch_of, stock_classes(model.modules())))
+    modules = list(model.modules())
+    return any(_taken(patch, modules) for patch in map(patch_of, stock_classes(modules)) if patch)
 
 
 def _holds(model: nn.Module, model_type: str) -> bool:
@@ -212,20 +222,13 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_NAMES = {
-    Norm: ("RMSNorm", "RMSNormGated", "L2Norm"),
-    MLP: ("MLP",),
-    Experts: ("Experts",),
-    DecoderLayer: ("DecoderLayer",),
-    CausalLM: ("ForCausalLM", "ForConditionalGeneration"),
-    Attention: ("Attention",),
-}
+_ENDS = {Norm: "norm", MLP: "MLP", Experts: "experts", DecoderLayer: "layer", CausalLM: "head", Attention: "attention"}
 _unknown: set[Callable] = set()
 
 
 def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool], wants_loss: bool) -> None:
     """Once for each class that looks like one that is to be patched, and for the loss, if it runs other code."""
-    ends = tuple(end for kind, ends in _NAMES.items() if wanted[kind] for end in ends)
+    ends = tuple(end for kind, part in _ENDS.items() if wanted[kind] for end in ENDS[part])
     candidates = [cls for cls in classes if cls.__name__.endswith(ends) and cls not in _unknown]
     unknown = [cls for cls in candidates if patch_of(cls) is None and not is_left_alone(cls)]
     if wants_loss and ForCausalLMLoss not in _unknown and not knows_loss():

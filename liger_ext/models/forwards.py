@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from liger_ext.models.normal_form import definition_in, digest, names_read, written
+from liger_ext.models.recognise.normal_form import definition_in, names_read
 
 
 def with_globals(function: Callable, **replacements: object) -> Callable:
@@ -24,6 +24,17 @@ def with_globals(function: Callable, **replacements: object) -> Callable:
             own[name] += "_"  # another copy's name
     code = inner.__code__.replace(co_names=tuple(own.get(name, name) for name in inner.__code__.co_names))
     return rewrap(function, inner, _copy_function(inner, code, inner.__closure__))
+
+
+def with_arguments(function: types.FunctionType, names: list[str]) -> types.FunctionType:
+    """A copy of `function`, a method, with other names for its arguments: callers may pass them by name."""
+    code, own = function.__code__, ["self", *names]
+    if list(code.co_varnames[: code.co_argcount]) == own:
+        return function
+    if len(own) != code.co_argcount or set(names) & set(code.co_varnames[code.co_argcount :]):
+        raise TypeError(f"{function.__qualname__} cannot get the arguments {', '.join(names)}")
+    code = code.replace(co_varnames=(*own, *code.co_varnames[code.co_argcount :]))
+    return _copy_function(function, code, function.__closure__)
 
 
 def leads_to(wrapper: Callable, function: Callable) -> bool:
@@ -105,20 +116,6 @@ def text_of(function: Callable) -> str | None:
     return ast.unparse(definition)
 
 
-def code_of(function: Callable | None, cls: type | None = None, seen: tuple = ()) -> str | None:
-    """A digest of the code of `function`, of the functions of transformers that it calls, and of the methods of `cls`.
-
-    None if some of the source is not there to be read; it is then like no other.
-    """
-    definition = None if function is None else definition_of(function)
-    if definition is None:
-        return None
-    function = inspect.unwrap(function)
-    called = [f for f in called_by(definition, function, cls) if f not in (*seen, function)]
-    codes = [written(definition), *(code_of(f, cls, (*seen, function)) for f in called)]
-    return None if None in codes else digest(*codes)
-
-
 def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None = None) -> list[types.FunctionType]:
     """The functions of transformers, and the methods and properties of `cls`, that the text of `function` names. What
     is in transformers.utils is taken for granted, as torch is."""
@@ -129,7 +126,7 @@ def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None 
 
 
 def functions_read(function: Callable, cls: type | None = None) -> list[Callable]:
-    """`function`, under the wrappers around it, and what `code_of` reads with it."""
+    """`function`, under the wrappers around it, and what `recognise.reading.form_of` reads with it."""
     found = [inspect.unwrap(written_function(function))]
     for each in found:
         definition = _definition_of_code(each.__code__) if isinstance(each, types.FunctionType) else None

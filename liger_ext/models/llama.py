@@ -18,9 +18,9 @@ from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.embedding import embedding, is_one_op
 from liger_ext.models.forwards import definition_of, written_function
 from liger_ext.models.mlp import MLP
-from liger_ext.models.normal_form import find_calls
 from liger_ext.models.norms import RMSNorm
 from liger_ext.models.patch import PatchHandle, copy_forward, stands_in
+from liger_ext.models.recognise.normal_form import find_calls
 from liger_ext.models.rope import rope_for
 
 try:

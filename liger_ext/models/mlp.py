@@ -10,29 +10,20 @@ from transformers import activations
 
 from liger_ext import functional
 from liger_ext.models.calls import exports_onnx, only_forward_runs
-from liger_ext.models.forwards import code_of
-from liger_ext.models.normal_form import digest
+from liger_ext.models.recognise.known import find
+from liger_ext.models.recognise.reading import Form, form_of
 from liger_ext.models.recompute import recomputed, remade
 
-_CODE = {  # of transformers' activations, their constructors included
-    "35353eca4a890476": "silu",  # SiLUActivation, 4.57 on
-    "bf2391d58e43e49c": "gelu",  # GELUActivation
-    "a614f65de12a6481": "gelu_tanh",  # NewGELUActivation
-    "585102421e36aa93": "gelu_tanh",  # PytorchGELUTanh, 4.51
-    "cfd4f42285dc5ece": "gelu_tanh",  # 4.52 to 4.56
-    "f238aca73ec76ab7": "gelu_tanh",  # GELUTanh, 4.57 on
-    "032a4263259623d6": "relu_squared",  # ReLUSquaredActivation
-}
 
-
-def _code_of_class(cls: type[nn.Module]) -> str | None:
-    functions = [vars(cls)[name] for name in ("__init__", "forward") if name in vars(cls)]
-    codes = [code_of(function, cls) for function in functions]
-    return None if None in codes else digest(*codes)
+def _known_as(cls: type[nn.Module]) -> str | None:
+    """Which activation `cls`, of transformers, computes by its code, its constructor included."""
+    forms = [form_of(vars(cls)[name], cls) for name in ("__init__", "forward") if name in vars(cls)]
+    entry = None if None in forms else find("activation", Form("\n".join(form.text for form in forms)))
+    return entry and entry.replacement
 
 
 _DEFINED = [cls for cls in vars(activations).values() if getattr(cls, "__module__", None) == activations.__name__]
-_KNOWN = {c: _CODE.get(_code_of_class(c)) for c in _DEFINED if isinstance(c, type) and issubclass(c, nn.Module)}
+_KNOWN = {c: _known_as(c) for c in _DEFINED if isinstance(c, type) and issubclass(c, nn.Module)}
 
 
 def _classes(activation: str) -> tuple[type, ...]:
@@ -46,10 +37,15 @@ _RELU_SQUARED = _classes("relu_squared")
 
 
 class MLP:
-    """Llama's: gate and up are projections of their own."""
+    """``down(act(gate(x)) * up(x))``, Llama's: gate and up are projections of their own.
+
+    The attributes in capitals are names of attributes of the module; None: it has no such thing.
+    """
 
     liger_memory = "auto"
-    ACTIVATION, PROJECTIONS = "act_fn", ("gate_proj", "up_proj", "down_proj")
+    GATE, UP, DOWN, ACTIVATION = "gate_proj", "up_proj", "down_proj", "act_fn"
+    BEFORE_DOWN: str | None = None  # a module that the last projection's input passes: dropout, or a norm
+    FACTOR: str | None = None  # of the result
     # By the activation's class: the op, and what it takes behind gate and up.
     UNITS: ClassVar[dict[type, tuple]] = {
         **dict.fromkeys(_SILU, (functional.swiglu, 1, 1)),
@@ -77,8 +73,7 @@ class MLP:
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the unit reads. The projections are called in transformers' order: dropout in adapters draws its random
         numbers in it."""
-        gate, up = (getattr(self, name)(x) for name in self.PROJECTIONS[:2])
-        return gate, up
+        return getattr(self, self.GATE)(x), getattr(self, self.UP)(x)
 
     def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self._down(getattr(self, self.ACTIVATION)(gate) * up)
@@ -90,44 +85,43 @@ class MLP:
             return self._down(h)
 
     def _down(self, h: torch.Tensor) -> torch.Tensor:
-        return getattr(self, self.PROJECTIONS[2])(h)
+        if self.BEFORE_DOWN is not None:
+            h = getattr(self, self.BEFORE_DOWN)(h)
+        result = getattr(self, self.DOWN)(h)
+        return result if self.FACTOR is None else result * getattr(self, self.FACTOR)
 
 
 class PackedMLP(MLP):
     """Phi 3's: gate and up are the halves of one projection's result."""
 
-    ACTIVATION, PROJECTIONS = "activation_fn", ("gate_up_proj", None, "down_proj")
+    GATE_UP, ACTIVATION = "gate_up_proj", "activation_fn"
     UNITS: ClassVar[dict[type, tuple]] = {
         **dict.fromkeys(_SILU, (functional.swiglu_packed, 1, 1)),
         **dict.fromkeys(_GELU, (functional.geglu_packed, "none")),
         **dict.fromkeys(_GELU_TANH, (functional.geglu_packed, "tanh")),
     }
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states)
-
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run_down(getattr(self, self.PROJECTIONS[0])(x))
+        return self._run_down(getattr(self, self.GATE_UP)(x))
 
 
-class Llama4MLP(MLP):
-    ACTIVATION = "activation_fn"
+class SiluMLP(MLP):
+    """Lfm 2's: the SiLU is a function."""
+
+    @classmethod
+    def unit_of(cls, mlp: nn.Module) -> tuple:
+        return functional.swiglu, 1, 1
+
+    def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self._down(nn.functional.silu(gate) * up)
 
 
-class MixtralMLP(MLP):
-    """One expert of Mixtral before transformers 5."""
+class SparseMLP(MLP):
+    """Gemma 3n's: in some layers most columns of the gate are set to zero. These layers stay as they are."""
 
-    PROJECTIONS = "w1", "w3", "w2"
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states)
-
-
-class VisionMLP(MLP):
-    """Qwen 2.5 VL's."""
-
-    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_state)
+    @classmethod
+    def unit_of(cls, mlp: nn.Module) -> tuple | None:
+        return None if mlp.activation_sparsity > 0 else super().unit_of(mlp)
 
 
 class DropoutMLP(MLP):
@@ -151,8 +145,8 @@ class ScaledMLP(MLP):
         return super()._run(x) * self.down_multiplier
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        up = self.up_proj(x)
-        return self.gate_proj(x), up
+        up = getattr(self, self.UP)(x)
+        return getattr(self, self.GATE)(x), up
 
     def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return super()._run_stock_unit(gate * self.gate_multiplier, up)
@@ -182,29 +176,17 @@ class ClampedMLP(Clamps, MLP):
         return self._clamped(*super()._gate_and_up(x))
 
 
-class Glm5MLP(ClampedMLP):
-    LIMIT = "swiglu_limit"
+class SteepMLP(Clamps, MLP):
+    """MiniMax M3's: gate and up are the halves of one projection's result, and the SiLU is steeper."""
 
-
-class Glm5VisionMLP(Glm5MLP):
-    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_state)
-
-
-class MiniMaxM3MLP(Clamps, MLP):
-    """Gate and up are the halves of one projection's result."""
-
-    LIMIT, ALPHA = "swiglu_limit", "swiglu_alpha"
+    GATE_UP, ALPHA = "gate_up_proj", "swiglu_alpha"
 
     @classmethod
     def unit_of(cls, mlp: nn.Module) -> tuple | None:
         return cls.steep_unit_of(mlp)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states)
-
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._clamped(*self.gate_up_proj(x).chunk(2, dim=-1))
+        return self._clamped(*getattr(self, self.GATE_UP)(x).chunk(2, dim=-1))
 
 
 class Step3p7MLP(MLP):
@@ -221,7 +203,7 @@ class UngatedMLP(MLP):
     UNITS: ClassVar[dict[type, tuple]] = dict.fromkeys(_RELU_SQUARED, (functional.relu_squared,))
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run_down(self.up_proj(x))
+        return self._run_down(getattr(self, self.UP)(x))
 
 
 def only_activation_runs(act_fn: nn.Module | None) -> bool:

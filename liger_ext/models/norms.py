@@ -20,7 +20,8 @@ class Norm:
     # Of functional.rms_norm. torch.compile(dynamic=True) makes a variable of a float that it finds in a class, and not
     # of an int; those that it makes inside of a checkpoint it does not find in the next one.
     OFFSET, CASTING = 0, "llama"
-    EPS = "variance_epsilon"
+    EPS = "variance_epsilon"  # the name of the attribute
+    IS_PLAIN = False  # whether `forward` does what `functional.rms_norm` does, and nothing else
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not (is_plain_tensor(self.weight) and has_known_methods(self)):
@@ -29,7 +30,10 @@ class Norm:
 
     def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
         """Those of `functional.rms_norm` behind the first."""
-        return self.weight, getattr(self, self.EPS), float(self.OFFSET), self.CASTING
+        return self.weight, self._eps(), float(self.OFFSET), self.CASTING
+
+    def _eps(self) -> float:
+        return getattr(self, self.EPS)
 
     def raises_dtype(self, *summands: torch.Tensor) -> bool:
         """Whether the result has a wider dtype than the input, the sum of `summands`."""
@@ -41,6 +45,8 @@ class Norm:
 class RMSNorm(Norm):
     """Llama's: rounded to the input's dtype before the weight is multiplied with it."""
 
+    IS_PLAIN = True
+
     def raises_dtype(self, *summands: torch.Tensor) -> bool:
         return _raises_dtype(self.weight, *summands)
 
@@ -51,45 +57,27 @@ class RMSNorm(Norm):
         return functional.rms_norm(x, weight, eps, offset, casting)
 
 
-class Llama4RMSNorm(RMSNorm):
-    EPS = "eps"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # the argument's name in transformers
-        return Norm.forward(self, x)
-
-
 class RMSNormInFloat(Norm):
     """OLMo 2's: rounded once, after the weight."""
 
-    CASTING = "gemma"
-
-
-class MoshiRMSNorm(RMSNormInFloat):
-    EPS = "eps"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Norm.forward(self, x)
-
-
-class CpmAntRMSNorm(RMSNorm):
-    EPS = "eps"
+    CASTING, IS_PLAIN = "gemma", True
 
 
 class Gemma4RMSNorm(RMSNormInFloat):
     """May have no weight."""
-
-    EPS = "eps"
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.with_scale:
             return Norm.forward(self, hidden_states)
         if not has_known_methods(self):
             return super(Norm, self).forward(hidden_states)
-        return recomputed(self, self._normalise, hidden_states, None, self.eps, float(self.OFFSET), self.CASTING)
+        return recomputed(self, self._normalise, hidden_states, None, self._eps(), float(self.OFFSET), self.CASTING)
 
 
 class WeightlessRMSNorm(RMSNormInFloat):
     """Llama 4's, of queries and keys, NanoChat's, and DeepSeek V4's, where the reciprocal is rounded as well."""
+
+    IS_PLAIN = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not has_known_methods(self):
@@ -99,35 +87,33 @@ class WeightlessRMSNorm(RMSNormInFloat):
         return self._normalise(x, *self.liger_arguments())
 
     def liger_arguments(self) -> tuple[None, float, float, str]:
-        return None, self.eps, float(self.OFFSET), self.CASTING
+        return None, self._eps(), float(self.OFFSET), self.CASTING
 
 
 class ZeroCenteredRMSNorm(Norm):
     """Gemma's: the factor is 1 + weight, and the result rounded once."""
 
-    OFFSET, CASTING = 1, "gemma"
-    EPS = "eps"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Norm.forward(self, x)
+    OFFSET, CASTING, IS_PLAIN = 1, "gemma", True
 
 
 class MuseSparkRMSNorm(ZeroCenteredRMSNorm):
     """The factor is 1 + weight in the weight's dtype."""
 
     def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
-        return self.weight + self.OFFSET, self.eps, 0.0, self.CASTING
+        return self.weight + self.OFFSET, self._eps(), 0.0, self.CASTING
 
 
 class Qwen4RMSNorm(ZeroCenteredRMSNorm):
     """There may be groups of columns, each of which is normalised by itself."""
+
+    IS_PLAIN = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.group_size is None:
             return Norm.forward(self, x)
         if not _fits_fp32(self.weight):
             return super(Norm, self).forward(x)
-        groups = functional.rms_norm(x.float().unflatten(-1, (-1, self.group_size)), None, self.eps)
+        groups = functional.rms_norm(x.float().unflatten(-1, (-1, self.group_size)), None, self._eps())
         return (groups.flatten(-2) * (self.OFFSET + self.weight.float())).type_as(x)
 
 
@@ -160,7 +146,7 @@ class GroupedGatedRMSNorm(Norm):
 
     def _weighted(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Of `x` in fp32: normalised, rounded to `dtype`, and multiplied with the weight."""
-        eps, groups = self.variance_epsilon, self._count_groups()
+        eps, groups = self._eps(), self._count_groups()
         if groups == 1 and dtype == x.dtype:
             return functional.rms_norm(x, self.weight, eps)
         return self.weight * functional.rms_norm(x.unflatten(-1, (groups, -1)), None, eps).flatten(-2).to(dtype)
@@ -190,7 +176,7 @@ class GatedRMSNormInFloat(Norm):
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         if not _fits_fp32(self.weight):
             return super(Norm, self).forward(hidden_states, gate)
-        normed = functional.rms_norm(hidden_states.float(), self.weight, self.variance_epsilon)
+        normed = functional.rms_norm(hidden_states.float(), self.weight, self._eps())
         return (normed * ACT2FN[self.activation](gate.float())).to(hidden_states.dtype)
 
 
@@ -205,7 +191,7 @@ class UnbiasedLayerNorm(Norm):
         return Norm.forward(self, hidden_states)
 
     def liger_arguments(self) -> tuple[torch.Tensor, None, float]:
-        return self.weight, None, self.variance_epsilon
+        return self.weight, None, self._eps()
 
 
 class WeightlessLayerNorm(Norm):
@@ -227,7 +213,7 @@ class LayerNorm1P(Norm):
         plain = is_plain_tensor(self.weight) and is_plain_tensor(self.bias) and self.weight.dtype == input.dtype
         if torch.is_autocast_enabled(input.device.type) or not plain:
             return super(Norm, self).forward(input)
-        return recomputed(self, functional.layer_norm, input, self.weight + self.OFFSET, self.bias, self.eps)
+        return recomputed(self, functional.layer_norm, input, self.weight + self.OFFSET, self.bias, self._eps())
 
 
 @stands_in(normalization)
@@ -247,11 +233,8 @@ class LayerNorm(nn.LayerNorm):
 
 def is_plain_rms_norm(norm: nn.Module) -> bool:
     """Whether `functional.add_rms_norm` does what `norm` does to a sum."""
-    is_ours = isinstance(norm, Norm) and type(norm).forward in _FORWARDS
-    return is_ours and only_forward_runs(norm) and is_plain_tensor(getattr(norm, "weight", None))
-
-
-_FORWARDS = [cls.forward for cls in (Norm, ZeroCenteredRMSNorm, Llama4RMSNorm, Gemma4RMSNorm, MoshiRMSNorm)]
+    is_plain = isinstance(norm, Norm) and norm.IS_PLAIN
+    return is_plain and only_forward_runs(norm) and is_plain_tensor(getattr(norm, "weight", None))
 
 
 def _fits_fp32(weight: torch.Tensor) -> bool:

@@ -1,9 +1,8 @@
 """The normal form of a function's source: text that changes only where what the function computes may change.
 
-The tables of known code (`liger_ext.models.digests`) list digests of this text, so every version of Python must make
-the same. `ast.unparse` does not: Python 3.10 writes `(a, b) = c`, later ones `a, b = c`. `written` therefore prints the
-syntax tree itself. This file imports the standard library alone, because `tests/test_normal_form.py` runs it with every
-Python that the machine has.
+`known.json` lists digests of this text, so every version of Python must make the same text. `ast.unparse` does not:
+Python 3.10 writes `(a, b) = c`, later ones `a, b = c`. `written` therefore prints the syntax tree itself. This file
+imports the standard library alone, because `tests/test_normal_form.py` runs it with every Python that the machine has.
 """
 
 import ast
@@ -12,6 +11,7 @@ import difflib
 import hashlib
 import re
 import textwrap
+from collections.abc import Callable
 
 # Decorators that change neither what a forward computes nor its gradient. Any other stays in the text.
 _HARMLESS = {
@@ -68,12 +68,59 @@ def _written_value(value: object) -> str:
     return written(value) if isinstance(value, ast.AST) else ascii(value)
 
 
+def numbered(
+    definition: ast.FunctionDef, attributes: dict[str, str], kept: Callable[[str], bool], variables: bool = True
+) -> ast.FunctionDef:
+    """`definition` with numbers in place of names that its author chose: v0, v1, ... for arguments and variables, and
+    a0, a1, ... for attributes of `self`, each by its first use in the text.
+
+    So two functions that differ in names alone have one text, and two that use the same names in another order have
+    different ones, or bind the same number to another attribute.
+
+    Args:
+        attributes: the numbers of attributes so far; new ones are added.
+        kept: whether an attribute keeps its name, as those do that a base class defines.
+        variables: False leaves the names of the function, its arguments and variables.
+    """
+    return _Numbered(definition, attributes, kept, variables).visit(definition)
+
+
+class _Numbered(ast.NodeTransformer):
+    def __init__(
+        self, definition: ast.FunctionDef, attributes: dict[str, str], kept: Callable, variables: bool
+    ) -> None:
+        self.attributes, self.kept, self.variables = attributes, kept, {}
+        self.own = _own_names(definition) - {"self"} if variables else set()
+        if variables:
+            definition.name = "f"
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.copy_location(ast.arg(self._number(node.arg)), node)
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.copy_location(ast.Name(self._number(node.id), node.ctx), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.Attribute:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == "self" and not self.kept(node.attr):
+            node.attr = self.attributes.setdefault(node.attr, f"a{len(self.attributes)}")
+        return node
+
+    def _number(self, name: str) -> str:
+        return self.variables.setdefault(name, f"v{len(self.variables)}") if name in self.own else name
+
+
+def _own_names(definition: ast.FunctionDef) -> set[str]:
+    """The names of a function's arguments, and those that it assigns to."""
+    nodes = list(ast.walk(definition))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
 def names_read(definition: ast.FunctionDef) -> tuple[list[str], list[str]]:
     """Returns the names that a function reads and does not define, and the attributes of `self` that it reads."""
     nodes = list(ast.walk(definition))
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    own = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    own |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    names, own = [node for node in nodes if isinstance(node, ast.Name)], _own_names(definition)
     others = (name.id for name in names if name.id not in own and not hasattr(builtins, name.id))
     attributes = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
     of_self = (attribute.attr for attribute in attributes if attribute.value.id == "self")

@@ -1,0 +1,103 @@
+"""The patch of a class of transformers: a subclass that takes its place, made of what recognition finds.
+
+A class is a mixin of ours (`entry.replacement` in the table of known code) on top of transformers' class, with the
+names of that class's attributes in place of the mixin's. Nothing of the installed version is taken for granted: Llama's
+own classes, whose patches are written out in `liger_ext.models.llama`, are recognised like all others.
+"""
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from transformers.loss import loss_utils
+
+from liger_ext.models import llama
+from liger_ext.models.causal_lm import CausalLM, CausalLMInside
+from liger_ext.models.decoder import Attention, DecoderLayer
+from liger_ext.models.forwards import with_arguments
+from liger_ext.models.names import MODELS, name_of
+from liger_ext.models.patch import find_replacements, stands_in
+from liger_ext.models.recognise.known import Entry, look_up, ropes_in
+from liger_ext.models.recognise.reading import code_read
+from liger_ext.models.rope import known_rope
+
+
+def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The subclass that takes the place of a class of transformers; None where its code is not known."""
+    of_llama = patch_of_llamas(cls)
+    if of_llama and any(find_replacements(of_llama)):
+        return of_llama  # which `swap_classes` refuses, and says whose code is there
+    if of_llama is llama.LlamaModel:
+        return of_llama if llama.knows_model(cls) else None
+    found = _recognise_once(cls, code_read(cls.forward, cls), code_read(loss_utils.ForCausalLMLoss))
+    if found is None or found.kind is None:
+        return None
+    return of_llama if of_llama and issubclass(of_llama, found.kind) else _patch_made(cls, found.kind)
+
+
+class Recognised:
+    """What takes the place of a class: `kind`, None if nothing can be fused in it; `attributes` that the patch gets,
+    and `functions`, which names in its `forward` are to mean."""
+
+    def __init__(self, kind: type | None, attributes: dict[str, object], functions: dict[str, Callable]) -> None:
+        self.kind, self.attributes, self.functions = kind, attributes, functions
+
+
+def recognise(cls: type[nn.Module]) -> Recognised | None:
+    """None if the code of `cls` is not known."""
+    found = look_up(cls)
+    if found is not None:
+        entry, form = found
+        return Recognised(_kind_of(entry), {**entry.options, **entry.names(form)}, {})
+    ropes = {name: known_rope(vars(sys.modules[cls.__module__])[name]) for name in ropes_in(cls)}
+    return Recognised(Attention, {}, ropes) if ropes else None
+
+
+def _kind_of(entry: Entry) -> type | None:
+    if entry.replacement is None:
+        return None
+    module, name = entry.replacement.split(".")
+    return getattr(importlib.import_module(f"liger_ext.models.{module}"), name)
+
+
+@functools.cache
+def _recognise_once(cls: type[nn.Module], code: tuple, of_loss: tuple) -> Recognised | None:
+    return recognise(cls)
+
+
+@functools.cache
+def _patch_made(cls: type[nn.Module], kind: type) -> type[nn.Module]:
+    found = recognise(cls)
+    # The module's __getattr__ finds it again.
+    namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls), **found.attributes}
+    if hasattr(kind, "forward"):
+        arguments = [*inspect.signature(cls.forward).parameters][1:]
+        takes_same = not issubclass(kind, DecoderLayer)  # layers take all of them by name
+        namespace["forward"] = with_arguments(kind.forward, arguments) if takes_same else kind.forward
+    patch = type(cls)(cls.__name__, (kind, cls), namespace)
+    others = ((loss_utils, "fixed_cross_entropy"),) if issubclass(kind, CausalLM | CausalLMInside) else ()
+    return stands_in(sys.modules[cls.__module__], *others, **found.functions)(patch)
+
+
+def is_left_alone(cls: type[nn.Module]) -> bool:
+    """Whether the code is known, and nothing is to be gained."""
+    found = recognise(cls)
+    return found is not None and found.kind is None
+
+
+def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
+    """The classes of models of transformers that `modules` are of, or are derived from."""
+    found = {}
+    for cls in dict.fromkeys(map(type, modules)):
+        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or patch_of_llamas(c)]
+        found.update(dict.fromkeys([c for c in stock if "forward" in vars(c)][:1]))
+    return list(found)
+
+
+def patch_of_llamas(cls: type) -> type[nn.Module] | None:
+    """The patch of a class of Llama's: by the class, which may be one that other code has put there."""
+    patch = getattr(llama, cls.__name__, None)
+    return patch if isinstance(patch, type) and cls in patch.__bases__ else None

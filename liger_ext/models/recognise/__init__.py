@@ -1,0 +1,7 @@
+"""Recognition of transformers' code: by the text of what a class runs, never by what anything in it is called.
+
+`normal_form` writes a function as text in which names are numbers; `reading` does so for a class and for what its
+`forward` calls; `known` looks the text's digest up in `known.json`, the table of all code that liger_ext replaces.
+`python -m liger_ext.models.recognise` reports what of the installed transformers is known, changed or new, and prints
+entries for the table.
+"""

@@ -1,0 +1,116 @@
+"""The table of known code, `known.json`: which part of liger_ext takes the place of what.
+
+An entry has
+
+- `part`: what the digest is made of: a "module" (a class's `forward`), "experts" (their method `_apply_gate`), a
+  "layer" or a "head" (how it differs from Llama's of the same version), Llama's own "llama layer" and "llama head",
+  the "loss", a "rope" (the function that applies rotary embeddings), an "activation" (its constructor and `forward`);
+- `digest`: of the normal form;
+- `replacement`: the class or function that does the same: "norms.RMSNorm" is in `liger_ext.models.norms`. null: the
+  code is known, and nothing of it can be fused; `note` gives the reason;
+- `attributes`: the attributes of `self` in the order of their first use. A word in capitals is an attribute of the
+  replacement, to which the name in the class that is read is bound (EPS becomes "variance_epsilon"); any other must be
+  the name;
+- `options`: attributes of the replacement, or arguments of a rope;
+- `made_of`: a class that has this code, and `versions`, of transformers, in which it was seen.
+"""
+
+import functools
+import importlib.resources
+import json
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import nn
+from transformers.loss import loss_utils
+
+from liger_ext.models.forwards import definition_of, written_function
+from liger_ext.models.recognise import normal_form
+from liger_ext.models.recognise.reading import Form, form_of, head_form, layer_form
+
+# How the names of classes end that may be in the table. They decide whom a warning names, and nothing else.
+ENDS = {
+    "norm": ("RMSNorm", "RMSNormGated", "L2Norm"),
+    "MLP": ("MLP",),
+    "experts": ("Experts",),
+    "layer": ("DecoderLayer",),
+    "head": ("ForCausalLM", "ForConditionalGeneration"),
+    "attention": ("Attention",),
+}
+
+
+class Entry(NamedTuple):
+    part: str
+    digest: str
+    replacement: str | None = None
+    attributes: tuple[str, ...] = ()
+    options: dict[str, object] = {}  # noqa: RUF012 (nobody writes to it)
+    made_of: str = ""
+    versions: str = ""
+    note: str = ""
+
+    def names(self, form: Form) -> dict[str, str] | None:
+        """The names in a class for those that are in capitals here; None if another is not what it must be."""
+        if self.replacement is None or not self.attributes:
+            return {}
+        pairs = list(zip(self.attributes, form.attributes, strict=True))
+        if any(word != name for word, name in pairs if not word.isupper()):
+            return None
+        return {word: name for word, name in pairs if word.isupper()}
+
+
+@functools.cache
+def entries() -> tuple[Entry, ...]:
+    text = importlib.resources.files(__package__).joinpath("known.json").read_text()
+    found = json.loads(text)
+    return tuple(Entry(**entry | {"attributes": tuple(entry.get("attributes", "").split())}) for entry in found)
+
+
+@functools.cache
+def by_digest() -> dict[tuple[str, str], Entry]:
+    return {(entry.part, entry.digest): entry for entry in entries()}
+
+
+def look_up(cls: type[nn.Module]) -> tuple[Entry, Form] | None:
+    """The entry of a class, and its form; None if its code is not known."""
+    for part, form in forms_of(cls):
+        entry = find(part, form)
+        if entry is not None:
+            return entry, form
+    return None
+
+
+def forms_of(cls: type[nn.Module]) -> Iterable[tuple[str, Form | None]]:
+    """The parts of the table in which `cls` may be, with its form as that part's digests are made of it."""
+    yield "module", form_of(cls.forward, cls)
+    if knows_loss():
+        yield "head", head_form(cls)
+    yield "layer", layer_form(cls)
+    yield "experts", form_of(getattr(cls, "_apply_gate", None), cls)
+
+
+def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:
+    """The known functions that apply rotary embeddings in `cls.forward`, by their names. None where other decorators
+    are around it: indexers, which choose what attention reads, have no gradient."""
+    definition = definition_of(cls.forward)
+    if definition is None or definition.decorator_list:
+        return {}
+    names = [name for name in normal_form.names_read(definition)[0] if name.startswith("apply_rotary_")]
+    entries = {name: find_rope(vars(sys.modules[cls.__module__]).get(name)) for name in names}
+    return {name: entry for name, entry in entries.items() if entry is not None}
+
+
+def find_rope(rope: object) -> Entry | None:
+    return find("rope", form_of(written_function(rope)))
+
+
+def knows_loss() -> bool:
+    """Whether transformers' loss of causal language models is the one that ours computes."""
+    return find("loss", form_of(loss_utils.ForCausalLMLoss)) is not None
+
+
+def find(part: str, form: Form | None) -> Entry | None:
+    """The entry of a form, if the attributes that it needs are there."""
+    entry = None if form is None else by_digest().get((part, form.digest))
+    return entry if entry is not None and entry.names(form) is not None else None

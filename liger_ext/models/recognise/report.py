@@ -1,0 +1,170 @@
+"""What of the installed transformers is known, and what an entry for the rest would look like.
+
+`python -m liger_ext.models.recognise` prints it. docs/adding_a_model.md shows how to use it for a new model.
+"""
+
+import ast
+import difflib
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import transformers
+from torch import nn
+
+from liger_ext.models.forwards import definition_of
+from liger_ext.models.recognise.known import ENDS, Entry, entries, find, forms_of, ropes_in
+from liger_ext.models.recognise.reading import Form
+
+
+class Seen(NamedTuple):
+    """A class of a model of transformers."""
+
+    path: str  # "llama.LlamaMLP"
+    cls: type[nn.Module]
+    forms: dict[str, Form]  # by part of the table
+    entry: Entry | None  # None: the code is not known
+    ropes: tuple[str, ...] = ()  # known functions that apply rotary embeddings in an attention
+
+    @property
+    def folder(self) -> str:
+        return self.path.partition(".")[0]
+
+    @property
+    def is_known(self) -> bool:
+        return self.entry is not None or bool(self.ropes)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether it looks like a part that can be fused, and is not known."""
+        rotates = self.end != "Attention" or "apply_rotary_" in _text(self.cls)
+        return self.end is not None and rotates and not self.is_known
+
+    @property
+    def end(self) -> str | None:
+        """How the name ends, if it is that of a part that may be fused."""
+        return next((end for ends in ENDS.values() for end in ends if self.path.endswith(end)), None)
+
+
+def look(folders: Iterable[str] = ()) -> Iterator[Seen]:
+    """Yields all classes of models, of these folders of `transformers.models` or of all, whose `forward` is their own.
+
+    A module that cannot be imported, for want of a package, is skipped.
+    """
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    folders = set(folders)
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if path.name.startswith(("modeling_tf_", "modeling_flax_")) or (folders and path.parent.name not in folders):
+            continue
+        name = f"transformers.models.{path.parent.name}.{path.stem}"
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, RuntimeError):  # of a package that is not there
+            continue
+        for cls in list(vars(module).values()):
+            if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+                continue
+            if cls.__module__ == name and "forward" in vars(cls):
+                yield _see(f"{path.parent.name}.{cls.__name__}", cls)
+
+
+def _see(path: str, cls: type[nn.Module]) -> Seen:
+    forms = {part: form for part, form in forms_of(cls) if form is not None}
+    entries = (find(part, form) for part, form in forms.items())
+    entry = next((entry for entry in entries if entry is not None), None)
+    return Seen(path, cls, forms, entry, tuple(ropes_in(cls)) if entry is None else ())
+
+
+def report(folders: Iterable[str] = ()) -> str:
+    """The report as text: a line for each model, and for each part that is not known the nearest known code, how it
+    differs, and the entry that would make it known."""
+    seen = list(look(folders))
+    by_folder: dict[str, list[Seen]] = {}
+    for each in seen:
+        by_folder.setdefault(each.folder, []).append(each)
+    unknown = [each for each in seen if each.is_missed]
+    lines = [
+        f"transformers {transformers.__version__}: {sum(each.is_known for each in seen)} classes are known, "
+        f"{len(unknown)} have the name of a part that can be fused and are not",
+        "",
+    ]
+    for folder, classes in by_folder.items():
+        known = sum(each.is_known for each in classes)
+        others = [each.path.partition(".")[2] for each in classes if each in unknown]
+        lines.append(f"{folder}: {known} known{'; not known: ' if others else ''}{', '.join(others)}")
+    for each in unknown if len(by_folder) <= 10 else ():
+        lines += ["", *_describe(each, seen)]
+    if len(by_folder) > 10 and unknown:
+        lines += ["", "Name folders as arguments to see how their unknown classes differ from known ones."]
+    return "\n".join(lines)
+
+
+def _describe(unknown: Seen, seen: list[Seen]) -> list[str]:
+    from_table = any(entry.made_of == unknown.path for entry in entries())
+    state = "changed since it was put into the table" if from_table else "new"
+    nearest = _nearest(unknown, seen)
+    if nearest is None:
+        return [f"{unknown.path}: {state}; no class like it is known"]
+    part, known = nearest
+    texts = [_text(each.cls) for each in (known, unknown)]
+    changes = difflib.unified_diff(*(text.splitlines() for text in texts), known.path, unknown.path, lineterm="", n=1)
+    return [
+        f"{unknown.path}: {state}; the nearest known code is {known.path} ({known.entry.replacement})",
+        *(f"    {line}" for line in changes),
+        "  If liger_ext.models computes the same, this line in known.json makes it known:",
+        f"    {json.dumps(_entry(unknown, part, known))}",
+    ]
+
+
+def _nearest(unknown: Seen, seen: list[Seen]) -> tuple[str, Seen] | None:
+    """The known class of such a name whose text is most like that of `unknown`, and the part of the table it is in.
+    Those of some models are looked at whatever the report is of."""
+    candidates = [each for each in (*seen, *look(_EXAMPLES)) if each.end == unknown.end]
+    candidates = [each for each in candidates if each.entry is not None and each.entry.replacement is not None]
+    if not candidates:
+        return None
+    ratio = difflib.SequenceMatcher(b=_text(unknown.cls), autojunk=False)
+
+    def likeness(each: Seen) -> float:
+        ratio.set_seq1(_text(each.cls))
+        return ratio.ratio()
+
+    nearest = max(candidates, key=likeness)
+    return nearest.entry.part if nearest.entry.part in unknown.forms else "module", nearest
+
+
+_EXAMPLES = "llama", "gemma2", "phi3", "mixtral", "qwen3_next", "deepseek_v4"
+
+
+def _text(cls: type[nn.Module]) -> str:
+    definition = definition_of(cls.forward)
+    return "" if definition is None else ast.unparse(definition)
+
+
+def _entry(unknown: Seen, part: str, known: Seen) -> dict[str, object]:
+    """The entry of `known` with the digest of `unknown`. Attributes that the two have at the same place are named as
+    there; the others have their own names, and must be looked at."""
+    form, entry = unknown.forms[part], known.entry
+    words = [*entry.attributes, *form.attributes[len(entry.attributes) :]][: len(form.attributes)]
+    pairs = zip(words, form.attributes, strict=True)
+    attributes = " ".join(word if word.isupper() else name for word, name in pairs) if entry.attributes else ""
+    made = {"part": part, "digest": form.digest, "replacement": entry.replacement, "attributes": attributes}
+    made |= {"options": entry.options, "made_of": unknown.path, "versions": transformers.__version__}
+    return {name: value for name, value in made.items() if value not in ("", {})}
+
+
+def main(arguments: list[str]) -> int:
+    if any(argument.startswith("-") for argument in arguments):
+        print(__doc__, "\nusage: python -m liger_ext.models.recognise [FOLDER OF transformers.models ...]", sep="\n")
+        return 0 if {"-h", "--help"} & {*arguments} else 2
+    there = {path.name for path in Path(transformers.__file__).parent.glob("models/*")}
+    wrong = [folder for folder in arguments if folder not in there]
+    if wrong:
+        print(f"transformers {transformers.__version__} has no models/{wrong[0]}", file=sys.stderr)
+        return 2
+    print(report(arguments))
+    return 0
