@@ -10,9 +10,9 @@ both off.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,6 @@ def in_training_graph(training: bool) -> bool:
     return torch.compiler.is_compiling() and not is_exported() and training and torch.is_grad_enabled()
 
 
-def recomputes(module: nn.Module) -> bool:
-    """Whether the graph of a training step of `module` is not to keep everything."""
-    return in_training_graph(module.training) and module.liger_memory != "fast"
-
-
 def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
     """`function(*args)`; a compiled training step of `module` keeps `args` for the backward, and not the result.
 
@@ -49,7 +44,9 @@ def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
     `args` has all numbers that `function` takes. torch.compile(dynamic=True) makes a float that it first finds inside
     of a checkpoint, such as a default, an input of that checkpoint, and does not find it in the next one.
     """
-    return checkpoint(function, *args, use_reentrant=False) if recomputes(module) else function(*args)
+    if in_training_graph(module.training) and module.liger_memory != "fast":
+        return checkpoint(function, *args, use_reentrant=False)
+    return function(*args)
 
 
 def remade(
@@ -69,36 +66,22 @@ def remade(
     has_memory = type(tensor) is Tensor and not tensor.is_meta  # by whose address it is recognised
     if foreign or not recorded or not has_memory:
         return contextlib.nullcontext()
-    recipe = _Recipe(tensor, make, arguments)
-    return saved_tensors_hooks(recipe.pack, recipe.unpack)
+    return saved_tensors_hooks(_Recipe(tensor, make, arguments).pack, lambda saved: saved())
 
 
-class _Kept(NamedTuple):
-    """A tensor as it was saved, without its place in the graph: an output's own node would hold itself."""
+def _kept(tensor: Tensor) -> Callable[[], Tensor]:
+    """What returns `tensor` without its place in the graph: an output's own node would hold itself."""
+    detached, version = tensor.detach(), tensor._version
 
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Kept:
-        return cls(tensor.detach(), tensor._version)
-
-    def get(self) -> Tensor:
-        if self.tensor._version != self.version:  # torch does not look where there are hooks
+    def get() -> Tensor:
+        if detached._version != version:  # torch does not look where there are hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}, expected "
-                f"{self.version}"
+                f"a tensor of shape {tuple(detached.shape)} is at version {detached._version}, expected {version}"
             )
-        return self.tensor
+        return detached
 
-
-class _View(NamedTuple):
-    """How the saved tensor lies in the one that is made again."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    return get
 
 
 class _Recipe:
@@ -106,7 +89,7 @@ class _Recipe:
         self.known = self.identity(tensor)
         self.offset = tensor.storage_offset()
         self.make = make
-        self.arguments = [_Kept.of(a) if isinstance(a, Tensor) else a for a in arguments]
+        self.arguments = [_kept(a) if isinstance(a, Tensor) else a for a in arguments]
         self.users = self.waiting = 0  # who has saved it, and who will still ask in this backward
         self.value: Tensor | None = None
 
@@ -114,22 +97,20 @@ class _Recipe:
     def identity(tensor: Tensor) -> tuple:
         return tensor.untyped_storage().data_ptr(), tensor._version, tensor.dtype
 
-    def pack(self, tensor: Tensor) -> _Kept | _View:
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         has_storage = type(tensor) is Tensor and tensor.layout is torch.strided
         if not has_storage or self.identity(tensor) != self.known:
-            return _Kept.of(tensor)
+            return _kept(tensor)
         self.users += 1
         self.waiting += 1
-        return _View(tensor.size(), tensor.stride(), tensor.storage_offset() - self.offset)
+        return functools.partial(self.get, tensor.size(), tensor.stride(), tensor.storage_offset() - self.offset)
 
-    def unpack(self, saved: _Kept | _View) -> Tensor:
-        if isinstance(saved, _Kept):
-            return saved.get()
+    def get(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         value = self.value
         if value is None:
             with torch.no_grad():
-                value = self.value = self.make(*(a.get() if isinstance(a, _Kept) else a for a in self.arguments))
+                value = self.value = self.make(*(a() if callable(a) else a for a in self.arguments))
         self.waiting -= 1
         if self.waiting == 0:  # a second backward through the same graph begins anew
             self.value, self.waiting = None, self.users
-        return value.as_strided(saved.size, saved.stride, saved.offset + value.storage_offset())
+        return value.as_strided(size, stride, offset + value.storage_offset())
