@@ -153,15 +153,6 @@ def test_a_failing_constructor_leaves_nothing_behind():
     assert global_state() == before
 
 
-def test_handles_in_any_order():
-    before = global_state()
-    first, second = apply_liger_kernel_to_llama(rope=False), apply_liger_kernel_to_llama()
-    first.revert()
-    assert is_patched(LlamaForCausalLM(config()).train())
-    second.revert()
-    assert global_state() == before
-
-
 LOSS_OF_LOGITS = dict(cross_entropy=True, fused_linear_cross_entropy=False)
 
 

@@ -45,8 +45,11 @@ def apply(
 ) -> PatchHandle:
     """What `apply_liger_kernel_to_llama` says, of models of `model_type`, whose function calls `swiglu` `unit`.
 
+    What an earlier call has patched or left out stays as it is, but for the level of memory. Other switches than that
+    call's are a ValueError; a switch that has no meaning for `model` does not count.
+
     `as_liger_kernel`: the caller expects Liger-Kernel. A switch that is None is off, and logits that a training step
-    does not compute are None.
+    does not compute are None. Of a model that is patched already the log says so, and which switches differ.
     """
     names = {switch: unit if switch == "swiglu" else switch for switch in switches}
     if as_liger_kernel:
@@ -106,7 +109,7 @@ def apply(
                 raise ValueError(f"{name} is patched already, with other options: {said}. {_WAYS_OUT}")
             if earlier and as_liger_kernel:
                 level = logging.WARNING if differing else logging.INFO
-                _logger.log(level, f"{name} is patched already, and stays as it is{': ' if said else ''}{said}")
+                _logger.log(level, f"{name} is patched already, and keeps its options{': ' if said else ''}{said}")
         else:
             raise ValueError(
                 f"{type(model).__name__} holds no {model_type} model to patch; "
@@ -119,7 +122,7 @@ _logger = logging.getLogger("liger_ext")
 
 _WAYS_OUT = (
     "Call revert() on the handle of that call first. There is none for a model that was built under a patch of its "
-    "class, nor for a copy: ask for the options that it has, or build it again without a patch and load its state_dict()"
+    "class, nor for a copy: ask for the options that it has, or build it again without a patch and load the weights"
 )
 
 # Which switch is for which modules.
