@@ -70,6 +70,9 @@ def test_trainer(installed, tmp_path, monkeypatch):
     # With use_liger_kernel a Trainer evaluates with skip_logits=True, which sums in another order.
     torch.testing.assert_close(found[1], evaluated, rtol=1e-6, atol=0)
     torch.testing.assert_close(found, losses(build()), rtol=1e-4, atol=1e-4)
+    liger_ext.apply_liger_kernel_to_llama(model=by_hand, memory="low")
+    losses(by_hand, use_liger_kernel=True)
+    assert by_hand.liger_memory == "low"
 
 
 def test_the_real_package_keeps_its_name(tmp_path):

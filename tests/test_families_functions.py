@@ -1,5 +1,6 @@
 """Liger-Kernel's functions by their names: arguments, model types, and that models built later are patched."""
 
+import contextlib
 import importlib.util
 import inspect
 
@@ -128,13 +129,27 @@ def test_norms_of_towers_that_are_parametrized():
     norm, other = model.model.visual.blocks[0].norm1, model.model.visual.blocks[0].norm2
     parametrize.register_parametrization(norm, "weight", nn.Identity())
     other.__class__ = type("Other", (nn.LayerNorm,), {})
-    handles = [liger_ext.apply_liger_kernel_to_qwen2_vl(model=model) for _ in range(2)]
+    handle = liger_ext.apply_liger_kernel_to_qwen2_vl(model=model)
     assert isinstance(norm, norms.LayerNorm) and not isinstance(other, norms.LayerNorm)
-    handles[0].revert()
     parametrize.remove_parametrizations(norm, "weight")
     assert type(norm) is norms.LayerNorm
-    handles[1].revert()
+    handle.revert()
     assert type(norm) is nn.LayerNorm
+
+
+@images_are_known
+@pytest.mark.parametrize("first, second", [("llama", "llava"), ("llava", "llama")])
+def test_a_patch_of_a_model_and_one_of_the_model_inside(first, second):
+    """What is built inside is patched as its own family's call says, and the rest as the other one."""
+    options = {"llama": dict(rope=False, memory="low"), "llava": dict(rms_norm=False)}
+    with contextlib.ExitStack() as stack:
+        for family in (first, second):
+            stack.enter_context(getattr(liger_ext, f"apply_liger_kernel_to_{family}")(**options[family]))
+        model = images.build("llava")
+    inner = model.model.language_model
+    found = {name: type(m).__module__.startswith("liger_ext") for name, m in inner.layers[0].named_children()}
+    assert found == dict(self_attn=False, mlp=True, input_layernorm=True, post_attention_layernorm=True)
+    assert type(model).__module__.startswith("liger_ext") and {inner.norm.liger_memory, model.liger_memory} == {"low"}
 
 
 @images_are_known

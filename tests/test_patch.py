@@ -153,65 +153,7 @@ def test_a_failing_constructor_leaves_nothing_behind():
     assert global_state() == before
 
 
-def test_handles_in_any_order():
-    before = global_state()
-    first, second = apply_liger_kernel_to_llama(rope=False), apply_liger_kernel_to_llama()
-    first.revert()
-    assert is_patched(LlamaForCausalLM(config()).train())
-    second.revert()
-    assert global_state() == before
-
-
 LOSS_OF_LOGITS = dict(cross_entropy=True, fused_linear_cross_entropy=False)
-
-
-@pytest.mark.filterwarnings("ignore:.* by an earlier call")
-@pytest.mark.parametrize("first_reverted", [0, 1])
-@pytest.mark.parametrize("options", [
-    ({}, {}), (dict(rope=False), {}), ({}, dict(rope=False)), (LOSS_OF_LOGITS, LOSS_OF_LOGITS), ({}, LOSS_OF_LOGITS),
-    (dict(memory="low"), dict(memory="fast")), (dict(rope=False, memory="low"), dict(memory="auto")),
-])  # fmt: skip
-def test_two_handles_on_one_model(options, first_reverted):
-    """Each of them has what it asked for until it is reverted, in whichever order."""
-
-    def state(model=None):
-        model = model or both_patched
-        levels = [module.liger_memory for module in model.modules() if hasattr(type(module), "liger_memory")]
-        return classes(model), model.loss_function, levels
-
-    def alone(options):
-        return state(patched(stock, **options))
-
-    stock = build()
-    model = both_patched = copy.deepcopy(stock)
-    before = traces(model)
-    handles = [apply_liger_kernel_to_llama(model=model, **each) for each in options]
-    assert state() == state(patched(patched(stock, **options[0]), **options[1]))
-    handles[first_reverted].revert()
-    assert state() == alone(options[1 - first_reverted])
-    handles[first_reverted].revert()  # counts once
-    assert state() == alone(options[1 - first_reverted])
-    handles[1 - first_reverted].revert()
-    assert traces(model) == before
-
-
-@pytest.mark.filterwarnings("ignore:.* by an earlier call")
-def test_handles_on_models_built_patched():
-    """They stay patched, whatever other handles ask for, add and take back."""
-    with apply_liger_kernel_to_llama(rope=False) as first:
-        second = apply_liger_kernel_to_llama(swiglu=False)
-        model = build()
-        assert classes(model) == classes(patched(build()))
-        first.revert()
-        without_swiglu = build()
-        second.revert()
-    assert classes(without_swiglu) == classes(patched(build(), swiglu=False))
-    third = apply_liger_kernel_to_llama(model=without_swiglu)
-    assert classes(without_swiglu) == classes(model)
-    third.revert()
-    assert classes(without_swiglu) == classes(patched(build(), swiglu=False))
-    apply_liger_kernel_to_llama(model=model).revert()
-    assert classes(model) == classes(patched(build()))
 
 
 def test_a_loss_that_was_set_since_is_kept():

@@ -40,6 +40,10 @@ def put_on_top(module):
     return Mine
 
 
+def classes_of(model):
+    return [type(module) for module in model.modules()]
+
+
 def assert_same_step(model, expected):
     found = step(model, batch_of("cpu"))
     for name in found:
@@ -63,25 +67,25 @@ def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
         assert one is module or type(one) is type(other)  # all else is as it was
     assert module.device_of_mine == stock.extra_repr(module)
     assert_same_step(model, expected)
-    # What could not be undone is undone by the next handle, once it can.
+    # The next call patches the rest, and its handle reverts that.
     module.__class__ = patch
     apply_liger_kernel_to_llama(model=model).revert()
-    assert type(module) is stock
+    assert type(module) is patch
+    module.__class__ = stock
+    assert classes_of(model) == classes_of(others)
     assert_same_step(model, expected)
 
 
 def test_a_class_that_was_reset_by_hand():
-    """Belongs to the handle that patches it again."""
+    """The next call patches it again."""
     model = build()
-    mlp = MODULES["MLP"](model)
-    stock = type(mlp)
-    handles = [apply_liger_kernel_to_llama(model=model)]
-    mlp.__class__ = stock
-    handles.append(apply_liger_kernel_to_llama(model=model))
-    handles[0].revert()
-    assert type(mlp) is llama.LlamaMLP
-    handles[1].revert()
-    assert type(mlp) is stock
+    before, mlp = classes_of(model), MODULES["MLP"](model)
+    with apply_liger_kernel_to_llama(model=model):
+        mlp.__class__ = before[list(model.modules()).index(mlp)]
+        with apply_liger_kernel_to_llama(model=model):
+            assert type(mlp) is llama.LlamaMLP
+        assert type(mlp) is not llama.LlamaMLP and type(model) is llama.LlamaForCausalLM
+    assert classes_of(model) == before
 
 
 class Halved(nn.Module):
@@ -123,9 +127,9 @@ def test_parametrizations_in_any_order(order):
         assert_same_step(model, step(stock, batch_of("cpu")))
     for norm in (MODULES[name](model) for name in ("norm", "last norm")):
         assert isinstance(norm, llama.LlamaRMSNorm) is bool(handles)
-    assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in stock.modules()]
+    assert [cls.__name__ for cls in classes_of(model)] == [cls.__name__ for cls in classes_of(stock)]
     if not handles and not order.count("parametrize") > order.count("remove"):
-        assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+        assert classes_of(model) == classes_of(stock)
 
 
 def test_a_class_of_torchs_is_found_again():

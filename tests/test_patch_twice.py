@@ -1,95 +1,136 @@
-"""A second patch of a model: it adds to the first, and says what it changes or cannot change."""
+"""A second patch of one model: what is patched already stays as it is, and other options are an error."""
 
 import copy
-import warnings
+import logging
+import pickle
+import re
 
 import pytest
 from llama_models import build, one_thread, patched  # noqa: F401
-from test_patch import LOSS_OF_LOGITS, classes
+from test_patch import LOSS_OF_LOGITS, global_state, traces
+from torch import nn
 
-from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
+from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama, compat
 
-ADDED = "{}: left out by an earlier call for this model, and patched now, as this call says"
-KEPT = "{}: patched by an earlier call, and stays so: revert its handle first"
 NO_LOSS = dict(fused_linear_cross_entropy=False)
-SECOND = {  # the arguments of both calls, and what the second one says
-    "the same": ({}, {}, []),
-    "the same again": (dict(rope=False, memory="low"), dict(rope=False), []),
-    "more": (dict(rope=False, swiglu=False), {}, [ADDED.format("rope, swiglu")]),
-    "norms": (dict(rms_norm=False), {}, [ADDED.format("rms_norm, fused_add_rms_norm")]),
-    "less": (
-        {}, dict(rms_norm=False, **NO_LOSS), [KEPT.format("fused_linear_cross_entropy, rms_norm, fused_add_rms_norm")],
-    ),
-    "both": (dict(rope=False), dict(swiglu=False), [ADDED.format("rope"), KEPT.format("swiglu")]),
-    "the fused loss": (NO_LOSS, {}, [ADDED.format("fused_linear_cross_entropy")]),
-    "another loss": ({}, LOSS_OF_LOGITS, [KEPT.format("fused_linear_cross_entropy")]),
-    "the fused loss for another": (
-        LOSS_OF_LOGITS, {}, [ADDED.format("fused_linear_cross_entropy"), KEPT.format("cross_entropy")],
-    ),
-    "no loss": (LOSS_OF_LOGITS, NO_LOSS, [KEPT.format("cross_entropy")]),
-}  # fmt: skip
+functions = pytest.mark.parametrize("function", [apply_liger_kernel_to_llama, apply_liger_kernel_to_instance])
+pytestmark = pytest.mark.filterwarnings("error::UserWarning:test_patch_twice")
+STOCK = build()
 
 
-def said(call):
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
-        call()
-    assert {warning.filename for warning in record} <= {__file__}
-    return [str(warning.message) for warning in record]
-
-
-@pytest.mark.parametrize("first, second, expected", SECOND.values(), ids=SECOND)
-@pytest.mark.parametrize("function", [apply_liger_kernel_to_llama, apply_liger_kernel_to_instance])
-def test_what_a_second_call_says(function, first, second, expected):
-    model = build()
-    assert said(lambda: function(model=model, **first)) == []
-    assert said(lambda: function(model=model, **second)) == expected
-
-
-@pytest.mark.parametrize("first, second, expected", SECOND.values(), ids=SECOND)
-def test_a_call_that_is_reverted_is_forgotten(first, second, expected):
-    model = build()
-    assert said(lambda: apply_liger_kernel_to_llama(model=model, **first).revert()) == []
-    assert said(lambda: apply_liger_kernel_to_llama(model=model, **second)) == []
-
-
-def test_parts_first():
-    """A layer is patched, and then the model: nothing was left out."""
-    model = build()
-    assert said(lambda: apply_liger_kernel_to_instance(model.model.layers[0], memory="low")) == []
-    assert said(lambda: apply_liger_kernel_to_llama(model=model)) == []
-    assert classes(model) == classes(patched(build()))
-    assert levels(model) == {"low"}
-
-
-def test_models_that_were_built_patched():
-    with apply_liger_kernel_to_llama(rope=False, memory="low"):
-        model = build()
-    handles = []
-    assert said(lambda: handles.append(apply_liger_kernel_to_instance(model))) == [ADDED.format("rope")]
-    assert levels(model) == {"low"}
-    handles += [apply_liger_kernel_to_instance(model, memory="min")]
-    assert levels(model) == {"min"}
-    for handle in handles:
-        handle.revert()
-    assert classes(model) == classes(patched(build(), rope=False)) and levels(model) == {"low"}
+def state(model):
+    """All that a patch sets."""
+    ours = "liger_memory", "_liger_left_out", "_as_liger_kernel", "_loss_function"
+    return [(type(module), *(vars(module).get(name) for name in ours)) for module in model.modules()]
 
 
 def levels(model):
     return {module.liger_memory for module in model.modules() if hasattr(module, "liger_memory")}
 
 
-def test_the_level_of_the_last_call_that_names_one():
-    """Until its handle is reverted; then that of the one before, in any order."""
-    model, handles = build(), {}
-    for level, expected in ((None, "auto"), ("low", "low"), (None, "low"), ("fast", "fast"), (None, "fast")):
-        handles[len(handles)] = apply_liger_kernel_to_llama(model=model, memory=level)
-        assert levels(model) == {expected}
-    copied = copy.deepcopy(model)
-    for reverted, expected in ((4, "fast"), (1, "fast"), (3, "low"), (2, "auto"), (0, None)):
+@functions
+@pytest.mark.parametrize("options", [{}, dict(rope=False, rms_norm=False), LOSS_OF_LOGITS, NO_LOSS], ids=str)
+@pytest.mark.parametrize("how", ["itself", "a wrapper", "a part", "a copy", "a pickle"])
+def test_the_same_options_change_nothing(function, options, how):
+    model = patched(STOCK, memory="low", **options)
+    model = pickle.loads(pickle.dumps(model)) if how == "a pickle" else model
+    again = {"a wrapper": nn.Sequential(model), "a part": model.model.layers[1], "a copy": copy.deepcopy(model)}
+    before = state(model)
+    function(model=again.get(how, model), **options).revert()
+    assert state(model) == before == state(again["a copy"])
+
+
+@functions
+@pytest.mark.parametrize("first, second, named", [  # both calls' options, and the values that the error names
+    (dict(rope=False), dict(swiglu=False), dict(rope=False, swiglu=True)),
+    ({}, dict(rms_norm=False), dict(rms_norm=True, fused_add_rms_norm=True)),
+    (NO_LOSS, {}, dict(fused_linear_cross_entropy=False)),
+    ({}, LOSS_OF_LOGITS, dict(cross_entropy=False, fused_linear_cross_entropy=True)),
+    (LOSS_OF_LOGITS, NO_LOSS, dict(cross_entropy=True)),
+])  # fmt: skip
+def test_other_options_are_an_error(function, first, second, named):
+    model = copy.deepcopy(STOCK)
+    handle = apply_liger_kernel_to_llama(model=model, **first)
+    copied, before = copy.deepcopy(model), state(model)
+    said = ", ".join(f"{name} is {value} (asked for: {not value})" for name, value in named.items())
+    for one in (model, copied):
+        with pytest.raises(ValueError, match=re.escape(f"is patched already, with other options: {said}. Call revert")):
+            function(model=one, memory="low", **second)
+        assert state(one) == before
+    handle.revert()
+    function(model=model, **second)
+    assert state(model) == state(patched(STOCK, **second))
+
+
+def test_options_without_a_meaning():
+    """relu is no activation of ours, and a layer has no head."""
+    model = patched(build(hidden_act="relu"))
+    apply_liger_kernel_to_llama(model=model, swiglu=False)
+    apply_liger_kernel_to_llama(model=model.model.layers[0], **NO_LOSS)
+    with pytest.raises(ValueError, match=r"options: rope is True \(asked for: False\)\. Call"):
+        apply_liger_kernel_to_llama(model=model, swiglu=False, rope=False)
+
+
+def test_memory_alone_may_differ():
+    model = copy.deepcopy(STOCK)
+    handle = apply_liger_kernel_to_llama(model=model)
+    before = state(model)
+    with apply_liger_kernel_to_llama(model=model, memory="low"):
+        apply_liger_kernel_to_llama(model=model)
+        assert levels(model) == {"low"}
+    assert state(model) == before and levels(model) == {"auto"}
+    second = apply_liger_kernel_to_llama(model=model, memory="min")
+    handle.revert()
+    second.revert()
+    assert traces(model) == traces(STOCK)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)])
+def test_parts_and_then_the_rest(order):
+    """Each handle reverts what its call did, and leaves other parts and other models alone."""
+    model, other = copy.deepcopy(STOCK), copy.deepcopy(STOCK)
+    handles = [apply_liger_kernel_to_instance(layer, memory="low") for layer in model.model.layers]
+    handles += [apply_liger_kernel_to_llama(model=one) for one in (model, other)]
+    assert state(model) == state(patched(STOCK, memory="low")) and state(other) == state(patched(STOCK))
+    for index, reverted in enumerate(order):
         handles[reverted].revert()
-        assert levels(model) == ({expected} if expected else set())
-    assert not any("liger_memory" in vars(module) for module in model.modules())
-    with apply_liger_kernel_to_llama(model=copied, memory="min"):
-        assert levels(copied) == {"min"}
-    assert levels(copied) == {"fast"}
+        for part, module in enumerate([*model.model.layers, model, other]):
+            assert type(module).__module__.startswith("liger_ext") is (part in order[index + 1 :])
+    assert traces(model) == traces(other) == traces(STOCK)
+
+
+def test_of_several_patches_of_a_class_the_last_counts():
+    """For the models that are built then; they stay as they were built. One by liger_kernel's name yields."""
+    before = global_state()
+    with compat.install():
+        from liger_kernel.transformers import apply_liger_kernel_to_llama as by_that_name
+    first = apply_liger_kernel_to_llama(rope=False, memory="low")
+    with apply_liger_kernel_to_llama(swiglu=False), by_that_name(rms_norm=False):
+        assert state(build()) == state(patched(STOCK, swiglu=False))
+    with by_that_name(rms_norm=False):
+        model = build()
+    assert state(model) == state(patched(STOCK, rope=False, memory="low"))
+    second = apply_liger_kernel_to_llama()
+    first.revert()
+    assert state(build()) == state(patched(STOCK))
+    second.revert()
+    assert global_state() == before
+    with pytest.raises(ValueError, match="There is none for a model that was built under a patch of its class"):
+        apply_liger_kernel_to_llama(model=model)
+
+
+@pytest.mark.parametrize("options, level", [(dict(rope=False), logging.INFO), ({}, logging.WARNING)])
+def test_a_name_of_liger_kernel_changes_nothing_and_says_so(caplog, options, level):
+    """Which is what a Trainer calls. A level of memory that it names counts."""
+    model = patched(STOCK, rope=False, memory="low")
+    before = state(model)
+    with compat.install(), caplog.at_level(logging.INFO, "liger_ext"):
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, **options).revert()
+        assert state(model) == before
+        _apply_liger_kernel_to_instance(model=model, rope=False, memory="min")
+    assert levels(model) == {"min"}
+    said = "LlamaForCausalLM is patched already, and keeps its options"
+    more = ": rope is False (asked for: True)" if level == logging.WARNING else ""
+    assert [record[1:] for record in caplog.record_tuples] == [(level, said + more), (logging.INFO, said)]

@@ -2,7 +2,8 @@
 behaviour, and the loss for forward functions that callers write themselves.
 
 A patch function here takes None for a switch that is off, has upstream's signature (callers read it), and gives models
-whose ``output.logits`` is None where no logits were computed (`liger_ext.models.as_liger_kernel`).
+whose ``output.logits`` is None where no logits were computed (`liger_ext.models.as_liger_kernel`). A model that is
+patched already keeps its options, and the log (``logging.getLogger("liger_ext")``) says so.
 """
 
 import functools

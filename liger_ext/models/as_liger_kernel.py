@@ -13,23 +13,17 @@ from torch import nn
 from transformers.modeling_outputs import ModelOutput
 
 from liger_ext import functional
-from liger_ext.models.patch import PatchHandle, record_change
+from liger_ext.models.patch import PatchHandle
 
 _FUNCTIONAL = "liger_kernel.transformers.functional"
 _MARK = "_as_liger_kernel"
 
 
-def mark(modules: Iterable[nn.Module], handle: PatchHandle | None) -> None:
+def mark(modules: Iterable[nn.Module], handle: PatchHandle) -> None:
     """Has the patched heads among `modules` behave so until `handle` is reverted."""
     for module in modules:
         if hasattr(module, "OUTPUT_WITHOUT"):
-            undo = None if _MARK in module.__dict__ else _unmark
-            setattr(module, _MARK, True)
-            record_change(module, _MARK, handle, undo)
-
-
-def _unmark(module: nn.Module) -> None:
-    module.__dict__.pop(_MARK, None)
+            handle.replace(module, _MARK, True)
 
 
 def output_class(head: nn.Module, without_cache: bool) -> type[ModelOutput]:

@@ -9,7 +9,8 @@ here; `liger_ext.models.model_types` says which model types have functions of th
 
 import importlib
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,7 +22,6 @@ from liger_ext.models.as_liger_kernel import mark
 from liger_ext.models.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.classes import stock_class, written_class
 from liger_ext.models.decoder import Attention, DecoderLayer
-from liger_ext.models.earlier import leave_out, set_memory, tell, were_left_out
 from liger_ext.models.experts import Experts
 from liger_ext.models.head import Linear, heads_of
 from liger_ext.models.loss import MEMORY_LEVELS, causal_lm_cross_entropy
@@ -29,7 +29,7 @@ from liger_ext.models.mlp import MLP
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, UNITS, folder_of
 from liger_ext.models.names import MODELS, class_of
 from liger_ext.models.norms import LayerNorm, Norm
-from liger_ext.models.patch import PatchHandle, on_construction, record_change, swap_classes
+from liger_ext.models.patch import PatchHandle, on_construction, swap_classes
 from liger_ext.models.patches import is_left_alone, patch_of, patch_of_llamas, stock_classes
 from liger_ext.models.recognise.known import ENDS, knows_loss
 from liger_ext.models.warn import warn
@@ -46,8 +46,11 @@ def apply(
 ) -> PatchHandle:
     """What `apply_liger_kernel_to_llama` says, of models of `model_type`, whose function calls `swiglu` `unit`.
 
+    What an earlier call has patched or left out stays as it is, but for the level of memory. Other switches than that
+    call's are a ValueError; a switch that has no meaning for `model` does not count.
+
     `as_liger_kernel`: the caller expects Liger-Kernel. A switch that is None is off, and logits that a training step
-    does not compute are None.
+    does not compute are None. Of a model that is patched already the log says so, and which switches differ.
     """
     names = {switch: unit if switch == "swiglu" else switch for switch in switches}
     if as_liger_kernel:
@@ -63,48 +66,51 @@ def apply(
         raise ValueError(f"memory is {memory!r}, expected {', '.join(map(repr, MEMORY_LEVELS))}")
     if model is not None:
         check_model(model)
+    switches["fused_add_rms_norm"] &= switches["rms_norm"]
+    if llama.create_causal_mask is not None:
+        switches["mask"] = True
     wanted = {kind: switches[switch] for kind, switch in _SWITCHES.items() if switch in switches}
-    wanted[DecoderLayer] &= switches["rms_norm"]
-    wanted[modeling_llama.LlamaModel] = llama.create_causal_mask is not None
 
-    def patch_modules(root: nn.Module, handle: PatchHandle | None = None) -> None:
-        modules, added, kept = list(root.modules()), [], []
+    def patch_rest(root: nn.Module, handle: PatchHandle) -> set[tuple[str, bool]]:
+        """Patches what of `root` is neither patched nor left out by an earlier call. Returns the switches of the
+        earlier calls, as far as they mean something here, with their values."""
+        modules, earlier = list(root.modules()), set()
         classes = stock_classes(modules)
         _warn_of_unknown(classes, wanted, fused_loss or cross_entropy)
         patches = [patch for patch in (*map(patch_of, classes), LayerNorm) if patch]
         known = {patch: kind for kind in wanted for patch in patches if issubclass(patch, kind)}
         for patch, kind in known.items():
-            taken, name = _taken(patch, modules), names.get(_SWITCHES.get(kind))
-            if wanted[kind]:
-                if were_left_out(taken, patch):
-                    added.append(name)
-                swap_classes(taken, patch, handle)
-            else:
-                if any(isinstance(module, patch) for module in taken):
-                    kept.append(name)
-                leave_out(taken, patch, handle)
+            are_patched = {module: isinstance(module, patch) for module in _taken(patch, modules)}
+            rest = _rest(_SWITCHES[kind], switches, are_patched, handle, earlier)
+            swap_classes(rest, patch, handle)
+            if as_liger_kernel:
+                mark(rest, handle)
         if fused_loss:
             models = (module for module in modules if isinstance(module, CausalLM))
             swap_classes([head for model in models for head in heads_of(model)], Linear, handle)
-        for model in (m for m in modules if hasattr(m, "lm_head") and isinstance(m, PreTrainedModel)):
-            if cross_entropy:
-                _replace_loss(model, handle)
-            elif _has_our_loss(model):
-                kept.append("cross_entropy")
-        set_memory(modules, memory, handle)
-        if as_liger_kernel:
-            mark(modules, handle)
+        heads = [m for m in modules if hasattr(m, "lm_head") and isinstance(m, PreTrainedModel)]
+        are_patched = {head: vars(head).get("_loss_function") is causal_lm_cross_entropy for head in heads}
+        _replace_loss(_rest("cross_entropy", switches, are_patched, handle, earlier), handle)
+        _set_memory(modules, memory, handle, only_new=model is None)
         for module in modules:
             if isinstance(module, DecoderLayer):
                 module.adopt_checkpoint_function()
-        tell(added, kept)
+        return earlier
 
     with PatchHandle() as handle:  # a failure on the way undoes what was done
         if model is None:
             for cls in _models_of(model_type):
-                on_construction(cls, patch_modules, handle)
+                # What is built stays patched. Of several such calls the last counts; one by liger_kernel's name yields.
+                on_construction(cls, lambda m: patch_rest(m, PatchHandle()), handle, first=not as_liger_kernel)
         elif _holds(model, model_type):
-            patch_modules(model, handle)
+            earlier, name = patch_rest(model, handle), type(model).__name__
+            differing = [switch for switch in switches if (switch, not switches[switch]) in earlier]
+            said = ", ".join(f"{names[s]} is {not switches[s]} (asked for: {switches[s]})" for s in differing)
+            if differing and not as_liger_kernel:
+                raise ValueError(f"{name} is patched already, with other options: {said}. {_WAYS_OUT}")
+            if earlier and as_liger_kernel:
+                level = logging.WARNING if differing else logging.INFO
+                _logger.log(level, f"{name} is patched already, and keeps its options{': ' if said else ''}{said}")
         else:
             raise ValueError(
                 f"{type(model).__name__} holds no {model_type} model to patch; "
@@ -113,8 +119,16 @@ def apply(
         return handle.pop_all()
 
 
+_logger = logging.getLogger("liger_ext")
+
+_WAYS_OUT = (
+    "Call revert() on the handle of that call first. There is none for a model that was built under a patch of its "
+    "class, nor for a copy: ask for the options that it has, or build it again without a patch and load the weights"
+)
+
 # Which switch is for which modules.
 _SWITCHES = {
+    modeling_llama.LlamaModel: "mask",
     Attention: "rope",
     CausalLM: "fused_linear_cross_entropy",
     CausalLMInside: "fused_linear_cross_entropy",
@@ -124,6 +138,28 @@ _SWITCHES = {
     Experts: "swiglu",
     DecoderLayer: "fused_add_rms_norm",
 }
+
+
+def _rest(
+    switch: str,
+    switches: dict[str, bool],
+    are_patched: dict[nn.Module, bool],
+    handle: PatchHandle,
+    earlier: set[tuple[str, bool]],
+) -> list[nn.Module]:
+    """Returns the modules, of those that `switch` is for, that a call is to patch. The call notes on the others that it
+    leaves them out, or finds that an earlier call has decided: what that has patched or left out stays as it is, and
+    `earlier` gets that call's value of the switch."""
+    rest = []
+    for module, patched in are_patched.items():
+        left_out = vars(module).get("_liger_left_out", frozenset())  # for which switches; copies and pickles have it
+        if patched or switch in left_out:
+            earlier.add((switch, patched))
+        elif switches[switch]:
+            rest.append(module)
+        else:
+            handle.replace(module, "_liger_left_out", left_out | {switch})
+    return rest
 
 
 def check_model(model: nn.Module) -> None:
@@ -251,19 +287,19 @@ def _models_of(model_type: str) -> list[type[nn.Module]]:
     return [c for c in defined if issubclass(c, PreTrainedModel) and {"__init__", "forward"} <= vars(c).keys()]
 
 
-def _replace_loss(model: nn.Module, handle: PatchHandle | None) -> None:
-    """By transformers' own setter; a loss that the user has set stays."""
-    if _has_our_loss(model):
-        record_change(model, causal_lm_cross_entropy, handle)
-    elif "_loss_function" not in model.__dict__ and model.loss_function is ForCausalLMLoss and knows_loss():
-        model.loss_function = causal_lm_cross_entropy
-        record_change(model, causal_lm_cross_entropy, handle, _restore_loss)
+def _replace_loss(models: Iterable[nn.Module], handle: PatchHandle) -> None:
+    """Where transformers' own setter has it; a loss that the user has set stays."""
+    for model in models:
+        if "_loss_function" not in vars(model) and model.loss_function is ForCausalLMLoss and knows_loss():
+            handle.replace(model, "_loss_function", causal_lm_cross_entropy)
 
 
-def _restore_loss(model: nn.Module) -> None:
-    if _has_our_loss(model):
-        del model._loss_function
-
-
-def _has_our_loss(model: nn.Module) -> bool:
-    return model.__dict__.get("_loss_function") is causal_lm_cross_entropy
+def _set_memory(modules: Iterable[nn.Module], level: str | None, handle: PatchHandle, only_new: bool) -> None:
+    """Gives a level of memory to those of `modules` that look at one. None, or with `only_new`: each keeps what it has.
+    One that has none gets, without `level`, what the others have, or "auto"."""
+    levels = {module: vars(module).get("liger_memory") for module in modules if hasattr(module, "liger_memory")}
+    default = level or next(filter(None, levels.values()), "auto")
+    for module, now in levels.items():
+        wanted = now if now and (only_new or level is None) else default
+        if wanted != now:
+            handle.replace(module, "liger_memory", wanted)

@@ -146,9 +146,10 @@ def apply_liger_kernel_to_llama(
         swiglu: the MLPs' activation. Models with another `hidden_act` than SiLU and GELU keep theirs.
         model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
             `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
+            Of several such calls the last one counts.
         fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.
-        memory: how much a training step keeps for its backward. None: the level that this model has by an earlier call,
-            or `"auto"`. `"fast"`: what transformers' modules keep. `"auto"`: without what is made again at little cost,
+        memory: how much a training step keeps for its backward. None: the level that a patched model has, or `"auto"`.
+            `"fast"`: what transformers' modules keep. `"auto"`: without what is made again at little cost,
             the norms' outputs and silu(gate) * up; the fused loss has an `"auto"` of its own. `"low"`: the outputs of
             gate and up are made again, too, by a second run of their matmuls, and on a GPU the logits exist in chunks
             of a quarter of the head's gradient in fp32. `"min"`: the chunks are half as large, and with gradient
@@ -160,7 +161,8 @@ def apply_liger_kernel_to_llama(
         A handle, whose `.revert()` undoes the patch. As a context manager it reverts at the end.
 
     Raises:
-        ValueError: both cross entropies are asked for, `model` holds no Llama, or `memory` is another word.
+        ValueError: both cross entropies are asked for, `model` holds no Llama, `memory` is another word, or `model` is
+            patched already, with other options. With the same ones a second call changes the level of memory alone.
         TypeError: `model` is no module, or a switch is neither True nor False (1, 0 and numpy's are neither).
         ImportError: transformers is older than 4.51.3.
     """

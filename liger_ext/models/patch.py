@@ -40,24 +40,34 @@ from liger_ext.models.warn import warn
 class PatchHandle(contextlib.ExitStack[None]):
     """What a patch did, and how to undo it: call `revert()`, or use the handle as a context manager.
 
-    Reverting twice is harmless. Handles may be reverted in any order: what several of them did to a module is undone
-    with the last one. A handle does not keep a model alive.
+    It undoes what its own call did. Reverting twice is harmless. Handles of different models, or of parts that have no
+    module in common, may be reverted in any order; of several for one model, revert the last one first. A handle does
+    not keep a model alive.
     """
 
     def revert(self) -> None:
         """Undoes the patch. Modules that were patched get back the class they had."""
         self.close()
 
-    def replace(self, owner: types.ModuleType, name: str, replacement: object) -> None:
-        """Sets an attribute of a module. The undo sets it back, unless other code has set it in the meantime."""
-        found = getattr(owner, name)
+    def replace(self, owner: types.ModuleType | nn.Module, name: str, replacement: object) -> None:
+        """Sets an attribute of a module, Python's or PyTorch's. The undo sets it back, or removes it if there was none,
+        unless other code has set it in the meantime."""
+        found, reference = vars(owner).get(name, _ABSENT), weakref.ref(owner)
         setattr(owner, name, replacement)
 
         def undo() -> None:
-            if getattr(owner, name) is replacement:
-                setattr(owner, name, found)
+            module = reference()
+            if module is None or vars(module).get(name) is not replacement:
+                return
+            if found is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, found)
 
         self.callback(undo)
+
+
+_ABSENT = object()
 
 
 def stands_in(
@@ -111,50 +121,29 @@ def copy_forward(patch: type[nn.Module], **replacements: object) -> Callable:
     return forward if any(find_replacements(patch)) else with_globals(forward, **replacements)
 
 
-def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: PatchHandle | None = None) -> None:
+def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: PatchHandle) -> None:
     """Gives the class `patch` to those of `modules` that are of the class that it replaces; the undo goes on `handle`.
 
     Left alone, with a warning, is a module with a `forward` of its own, by its class or on the instance. All are left
     alone when other code has replaced what `patch` stands in for: that code would no longer be called.
     """
-    modules = [module for module in modules if isinstance(module, stock_class(patch))]
-    if any(not isinstance(module, patch) for module in modules):
-        for name, found in find_replacements(patch):
-            warn(
-                f"{name} of transformers was replaced by {describe(found)}, and stays: {patch.__name__} is not patched"
-            )
-            modules = [module for module in modules if isinstance(module, patch)]
-    for module in modules:
+    modules = [m for m in modules if isinstance(m, stock_class(patch)) and not isinstance(m, patch)]
+    replaced = list(find_replacements(patch)) if modules else []
+    for name, found in replaced:
+        warn(f"{name} of transformers was replaced by {describe(found)}, and stays: {patch.__name__} is not patched")
+    for module in modules if not replaced else ():
         _swap_class(module, patch, handle)
 
 
-def record_change(
-    module: nn.Module, change: object, handle: PatchHandle | None, undo: Callable[[nn.Module], object] | None = None
+def on_construction(
+    cls: type[nn.Module], patch: Callable[[nn.Module], object], handle: PatchHandle, *, first: bool
 ) -> None:
-    """Notes that `handle` wants `change`; `undo(module)` is called with the last handle that does. It returns False if
-    it cannot undo it, and is then called again with the next handle that wants the same.
-
-    Without `undo`, the change was found in place. If no handle has made it, or one has that is None, it stays.
-    """
-    changes = _changes.setdefault(module, {})
-    if undo is not None:
-        changes[change] = _Change(undo)
-    if change in changes:
-        changes[change].handles += 1
-        if handle is not None:
-            handle.callback(_withdraw, weakref.ref(module), change, changes[change])
-
-
-def changes_of(module: nn.Module) -> Iterable[object]:
-    """Those that are recorded, in the order in which they were made."""
-    return _changes.get(module, {}).keys()
-
-
-def on_construction(cls: type[nn.Module], patch: Callable[[nn.Module], object], handle: PatchHandle) -> None:
-    """Calls `patch(instance)` at the end of every `cls.__init__` from now on, until `handle` is reverted."""
+    """Calls `patch(instance)` at the end of every `cls.__init__` from now on, until `handle` is reverted: before what
+    is called there already, or after it."""
     if cls not in _constructors:
         _constructors[cls] = _HookedConstructor(cls)
-    _constructors[cls].hooks.append(patch)
+    hooks = _constructors[cls].hooks
+    hooks.insert(0 if first else len(hooks), patch)
     handle.callback(_remove_constructor_hook, cls, patch)
 
 
@@ -254,31 +243,8 @@ def find_replacements(patch: type[nn.Module]) -> Iterator[tuple[str, Callable]]:
             yield original.name, found
 
 
-class _Change:
-    """What was done to a module, for how many handles that are not reverted yet."""
-
-    def __init__(self, undo: Callable[[nn.Module], object]) -> None:
-        self.undo = undo
-        self.handles = 0
-
-
-_changes: weakref.WeakKeyDictionary[nn.Module, dict[object, _Change]] = weakref.WeakKeyDictionary()
-
-
-def _withdraw(reference: weakref.ref, change: object, recorded: _Change) -> None:
-    module = reference()
-    if module is None or _changes[module].get(change) is not recorded:  # undone by hand, and made again
-        return
-    recorded.handles -= 1
-    if recorded.handles == 0 and recorded.undo(module) is not False:
-        del _changes[module][change]
-
-
-def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle | None) -> None:
+def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle) -> None:
     cls, original = type(module), stock_class(patch)
-    if issubclass(cls, patch):
-        record_change(module, patch, handle)
-        return
     written = written_class(cls, original)
     patched = with_patch(written, patch)
     for name in _methods_replaced(patch):
@@ -288,7 +254,7 @@ def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle |
     if not inherits_forward(cls, original) or not _set_class(module, with_ancestor(cls, written, patched)):
         warn(f"{cls.__name__} has a forward of its own and is not patched")
         return
-    record_change(module, patch, handle, functools.partial(_restore_class, patched=patched, original=written))
+    handle.callback(_restore_class, weakref.ref(module), patched, written)
 
 
 @functools.cache
@@ -303,17 +269,18 @@ def _methods_replaced(patch: type[nn.Module]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*methods_called(original), *shadowed)))
 
 
-def _restore_class(module: nn.Module, patched: type[nn.Module], original: type[nn.Module]) -> bool:
+def _restore_class(reference: weakref.ref, patched: type[nn.Module], original: type[nn.Module]) -> None:
+    module = reference()
+    if module is None:
+        return
     name, cls = type(module).__name__, with_ancestor(type(module), patched, original)
     if cls is None:
         warn(f"{name} is derived from a patched class, and keeps the patch")
-        return False
-    if not _set_class(module, cls):
+    elif not _set_class(module, cls):
         warn(f"the forward of this {name} was wrapped after patching, and keeps the patch")
-        return False
-    for attribute in getattr(patched, "OWN_STATE", ()):
-        module.__dict__.pop(attribute, None)
-    return True
+    else:
+        for attribute in ("liger_memory", *getattr(patched, "OWN_STATE", ())):
+            module.__dict__.pop(attribute, None)
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> bool:
