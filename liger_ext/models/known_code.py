@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
 from liger_ext.models import digests, llama, normal_form
+from liger_ext.models.calls import is_patch
 from liger_ext.models.causal_lm import CausalLM, CausalLMInside
-from liger_ext.models.classes import stock_class
+from liger_ext.models.classes import inherits_forward, pickled_as, stock_class
 from liger_ext.models.decoder import Attention
 from liger_ext.models.forwards import called_by, code_of, definition_of, functions_read
-from liger_ext.models.names import MODELS, name_of
+from liger_ext.models.names import MODELS, REMOTE, name_of
 from liger_ext.models.patch import find_replacements, stands_in
 from liger_ext.models.rope import known_rope
 
@@ -51,13 +52,22 @@ def _kind_by_code(cls: type[nn.Module], code: tuple, of_loss: tuple) -> type | N
 @functools.cache
 def _patch_made(cls: type[nn.Module], kind: type) -> type[nn.Module]:
     replacements = _kind_of(cls)[1]
-    # The module's __getattr__ finds it again.
-    namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls)}
+    if cls.__module__.startswith(REMOTE):  # transformers copies the file of the class's module beside saved weights
+        namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    else:  # the module's __getattr__ finds it again
+        namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls)}
     if hasattr(kind, "forward"):
         namespace["forward"] = kind.forward
     patch = type(cls)(cls.__name__, (kind, cls), namespace)
+    if cls.__module__.startswith(REMOTE):
+        pickled_as(patch, _patch_or_class, cls)
     others = ((loss_utils, "fixed_cross_entropy"),) if issubclass(kind, CausalLM | CausalLMInside) else ()
     return stands_in(sys.modules[cls.__module__], *others, **replacements)(patch)
+
+
+def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """What a pickle of a patched module is read as: another version may not know the code."""
+    return patch_of(cls) or cls
 
 
 def _kind_of(cls: type[nn.Module]) -> tuple[type | None, dict[str, Callable]]:
@@ -103,9 +113,12 @@ def _of_head(cls: type[nn.Module]) -> str | None:
 
 def _difference(normal: Callable, cls: type[nn.Module], patch: type[nn.Module], known: set[str]) -> str | None:
     """Returns a digest of the difference between the normal forms of `cls` and of Llama's class, which `patch`
-    replaces. None if one of the two has no normal form, or Llama's is not known."""
-    llamas = stock_class(patch)
-    of_llama, text = _form_by_code(normal, llamas, _code_read(llamas.forward, llamas)), _form(normal, cls)
+    replaces: none where it is Llama's of any version. None if one of the two has no normal form, or Llama's is not
+    known."""
+    text, llamas = _form(normal, cls), stock_class(patch)
+    if text is not None and normal_form.digest(text) in known:
+        return normal_form.digest("")
+    of_llama = _form_by_code(normal, llamas, _code_read(llamas.forward, llamas))
     if text is None or of_llama is None or normal_form.digest(of_llama) not in known:
         return None
     return normal_form.digest(normal_form.difference(of_llama, text))
@@ -131,12 +144,19 @@ _CALLED_BY_PATCHES = "loss_function", "load_balancing_loss_func"
 
 
 def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
-    """The classes of models of transformers that `modules` are of, or are derived from."""
+    """The classes of models of transformers, or of code that came with the weights, that `modules` are of, or are
+    derived from."""
     found = {}
     for cls in dict.fromkeys(map(type, modules)):
-        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or patch_of_llamas(c)]
+        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or is_remote(c) or patch_of_llamas(c)]
         found.update(dict.fromkeys([c for c in stock if "forward" in vars(c)][:1]))
     return list(found)
+
+
+def is_remote(cls: type) -> bool:
+    """Whether `cls` is a class of code that came with a model's weights, and its `forward` is written there."""
+    written = cls.__module__.startswith(REMOTE) and issubclass(cls, nn.Module) and not is_patch(cls)
+    return written and not inherits_forward(cls, super(cls, cls))
 
 
 def patch_of_llamas(cls: type) -> type[nn.Module] | None:
