@@ -127,6 +127,8 @@ HEADS = {
     "663fa1540c02a1bc": causal_lm.CausalLM,  # OPTForCausalLM, whose logits are made contiguous
     "95bc3efb20a7d8ed": causal_lm.CausalLMInside,  # Llama4ForConditionalGeneration: 5.21 to 5.22
     "d5d3d60082fb9c10": causal_lm.CausalLMInside,  # Llama4ForConditionalGeneration: 5.23
+    "df43bbc4c75e503a": causal_lm.CausalLM,  # Qwen2_5OmniThinkerForConditionalGeneration of 5.23
+    "7aaddbebefca770c": family_heads.OmniMoeCausalLM,  # Qwen3OmniMoeThinkerForConditionalGeneration of 5.23
 }
 
 LAYERS = {

@@ -4,7 +4,7 @@
 import torch
 from transformers.modeling_outputs import ModelOutput
 
-from liger_ext.models.causal_lm import CausalLM, DividedCausalLM, MoeCausalLM, SoftcappedCausalLM
+from liger_ext.models.causal_lm import CausalLM, DividedCausalLM, MoeCausalLM, MoeOfTextCausalLM, SoftcappedCausalLM
 from liger_ext.models.log_probs import take_options
 
 
@@ -52,6 +52,12 @@ class MiniCPM3CausalLM(CausalLM):
 
     def _for_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states / self.config.logits_scaling
+
+
+class OmniMoeCausalLM(MoeOfTextCausalLM):
+    """Qwen 3 Omni's thinker has the counts of experts, and the factor of their loss, itself."""
+
+    _balance = MoeCausalLM._balance
 
 
 class RecurrentGemmaCausalLM(CausalLM):
