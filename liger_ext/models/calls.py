@@ -125,6 +125,8 @@ def _is_librarys(cls: type[nn.Module], name: str) -> bool:
     if owner in _forwards and name == "forward":
         return function is _forwards[owner]
     function = getattr(function, "__func__", function)  # of a static method
+    if is_exported() and getattr(function, "__globals__", {}).get("__name__") == "torch.fx._symbolic_trace":
+        function = function.__wrapped__  # under what notes, while torch.export traces, which module is called
     library = owner.__module__.partition(".")[0]
     if library not in _LIBRARIES or (library == "torch" and hasattr(function, "__wrapped__")):  # no_grad, autocast, ...
         return False
