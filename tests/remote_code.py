@@ -30,7 +30,7 @@ def write_repository(
     """Writes the code of a family of transformers, in which `changes` replace parts, and a configuration of it."""
     prefix = family.capitalize()
     text = inspect.getsource(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
-    text = re.sub(r"^from \.\.\.(?=\w)", "from transformers.", text, flags=re.MULTILINE)
+    text = re.sub(r"from \.\.\.(?=\w)", "from transformers.", text)
     text = text.replace("from ... import", "from transformers import")
     text = text.replace(f".configuration_{family} import ", ".configuration_x import XConfig as ")
     for old, new in (changes or {}).items():

@@ -151,10 +151,11 @@ def test_a_function_of_one_family(llama):
 
 
 @types
-def test_the_auto_class(llama, model_type):
-    model = llama(model_type, AutoLigerKernelForCausalLM)
-    assert patched_classes(model) == PATCHED
-    assert_same(step(model, batch_of("cpu")), step(llama(model_type), batch_of("cpu")))
+def test_the_auto_class(repository, model_type):
+    path = repository(f"auto_{model_type}", model_type)  # which transformers' class has not seen
+    model = build(path, AutoLigerKernelForCausalLM)
+    assert patched_classes(model) == PATCHED and type(model)._auto_class in (None, "AutoModelForCausalLM")
+    assert_same(step(model, batch_of("cpu")), step(build(path), batch_of("cpu")))
 
 
 @types
@@ -174,6 +175,8 @@ def test_copies_and_pickles(llama, model_type, copied):
 @types
 def test_saved_with_its_code(llama, model_type, tmp_path):
     model = llama(model_type)
+    type(model).register_for_auto_class("AutoModelForCausalLM")  # as from_pretrained does
+    type(model.config).register_for_auto_class()
     apply_liger_kernel_to_instance(model)
     model.save_pretrained(tmp_path)
     assert {"modeling_x.py", "configuration_x.py"} <= {path.name for path in tmp_path.iterdir()}

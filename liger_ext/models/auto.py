@@ -31,6 +31,10 @@ def apply_liger_kernel_to_instance(model: nn.Module, **options: bool | str | Non
     """Patches `model`: what of it runs code that liger_ext knows, whatever its type. It is of transformers, or holds
     such models: a wrapper of PEFT, DataParallel or DistributedDataParallel, nn.Sequential, ...
 
+    Looked for are RMSNorms, gated MLPs and experts, decoder layers, rotary embeddings in attention, and heads with the
+    loss of causal language models, also in code that came with the weights (`trust_remote_code=True`). BERT, T5, ViT
+    and Whisper have none of these.
+
     The options are those of `apply_liger_kernel_to_<model_type>`, or of `apply_liger_kernel_to_llama` where there is
     none; of several models in one wrapper the first has the type. A model that has no `config.model_type`, nor holds
     one that has, or of which nothing is known, is left alone, with a warning.
@@ -90,7 +94,8 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` that builds patched models.
 
     `from_pretrained` and `from_config` take the options of the model's patch function as further keyword arguments.
-    Models of which liger_ext knows nothing are built as they are.
+    Models of which liger_ext knows nothing are built as they are. The base class itself builds: code that comes with
+    weights (`trust_remote_code=True`) names it.
     """
 
     _function_of = staticmethod(patch_function)
@@ -99,11 +104,11 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: object, **kwargs: object
     ) -> PreTrainedModel:
-        return cls._build(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+        return cls._build(AutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **kwargs: object) -> PreTrainedModel:
-        return cls._build(super().from_config, config, **kwargs)
+        return cls._build(AutoModelForCausalLM.from_config, config, **kwargs)
 
     @classmethod
     def _build(cls, build: Callable[..., PreTrainedModel], *args, **kwargs) -> PreTrainedModel:
