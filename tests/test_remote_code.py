@@ -225,6 +225,46 @@ def test_a_call_of_its_own_is_called(repository):
     assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
 
 
+STORES = "        attn_output = self.o_proj(attn_output)\n"
+
+
+@pytest.mark.parametrize(
+    "added", ["        self.seen = attn_output\n", "        assert len(list(super().children())) == 4\n"]
+)
+def test_an_attention_that_does_more_with_itself(repository, added):
+    """Its projections then run in it."""
+    name = f"itself-{len(added)}"
+    stock = build(repository(name, "x", {STORES: added + STORES}))
+    ours = patched(stock)
+    assert "LlamaAttention" in patched_classes(ours)
+    assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
+    seen = [getattr(m.model.layers[0].self_attn, "seen", torch.zeros(())) for m in (ours, stock)]
+    torch.testing.assert_close(*seen)
+
+
+DECORATED = """class LlamaMLP(nn.Module):
+    def auto_docstring(function):
+        @functools.wraps(function)
+        def doubled(self, x):
+            return 2 * function(self, x)
+        return doubled
+"""
+
+
+def test_a_decorator_of_its_own_is_called(repository):
+    """It has the name of one of transformers that changes nothing."""
+    forward = "    def forward(self, x):\n        down_proj"
+    changes = {
+        "class LlamaMLP(nn.Module):\n": "import functools\n" + DECORATED,
+        forward: "    @auto_docstring\n" + forward,
+    }
+    stock = build(repository("decorated", "x", changes))
+    with pytest.warns(UserWarning, match=r"LlamaMLP\.forward .* was replaced by doubled"):
+        ours = patched(stock)
+    assert patched_classes(ours) == PATCHED - {"LlamaMLP"}
+    assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
+
+
 DERIVED = """
 from torch import nn
 from transformers.models.llama import modeling_llama

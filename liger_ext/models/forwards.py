@@ -76,6 +76,8 @@ def find_foreign(function: Callable, module: str, qualname: str, trusted: tuple[
             return function
         if not hasattr(function, "__wrapped__"):
             break
+        if defined_in.startswith(REMOTE):  # a decorator; by the names of transformers' own, recognition goes
+            return function
         function = function.__wrapped__
     is_function = isinstance(function, types.FunctionType)  # not where the package kernels makes a module of it
     return function if is_function and (defined_in, function.__qualname__) != (module, qualname) else None
