@@ -30,6 +30,15 @@ VISION = dict(
     fullatt_block_indexes=[0],
     deepstack_visual_indexes=[0],
 )
+AUDIO = dict(
+    num_mel_bins=16,
+    encoder_layers=1,
+    encoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    d_model=32,
+    output_dim=64,
+    downsample_hidden_size=8,
+)
 ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
 TEXT = SIZES | dict(
     head_dim=16,
@@ -66,7 +75,7 @@ GIVEN["llama4"] = SIZES | dict(
 GIVEN["mistral_large4"] = SIZES | LATENT | ROUTED | INDEXED | dict(final_logit_softcapping=5.0, head_dim=24)
 _NAMES = """
     gemma3 gemma4 glm4v glm4v_moe hunyuan_vl idefics3 internvl llama4 llava llava_next mistral3 mistral_large4 mllama
-    paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe smolvlm
+    paligemma qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm
 """
 MODELS = [name for name in _NAMES.split() if name in CONFIG_MAPPING]
 
@@ -91,9 +100,12 @@ def build(model_type, device="cpu"):
     if hasattr(config.text_config, "cross_attention_layers"):
         config.text_config.cross_attention_layers = []
     fill(config.vision_config, VISION)
+    if hasattr(config, "audio_config"):
+        fill(config.audio_config, AUDIO)
+        config.vision_start_token_id = 1
     torch.manual_seed(0)
     model = randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
-    if model_type.endswith("_moe") or model_type == "mistral_large4":
+    if "_moe" in model_type or model_type == "mistral_large4":
         model.set_experts_implementation("eager")  # others do not take float64
     return model
 
@@ -172,11 +184,12 @@ def test_options_of_the_loss(device):
         assert model(input_ids=ids, labels=ids).logits is None
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe_thinker"])
 def test_the_experts_balance(device, model_type):
     """The loss that is added counts: with another factor the test above would fail."""
+    cls = causal_lm.OmniMoeCausalLM if "omni" in model_type else causal_lm.MoeOfTextCausalLM
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causal_lm.MoeOfTextCausalLM, "_balance", lambda self: (4, 2, 0.1))
+        patch.setattr(cls, "_balance", lambda self: (4, 2, 0.1))
         with pytest.raises(AssertionError):
             test_text_as_stock(device, model_type, True)
 
@@ -209,6 +222,35 @@ def test_an_image(device):
     assert any("vision" in name for name in found)
     assert_as_good(found, step(model, batch), reference)
     torch.testing.assert_close(ours(**batch).image_hidden_states, model(**batch).image_hidden_states)
+
+
+@pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
+@pytest.mark.parametrize("model_type, sounds", [("qwen2_5_omni_thinker", 4), ("qwen3_omni_moe_thinker", 2)])
+def test_a_thinker_sees_and_hears(device, model_type, sounds):
+    """It takes no `logits_to_keep`: one that is given means nothing."""
+    model = build(model_type, device)
+    text, config = model.config.get_text_config(), model.config.vision_config
+    ids = tokens(1, 16, device=device) % 900 + 3
+    ids[0, 1], ids[0, 2:6], ids[0, 8 : 8 + sounds] = model.config.vision_start_token_id, 999, 998
+    model.config.image_token_id = model.model.config.image_token_id = 999
+    model.config.audio_token_id = model.model.config.audio_token_id = 998
+    columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    batch = dict(
+        input_ids=ids,
+        labels=ids.clone(),
+        attention_mask=torch.ones_like(ids),
+        pixel_values=torch.randn(16, columns, device=device),
+        image_grid_thw=torch.tensor([[1, 4, 4]], device=device),
+        input_features=torch.randn(1, 16, 16, device=device),
+        feature_attention_mask=torch.ones(1, 16, dtype=torch.long, device=device),
+    )
+    doubled = {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
+    for more in ({}, {"logits_to_keep": 3}):
+        ours, reference = patched(model), step(copy.deepcopy(model).double(), doubled | more)
+        found = step(ours, batch | more)
+        assert any("visual" in name for name in found) and any("audio_tower" in name for name in found)
+        assert_as_good(found, step(model, batch | more), reference)
+        assert "logits" not in found and text.vocab_size == model(**batch, **more).logits.shape[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -71,10 +71,10 @@ _NAMES = """
 CLASSES = [name for name in _NAMES.split() if TRANSFORMERS == (5, 23) or name.startswith("llama.")]
 STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
 # A patch does these as the class does them, whatever they are: it reads the defaults of arguments and the name of a
-# head's model. Our loss needs no vocab_size. Advice and defaults that the model has as well are not read, and
-# a tuple in place of an output is made of our own.
+# head's model, and no function's own name, nor that of a variable that nothing reads. Our loss needs no vocab_size.
+# Advice and defaults that the model has as well are not read, and a tuple in place of an output is made of our own.
 SAME = re.compile(
-    r"line 1: .*(None -> 0|False -> True|True -> False)$"
+    r"line 1: .*(None -> 0|False -> True|True -> False)$|line 1: 'def (\w+)\(.*, \2 -> |, _ -> \w+$"
     r"|line \d+: '\w+ = self\.[\w.]+\(input_ids.*, (model|backbone|decoder) -> "
     r"|if not return_dict|vocab_size|logger\.warning_once"
     r"|self\.config\.(output_attentions|output_hidden_states|return_dict)"
@@ -173,7 +173,7 @@ CHANGES = {
     "return self.weight * ": "return (1 + self.weight) * ",  # the norm
     "rsqrt(variance + self.variance_epsilon)": "rsqrt(variance) + self.variance_epsilon",
     "torch.cat((-x2, x1), dim=-1)": "torch.cat((x2, x1), dim=-1)",  # rope
-    "self.act_fn(self.gate_proj(x)) * self.up_proj(x)": "self.act_fn(self.up_proj(x)) * self.gate_proj(x)",
+    "self.act_fn(self.gate_proj(x)) * self.up_proj(x)": "self.act_fn(self.gate_proj(x)) + self.up_proj(x)",
     "hidden_states = residual + hidden_states\\n\\n": "hidden_states = residual - hidden_states\\n\\n",  # the layer
     "logits = self.lm_head(": "logits = 2 * self.lm_head(",
     "labels[..., 1:]": "labels[..., :-1]",  # the loss

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from cases import slow_if
+from family_models import assert_same
 from functorch.compile import make_boxed_func
 from llama_models import (  # noqa: F401
     TRANSFORMERS,
@@ -16,6 +17,7 @@ from llama_models import (  # noqa: F401
     exact,
     lora,
     one_thread,
+    ops,
     patched,
     step,
     tokens,
@@ -182,7 +184,37 @@ def test_what_a_layer_keeps(hooks):
 def test_a_training_step_is_exported(memory, strict):
     model, batch = patched(build(num_hidden_layers=1).train(), memory=memory), batch_of("cpu")
     program = torch.export.export(model, (), dict(**batch, use_cache=False), strict=strict)
-    program.module()(**batch, use_cache=False).loss.backward()
+    assert ops_in(program) == {*OPS, "fused_linear_cross_entropy"}
+    assert_same(step(program.module(), dict(batch, use_cache=False)), step(model, batch))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model_has_our_ops(strict):
+    """And no other; the program computes what the module does. Nothing of the export is remembered."""
+    stock, ids = build(num_hidden_layers=2).eval(), tokens(2, 8)
+    model = patched(stock)
+    program = torch.export.export(model, (), dict(input_ids=ids, use_cache=False), strict=strict)
+    assert ops_in(program) == OPS
+    result = program.module()(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(result, model(ids).logits)
+    torch.testing.assert_close(result, stock(ids).logits, rtol=1e-4, atol=1e-4)
+    assert ops(model, input_ids=ids) == OPS
+    calls, replaced = [], nn.Module.__call__
+    with pytest.MonkeyPatch.context() as patch:  # what others put on every module's call is called
+        patch.setattr(nn.Module, "__call__", lambda self, *a, **k: calls.append(self) or replaced(self, *a, **k))
+        model(ids)
+    assert model.model.layers[0].mlp.act_fn in calls and model.model.layers[0].post_attention_layernorm in calls
+
+
+OPS = {"rms_norm", "add_rms_norm", "glu", "rope"}
+
+
+def ops_in(program):
+    """Those of liger_ext, by their names. None of the graph does the work of one of them."""
+    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    names = [op.name() for op in calls if isinstance(op, torch._ops.OpOverload)]
+    assert not {"aten::silu", "aten::rsqrt", "aten::_log_softmax"} & set(names)
+    return {name.removeprefix("liger_ext::") for name in names if name.startswith("liger_ext")}
 
 
 @pytest.mark.slow

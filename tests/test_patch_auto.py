@@ -9,7 +9,17 @@ import torch
 from family_models import new_look  # noqa: F401
 from llama_models import batch_of, build, config, one_thread  # noqa: F401
 from torch import nn
-from transformers import AutoModelForCausalLM, BertConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 from transformers.models.llama import modeling_llama
 
 from liger_ext import AutoLigerKernelForCausalLM, apply_liger_kernel, apply_liger_kernel_to_instance
@@ -96,11 +106,27 @@ def test_unknown_options_are_dropped_with_one_warning():
     handle.revert()
 
 
-def test_unknown_type_is_left_alone():
-    model = AutoModelForCausalLM.from_config(bert())
-    with pytest.warns(UserWarning, match="'bert' is not known to liger_ext") as record:
+T5 = dict(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+WHISPER = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+OTHERS = {  # in which nothing is looked for
+    "bert": lambda: AutoModelForCausalLM.from_config(bert()),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=50, feed_forward_proj="gated-gelu", **T5)),
+    "vit": lambda: ViTModel(
+        ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    ),
+    "whisper": lambda: WhisperForConditionalGeneration(
+        WhisperConfig(encoder_ffn_dim=16, decoder_ffn_dim=16, **WHISPER)
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_unknown_type_is_left_alone(model_type):
+    model = OTHERS[model_type]()
+    before = [type(module) for module in model.modules()]
+    with pytest.warns(UserWarning, match=f"'{model_type}' is not known to liger_ext") as record:
         handle = apply_liger_kernel_to_instance(model, rope=True)
-    assert len(record) == 1
+    assert len(record) == 1 and [type(module) for module in model.modules()] == before
     handle.revert()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from liger_ext.models.families import check_model, holds_known_code, patch_function
+from liger_ext.models.families import check_model, holds, holds_known_code, patch_function, type_of
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF
 from liger_ext.models.patch import PatchHandle
 from liger_ext.models.warn import warn
@@ -30,6 +30,10 @@ def apply_liger_kernel(model_type: str, **options: bool | str | nn.Module | None
 def apply_liger_kernel_to_instance(model: nn.Module, **options: bool | str | None) -> PatchHandle:
     """Patches `model`: what of it runs code that liger_ext knows, whatever its type. It is of transformers, or holds
     such models: a wrapper of PEFT, DataParallel or DistributedDataParallel, nn.Sequential, ...
+
+    Looked for are RMSNorms, gated MLPs and experts, decoder layers, rotary embeddings in attention, and heads with the
+    loss of causal language models, also in code that came with the weights (`trust_remote_code=True`). BERT, T5, ViT
+    and Whisper have none of these.
 
     The options are those of `apply_liger_kernel_to_<model_type>`, or of `apply_liger_kernel_to_llama` where there is
     none; of several models in one wrapper the first has the type. A model that has no `config.model_type`, nor holds
@@ -67,24 +71,31 @@ def patch_instance(
 ) -> PatchHandle:
     """`apply_liger_kernel_to_instance`, by the functions of the types `known`."""
     check_model(model)
-    model_type = next((found for found in map(_model_type, model.modules()) if found is not None), None)
+    model_type = next((found for found in map(type_of, model.modules()) if found is not None), None)
     if model_type is None:
         warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(known)})")
         return PatchHandle()
+    options = {**options, "model": model}
     if model_type not in known and holds_known_code(model):
-        return _patch(model_type, {**options, "model": model}, function_of)
-    return patch_type(model_type, {**options, "model": model}, known, function_of)
+        return _patch(model_type, options, function_of)
+    if model_type in known and not _can_patch(model, model_type, function_of):
+        warn(f"{type(model).__name__} of {type(model).__module__} runs no code that liger_ext knows and stays as it is")
+        return PatchHandle()
+    return patch_type(model_type, options, known, function_of)
 
 
-def _model_type(module: nn.Module) -> str | None:
-    return getattr(getattr(module, "config", None), "model_type", None)
+def _can_patch(model: nn.Module, model_type: str, function_of: FunctionOf = patch_function) -> bool:
+    """Whether the function of this type takes `model`; another's than ours may take any."""
+    is_ours = getattr(function_of(model_type), "__module__", "").startswith("liger_ext.")
+    return not is_ours or holds(model, FUNCTION_OF.get(model_type, model_type))
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` that builds patched models.
 
     `from_pretrained` and `from_config` take the options of the model's patch function as further keyword arguments.
-    Models of which liger_ext knows nothing are built as they are.
+    Models of which liger_ext knows nothing are built as they are. The base class itself builds: code that comes with
+    weights (`trust_remote_code=True`) names it.
     """
 
     _function_of = staticmethod(patch_function)
@@ -93,18 +104,18 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: object, **kwargs: object
     ) -> PreTrainedModel:
-        return cls._build(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+        return cls._build(AutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **kwargs: object) -> PreTrainedModel:
-        return cls._build(super().from_config, config, **kwargs)
+        return cls._build(AutoModelForCausalLM.from_config, config, **kwargs)
 
     @classmethod
     def _build(cls, build: Callable[..., PreTrainedModel], *args, **kwargs) -> PreTrainedModel:
         names = set().union(*(_option_names(patch_function(family)) for family in FAMILIES)) - {"model"}
         options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         model = build(*args, **kwargs)
-        if model.config.model_type in FUNCTION_OF or holds_known_code(model):
+        if _can_patch(model, model.config.model_type):
             _patch(model.config.model_type, {**options, "model": model}, cls._function_of)
         else:
             _warn_dropped(model.config.model_type, options)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_ext.models.forwards import find_foreign, methods_called
+from liger_ext.models.names import REMOTE
 from liger_ext.models.recompute import is_exported
 from liger_ext.ops._compile import assume_constant_result
 
@@ -55,6 +56,7 @@ def hooks_of(module: nn.Module) -> tuple[dict, ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
+_WAYS = "__call__", "_call_impl"  # on which a call comes to `forward`
 _CALL, _METHODS, _ALL = range(3)  # of what a call runs: how it comes to `forward`; what that calls; these and `forward`
 
 
@@ -106,8 +108,8 @@ def _names_in_graph(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
 
 
 def _look_at_call(cls: type[nn.Module]) -> _Call:
-    call, methods = ("__call__", "_call_impl"), tuple(methods_called(cls))
-    of_class = call, methods, (*call, "forward", *methods)
+    methods = tuple(methods_called(cls))
+    of_class = _WAYS, methods, (*_WAYS, "forward", *methods)
     # Python looks up `__call__` in the class alone.
     of_instance = ("_call_impl",), methods, ("_call_impl", "forward", *methods)
     known = {name for name in of_class[_ALL] if _is_librarys(cls, name)}
@@ -123,17 +125,26 @@ def _is_librarys(cls: type[nn.Module], name: str) -> bool:
     if owner in _forwards and name == "forward":
         return function is _forwards[owner]
     function = getattr(function, "__func__", function)  # of a static method
+    if is_exported() and getattr(function, "__globals__", {}).get("__name__") == "torch.fx._symbolic_trace":
+        function = function.__wrapped__  # under what notes, while torch.export traces, which module is called
     library = owner.__module__.partition(".")[0]
     if library not in _LIBRARIES or (library == "torch" and hasattr(function, "__wrapped__")):  # no_grad, autocast, ...
+        return False
+    if owner.__module__.startswith(REMOTE) and name in _WAYS:  # of which recognition reads nothing
         return False
     qualname = (
         "Module._wrapped_call_impl" if owner is nn.Module and name == "__call__" else f"{owner.__qualname__}.{name}"
     )
-    return find_foreign(function, owner.__module__, qualname, (library, "kernels")) is None
+    return find_foreign(function, owner.__module__, qualname, (library, *_DECORATING)) is None
 
 
-_LIBRARIES = "torch", "transformers", "peft", "liger_ext"
+_LIBRARIES = "torch", "transformers", REMOTE.rstrip("."), "peft", "liger_ext"
+_DECORATING = "kernels", "transformers"
 _forwards: dict[type[nn.Module], Callable] = {}  # of patches
+
+
+def is_patch(cls: type[nn.Module]) -> bool:
+    return cls in _forwards
 
 
 def know_forward(patch: type[nn.Module]) -> None:

@@ -87,7 +87,9 @@ class CausalLM(Mixin):
         output, cls.COPIED = _output_of(stock)
         cls.MODEL, cls.TAKES = _model_of(stock)
         cls.PASSED = _passed_by(stock)
-        given = [p for p in inspect.signature(stock.forward).parameters.values() if p.name not in OWN_ARGUMENTS]
+        parameters = inspect.signature(stock.forward).parameters
+        cls.KEEPS = "logits_to_keep" in parameters
+        given = [p for p in parameters.values() if p.name not in OWN_ARGUMENTS]
         cls.DEFAULTS = {p.name: p.default for p in given if p.default not in (None, p.empty)}
         # They read the source of a class's module, and remember for subclasses what they found.
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
@@ -130,7 +132,7 @@ class CausalLM(Mixin):
             return super().forward(**arguments)
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
-        logits_to_keep = arguments.pop("logits_to_keep", 0)
+        logits_to_keep = arguments.pop("logits_to_keep", 0) if self.KEEPS else 0
         if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
             loss_arguments |= counted_rows(self.lm_head, **loss_arguments, max_rows=max_rows)
         passed = {"labels": labels, "logits_to_keep": logits_to_keep}
@@ -264,6 +266,12 @@ class MoeOfTextCausalLM(MoeCausalLM):
 
     def _routes(self) -> bool:
         return self.config.text_config.output_router_logits
+
+
+class OmniMoeCausalLM(MoeOfTextCausalLM):
+    """Qwen 3 Omni's thinker has the counts of experts, and the factor of their loss, itself."""
+
+    _balance = MoeCausalLM._balance
 
 
 class CausalLMInside(Mixin):

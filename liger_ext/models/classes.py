@@ -84,14 +84,20 @@ def _is_same(one: dict[str, object], other: dict[str, object]) -> bool:
 def _stack(cls: type[nn.Module], patch: type[nn.Module]) -> type[nn.Module]:
     """`patch` on top of `cls`, a subclass of what `patch` replaces. Pickles have these two, and make it again."""
 
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return pickled_as(type(cls)(cls.__name__, (patch, cls), namespace), _stack, cls, patch)
+
+
+def pickled_as(made: type, find: Callable[..., type], *of: type) -> type:
+    """`made`, of whose instances a pickle has the classes `of` in the place of the class, which is `find(*of)`."""
+
     def __reduce_ex__(self, protocol):
-        make, (made, *arguments), *rest = super(stacked, self).__reduce_ex__(protocol)
-        return (_make, (make, cls, patch, *arguments), *rest) if made is stacked else (make, (made, *arguments), *rest)
+        make, (cls, *arguments), *rest = super(made, self).__reduce_ex__(protocol)
+        return (_make, (make, find, of, *arguments), *rest) if cls is made else (make, (cls, *arguments), *rest)
 
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": __reduce_ex__}
-    stacked = type(cls)(cls.__name__, (patch, cls), namespace)
-    return stacked
+    made.__reduce_ex__ = __reduce_ex__
+    return made
 
 
-def _make(make: Callable, cls: type[nn.Module], patch: type[nn.Module], *arguments: object) -> object:
-    return make(_stack(cls, patch), *arguments)
+def _make(make: Callable, find: Callable[..., type], of: tuple[type, ...], *arguments: object) -> object:
+    return make(find(*of), *arguments)

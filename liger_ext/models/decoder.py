@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from liger_ext import functional
 from liger_ext.models.calls import only_forward_runs
 from liger_ext.models.checkpoint import counting_runs, run_of
-from liger_ext.models.forwards import find_foreign, text_of
+from liger_ext.models.forwards import definition_of, find_foreign, text_of
 from liger_ext.models.layer import adapted, fused_linears, norm_linears, norm_mlp
 from liger_ext.models.mlp import MLP, has_silu, only_activation_runs
 from liger_ext.models.norms import RMSNorm, is_plain_rms_norm
@@ -32,7 +32,7 @@ class Attention(Mixin):
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
-        cls.CALLS_PROJECTIONS = _calls_its_projections(stock.forward)
+        cls.CALLS_PROJECTIONS = _calls_its_projections(stock.forward) and _only_reads_itself(stock.forward)
         cls.CALLS_OUTPUT = _only_calls(stock.forward, "o_proj")
 
 
@@ -340,3 +340,13 @@ def _calls_its_projections(forward: Callable) -> bool:
     for call in calls:
         body = body.replace(call, "")
     return once and re.search(r"\bhidden_states\b|\bself\.[qkv]_proj\b", body) is None
+
+
+def _only_reads_itself(forward: Callable) -> bool:
+    """Whether an attention's `forward` does nothing with its module but read attributes, and hand it to the function
+    that attends (`_sees_no_module` looks at that): another object with the same attributes may then take its place."""
+    nodes = list(ast.walk(definition_of(forward) or ast.Name("self")))
+    calls = (n for n in nodes if isinstance(n, ast.Call) and n.args)
+    read = [n.value for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)]
+    read += [n.args[0] for n in calls if ast.unparse(n.func) in ("attention_interface", "hasattr", "getattr")]
+    return all(n in read for n in nodes if isinstance(n, ast.Name) and n.id in ("self", "super", "__class__"))

@@ -102,7 +102,7 @@ def apply(
             for cls in _models_of(model_type):
                 # What is built stays patched. Of several such calls the last counts; one by liger_kernel's name yields.
                 on_construction(cls, lambda m: patch_rest(m, PatchHandle()), handle, first=not as_liger_kernel)
-        elif _holds(model, model_type):
+        elif holds(model, model_type):
             earlier, name = patch_rest(model, handle), type(model).__name__
             differing = [switch for switch in switches if (switch, not switches[switch]) in earlier]
             said = ", ".join(f"{names[s]} is {not switches[s]} (asked for: {switches[s]})" for s in differing)
@@ -199,12 +199,21 @@ def holds_known_code(model: nn.Module) -> bool:
     return any(_taken(patch, modules) for patch in map(patch_of, stock_classes(modules)) if patch)
 
 
-def _holds(model: nn.Module, model_type: str) -> bool:
-    """Whether a part of `model` is of this family; of types without a function of their own, whether any is known."""
+def holds(model: nn.Module, model_type: str) -> bool:
+    """Whether a part of `model` is of this family, by transformers' classes, or by its configuration where any code is
+    known. Of types without a function of their own, whether any code is known."""
     if model_type not in FAMILIES:
         return holds_known_code(model)
     folder, classes = f"{MODELS}{folder_of(model_type)}.", stock_classes(model.modules())
-    return any(c.__module__.startswith(folder) or (model_type == "llama" and patch_of_llamas(c)) for c in classes)
+    if any(c.__module__.startswith(folder) or (model_type == "llama" and patch_of_llamas(c)) for c in classes):
+        return True
+    types = map(type_of, model.modules())  # of code that came with its weights
+    return any(FUNCTION_OF.get(found) == model_type for found in types) and holds_known_code(model)
+
+
+def type_of(module: nn.Module) -> str | None:
+    """Its `config.model_type`."""
+    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 def patch_function(model_type: str, as_liger_kernel: bool = False) -> Callable[..., PatchHandle]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from liger_ext.models.names import REMOTE
 from liger_ext.models.recognise.normal_form import definition_in, names_read
 
 
@@ -86,6 +87,8 @@ def find_foreign(function: Callable, module: str, qualname: str, trusted: tuple[
             return function
         if not hasattr(function, "__wrapped__"):
             break
+        if defined_in.startswith(REMOTE):  # a decorator; by the names of transformers' own, recognition goes
+            return function
         function = function.__wrapped__
     is_function = isinstance(function, types.FunctionType)  # not where the package kernels makes a module of it
     return function if is_function and (defined_in, function.__qualname__) != (module, qualname) else None
@@ -117,8 +120,8 @@ def text_of(function: Callable) -> str | None:
 
 
 def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None = None) -> list[types.FunctionType]:
-    """The functions of transformers, and the methods and properties of `cls`, that the text of `function` names. What
-    is in transformers.utils is taken for granted, as torch is."""
+    """The functions of transformers or of a model's own code, and the methods and properties of `cls`, that the text of
+    `function` names. What is in transformers.utils is taken for granted, as torch is."""
     names, of_self = names_read(definition)
     found = [function.__globals__.get(name) for name in names]
     found += [inspect.getattr_static(cls, name, None) for name in of_self] if cls else []
@@ -150,7 +153,7 @@ def _function_of(found: object) -> object:
 
 def _is_of_models(found: object) -> bool:
     module = found.__module__ if isinstance(found, types.FunctionType) else ""
-    return module.startswith("transformers.") and not module.startswith("transformers.utils.")
+    return module.startswith(("transformers.", REMOTE)) and not module.startswith("transformers.utils.")
 
 
 def methods_called(cls: type[nn.Module]) -> list[str]:

@@ -6,6 +6,7 @@ A module that makes such classes gives them its own name as `__module__`, and ha
 import importlib
 
 MODELS = "transformers.models."
+REMOTE = "transformers_modules."  # code that comes with a model's weights (`trust_remote_code=True`)
 _SEPARATOR = "__"
 
 

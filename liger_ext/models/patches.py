@@ -5,6 +5,7 @@ names of that class's attributes in place of the mixin's. Nothing of the install
 own classes, whose patches are written out in `liger_ext.models.llama`, are recognised like all others.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -15,10 +16,12 @@ from torch import nn
 from transformers.loss import loss_utils
 
 from liger_ext.models import llama
+from liger_ext.models.calls import is_patch
 from liger_ext.models.causal_lm import CausalLM, CausalLMInside
+from liger_ext.models.classes import inherits_forward, pickled_as
 from liger_ext.models.decoder import Attention, DecoderLayer
 from liger_ext.models.forwards import with_arguments
-from liger_ext.models.names import MODELS, name_of
+from liger_ext.models.names import MODELS, REMOTE, name_of
 from liger_ext.models.patch import find_replacements, stands_in
 from liger_ext.models.recognise.known import Entry, look_up, ropes_in
 from liger_ext.models.recognise.reading import code_read
@@ -35,15 +38,19 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
     found = _recognise_once(cls, code_read(cls.forward, cls), code_read(loss_utils.ForCausalLMLoss))
     if found is None or found.kind is None:
         return None
-    return of_llama if of_llama and issubclass(of_llama, found.kind) else _patch_made(cls, found.kind)
+    attributes = tuple(found.attributes.items())
+    if of_llama and issubclass(of_llama, found.kind) and all(getattr(of_llama, name) == v for name, v in attributes):
+        return of_llama
+    return _patch_made(cls, found.kind, attributes)
 
 
+@dataclasses.dataclass
 class Recognised:
-    """What takes the place of a class: `kind`, None if nothing can be fused in it; `attributes` that the patch gets,
-    and `functions`, which names in its `forward` are to mean."""
+    """What takes the place of a class."""
 
-    def __init__(self, kind: type | None, attributes: dict[str, object], functions: dict[str, Callable]) -> None:
-        self.kind, self.attributes, self.functions = kind, attributes, functions
+    kind: type | None  # the mixin; None: nothing in the class can be fused
+    attributes: dict[str, object]  # of the patch
+    functions: dict[str, Callable]  # what names in the class's `forward` are to mean
 
 
 def recognise(cls: type[nn.Module]) -> Recognised | None:
@@ -69,17 +76,25 @@ def _recognise_once(cls: type[nn.Module], code: tuple, of_loss: tuple) -> Recogn
 
 
 @functools.cache
-def _patch_made(cls: type[nn.Module], kind: type) -> type[nn.Module]:
-    found = recognise(cls)
-    # The module's __getattr__ finds it again.
-    namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls), **found.attributes}
+def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, object], ...]) -> type[nn.Module]:
+    if cls.__module__.startswith(REMOTE):  # transformers copies the file of the class's module beside saved weights
+        namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    else:  # the module's __getattr__ finds it again
+        namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls)}
     if hasattr(kind, "forward"):
         arguments = [*inspect.signature(cls.forward).parameters][1:]
         takes_same = not issubclass(kind, DecoderLayer)  # layers take all of them by name
         namespace["forward"] = with_arguments(kind.forward, arguments) if takes_same else kind.forward
-    patch = type(cls)(cls.__name__, (kind, cls), namespace)
+    patch = type(cls)(cls.__name__, (kind, cls), namespace | dict(attributes))
+    if cls.__module__.startswith(REMOTE):
+        pickled_as(patch, _patch_or_class, cls)
     others = ((loss_utils, "fixed_cross_entropy"),) if issubclass(kind, CausalLM | CausalLMInside) else ()
-    return stands_in(sys.modules[cls.__module__], *others, **found.functions)(patch)
+    return stands_in(sys.modules[cls.__module__], *others, **recognise(cls).functions)(patch)
+
+
+def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """What a pickle of a patched module is read as: another version may not know the code."""
+    return patch_of(cls) or cls
 
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
@@ -89,12 +104,19 @@ def is_left_alone(cls: type[nn.Module]) -> bool:
 
 
 def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
-    """The classes of models of transformers that `modules` are of, or are derived from."""
+    """The classes of models of transformers, or of code that came with the weights, that `modules` are of, or are
+    derived from."""
     found = {}
     for cls in dict.fromkeys(map(type, modules)):
-        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or patch_of_llamas(c)]
+        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or is_remote(c) or patch_of_llamas(c)]
         found.update(dict.fromkeys([c for c in stock if "forward" in vars(c)][:1]))
     return list(found)
+
+
+def is_remote(cls: type) -> bool:
+    """Whether `cls` is a class of code that came with a model's weights, and its `forward` is written there."""
+    written = cls.__module__.startswith(REMOTE) and issubclass(cls, nn.Module) and not is_patch(cls)
+    return written and not inherits_forward(cls, super(cls, cls))
 
 
 def patch_of_llamas(cls: type) -> type[nn.Module] | None:

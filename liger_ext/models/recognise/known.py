@@ -19,15 +19,16 @@ import functools
 import importlib.resources
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import nn
 from transformers.loss import loss_utils
+from transformers.models.llama import modeling_llama
 
 from liger_ext.models.forwards import definition_of, written_function
 from liger_ext.models.recognise import normal_form
-from liger_ext.models.recognise.reading import Form, form_of, head_form, layer_form
+from liger_ext.models.recognise.reading import Form, code_read, form_by_code, form_of, form_of_head, form_of_layer
 
 # How the names of classes end that may be in the table. They decide whom a warning names, and nothing else.
 ENDS = {
@@ -85,9 +86,21 @@ def forms_of(cls: type[nn.Module]) -> Iterable[tuple[str, Form | None]]:
     """The parts of the table in which `cls` may be, with its form as that part's digests are made of it."""
     yield "module", form_of(cls.forward, cls)
     if knows_loss():
-        yield "head", head_form(cls)
-    yield "layer", layer_form(cls)
+        yield "head", _difference("head", form_of_head, cls, modeling_llama.LlamaForCausalLM)
+    yield "layer", _difference("layer", form_of_layer, cls, modeling_llama.LlamaDecoderLayer)
     yield "experts", form_of(getattr(cls, "_apply_gate", None), cls)
+
+
+def _difference(part: str, form_of_part: Callable, cls: type[nn.Module], llamas: type[nn.Module]) -> Form | None:
+    """How the form of `cls` differs from that of Llama's class: not at all where it is Llama's of any version. None if
+    it has no form, or the form of Llama's class is not known."""
+    form = form_of_part(cls)
+    if form is None or find(f"llama {part}", form) is not None:
+        return form and form._replace(text="")
+    of_llama = form_by_code(form_of_part, llamas, code_read(llamas.forward, llamas))
+    if of_llama is None or find(f"llama {part}", of_llama) is None:
+        return None
+    return form._replace(text=normal_form.difference(of_llama.text, form.text))
 
 
 def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama import modeling_llama
 
 from liger_ext.models.forwards import called_by, definition_of, functions_read
 from liger_ext.models.recognise import normal_form
@@ -41,16 +40,6 @@ def form_of(function: Callable | None, cls: type[nn.Module] | None = None) -> Fo
     return Form("\n".join(texts), tuple(attributes)) if texts else None
 
 
-def layer_form(cls: type[nn.Module]) -> Form | None:
-    """How the form of a decoder layer differs from that of Llama's in the same version of transformers."""
-    return _difference(form_of_layer, cls, modeling_llama.LlamaDecoderLayer)
-
-
-def head_form(cls: type[nn.Module]) -> Form | None:
-    """How the form of a head of a causal language model differs from that of Llama's."""
-    return _difference(form_of_head, cls, modeling_llama.LlamaForCausalLM) if issubclass(cls, PreTrainedModel) else None
-
-
 def code_read(function: Callable, cls: type | None = None) -> tuple:
     """All that a form is made of: what is remembered of it holds for as long as nobody edits that."""
     return tuple((f, getattr(f, "__code__", None)) for f in functions_read(function, cls))
@@ -62,6 +51,7 @@ def _keeps_its_name(attribute: str) -> bool:
 
 
 def form_of_layer(cls: type[nn.Module]) -> Form | None:
+    """That of a decoder layer without the arguments that it gives to its attention; None if it does more with them."""
     definition, attributes = definition_of(cls.forward), {}
     definition = definition and normal_form.of_layer(definition)
     if definition is None:
@@ -72,6 +62,9 @@ def form_of_layer(cls: type[nn.Module]) -> Form | None:
 
 
 def form_of_head(cls: type[nn.Module]) -> Form | None:
+    """That of a causal language model's head without the arguments that it gives to its model."""
+    if not issubclass(cls, PreTrainedModel):
+        return None
     definition = definition_of(cls.forward)
     definition = definition and normal_form.of_head(definition)
     if definition is None:
@@ -87,13 +80,6 @@ def _with_codes(definition: ast.FunctionDef, called: list[Callable], cls: type[n
 
 
 CALLED_BY_PATCHES = "loss_function", "load_balancing_loss_func"
-
-
-def _difference(form: Callable, cls: type[nn.Module], llamas: type[nn.Module]) -> Form | None:
-    of_llama, of_cls = form_by_code(form, llamas, code_read(llamas.forward, llamas)), form(cls)
-    if of_cls is None or of_llama is None:
-        return None
-    return of_cls._replace(text=normal_form.difference(of_llama.text, of_cls.text))
 
 
 @functools.cache
