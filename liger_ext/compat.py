@@ -9,7 +9,7 @@ import typing as _typing
 from liger_ext.ops import PUBLIC as _PUBLIC
 
 if _typing.TYPE_CHECKING:
-    from liger_ext.models.patch import PatchHandle as _PatchHandle
+    from liger_ext.models.patching.swap import PatchHandle as _PatchHandle
 
 __all__ = [name for name in _PUBLIC if name.startswith("liger_")]
 globals().update((name, _PUBLIC[name]) for name in __all__)

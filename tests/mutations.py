@@ -12,7 +12,7 @@ import keyword
 import tokenize
 from collections.abc import Callable, Iterator
 
-from liger_ext.models.forwards import text_of
+from liger_ext.models.patching.forwards import text_of
 
 _OTHER = {"+": "-", "-": "+", "*": "/", "/": "*", "**": "*", "@": "*", "<": ">", ">": "<", "<=": "<", ">=": ">"}
 _OTHER |= {"==": "!=", "!=": "==", "is": "==", "and": "or", "or": "and", "True": "False", "False": "True", "None": "0"}

@@ -116,7 +116,7 @@ def of_functions(space: ModuleType) -> str:
             imports.append(f"from {files[name]} import {name} as {name}\n")
     if space is compat:
         imports.append("from liger_ext.functional import CountedRows, CrossEntropyOutput\n")
-        imports.append("from liger_ext.models.patch import PatchHandle as _PatchHandle\n")
+        imports.append("from liger_ext.models.patching.swap import PatchHandle as _PatchHandle\n")
         made.append(of_function("install", compat.install))
     return "\n".join([HEAD + TYPES, "".join(sorted(imports)), listed(space), *made])
 

@@ -9,9 +9,9 @@ from test_benchmarks_train import BATCH, SEQ, TINY
 
 from benchmarks import __main__ as cli
 from benchmarks import families, models, step_one
-from liger_ext.models.causal_lm import CausalLM
-from liger_ext.models.mlp import MLP
-from liger_ext.models.norms import Norm
+from liger_ext.models.modules.causal_lm import CausalLM
+from liger_ext.models.modules.mlp import MLP
+from liger_ext.models.modules.norms import Norm
 
 QWEN = TINY | dict(model_type="qwen3", head_dim=8)
 

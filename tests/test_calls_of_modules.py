@@ -16,7 +16,7 @@ from torch.nn.modules import module as torchs
 from transformers import activations
 
 from liger_ext import apply_liger_kernel_to_instance
-from liger_ext.models.calls import only_forward_runs
+from liger_ext.models.patching.calls import only_forward_runs
 
 SMALL = dict(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8

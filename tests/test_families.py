@@ -39,9 +39,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import liger_ext
 import liger_ext.functional as LF
-from liger_ext.models import causal_lm, decoder, experts, families, mlp, norms
-from liger_ext.models.forwards import text_of
+from liger_ext.models import families
 from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.modules import causal_lm, decoder, experts, layers, mlp, norms
+from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.source import definition_in
 from liger_ext.models.recognise import normal_form
 
 # What of a family stays as it is, in the newest transformers: known code of which nothing can be fused.
@@ -214,7 +216,7 @@ def _half_of_linear_attention(self, hidden_states, arguments):
     return stream, 0.5 * attention if weights is None else attention, weights
 
 
-_ATTEND = decoder.HybridLayer._attend
+_ATTEND = layers.HybridLayer._attend
 WRONG = {
     "norm's offset": ("gemma", norms.ZeroCenteredRMSNorm, "OFFSET", 0.0),
     "norm's eps": ("olmo2", norms.RMSNormInFloat, "liger_arguments", lambda self: (self.weight, 0.1, 0.0, "gemma")),
@@ -244,16 +246,16 @@ WRONG = {
     "softcap": ("gemma2", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
     "divisor": ("granite", causal_lm.CausalLM, "liger_logits", lambda self: (3.0, None)),
     "aux loss": ("mixtral", causal_lm.MoeCausalLM, "_results", lambda self, results, _: results),
-    "layer's factor": ("granite", decoder.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
+    "layer's factor": ("granite", layers.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
     "layer's norms": ("gemma2", "gemma2.Gemma2DecoderLayer", "NORM", "post_attention_layernorm"),
-    "layer's dropout": ("phi3", decoder.SandwichLayer, "_of_attention", lambda self, x: 0.9 * x),
-    "layer's own inputs": ("gemma4_text", decoder.Gemma4Layer, "_results", lambda self, x, *_: x * self.layer_scalar),
+    "layer's dropout": ("phi3", layers.SandwichLayer, "_of_attention", lambda self, x: 0.9 * x),
+    "layer's own inputs": ("gemma4_text", layers.Gemma4Layer, "_results", lambda self, x, *_: x * self.layer_scalar),
     "layer's MLP": ("llama4_text", decoder.DecoderLayer, "_of_mlp", lambda self, x, residual: residual),
-    "recurrent layer": ("falcon_h1", decoder.FalconH1Layer, "_attend", decoder.DecoderLayer._attend),
-    "linear attention": ("qwen3_5_text", decoder.HybridLayer, "_attend", _half_of_linear_attention),
+    "recurrent layer": ("falcon_h1", layers.FalconH1Layer, "_attend", decoder.DecoderLayer._attend),
+    "linear attention": ("qwen3_5_text", layers.HybridLayer, "_attend", _half_of_linear_attention),
     "activation by its name": ("llama4_text", mlp.MLP, "_run_down", lambda self, gate, up: self.down_proj(up)),
     "softcap of Gemma 4": ("gemma4_text", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
-    "result's norm": ("glm4", decoder.SandwichLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    "result's norm": ("glm4", layers.SandwichLayer, "_of_attention", decoder.DecoderLayer._of_attention),
     "factor": ("cohere2", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
     "model's factor": ("falcon_h1", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
 }
@@ -378,7 +380,7 @@ def test_heads_that_differ_a_little(old, new):
     """A loss that is given less than ours reads, or something else."""
 
     def form(source):
-        found = normal_form.of_head(normal_form.definition_in(source))
+        found = normal_form.of_head(definition_in(source))
         return None if found is None else normal_form.written(found)
 
     source = text_of(transformers.LlamaForCausalLM.forward)

@@ -15,7 +15,8 @@ from transformers.activations import ACT2FN
 
 import liger_ext
 from liger_ext.functional import geglu_packed, swiglu
-from liger_ext.models import experts, patches
+from liger_ext.models import patches
+from liger_ext.models.modules import experts
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 MODELS = ["mixtral", "deepseek_v3"]

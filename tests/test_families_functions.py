@@ -13,8 +13,9 @@ from torch.nn.utils import parametrize
 from transformers import AutoConfig
 
 import liger_ext
-from liger_ext.models import auto, norms
+from liger_ext.models import auto
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, folder_of
+from liger_ext.models.modules import norms
 
 # Of Liger-Kernel 0.8.5: the arguments by position, without those of the first line; and the functions.
 ALL = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import liger_ext
-from liger_ext.models import causal_lm
+from liger_ext.models.modules import causal_lm
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
 SIZES = dict(vocab_size=1000, initializer_range=0.15, pad_token_id=0, bos_token_id=1, eos_token_id=2)

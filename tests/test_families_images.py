@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 from transformers.models.mllama import modeling_mllama
 
 from liger_ext import apply_liger_kernel_to_instance, compat
-from liger_ext.models import causal_lm, decoder
+from liger_ext.models.modules import causal_lm, decoder
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
 VISION = dict(

@@ -12,7 +12,8 @@ from llama_models import TRANSFORMERS, assert_as_good, batch_of, checkpoint_laye
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import liger_ext
-from liger_ext.models import decoder, family_layers, patches
+from liger_ext.models import patches
+from liger_ext.models.modules import decoder, layers
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
 EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=4, moe_intermediate_size=32)
@@ -99,39 +100,39 @@ def test_llama4_runs_in_nodes(device):
 
 
 def _without_experts(self, x, residual):
-    return decoder.SandwichLayer._of_mlp(self, x, residual)
+    return layers.SandwichLayer._of_mlp(self, x, residual)
 
 
 WRONG = [
-    ("gemma4 with experts", decoder.Gemma4Layer, "_of_mlp", _without_experts),
-    ("gemma4 without inputs of layers", decoder.Gemma4Layer, "_results", lambda self, x, *_: x),
+    ("gemma4 with experts", layers.Gemma4Layer, "_of_mlp", _without_experts),
+    ("gemma4 without inputs of layers", layers.Gemma4Layer, "_results", lambda self, x, *_: x),
     ("gemma4 of another activation", "gemma4.Gemma4TextDecoderLayer", "NORM", "post_attention_layernorm"),
     ("llama4 of experts", decoder.DecoderLayer, "_of_mlp", lambda self, x, residual: x[0].view_as(residual) * 0.9),
-    ("falcon_h1 with factors", decoder.FalconH1Layer, "_of_attention", lambda self, x: 0.9 * x),
+    ("falcon_h1 with factors", layers.FalconH1Layer, "_of_attention", lambda self, x: 0.9 * x),
     ("afmoe", "afmoe.AfmoeDecoderLayer", "NORM", "post_attention_layernorm"),
     ("afmoe", "afmoe.AfmoeDecoderLayer", "AFTER_FEED_FORWARD", "pre_mlp_layernorm"),
     ("apertus", "apertus.ApertusDecoderLayer", "INPUT_NORM", "feedforward_layernorm"),
     ("apertus", "apertus.ApertusDecoderLayer", "NORM", "attention_layernorm"),
-    ("bailing_hybrid", decoder.HybridLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
-    ("bamba", family_layers.BambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
+    ("bailing_hybrid", layers.HybridLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
+    ("bamba", layers.BambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
     ("bamba", "bamba.BambaDecoderLayer", "NORM", "input_layernorm"),
-    ("glm_moe_dsa", family_layers.IndexedLayer, "_results", lambda self, x, *_: (0.9 * x, None)),
-    ("granitemoe", decoder.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
-    ("granitemoe_swa", family_layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
-    ("granitemoeshared", family_layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
-    ("granitemoehybrid", family_layers.GraniteMoeHybridLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
-    ("granitemoehybrid", family_layers.GraniteMoeHybridLayer, "_of_attention", decoder.DecoderLayer._of_attention),
-    ("hyperclovax", family_layers.HyperCLOVAXLayer, "_of_attention", decoder.ScaledLayer._of_attention),
-    ("hyperclovax", family_layers.HyperCLOVAXLayer, "_of_mlp", decoder.ScaledLayer._of_mlp),
+    ("glm_moe_dsa", layers.IndexedLayer, "_results", lambda self, x, *_: (0.9 * x, None)),
+    ("granitemoe", layers.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
+    ("granitemoe_swa", layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
+    ("granitemoeshared", layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
+    ("granitemoehybrid", layers.GraniteMoeHybridLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
+    ("granitemoehybrid", layers.GraniteMoeHybridLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    ("hyperclovax", layers.HyperCLOVAXLayer, "_of_attention", layers.ScaledLayer._of_attention),
+    ("hyperclovax", layers.HyperCLOVAXLayer, "_of_mlp", layers.ScaledLayer._of_mlp),
     ("jamba", "jamba.JambaAttentionDecoderLayer", "NORM", "input_layernorm"),
-    ("jamba", family_layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
+    ("jamba", layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
     ("jetmoe", "jetmoe.JetMoeDecoderLayer", "INPUT_NORM", "post_attention_layernorm"),
-    ("kimi_linear", decoder.HybridLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
-    ("lfm2", family_layers.Lfm2Layer, "_recur", lambda self, x, _: 0.9 * self.conv(hidden_states=x)),
+    ("kimi_linear", layers.HybridLayer, "_recur", lambda self, x, _: 0.9 * self.self_attn(hidden_states=x)),
+    ("lfm2", layers.Lfm2Layer, "_recur", lambda self, x, _: 0.9 * self.conv(hidden_states=x)),
     ("lfm2", "lfm2.Lfm2DecoderLayer", "INPUT_NORM", "ffn_norm"),
     ("lfm3", "lfm3.Lfm3DecoderLayer", "AFTER_FEED_FORWARD", "ffn_norm"),
-    ("minicpm3", decoder.ScaledLayer, "_of_attention", decoder.DecoderLayer._of_attention),
-    ("olmo_hybrid", family_layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.linear_attn(x)),
+    ("minicpm3", layers.ScaledLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    ("olmo_hybrid", layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.linear_attn(x)),
     ("vaultgemma", "vaultgemma.VaultGemmaDecoderLayer", "NORM", "input_layernorm"),
 ]
 

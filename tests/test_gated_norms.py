@@ -11,7 +11,7 @@ from cases import RecordCalls, normal
 from llama_models import distance, one_thread, rounding  # noqa: F401
 from torch import nn
 
-from liger_ext.models import norms
+from liger_ext.models.modules import norms
 from liger_ext.models.patches import patch_of
 
 SIZE = 48

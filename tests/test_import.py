@@ -1,8 +1,12 @@
 """What `import liger_ext` imports beside torch: nothing that takes long."""
 
+import ast
+from pathlib import Path
+
 import torch
 from cases import python
 
+import liger_ext
 from liger_ext.ops import _compile
 
 # Beside our own: of torch and of Python.
@@ -17,7 +21,7 @@ def test_import_is_light():
     )
     found = [name for name in said.splitlines()[-1].split() if not name.startswith(("liger_ext", *SMALL))]
     assert found == []
-    assert "liger_ext.ops.rope" in said.split() and "liger_ext.models.patch" not in said.split()
+    assert "liger_ext.ops.rope" in said.split() and "liger_ext.models.patching.swap" not in said.split()
 
 
 def test_flops_are_counted():
@@ -39,3 +43,30 @@ def test_decorators_are_torchs():
     assert vars(_compile.assume_constant_result(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
     name = "_torchdynamo_disable"
     assert getattr(_compile.outside_of_graphs(ours), name) == getattr(torch.compiler.disable(theirs), name)
+
+
+# Of liger_ext.models: what each may import, beside its own files. The last may import nothing of the others.
+ROOMS = {
+    "auto": {"families", "model_types", "patching"},
+    "families": {"llama", "model_types", "modules", "patches", "patching", "recognise"},
+    "patches": {"llama", "modules", "patching", "recognise"},
+    "llama": {"modules", "patching", "training"},
+    "modules": {"patching", "recognise", "training"},
+    "training": {"patching"},
+    "recognise": {"patching"},
+    "patching": set(),
+}
+
+
+def test_rooms_import_downwards():
+    """In functions as well: no import of a model's code waits for another one to be there."""
+    folder = Path(liger_ext.__file__).parent / "models"
+    for path in sorted(folder.rglob("*.py")):
+        room = path.relative_to(folder).with_suffix("").parts[0]
+        if room not in ROOMS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            rooms = {name.split(".")[2] for name in names if name.startswith("liger_ext.models.")}
+            assert rooms <= ROOMS[room] | {room}, path

@@ -22,9 +22,10 @@ from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
 import liger_ext
-from liger_ext.models import llama, mlp, patches
-from liger_ext.models.decoder import Attention
-from liger_ext.models.forwards import functions_read
+from liger_ext.models import llama, patches
+from liger_ext.models.modules import mlp
+from liger_ext.models.modules.decoder import Attention
+from liger_ext.models.patching.forwards import functions_read
 from liger_ext.models.recognise import known, reading
 
 # Classes that have, together, every digest of the tables that is of transformers 5.23.

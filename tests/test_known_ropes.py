@@ -11,9 +11,10 @@ from cases import RecordCalls, normal
 from family_models import assert_same, build, freeze_few, patched
 from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, step  # noqa: F401
 
-from liger_ext.models import decoder, rope
-from liger_ext.models.forwards import code_of, written_function
-from liger_ext.models.rope import known_rope
+from liger_ext.models.modules import decoder
+from liger_ext.models.modules.rope import known_rope
+from liger_ext.models.patching.forwards import written_function
+from liger_ext.models.recognise import known
 
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code, and fewer models")
 HALF_WIDTH = ("codegen", "deepseek_v2", "gpt_oss", "gptj", "llama4", "openai_privacy_filter")
@@ -101,9 +102,10 @@ def test_does_what_transformers_does(model_type):
     ],
 )
 def test_a_wrong_entry_would_be_found(monkeypatch, model_type, wrong):
-    codes = {code_of(theirs) for theirs, _ in known_ropes(model_type).values()}
-    changed = {code: wrong if code in codes else how for code, how in rope.ROPES.items()}
-    monkeypatch.setattr(rope, "ROPES", changed)
+    digests = {known.find_rope(theirs).digest for theirs, _ in known_ropes(model_type).values()}
+    entries = known.by_digest().items()
+    changed = {key: e._replace(options=wrong) if e.digest in digests else e for key, e in entries}
+    monkeypatch.setattr(known, "by_digest", lambda: changed)
     assert max(differences(model_type)) > 0.1
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import LlamaModel
 
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.models import layer
+from liger_ext.models.training import nodes as layer
 
 reentrant = pytest.mark.parametrize("use_reentrant", [True, False])
 # Before, a whole model calls its checkpoint function, not each layer.

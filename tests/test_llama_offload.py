@@ -5,7 +5,7 @@ import torch
 from llama_models import batch_of, build, patched, step
 from test_llama_checkpoint import MODELS, assert_same_bits, by_layer, checkpointed, reentrant
 
-from liger_ext.models import offload
+from liger_ext.models.training import offload
 
 
 @pytest.fixture

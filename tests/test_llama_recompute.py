@@ -15,7 +15,7 @@ from llama_models import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_ext.models.recompute import remade
+from liger_ext.models.training.recompute import remade
 
 LORA = {
     "": dict(target_modules="all-linear"),

@@ -12,7 +12,7 @@ from llama_models import distance, one_thread, rounding  # noqa: F401
 from torch import nn
 
 from liger_ext.functional import swiglu
-from liger_ext.models import mlp
+from liger_ext.models.modules import mlp
 from liger_ext.models.patches import patch_of
 
 SIZES = dict(hidden_size=32, intermediate_size=48, hidden_act="silu", mlp_bias=True)

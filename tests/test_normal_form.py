@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from liger_ext.models.patching import source
 from liger_ext.models.recognise import normal_form
 
 # Which functions of transformers are recognised by their code, roughly: by what they are called.
@@ -22,15 +23,24 @@ FUNCTIONS = re.compile(r"apply_rotary_|rotate_half|ForCausalLMLoss|fixed_cross_e
 METHODS = "forward", "_norm", "_apply_gate"
 STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 5
 DIGESTS = """
-import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("normal_form", sys.argv[1])
-form = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(form)
+import importlib.util, json, sys, types
+
+def load(name, path):  # without the package, which imports torch
+    for end in range(len(name.split(".")) - 1):
+        package = ".".join(name.split(".")[: end + 1])
+        sys.modules.setdefault(package, types.ModuleType(package))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+source = load("liger_ext.models.patching.source", sys.argv[3])
+form = load("liger_ext.models.recognise.normal_form", sys.argv[1])
 found = []
-for source in json.load(open(sys.argv[2])):
-    for normal in (lambda tree: tree, form.of_layer, form.of_head):
-        tree = normal(form.definition_in(source))
-        found.append(None if tree is None else form.digest(form.written(tree), *map(str, form.names_read(tree))))
+for text in json.load(open(sys.argv[2])):
+    for normal in (lambda tree: tree, form.of_layer, form.of_head, lambda tree: form.numbered(tree, {}, bool)):
+        tree = normal(source.definition_in(text))
+        found.append(None if tree is None else form.digest(form.written(tree), *map(str, source.names_read(tree))))
 print(json.dumps(found))
 """
 
@@ -65,7 +75,7 @@ def sources_of_transformers() -> list[str]:
 
 
 def digests(python: str, corpus: Path) -> list[str | None]:
-    arguments = [python, "-c", DIGESTS, normal_form.__file__, str(corpus)]
+    arguments = [python, "-c", DIGESTS, normal_form.__file__, str(corpus), source.__file__]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -128,7 +138,7 @@ def test_what_matters(old, new):
 
 
 def test_what_is_called_elsewhere():
-    assert normal_form.names_read(normal_form.definition_in(PLAIN)) == (["h"], ["g"])
+    assert source.names_read(source.definition_in(PLAIN)) == (["h"], ["g"])
 
 
 def test_a_line_at_another_place_is_another_difference():
@@ -137,5 +147,5 @@ def test_a_line_at_another_place_is_another_difference():
     assert len(differences) == 3
 
 
-def written(source: str) -> str:
-    return normal_form.written(normal_form.definition_in(source))
+def written(text: str) -> str:
+    return normal_form.written(source.definition_in(text))

@@ -11,7 +11,7 @@ import torch
 from llama_models import TRANSFORMERS, batch_of, build, checkpoint_layers, one_thread, patched, step  # noqa: F401
 from torch import nn
 
-from liger_ext.models.loss import CACHES
+from liger_ext.models.modules.loss import CACHES
 
 LOGITS = r"no logits: .*model\(\.\.\., skip_logits=False\)"
 CACHE = r"no (past_key_values|cache): .*model\(\.\.\., use_cache=True\)"

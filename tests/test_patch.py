@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 import liger_ext
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.models import forwards
+from liger_ext.models.patching import forwards
 
 PATCHED = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
 if hasattr(modeling_llama, "create_causal_mask"):  # before it, torch.compile got no mask in training

@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.models import classes, head, llama
+from liger_ext.models import llama
+from liger_ext.models.modules import head
+from liger_ext.models.patching import classes
 
 MODULES = {
     "model": lambda model: model,

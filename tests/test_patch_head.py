@@ -5,7 +5,7 @@ import torch
 from llama_models import VOCAB, batch_of, build, compare, lora, one_thread, ops, patched  # noqa: F401
 from torch import nn
 
-from liger_ext.models.head import Linear, loss_caller
+from liger_ext.models.modules.head import Linear, loss_caller
 from liger_ext.ops._loss_plan import SMALLEST
 
 

@@ -25,7 +25,7 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
 from liger_ext.models import llama
-from liger_ext.models.patch import is_plain_linear
+from liger_ext.models.patching.swap import is_plain_linear
 
 peft = pytest.importorskip("peft")
 

@@ -22,9 +22,9 @@ from liger_ext import (
     apply_liger_kernel_to_qwen2,
     compat,
 )
-from liger_ext.models.calls import is_patch
-from liger_ext.models.decoder import DecoderLayer
-from liger_ext.models.mlp import MLP
+from liger_ext.models.modules.decoder import DecoderLayer
+from liger_ext.models.modules.mlp import MLP
+from liger_ext.models.patching.calls import is_patch
 
 run = test_trainer.run
 TYPES = "x", "llama"  # of its own; Llama's

@@ -12,7 +12,7 @@ from llama_models import TRANSFORMERS, batch_of, one_thread, step  # noqa: F401
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from liger_ext.models import loss
+from liger_ext.models.modules import loss
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="the families are in the newest")
 FAMILIES = "granite", "cohere2", "falcon_h1"

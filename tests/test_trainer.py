@@ -77,7 +77,7 @@ def run(tmp_path, device, monkeypatch):
 
 
 def parameters(model):
-    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    return torch.cat([p.detach().cpu().double().flatten() for p in model.parameters()])
 
 
 def assert_same(found, expected, start, tolerance=1e-4):

@@ -13,7 +13,7 @@ from test_trl import of_trl, tokenizer  # noqa: F401
 from transformers import DataCollatorWithFlattening
 
 from liger_ext import apply_liger_kernel_to_instance
-from liger_ext.models.causal_lm import CausalLM
+from liger_ext.models.modules.causal_lm import CausalLM
 
 run, run_trl = test_trainer.run, test_trl.run
 

@@ -9,12 +9,12 @@ import functools
 import torch
 from torch import nn
 
-from liger_ext.models import mlp, norms
-from liger_ext.models.calls import has_known_methods
-from liger_ext.models.patch import is_plain_tensor
+from liger_ext.models.modules import mlp, norms
+from liger_ext.models.modules.rope import known_rope
 from liger_ext.models.patches import patch_of
-from liger_ext.models.rope import known_rope
-from liger_ext.models.warn import warn
+from liger_ext.models.patching.calls import has_known_methods
+from liger_ext.models.patching.swap import is_plain_tensor
+from liger_ext.models.patching.warn import warn
 from liger_ext.ops._compile import assume_constant_result
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import liger_ext
 from liger_ext.models.model_types import FUNCTION_OF
-from liger_ext.models.patch import PatchHandle
+from liger_ext.models.patching.swap import PatchHandle
 
 NAME = "liger_kernel"
 # Upstream's version whose names and arguments these are.

@@ -2,8 +2,8 @@
 behaviour, and the loss for forward functions that callers write themselves.
 
 A patch function here takes None for a switch that is off, has upstream's signature (callers read it), and gives models
-whose ``output.logits`` is None where no logits were computed (`liger_ext.models.as_liger_kernel`). A model that is
-patched already keeps its options, and the log (``logging.getLogger("liger_ext")``) says so.
+whose ``output.logits`` is None where no logits were computed (`modules.as_liger_kernel` there). A model that is patched
+already keeps its options, and the log (``logging.getLogger("liger_ext")``) says so.
 """
 
 import functools
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models import auto, families
-from liger_ext.models.as_liger_kernel import current_fused_loss
-from liger_ext.models.loss import VALUE_OPTIONS, LigerCausalLMOutputWithPast, shift
 from liger_ext.models.model_types import FUNCTION_OF
-from liger_ext.models.patch import PatchHandle, is_fsdp1
+from liger_ext.models.modules.as_liger_kernel import current_fused_loss
+from liger_ext.models.modules.loss import VALUE_OPTIONS, LigerCausalLMOutputWithPast, shift
+from liger_ext.models.patching.swap import PatchHandle, is_fsdp1
 
 __all__ = [
     "MODEL_TYPE_TO_APPLY_LIGER_FN",

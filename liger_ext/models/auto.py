@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from liger_ext.models.families import check_model, holds, holds_known_code, patch_function, type_of
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF
-from liger_ext.models.patch import PatchHandle
-from liger_ext.models.warn import warn
+from liger_ext.models.patching.swap import PatchHandle
+from liger_ext.models.patching.warn import warn
 
 
 def supported_model_types() -> tuple[str, ...]:

@@ -18,21 +18,79 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models import llama
-from liger_ext.models.as_liger_kernel import mark
-from liger_ext.models.causal_lm import CausalLM, CausalLMInside
-from liger_ext.models.classes import stock_class, written_class
-from liger_ext.models.decoder import Attention, DecoderLayer
-from liger_ext.models.experts import Experts
-from liger_ext.models.head import Linear, heads_of
-from liger_ext.models.loss import MEMORY_LEVELS, causal_lm_cross_entropy
-from liger_ext.models.mlp import MLP
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, UNITS, folder_of
-from liger_ext.models.names import MODELS, class_of
-from liger_ext.models.norms import LayerNorm, Norm
-from liger_ext.models.patch import PatchHandle, on_construction, swap_classes
+from liger_ext.models.modules.as_liger_kernel import mark
+from liger_ext.models.modules.causal_lm import CausalLM, CausalLMInside
+from liger_ext.models.modules.decoder import Attention, DecoderLayer
+from liger_ext.models.modules.experts import Experts
+from liger_ext.models.modules.head import Linear, heads_of
+from liger_ext.models.modules.loss import MEMORY_LEVELS, causal_lm_cross_entropy
+from liger_ext.models.modules.mlp import MLP
+from liger_ext.models.modules.norms import LayerNorm, Norm
 from liger_ext.models.patches import is_left_alone, patch_of, patch_of_llamas, stock_classes
+from liger_ext.models.patching.classes import stock_class, written_class
+from liger_ext.models.patching.names import MODELS, class_of
+from liger_ext.models.patching.swap import PatchHandle, on_construction, swap_classes
+from liger_ext.models.patching.warn import warn
 from liger_ext.models.recognise.known import ENDS, knows_loss
-from liger_ext.models.warn import warn
+
+
+def apply_liger_kernel_to_llama(
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    swiglu: bool = True,
+    model: nn.Module | None = None,
+    *,
+    fused_add_rms_norm: bool = True,
+    memory: str | None = None,
+) -> PatchHandle:
+    """Makes Hugging Face Llama train with liger_ext: one model, or all that are built from now on.
+
+    Every Llama model is covered: causal LM, the classifiers and question answering (whose own heads stay as they are),
+    the bare LlamaModel, and a Llama inside another module (PEFT, DDP, FSDP2, ...). Nothing global is replaced.
+    Whatever is asked for, `LlamaModel` is patched as well: it makes no mask under torch.compile where none is needed.
+
+    Args:
+        rope: rotary position embedding.
+        cross_entropy: the loss from logits. Excludes `fused_linear_cross_entropy`.
+        fused_linear_cross_entropy: language-model head and loss in one; see `LlamaForCausalLM.forward`.
+        rms_norm: all RMSNorms.
+        swiglu: the MLPs' activation. Models with another `hidden_act` than SiLU and GELU keep theirs.
+        model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
+            `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
+            Of several such calls the last one counts.
+        fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.
+        memory: how much a training step keeps for its backward. None: the level that a patched model has, or `"auto"`.
+            `"fast"`: what transformers' modules keep. `"auto"`: without what is made again at little cost,
+            the norms' outputs and silu(gate) * up; the fused loss has an `"auto"` of its own. `"low"`: the outputs of
+            gate and up are made again, too, by a second run of their matmuls, and on a GPU the logits exist in chunks
+            of a quarter of the head's gradient in fp32. `"min"`: the chunks are half as large, and with gradient
+            checkpointing (transformers 4.53 on) the layers' inputs wait in pinned host memory, which must be large
+            enough. Results are the same. The levels need `fused_add_rms_norm`, `swiglu` for the MLP's share and `rope`
+            for the attention's. The argument `memory` of a model's forward is that of its loss alone.
+
+    Returns:
+        A handle, whose `.revert()` undoes the patch. As a context manager it reverts at the end.
+
+    Raises:
+        ValueError: both cross entropies are asked for, `model` holds no Llama, `memory` is another word, or `model` is
+            patched already, with other options. With the same ones a second call changes the level of memory alone.
+        TypeError: `model` is no module, or a switch is neither True nor False (1, 0 and numpy's are neither).
+        ImportError: transformers is older than 4.51.3.
+    """
+    return apply(
+        "llama",
+        model=model,
+        memory=memory,
+        rope=rope,
+        cross_entropy=cross_entropy,
+        fused_linear_cross_entropy=fused_linear_cross_entropy,
+        rms_norm=rms_norm,
+        swiglu=swiglu,
+        fused_add_rms_norm=fused_add_rms_norm,
+    )
 
 
 def apply(
@@ -185,7 +243,12 @@ def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
         return [module for module in taken if written_class(type(module), stock) in (stock, patch)]
     if issubclass(patch, MLP | Experts):
         return [module for module in taken if patch.unit_of(module) is not None]
-    return [m for m in taken if _is_norm(getattr(m, patch.NORM, None))] if issubclass(patch, DecoderLayer) else taken
+    if issubclass(patch, DecoderLayer):
+        norms = {module: getattr(module, patch.NORM, None) for module in taken}
+        one_of_each = {type(norm): norm for norm in norms.values()}
+        ours = {cls for cls, norm in one_of_each.items() if _is_norm(norm)}
+        return [module for module, norm in norms.items() if type(norm) in ours]
+    return taken
 
 
 def _is_norm(module: object) -> bool:
@@ -224,10 +287,10 @@ def patch_function(model_type: str, as_liger_kernel: bool = False) -> Callable[.
     """
     family = FUNCTION_OF.get(model_type, model_type)
     if family == "llama" and not as_liger_kernel:
-        return llama.apply_liger_kernel_to_llama
+        return apply_liger_kernel_to_llama
     taken = FAMILIES.get(family, ())
     unit = next((name for name in UNITS if name in taken), "swiglu")
-    signature = inspect.signature(llama.apply_liger_kernel_to_llama)
+    signature = inspect.signature(apply_liger_kernel_to_llama)
     parameters = {unit if name == "swiglu" else name: p for name, p in signature.parameters.items()}
     if "layer_norm" in taken:
         parameters["layer_norm"] = parameters["rms_norm"]

@@ -1,4 +1,4 @@
-"""What patching Llama means: which module does what differently. `liger_ext.models.patch` is the mechanism.
+"""What patching Llama means: which module does what differently. `liger_ext.models.patching.swap` is the mechanism.
 
 Each class here replaces the class of the same name in transformers, by a swap on the instance, and is importable under
 that name: a patched model pickles, and is saved with the names of the original classes.
@@ -12,16 +12,16 @@ from transformers import modeling_utils
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
-from liger_ext.models.calls import exports_onnx
-from liger_ext.models.causal_lm import CausalLM
-from liger_ext.models.decoder import Attention, DecoderLayer
-from liger_ext.models.embedding import embedding, is_one_op
-from liger_ext.models.forwards import definition_of, written_function
-from liger_ext.models.mlp import MLP
-from liger_ext.models.norms import RMSNorm
-from liger_ext.models.patch import PatchHandle, copy_forward, stands_in
-from liger_ext.models.recognise.normal_form import find_calls
-from liger_ext.models.rope import rope_for
+from liger_ext.models.modules.causal_lm import CausalLM
+from liger_ext.models.modules.decoder import Attention, DecoderLayer
+from liger_ext.models.modules.mlp import MLP
+from liger_ext.models.modules.norms import RMSNorm
+from liger_ext.models.modules.rope import rope_for
+from liger_ext.models.patching.calls import exports_onnx
+from liger_ext.models.patching.forwards import definition_of, written_function
+from liger_ext.models.patching.source import find_calls
+from liger_ext.models.patching.swap import copy_forward, replaces
+from liger_ext.models.training.embedding import embedding, is_one_op
 
 try:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, sdpa_mask  # 4.53 on
@@ -33,7 +33,7 @@ _MODEL = inspect.signature(modeling_llama.LlamaModel.forward)
 _MODEL_NAMES = tuple(_MODEL.parameters)[1:]
 
 
-@stands_in(modeling_llama)
+@replaces(modeling_llama)
 class LlamaModel(modeling_llama.LlamaModel):
     """Gives attention no mask when there is nothing to mask but the future, which sdpa knows.
 
@@ -96,86 +96,26 @@ _USES_OF_IDS = (
 )
 
 
-@stands_in(modeling_llama)
+@replaces(modeling_llama)
 class LlamaRMSNorm(RMSNorm, modeling_llama.LlamaRMSNorm):
     forward = RMSNorm.forward
 
 
-@stands_in(modeling_llama)
+@replaces(modeling_llama)
 class LlamaMLP(MLP, modeling_llama.LlamaMLP):
     forward = MLP.forward
 
 
-@stands_in(modeling_llama, apply_rotary_pos_emb=rope_for(written_function(modeling_llama.apply_rotary_pos_emb)))
+@replaces(modeling_llama, apply_rotary_pos_emb=rope_for(written_function(modeling_llama.apply_rotary_pos_emb)))
 class LlamaAttention(Attention, modeling_llama.LlamaAttention):
     pass
 
 
-@stands_in(modeling_llama)
+@replaces(modeling_llama)
 class LlamaDecoderLayer(DecoderLayer, modeling_llama.LlamaDecoderLayer):
     pass
 
 
-@stands_in(modeling_llama, (loss_utils, "fixed_cross_entropy"))
+@replaces(modeling_llama, (loss_utils, "fixed_cross_entropy"))
 class LlamaForCausalLM(CausalLM, modeling_llama.LlamaForCausalLM):
     pass
-
-
-def apply_liger_kernel_to_llama(
-    rope: bool = True,
-    cross_entropy: bool = False,
-    fused_linear_cross_entropy: bool = True,
-    rms_norm: bool = True,
-    swiglu: bool = True,
-    model: nn.Module | None = None,
-    *,
-    fused_add_rms_norm: bool = True,
-    memory: str | None = None,
-) -> PatchHandle:
-    """Makes Hugging Face Llama train with liger_ext: one model, or all that are built from now on.
-
-    Every Llama model is covered: causal LM, the classifiers and question answering (whose own heads stay as they are),
-    the bare LlamaModel, and a Llama inside another module (PEFT, DDP, FSDP2, ...). Nothing global is replaced.
-    Whatever is asked for, `LlamaModel` is patched as well: it makes no mask under torch.compile where none is needed.
-
-    Args:
-        rope: rotary position embedding.
-        cross_entropy: the loss from logits. Excludes `fused_linear_cross_entropy`.
-        fused_linear_cross_entropy: language-model head and loss in one; see `LlamaForCausalLM.forward`.
-        rms_norm: all RMSNorms.
-        swiglu: the MLPs' activation. Models with another `hidden_act` than SiLU and GELU keep theirs.
-        model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
-            `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
-            Of several such calls the last one counts.
-        fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.
-        memory: how much a training step keeps for its backward. None: the level that a patched model has, or `"auto"`.
-            `"fast"`: what transformers' modules keep. `"auto"`: without what is made again at little cost,
-            the norms' outputs and silu(gate) * up; the fused loss has an `"auto"` of its own. `"low"`: the outputs of
-            gate and up are made again, too, by a second run of their matmuls, and on a GPU the logits exist in chunks
-            of a quarter of the head's gradient in fp32. `"min"`: the chunks are half as large, and with gradient
-            checkpointing (transformers 4.53 on) the layers' inputs wait in pinned host memory, which must be large
-            enough. Results are the same. The levels need `fused_add_rms_norm`, `swiglu` for the MLP's share and `rope`
-            for the attention's. The argument `memory` of a model's forward is that of its loss alone.
-
-    Returns:
-        A handle, whose `.revert()` undoes the patch. As a context manager it reverts at the end.
-
-    Raises:
-        ValueError: both cross entropies are asked for, `model` holds no Llama, `memory` is another word, or `model` is
-            patched already, with other options. With the same ones a second call changes the level of memory alone.
-        TypeError: `model` is no module, or a switch is neither True nor False (1, 0 and numpy's are neither).
-        ImportError: transformers is older than 4.51.3.
-    """
-    from liger_ext.models.families import apply  # made of the classes above
-
-    return apply(
-        "llama",
-        model=model,
-        memory=memory,
-        rope=rope,
-        cross_entropy=cross_entropy,
-        fused_linear_cross_entropy=fused_linear_cross_entropy,
-        rms_norm=rms_norm,
-        swiglu=swiglu,
-        fused_add_rms_norm=fused_add_rms_norm,
-    )

@@ -16,16 +16,16 @@ from torch import nn
 from transformers.loss import loss_utils
 
 from liger_ext.models import llama
-from liger_ext.models.calls import is_patch
-from liger_ext.models.causal_lm import CausalLM, CausalLMInside
-from liger_ext.models.classes import inherits_forward, pickled_as
-from liger_ext.models.decoder import Attention, DecoderLayer
-from liger_ext.models.forwards import with_arguments
-from liger_ext.models.names import MODELS, REMOTE, name_of
-from liger_ext.models.patch import find_replacements, stands_in
+from liger_ext.models.modules.causal_lm import CausalLM, CausalLMInside
+from liger_ext.models.modules.decoder import Attention, DecoderLayer
+from liger_ext.models.modules.rope import known_rope
+from liger_ext.models.patching.calls import is_patch
+from liger_ext.models.patching.classes import inherits_forward, pickled_as
+from liger_ext.models.patching.forwards import with_arguments
+from liger_ext.models.patching.names import MODELS, REMOTE, name_of
+from liger_ext.models.patching.swap import find_replacements, replaces
 from liger_ext.models.recognise.known import Entry, look_up, ropes_in
 from liger_ext.models.recognise.reading import code_read
-from liger_ext.models.rope import known_rope
 
 
 def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
@@ -67,7 +67,7 @@ def _kind_of(entry: Entry) -> type | None:
     if entry.replacement is None:
         return None
     module, name = entry.replacement.split(".")
-    return getattr(importlib.import_module(f"liger_ext.models.{module}"), name)
+    return getattr(importlib.import_module(f"liger_ext.models.modules.{module}"), name)
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, o
     if cls.__module__.startswith(REMOTE):
         pickled_as(patch, _patch_or_class, cls)
     others = ((loss_utils, "fixed_cross_entropy"),) if issubclass(kind, CausalLM | CausalLMInside) else ()
-    return stands_in(sys.modules[cls.__module__], *others, **recognise(cls).functions)(patch)
+    return replaces(sys.modules[cls.__module__], *others, **recognise(cls).functions)(patch)
 
 
 def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -6,7 +6,7 @@ An entry has
   "layer" or a "head" (how it differs from Llama's of the same version), Llama's own "llama layer" and "llama head",
   the "loss", a "rope" (the function that applies rotary embeddings), an "activation" (its constructor and `forward`);
 - `digest`: of the normal form;
-- `replacement`: the class or function that does the same: "norms.RMSNorm" is in `liger_ext.models.norms`. null: the
+- `replacement`: the class or function that does the same: "norms.RMSNorm" is in `liger_ext.models.modules`. null: the
   code is known, and nothing of it can be fused; `note` gives the reason;
 - `attributes`: the attributes of `self` in the order of their first use. A word in capitals is an attribute of the
   replacement, to which the name in the class that is read is bound (EPS becomes "variance_epsilon"); any other must be
@@ -26,7 +26,8 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
-from liger_ext.models.forwards import definition_of, written_function
+from liger_ext.models.patching.forwards import definition_of, written_function
+from liger_ext.models.patching.source import names_read
 from liger_ext.models.recognise import normal_form
 from liger_ext.models.recognise.reading import Form, code_read, form_by_code, form_of, form_of_head, form_of_layer
 
@@ -109,7 +110,7 @@ def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:
     definition = definition_of(cls.forward)
     if definition is None or definition.decorator_list:
         return {}
-    names = [name for name in normal_form.names_read(definition)[0] if name.startswith("apply_rotary_")]
+    names = [name for name in names_read(definition)[0] if name.startswith("apply_rotary_")]
     entries = {name: find_rope(vars(sys.modules[cls.__module__]).get(name)) for name in names}
     return {name: entry for name, entry in entries.items() if entry is not None}
 

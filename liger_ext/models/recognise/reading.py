@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_ext.models.forwards import called_by, definition_of, functions_read
+from liger_ext.models.patching.forwards import called_by, definition_of, functions_read
 from liger_ext.models.recognise import normal_form
 
 

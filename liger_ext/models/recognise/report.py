@@ -16,7 +16,7 @@ from typing import NamedTuple
 import transformers
 from torch import nn
 
-from liger_ext.models.forwards import definition_of
+from liger_ext.models.patching.forwards import definition_of
 from liger_ext.models.recognise.known import ENDS, Entry, entries, find, forms_of, ropes_in
 from liger_ext.models.recognise.reading import Form
 

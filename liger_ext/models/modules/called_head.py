@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
-from liger_ext.models.calls import is_called_bare
+from liger_ext.models.patching.calls import is_called_bare
 from liger_ext.ops._checks import accumulator
 from liger_ext.ops._loss_devices import device_of
 from liger_ext.ops._loss_plan import Call, rows_of_logits

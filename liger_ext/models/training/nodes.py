@@ -16,7 +16,7 @@ matmuls, not by kernels of their own. The forward's results have the bits that t
 backward are the same at each level, but for the weights' gradients of tiles, which are summed in fp32. No saved tensor
 is written: a graph may be used twice.
 
-In a checkpoint of the whole layer (`liger_ext.models.checkpoint`) "low" is also the fastest: the second forward, which
+In a checkpoint of the whole layer (`training.checkpoint`) "low" is also the fastest: the second forward, which
 is there for what the backward needs, ends before the MLP.
 """
 
@@ -31,8 +31,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from liger_ext import _C
-from liger_ext.models.graph_ops import op_of_graphs, without_autocast
-from liger_ext.models.linear import (
+from liger_ext.models.patching.calls import is_exported
+from liger_ext.models.patching.swap import is_plain_tensor
+from liger_ext.models.training.graph_ops import op_of_graphs, without_autocast
+from liger_ext.models.training.linear import (
     PARAMETERS,
     Parts,
     by_layer,
@@ -42,8 +44,6 @@ from liger_ext.models.linear import (
     parameters_of,
     reads_input,
 )
-from liger_ext.models.patch import is_plain_tensor
-from liger_ext.models.recompute import is_exported
 from liger_ext.ops._checks import CASTING_MODES
 from liger_ext.ops._register import applied
 
@@ -64,7 +64,7 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[Parts], memory: str) 
 
     Args:
         x: (..., hidden_size).
-        norm: an RMSNorm, of `liger_ext.models.norms`.
+        norm: an RMSNorm, of `liger_ext.models.modules.norms`.
         linears: what `fused_linears` makes of layers of hidden_size columns.
         memory: one of the levels above.
     """

@@ -9,10 +9,10 @@ from torch import nn
 from transformers import activations
 
 from liger_ext import functional
-from liger_ext.models.calls import exports_onnx, only_forward_runs
+from liger_ext.models.patching.calls import exports_onnx, only_forward_runs
 from liger_ext.models.recognise.known import find
 from liger_ext.models.recognise.reading import Form, form_of
-from liger_ext.models.recompute import recomputed, remade
+from liger_ext.models.training.recompute import recomputed, remade
 
 
 def _known_as(cls: type[nn.Module]) -> str | None:

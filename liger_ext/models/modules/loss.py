@@ -13,12 +13,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
-from liger_ext.models.called_head import loss_in_chunks, rows_at_a_time, scaled
-from liger_ext.models.forwards import describe
-from liger_ext.models.head import device_of, loss_caller
-from liger_ext.models.names import class_of, name_of
-from liger_ext.models.patch import is_plain_tensor
-from liger_ext.models.warn import warn
+from liger_ext.models.modules.called_head import loss_in_chunks, rows_at_a_time, scaled
+from liger_ext.models.modules.head import device_of, loss_caller
+from liger_ext.models.patching.forwards import describe
+from liger_ext.models.patching.names import class_of, name_of
+from liger_ext.models.patching.swap import is_plain_tensor
+from liger_ext.models.patching.warn import warn
 from liger_ext.ops._checks import class_targets
 
 # Arguments of a model's forward for the loss: what changes its value, what is returned with it, how it is made.

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from liger_ext import functional
-from liger_ext.models.calls import exports_onnx
-from liger_ext.models.forwards import written_function
+from liger_ext.models.patching.calls import exports_onnx
+from liger_ext.models.patching.forwards import written_function
 from liger_ext.models.recognise.known import find_rope
 
 

@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_ext import functional
 from liger_ext.functional import LogProbsOutput
-from liger_ext.models.called_head import rows_at_a_time, scaled
-from liger_ext.models.head import loss_caller
-from liger_ext.models.loss import VALUE_OPTIONS, row_targets, shift, softcapped, warn_if_replaced
-from liger_ext.models.patch import is_plain_tensor
+from liger_ext.models.modules.called_head import rows_at_a_time, scaled
+from liger_ext.models.modules.head import loss_caller
+from liger_ext.models.modules.loss import VALUE_OPTIONS, row_targets, shift, softcapped, warn_if_replaced
+from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.ops._checks import accumulator
 
 _FLAGS = "return_log_probs", "return_entropy"

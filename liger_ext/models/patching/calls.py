@@ -14,10 +14,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from liger_ext.models.forwards import find_foreign, methods_called
-from liger_ext.models.names import REMOTE
-from liger_ext.models.recompute import is_exported
+from liger_ext.models.patching.forwards import find_foreign, methods_called
+from liger_ext.models.patching.names import REMOTE
 from liger_ext.ops._compile import assume_constant_result
+
+
+def is_exported() -> bool:
+    """Whether torch.export makes the graph; `torch.compiler.is_exporting()` is True in every one before torch 2.14."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def exports_onnx() -> bool:

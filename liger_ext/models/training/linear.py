@@ -1,4 +1,4 @@
-"""Linear layers as the nodes of `liger_ext.models.layer` run them: plain ones, and PEFT's with a LoRA adapter.
+"""Linear layers as the nodes of `liger_ext.models.training.nodes` run them: plain ones, and PEFT's with a LoRA adapter.
 
 With LoRA (arXiv:2106.09685) a layer's result is ``x W^T + b + scaling * (x A^T) B^T``. The second product adds to the
 first where that lies, so that no tensor of the result's size is made for it, scaled, added or cast by kernels of their
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from liger_ext.models.calls import only_forward_runs
-from liger_ext.models.patch import is_plain_linear, is_plain_tensor
+from liger_ext.models.patching.calls import only_forward_runs
+from liger_ext.models.patching.swap import is_plain_linear, is_plain_tensor
 
 PARAMETERS = 4
 _PEFTS = "peft.tuners.lora.layer"  # the module of LoRA's layers

@@ -10,12 +10,12 @@ Why classes and not bound methods or module globals:
 Models built later are patched by the same swap, at the end of their constructor (`on_construction`): `Class(config)`,
 `from_config` and `from_pretrained` all come through it, in every version of transformers.
 
-Other code replaces things, too, and what it does is kept or named (`liger_ext.models.forwards` looks at functions):
+Other code replaces things, too, and what it does is kept or named (`patching.forwards` looks at functions):
 
 - A `forward` or a global that it has put in place of transformers' own is not hidden by ours: that patch is not made.
 - A wrapper that it has put on an instance's `forward` follows when the class is swapped, if it can be seen through.
 
-Other libraries swap classes as well, FSDP2 among them: `liger_ext.models.classes` says how a patch goes below theirs.
+Other libraries swap classes as well, FSDP2 among them: `patching.classes` says how a patch goes below theirs.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from liger_ext.models.calls import exports_onnx, know_forward, only_forward_runs
-from liger_ext.models.classes import inherits_forward, stock_class, with_ancestor, with_patch, written_class
-from liger_ext.models.forwards import describe, find_foreign, leads_to, methods_called, rewrap, with_globals
-from liger_ext.models.warn import warn
+from liger_ext.models.patching.calls import exports_onnx, know_forward, only_forward_runs
+from liger_ext.models.patching.classes import inherits_forward, stock_class, with_ancestor, with_patch, written_class
+from liger_ext.models.patching.forwards import describe, find_foreign, leads_to, methods_called, rewrap, with_globals
+from liger_ext.models.patching.warn import warn
 
 
 class PatchHandle(contextlib.ExitStack[None]):
@@ -70,13 +70,13 @@ class PatchHandle(contextlib.ExitStack[None]):
 _ABSENT = object()
 
 
-def stands_in(
+def replaces(
     module: types.ModuleType, *others: tuple[types.ModuleType, str], **replacements: object
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """A decorator of patches: each is a subclass of a class of `module`, has its name, and stands in for its `forward`.
+    """A decorator of patches: each is a subclass of a class of `module`, has its name, and replaces its `forward`.
 
     With `replacements`, the patch's `forward` is the base's own, in which these names of `module` mean something else.
-    What the patch stands in for is remembered, with the functions `others` (a module and a name in it each), whose work
+    What the patch replaces is remembered, with the functions `others` (a module and a name in it each), whose work
     it does as well, so that `swap_classes` knows when other code has replaced it.
     """
 

@@ -1,10 +1,9 @@
 """Results that cost little to make again, and that their consumers then need not keep for the backward.
 
 Linear layers keep their inputs: the norms' outputs, and the MLP's h = silu(gate) * up. Under torch.compile a checkpoint
-around the op says that it runs again (`recomputed`). Without it `liger_ext.models.layer` has nodes of the graph that
-keep less; where layers are not ours to change (LoRA, quantised weights, hooks), saved-tensor hooks around their call
-recognise the result, whoever saves it, and keep how to make it (`remade`). A module's `liger_memory` of "fast" switches
-both off.
+around the op says that it runs again (`recomputed`). Without it `training.nodes` has nodes of the graph that keep less.
+Where layers are not ours to change (LoRA, quantised weights, hooks), saved-tensor hooks around their call recognise the
+result, whoever saves it, and keep how to make it (`remade`). A module's `liger_memory` of "fast" switches both off.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from torch._C._autograd import _saved_tensors_hooks_is_enabled
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-
-def is_exported() -> bool:
-    """Whether torch.export makes the graph; `torch.compiler.is_exporting()` is True in every one before torch 2.14."""
-    return getattr(torch.compiler, "_is_exporting_flag", False)
+from liger_ext.models.patching.calls import is_exported
 
 
 def in_training_graph(training: bool) -> bool:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules import linear
 from torch.nn.modules.module import _has_any_global_hook
 
-from liger_ext.models.calls import call_is_torchs, hooks_of, only_forward_runs
-from liger_ext.models.patch import derives_from, is_fsdp1, linear_is_torchs, stands_in
+from liger_ext.models.patching.calls import call_is_torchs, hooks_of, only_forward_runs
+from liger_ext.models.patching.swap import derives_from, is_fsdp1, linear_is_torchs, replaces
 
 # loss(hidden_states, weight, bias) -> tensors
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]
@@ -22,7 +22,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]
 _KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.", "accelerate.")
 
 
-@stands_in(linear)
+@replaces(linear)
 class Linear(nn.Linear):
     def forward(self, input: torch.Tensor, loss: Loss | None = None) -> torch.Tensor | tuple:
         """`loss`: what is to be made of the logits, without them."""

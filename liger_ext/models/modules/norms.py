@@ -8,9 +8,9 @@ from torch.nn.modules import normalization
 from transformers.activations import ACT2FN
 
 from liger_ext import functional
-from liger_ext.models.calls import exports_onnx, has_known_methods, only_forward_runs
-from liger_ext.models.patch import is_plain_tensor, stands_in
-from liger_ext.models.recompute import recomputed
+from liger_ext.models.patching.calls import exports_onnx, has_known_methods, only_forward_runs
+from liger_ext.models.patching.swap import is_plain_tensor, replaces
+from liger_ext.models.training.recompute import recomputed
 
 
 class Norm:
@@ -216,7 +216,7 @@ class LayerNorm1P(Norm):
         return recomputed(self, functional.layer_norm, input, self.weight + self.OFFSET, self.bias, self._eps())
 
 
-@stands_in(normalization)
+@replaces(normalization)
 class LayerNorm(nn.LayerNorm):
     """torch's own, of the towers that look at images."""
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_ext.models.calls import only_forward_runs
-from liger_ext.models.graph_ops import op_of_graphs
-from liger_ext.models.patch import is_plain_tensor
-from liger_ext.models.recompute import in_training_graph
+from liger_ext.models.patching.calls import only_forward_runs
+from liger_ext.models.patching.swap import is_plain_tensor
+from liger_ext.models.training.graph_ops import op_of_graphs
+from liger_ext.models.training.recompute import in_training_graph
 
 
 def is_one_op(module: nn.Module, training: bool) -> bool:

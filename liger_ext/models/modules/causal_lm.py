@@ -12,12 +12,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils import can_return_tuple
 
-from liger_ext.models.as_liger_kernel import fused_loss_of, output_class
-from liger_ext.models.called_head import scaled
-from liger_ext.models.calls import exports_onnx
-from liger_ext.models.forwards import text_of
-from liger_ext.models.log_probs import fused_log_probs, log_probs_of_logits, take_options
-from liger_ext.models.loss import (
+from liger_ext.models.modules.as_liger_kernel import fused_loss_of, output_class
+from liger_ext.models.modules.called_head import scaled
+from liger_ext.models.modules.log_probs import fused_log_probs, log_probs_of_logits, take_options
+from liger_ext.models.modules.loss import (
     CACHES,
     FUSED_OPTIONS,
     OUTPUT_OPTIONS,
@@ -33,7 +31,9 @@ from liger_ext.models.loss import (
     shift,
     softcapped,
 )
-from liger_ext.models.patch import Mixin
+from liger_ext.models.patching.calls import exports_onnx
+from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.swap import Mixin
 from liger_ext.models.recognise.normal_form import MODEL_CALL, OWN_ARGUMENTS, renamed
 from liger_ext.ops._loss_plan import Level
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from liger_ext.models.forwards import find_foreign
-from liger_ext.models.offload import inputs_on_host
+from liger_ext.models.patching.forwards import find_foreign
+from liger_ext.models.training.offload import inputs_on_host
 
 _current: contextvars.ContextVar[_Region | None] = contextvars.ContextVar("region", default=None)
 

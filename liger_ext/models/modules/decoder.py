@@ -16,15 +16,15 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from liger_ext import functional
-from liger_ext.models.calls import only_forward_runs
-from liger_ext.models.checkpoint import counting_runs, run_of
-from liger_ext.models.forwards import definition_of, find_foreign, text_of
-from liger_ext.models.layer import adapted, fused_linears, norm_linears, norm_mlp
-from liger_ext.models.mlp import MLP, has_silu, only_activation_runs
-from liger_ext.models.norms import RMSNorm, is_plain_rms_norm
-from liger_ext.models.patch import Mixin
-from liger_ext.models.recognise.normal_form import find_calls
-from liger_ext.models.recompute import recomputed, remade
+from liger_ext.models.modules.mlp import MLP, has_silu, only_activation_runs
+from liger_ext.models.modules.norms import RMSNorm, is_plain_rms_norm
+from liger_ext.models.patching.calls import only_forward_runs
+from liger_ext.models.patching.forwards import definition_of, find_foreign, text_of
+from liger_ext.models.patching.source import find_calls
+from liger_ext.models.patching.swap import Mixin
+from liger_ext.models.training.checkpoint import counting_runs, run_of
+from liger_ext.models.training.nodes import adapted, fused_linears, norm_linears, norm_mlp
+from liger_ext.models.training.recompute import recomputed, remade
 
 
 class Attention(Mixin):
@@ -45,7 +45,7 @@ _HOOKS_ARE_CHECKPOINTED = any(
 class DecoderLayer(Mixin):
     """Adds the attention's output to the residual stream and normalises the sum in one op.
 
-    Where the linear layers are plain ones, a training step runs `liger_ext.models.layer`, which keeps less memory.
+    Where the linear layers are plain ones, a training step runs `models.training.nodes`, which keep less memory.
     """
 
     liger_memory = "auto"
@@ -194,104 +194,6 @@ class DecoderLayer(Mixin):
         if not one_node:
             return None
         return fused_linears(stream, [getattr(mlp, name) for name in (mlp.GATE, mlp.UP, mlp.DOWN)], self.training)
-
-
-class SandwichLayer(DecoderLayer):
-    """The results of the attention and of the MLP pass modules as well: norms (Gemma 2), or dropout (Phi 3)."""
-
-    AFTER_ATTENTION, NORM = "post_attention_layernorm", "pre_feedforward_layernorm"
-    AFTER_FEED_FORWARD = "post_feedforward_layernorm"
-
-    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
-        return getattr(self, self.AFTER_ATTENTION)(x)
-
-    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return getattr(self, self.AFTER_FEED_FORWARD)(x)
-
-
-class ScaledLayer(DecoderLayer):
-    """Granite's."""
-
-    FACTOR = "residual_multiplier"
-
-    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
-        return x * getattr(self, self.FACTOR)
-
-    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return x * getattr(self, self.FACTOR)
-
-
-class Gemma4Layer(SandwichLayer):
-    """Of some models the MLP has experts beside it, or each layer has inputs of its own; the result has a factor."""
-
-    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if getattr(self, "enable_moe_block", False):
-            rows = residual.reshape(-1, residual.shape[-1])
-            _, weights, index = self.router(rows)
-            of_experts = self.experts(self.pre_feedforward_layernorm_2(rows), index, weights).reshape(residual.shape)
-            x = self.post_feedforward_layernorm_1(x) + self.post_feedforward_layernorm_2(of_experts)
-        return super()._of_mlp(x, residual)
-
-    def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> torch.Tensor:
-        if getattr(self, "hidden_size_per_layer_input", 0):
-            gate, given = self.per_layer_input_gate(hidden_states), arguments["per_layer_input"]
-            unit = MLP.UNITS.get(type(self.act_fn)) if only_activation_runs(self.act_fn) else None
-            fits = unit and gate.dtype == given.dtype and gate.shape == given.shape
-            gated = recomputed(self, unit[0], gate, given, *unit[1:]) if fits else self.act_fn(gate) * given
-            hidden_states = hidden_states + self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return hidden_states * self.layer_scalar
-
-
-class RecurrentLayer(DecoderLayer):
-    """Has a module that is recurrent, and gets some of the layer's arguments."""
-
-    RECURRENT = "mamba"
-
-    @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
-        super().look_at(stock)
-        call, *_ = find_calls(ast.parse(text_of(stock.forward)), f"self.{cls.RECURRENT}")
-        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        cls.GIVEN = {name: value for name, value in given.items() if value in cls.DEFAULTS}
-        cls.GIVES_REST = None in given
-
-    def _recur(self, normed: torch.Tensor, arguments: dict[str, object]) -> torch.Tensor:
-        given = {name: arguments[value] for name, value in self.GIVEN.items()}
-        rest = {n: v for n, v in arguments.items() if n not in self.DEFAULTS} if self.GIVES_REST else {}
-        return getattr(self, self.RECURRENT)(hidden_states=normed, **given, **rest)
-
-
-class FalconH1Layer(RecurrentLayer):
-    """A recurrent module beside the attention: both read the same norm's output, and have factors."""
-
-    def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
-        normed = getattr(self, self.INPUT_NORM)(hidden_states)
-        recurrent = self._recur(normed, arguments) * self.ssm_out_multiplier
-        given = self._arguments_of_attention(arguments)
-        attention, weights = getattr(self, self.ATTENTION)(hidden_states=normed * self.attention_in_multiplier, **given)
-        return hidden_states, recurrent + attention * self.attn_out_multiplier, weights
-
-    def _results(self, hidden_states: torch.Tensor, *_) -> tuple[torch.Tensor]:
-        return (hidden_states,)
-
-
-class HybridLayer(RecurrentLayer):
-    """Qwen3-Next's: some layers have linear attention in place of the other, and the MLP may be experts."""
-
-    RECURRENT = "linear_attn"
-
-    def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
-        if not self._is_recurrent():
-            return super()._attend(hidden_states, arguments)
-        norm = getattr(self, self.INPUT_NORM)
-        normed = norm(hidden_states)
-        if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
-            return hidden_states, self._recur(normed, arguments), None
-        with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
-            return hidden_states, self._recur(normed, arguments), None
-
-    def _is_recurrent(self) -> bool:
-        return self.block_type == "linear_attention"
 
 
 class _Projected:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from liger_ext import functional
-from liger_ext.models.mlp import MLP, Clamps, PackedMLP, only_activation_runs
-from liger_ext.models.patch import is_plain_tensor
-from liger_ext.models.recompute import recomputed, remade
+from liger_ext.models.modules.mlp import MLP, Clamps, PackedMLP, only_activation_runs
+from liger_ext.models.patching.swap import is_plain_tensor
+from liger_ext.models.training.recompute import recomputed, remade
 
 
 class Experts:

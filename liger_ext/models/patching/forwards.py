@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from liger_ext.models.names import REMOTE
-from liger_ext.models.recognise.normal_form import definition_in, names_read
+from liger_ext.models.patching.names import REMOTE
+from liger_ext.models.patching.source import definition_in, names_read
 
 
 def with_globals(function: Callable, **replacements: object) -> Callable:
