@@ -8,7 +8,18 @@ import pytest
 import torch
 from cases import RecordCalls
 from family_models import LAYERS, all_experts, assert_same, build, freeze_few, patch_named, patched, set_experts
-from llama_models import TRANSFORMERS, assert_as_good, batch_of, checkpoint_layers, one_thread, step, steps, tokens  # noqa: F401
+from llama_models import (  # noqa: F401
+    SIZES,
+    TRANSFORMERS,
+    assert_as_good,
+    batch_of,
+    checkpoint_layers,
+    one_thread,
+    randomised,
+    step,
+    steps,
+    tokens,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import liger_ext
@@ -207,3 +218,20 @@ def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
     monkeypatch.setattr(patch_named(cls), attribute, value)
     with pytest.raises(AssertionError):
         test_equals_stock(torch.device("cpu"), name, torch.float32)
+
+
+def test_one_dropout_for_both_results(device):
+    """Emu 3's, a module that the text names twice."""
+    module = importlib.import_module("transformers.models.emu3.modeling_emu3")
+    torch.manual_seed(0)
+    config = module.Emu3TextConfig(**SIZES, attention_dropout=0.0)
+    stock = randomised(module.Emu3ForCausalLM(config)).to(device).train()
+    for layer in stock.model.layers:
+        layer.dropout.p = 0.3
+    ours, batch = patched(stock), batch_of(device)
+    assert all(type(layer).__bases__[0] is layers.SandwichLayer for layer in ours.model.layers)
+    found = []
+    for model in (ours, stock):
+        torch.manual_seed(1)
+        found.append(step(model, batch))
+    assert_same(*found)

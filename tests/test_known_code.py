@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ _NAMES = """
     minimax_m3_vl.MiniMaxM3VLDenseMLP minimax_m3_vl.MiniMaxM3VLExperts minimax_m3_vl.MiniMaxM3VLVisionAttention
     mistral_large4.MistralLarge4ForConditionalGeneration mistral_large4.MistralLarge4TextDecoderLayer
     modernbert.ModernBertAttention modernbert.ModernBertMLP moshi.MoshiRMSNorm muse_spark.MuseSparkTextCenteredRMSNorm
+    muse_spark.MuseSparkTextInputScaledRMSNorm emu3.Emu3DecoderLayer
     nanochat.NanoChatAttention nemotron.NemotronLayerNorm1P nemotron_h.NemotronHForCausalLM nemotron_h.NemotronHMLP
     nemotron_h.NemotronHRMSNorm nemotron_h.NemotronHRMSNormGated olmo.OlmoLayerNorm
     olmo_hybrid.OlmoHybridLinearAttentionDecoderLayer openai_privacy_filter.OpenAIPrivacyFilterAttention
@@ -135,6 +137,21 @@ def test_one_token_more_or_less(path):
     for functions, is_known in recognition_of(find_class(path)):
         tried, found = undetected(functions, is_known)
         assert tried and not found
+
+
+def test_the_table():
+    """Each entry is a line, in the order of the file, and names what there is."""
+    text = Path(known.__file__).with_name("known.json").read_text()
+    lines, entries = text.splitlines(), known.entries()
+    assert len(lines) == len(entries) + 2 and len(known.by_digest()) == len(entries)
+    parts = list(dict.fromkeys(entry.part for entry in entries))
+    order = [(parts.index(e.part), e.replacement is None, e.replacement or "", e.made_of, e.digest) for e in entries]
+    assert order == sorted(order)
+    for entry in entries:
+        if entry.part in ("module", "experts", "layer", "head") and entry.replacement is not None:
+            kind = patches._kind_of(entry)
+            words = [word for word in (*entry.attributes, *entry.options) if word.isupper()]
+            assert all(hasattr(kind, word) for word in words), entry
 
 
 def test_the_loss_is_read():

@@ -103,6 +103,16 @@ class MuseSparkRMSNorm(ZeroCenteredRMSNorm):
         return self.weight + self.OFFSET, self._eps(), 0.0, self.CASTING
 
 
+class ScaledInputRMSNorm(Norm):
+    """Muse Spark's, where the input gets the factor 1 + weight, and is rounded, before it is normalised."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (_fits_fp32(self.weight) and has_known_methods(self)):
+            return super(Norm, self).forward(x)
+        scaled = (x.float() * (1 + self.weight).float()).type_as(x)
+        return functional.rms_norm(scaled, None, self._eps(), 0.0, "gemma")
+
+
 class Qwen4RMSNorm(ZeroCenteredRMSNorm):
     """There may be groups of columns, each of which is normalised by itself."""
 
