@@ -22,7 +22,7 @@ import torch
 
 from . import _C, _devices, _fit, _llama, _load, _loss_report, _tuned, tune
 
-TRANSFORMERS_RANGE = ("4.51.3", "5.23.0")  # the versions that the tests ran with, from oldest to newest
+TRANSFORMERS_RANGE = ("4.51.3", "5.24.0")  # the versions that the tests ran with, from oldest to newest
 
 STATUS = {
     0: "OK",

@@ -15,7 +15,7 @@ _MODULES = {
     "apply_liger_kernel_to_instance": "auto",
     **{f"apply_liger_kernel_to_{family}": "families" for family in FAMILIES},
 }
-OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = "4.51.3", "5.23"
+OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = "4.51.3", "5.24"
 
 __all__ = list(_MODULES)
 
