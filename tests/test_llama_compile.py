@@ -1,5 +1,6 @@
 """A patched model is one graph for torch.compile, forward and backward, with sizes that change; what it keeps."""
 
+import importlib
 import sys
 
 import pytest
@@ -355,7 +356,7 @@ def test_other_attention(implementation, is_causal):
 def test_a_mask_of_other_code_is_used(monkeypatch, registered):
     everything = torch.zeros(1, 1, 5, 5)
     if registered:
-        masks = modeling_llama.create_causal_mask.__globals__["ALL_MASK_ATTENTION_FUNCTIONS"]
+        masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
         monkeypatch.setitem(masks._global_mapping, "sdpa", lambda *args, **kwargs: everything)
     else:
         monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *args, **kwargs: everything)
