@@ -273,7 +273,7 @@ def test_with_globals_keeps_decorators():
         assert forwards.with_globals(lambda: (len(PATCHED), os), os=3)() == (0, 3)
 
 
-@pytest.mark.parametrize("found, outcome", [("4.51.2", "error"), ("4.51.3", "silence"), ("5.24.0.dev0", "warning")])
+@pytest.mark.parametrize("found, outcome", [("4.51.2", "error"), ("4.51.3", "silence"), ("5.25.0.dev0", "warning")])
 def test_versions_of_transformers(monkeypatch, found, outcome):
     from liger_ext import models
 
@@ -281,10 +281,10 @@ def test_versions_of_transformers(monkeypatch, found, outcome):
     models.check_transformers.cache_clear()
     try:
         if outcome == "error":
-            with pytest.raises(ImportError, match=r"4\.51\.3 to 5\.23, but 4\.51\.2 is installed"):
+            with pytest.raises(ImportError, match=r"4\.51\.3 to 5\.24, but 4\.51\.2 is installed"):
                 liger_ext.apply_liger_kernel_to_llama  # noqa: B018
         elif outcome == "warning":
-            with pytest.warns(UserWarning, match=r"tested with transformers 4\.51\.3 to 5\.23; 5\.24\.0"):
+            with pytest.warns(UserWarning, match=r"tested with transformers 4\.51\.3 to 5\.24; 5\.25\.0"):
                 liger_ext.apply_liger_kernel_to_llama  # noqa: B018
         else:
             with warnings.catch_warnings():
