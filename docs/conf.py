@@ -44,7 +44,14 @@ CONTENTS = {
     "Use": ["installation", "training", "families", "liger_kernel_names", "tools"],
     "API": ["api/patching", "api/functional", "api/modules", "api/losses", "api/compat", "api/torch_ops"],
     "Results": ["results", "measurements", "numerics"],
-    "Development": ["../CONTRIBUTING", "writing_a_kernel", "adding_a_model", "decisions", "../CHANGELOG", "../SECURITY"],
+    "Development": [
+        "../CONTRIBUTING",
+        "writing_a_kernel",
+        "adding_a_model",
+        "decisions",
+        "../CHANGELOG",
+        "../SECURITY",
+    ],
 }
 
 
