@@ -58,9 +58,24 @@ def recognise(cls: type[nn.Module]) -> Recognised | None:
     found = look_up(cls)
     if found is not None:
         entry, form = found
+        if _names_of_author(cls) & _names_of_ours(_kind_of(entry)):
+            return None
         return Recognised(_kind_of(entry), {**entry.options, **entry.names(form)}, {})
     ropes = {name: known_rope(vars(sys.modules[cls.__module__])[name]) for name in ropes_in(cls)}
     return Recognised(Attention, {}, ropes) if ropes else None
+
+
+def _names_of_author(cls: type[nn.Module]) -> set[str]:
+    """What code that came with weights calls attributes, and others, in the class."""
+    written = [value for c in cls.__mro__ if c.__module__.startswith(REMOTE) for value in vars(c).items()]
+    codes = (getattr(inspect.unwrap(value), "__code__", None) for _, value in written if callable(value))
+    return {name for name, _ in written}.union(*(code.co_names for code in codes if code))
+
+
+def _names_of_ours(kind: type | None) -> set[str]:
+    """What a mixin calls what an author's attribute must not take the place of, nor be taken for."""
+    ours = [name for c in kind.__mro__ if c is not object for name in vars(c)] if kind else []
+    return {name for name in ours if name != "forward" and not name.startswith("__")}
 
 
 def _kind_of(entry: Entry) -> type | None:
