@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import re
 import sys
 import types
 import warnings
@@ -74,10 +75,10 @@ def made(tmp_path, monkeypatch, request):
     return make
 
 
-def assert_same(stock, ours, **names):
+def assert_same(stock, ours, *names):
     def results(module):
         x = torch.linspace(-2, 3, 160).view(1, 5, 32).requires_grad_()
-        out = module(**{name: x for name in names}) if names else module(x)
+        out = module(**dict.fromkeys(names, x)) if names else module(x)
         out.square().sum().backward()
         return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
@@ -103,13 +104,12 @@ def test_a_norm_of_other_tensors(made, old, new):
 
 
 @pytest.mark.parametrize("text", [NORM, MLP])
-@pytest.mark.parametrize("name", ["fits", "gate", "self_", "known"])
+@pytest.mark.parametrize("name", ["fits", "gate", "known"])
 def test_any_name_of_an_argument(made, text, name):
-    text = text.replace("(self, x)", f"(self, {name})").replace("(x)", f"({name})").replace(" x = x", f" {name} = {name}")
-    text = text.replace("x.", f"{name}.")
-    stock, ours, patched = made(text.replace(f"{name}) * torch", "x) * torch"))
+    """Of a variable in our `forward` as well, as `fits` of norms is."""
+    stock, ours, patched = made(re.sub(r"\bx\b", name, text.replace("self.gate", "self.first")))
     assert patched
-    assert_same(stock, ours, **{name: None})
+    assert_same(stock, ours, name)
 
 
 @pytest.mark.parametrize(

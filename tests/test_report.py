@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from family_models import new_look  # noqa: F401
 from llama_models import TRANSFORMERS
 from mutations import find_class
 
@@ -73,6 +72,7 @@ def test_attributes_of_a_draft(without, path, attributes):
         (["llama", ""], 2, "no models/"),
         (["llama/"], 2, "no models/llama/"),
         (["llama.LlamaMLP"], 2, "no models/llama.LlamaMLP"),
+        (["__init__.py"], 2, "no models/__init__.py"),
         (["--all"], 2, "usage"),
         (["-h"], 0, "usage"),
     ],

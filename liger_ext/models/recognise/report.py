@@ -175,7 +175,7 @@ def main(arguments: list[str]) -> int:
     if any(argument.startswith("-") for argument in arguments):
         print(__doc__, "\nusage: python -m liger_ext.models.recognise [FOLDER OF transformers.models ...]", sep="\n")
         return 0 if {"-h", "--help"} & {*arguments} else 2
-    there = {path.name for path in Path(transformers.__file__).parent.glob("models/*")}
+    there = {path.parent.name for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py")}
     wrong = [folder for folder in arguments if folder not in there]
     if wrong:
         print(f"transformers {transformers.__version__} has no models/{wrong[0]}", file=sys.stderr)
