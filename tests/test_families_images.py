@@ -60,6 +60,14 @@ TEXT = SIZES | dict(
 )
 # Configurations of language models that cannot be changed any more, or say what others follow from.
 GIVEN = {}
+GIVEN["ernie4_5_vl_moe"] = SIZES | dict(
+    moe_num_experts=4,
+    moe_k=2,
+    moe_intermediate_size=[32, 24],
+    output_router_logits=True,
+    router_aux_loss_coef=0.5,
+    rope_parameters=ROPE | dict(mrope_section=[3, 3, 2]),
+)
 GIVEN["gemma4"] = SIZES | dict(
     head_dim=16,
     global_head_dim=16,
@@ -74,8 +82,9 @@ GIVEN["llama4"] = SIZES | dict(
 )
 GIVEN["mistral_large4"] = SIZES | LATENT | ROUTED | INDEXED | dict(final_logit_softcapping=5.0, head_dim=24)
 _NAMES = """
-    gemma3 gemma4 glm4v glm4v_moe hunyuan_vl idefics3 internvl llama4 llava llava_next mistral3 mistral_large4 mllama
-    paligemma qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm
+    ernie4_5_vl_moe gemma3 gemma4 glm4v glm4v_moe hunyuan_vl idefics3 internvl llama4 llava llava_next mistral3
+    mistral_large4 mllama paligemma qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl
+    qwen3_vl_moe smolvlm
 """
 MODELS = [name for name in _NAMES.split() if name in CONFIG_MAPPING]
 
@@ -123,8 +132,10 @@ def test_text_as_stock(device, model_type, train):
     found = step(ours, batch)
     assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))
     assert ("logits" in found) is not train
-    stock = {name for name, value in model(**batch).items() if value is not None}
-    assert stock - set(ours(**batch)) <= {"logits", "past_key_values", "cache"}
+    output, stock = ours(**batch), {name: value for name, value in model(**batch).items() if value is not None}
+    assert stock.keys() - set(output) <= {"logits", "past_key_values", "cache"}
+    if "aux_loss" in stock:
+        torch.testing.assert_close(output.aux_loss, stock["aux_loss"])
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -184,7 +195,7 @@ def test_options_of_the_loss(device):
         assert model(input_ids=ids, labels=ids).logits is None
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe_thinker"])
+@pytest.mark.parametrize("model_type", ["ernie4_5_vl_moe", "qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe_thinker"])
 def test_the_experts_balance(device, model_type):
     """The loss that is added counts: with another factor the test above would fail."""
     cls = causal_lm.OmniMoeCausalLM if "omni" in model_type else causal_lm.MoeOfTextCausalLM

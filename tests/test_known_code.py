@@ -37,7 +37,8 @@ _NAMES = """
     cohere.CohereLayerNorm cpmant.CpmAntLayerNorm deepseek_v2.DeepseekV2Attention deepseek_v4.DeepseekV4Experts
     deepseek_v4.DeepseekV4HCACompressor deepseek_v4.DeepseekV4MLP dots3_note.Dots3NoteAudioAttention
     dots3_note.Dots3NoteAudioLayer edgetam_video.EdgeTamVideoRoPESelfAttention ernie4_5.Ernie4_5Attention
-    ernie4_5_vl_moe.Ernie4_5_VLMoeTextAttention falcon_h1.FalconH1DecoderLayer falcon_h1.FalconH1ForCausalLM
+    ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration ernie4_5_vl_moe.Ernie4_5_VLMoeTextAttention
+    falcon_h1.FalconH1DecoderLayer falcon_h1.FalconH1ForCausalLM
     falcon_h1.FalconH1MLP falcon_h1.FalconH1RMSNormGated gemma3n.Gemma3nForCausalLM gemma3n.Gemma3nTextMLP
     gemma4.Gemma4ForCausalLM gemma4.Gemma4ForConditionalGeneration gemma4.Gemma4RMSNorm gemma4.Gemma4TextAttention
     gemma4.Gemma4TextDecoderLayer gemma4.Gemma4VisionEncoderLayer gemma4_unified.Gemma4UnifiedTextDecoderLayer

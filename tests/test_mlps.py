@@ -22,6 +22,7 @@ CLASSES = {
     "beam.BeamMLP": ({}, ()),
     "bitnet.BitNetMLP": (dict(rms_norm_eps=1e-5), ()),
     "deepseek_v4.DeepseekV4MLP": (LIMITS, ()),
+    "dory.DoryMLP": ({}, ()),
     "falcon_h1.FalconH1MLP": (dict(mlp_multipliers=[0.7, 1.3]), ()),
     "gemma3n.Gemma3nTextMLP": (
         dict(intermediate_size=[48], activation_sparsity_pattern=[0.0], hidden_activation="gelu_pytorch_tanh"),
@@ -180,6 +181,10 @@ WRONG = [
     ("idefics2.Idefics2MLP", mlp.MLP, "_down", _wrong_down),
     ("inkling.InklingMLP", "inkling.InklingMLP", "FACTOR", None),
     ("lfm2.Lfm2MLP", "lfm2.Lfm2MLP", "GATE", "w3"),
+    ("dory.DoryMLP", "dory.DoryMLP", "GATE_VECTOR", "suv_up"),
+    ("dory.DoryMLP", "dory.DoryMLP", "UP_VECTOR", "suv_gate"),
+    ("dory.DoryMLP", "dory.DoryMLP", "VECTOR_SCALE", "hidden_size"),
+    ("dory.DoryMLP", "dory.DoryMLP", "BEFORE_DOWN", None),
     ("beam.BeamMLP", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (swiglu, 1.1, 1))),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _gate_alone),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _up_alone),

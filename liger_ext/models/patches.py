@@ -21,10 +21,10 @@ from liger_ext.models.modules.decoder import Attention, DecoderLayer
 from liger_ext.models.modules.rope import known_rope
 from liger_ext.models.patching.calls import is_patch
 from liger_ext.models.patching.classes import inherits_forward, pickled_as
-from liger_ext.models.patching.forwards import with_arguments
+from liger_ext.models.patching.forwards import text_of, with_arguments
 from liger_ext.models.patching.names import MODELS, REMOTE, name_of
 from liger_ext.models.patching.swap import find_replacements, replaces
-from liger_ext.models.recognise.known import Entry, look_up, ropes_in
+from liger_ext.models.recognise.known import ENDS, Entry, look_up, ropes_in
 from liger_ext.models.recognise.reading import code_read
 
 
@@ -58,9 +58,24 @@ def recognise(cls: type[nn.Module]) -> Recognised | None:
     found = look_up(cls)
     if found is not None:
         entry, form = found
+        if _names_of_author(cls) & _names_of_ours(_kind_of(entry)):
+            return None
         return Recognised(_kind_of(entry), {**entry.options, **entry.names(form)}, {})
     ropes = {name: known_rope(vars(sys.modules[cls.__module__])[name]) for name in ropes_in(cls)}
     return Recognised(Attention, {}, ropes) if ropes else None
+
+
+def _names_of_author(cls: type[nn.Module]) -> set[str]:
+    """What code that came with weights calls attributes, and others, in the class."""
+    written = [value for c in cls.__mro__ if c.__module__.startswith(REMOTE) for value in vars(c).items()]
+    codes = (getattr(inspect.unwrap(value), "__code__", None) for _, value in written if callable(value))
+    return {name for name, _ in written}.union(*(code.co_names for code in codes if code))
+
+
+def _names_of_ours(kind: type | None) -> set[str]:
+    """What a mixin calls what an author's attribute must not take the place of, nor be taken for."""
+    ours = [name for c in kind.__mro__ if c is not object for name in vars(c)] if kind else []
+    return {name for name in ours if name != "forward" and not name.startswith("__")}
 
 
 def _kind_of(entry: Entry) -> type | None:
@@ -98,8 +113,10 @@ def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
-    """Whether the code is known, and nothing is to be gained."""
-    found = recognise(cls)
+    """Whether nothing is to be gained: the code is known, or is an attention's that applies no rotary embedding."""
+    found, text = recognise(cls), text_of(cls.forward)
+    if found is None and cls.__name__.endswith(ENDS["attention"]):
+        return text is not None and "apply_rotary_" not in text
     return found is not None and found.kind is None
 
 

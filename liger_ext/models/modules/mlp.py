@@ -152,6 +152,17 @@ class ScaledMLP(MLP):
         return super()._run_stock_unit(gate * self.gate_multiplier, up)
 
 
+class VectorScaledMLP(MLP):
+    """Dory's: gate and up have learned factors, column by column, and a norm is before the last projection."""
+
+    GATE_VECTOR, UP_VECTOR, VECTOR_SCALE = "suv_gate", "suv_up", "suv_scale"
+
+    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = super()._gate_and_up(x)
+        scale = getattr(self, self.VECTOR_SCALE)
+        return gate * (getattr(self, self.GATE_VECTOR) * scale), up * (getattr(self, self.UP_VECTOR) * scale)
+
+
 class Clamps:
     """Of gate and up, before the unit; torch's own. The names are those of the module's attributes."""
 

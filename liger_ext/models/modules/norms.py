@@ -24,7 +24,8 @@ class Norm:
     IS_PLAIN = False  # whether `forward` does what `functional.rms_norm` does, and nothing else
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not (is_plain_tensor(self.weight) and has_known_methods(self)):
+        fits = _is_plain(self) and self.weight.shape == hidden_states.shape[-1:]
+        if not (fits and has_known_methods(self)):
             return super().forward(hidden_states)
         return recomputed(self, self._normalise, hidden_states, *self.liger_arguments())
 
@@ -243,8 +244,13 @@ class LayerNorm(nn.LayerNorm):
 
 def is_plain_rms_norm(norm: nn.Module) -> bool:
     """Whether `functional.add_rms_norm` does what `norm` does to a sum."""
-    is_plain = isinstance(norm, Norm) and norm.IS_PLAIN
-    return is_plain and only_forward_runs(norm) and is_plain_tensor(getattr(norm, "weight", None))
+    is_plain = isinstance(norm, Norm) and norm.IS_PLAIN and hasattr(norm, "weight")
+    return is_plain and only_forward_runs(norm) and _is_plain(norm) and norm.weight.dim() == 1 != norm.weight.numel()
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether the weight is a tensor, and the number that is added to the variance none: it might have a gradient."""
+    return is_plain_tensor(norm.weight) and not isinstance(norm._eps(), torch.Tensor)
 
 
 def _fits_fp32(weight: torch.Tensor) -> bool:

@@ -28,13 +28,15 @@ def with_globals(function: Callable, **replacements: object) -> Callable:
 
 
 def with_arguments(function: types.FunctionType, names: list[str]) -> types.FunctionType:
-    """A copy of `function`, a method, with other names for its arguments: callers may pass them by name."""
+    """A copy of `function`, a method without arguments by name alone, with other names for its arguments: callers may
+    pass them by name. A variable that has one of these gets another."""
     code, own = function.__code__, ["self", *names]
     if list(code.co_varnames[: code.co_argcount]) == own:
         return function
-    if len(own) != code.co_argcount or set(names) & set(code.co_varnames[code.co_argcount :]):
+    if len(own) != code.co_argcount:
         raise TypeError(f"{function.__qualname__} cannot get the arguments {', '.join(names)}")
-    code = code.replace(co_varnames=(*own, *code.co_varnames[code.co_argcount :]))
+    variables = (f"{name} of {__name__}" if name in own else name for name in code.co_varnames[code.co_argcount :])
+    code = code.replace(co_varnames=(*own, *variables))
     return _copy_function(function, code, function.__closure__)
 
 

@@ -5,6 +5,7 @@
 
 import ast
 import difflib
+import functools
 import importlib
 import json
 import logging
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import transformers
 from torch import nn
 
-from liger_ext.models.patching.forwards import definition_of
+from liger_ext.models.patching.forwards import definition_of, functions_read
 from liger_ext.models.recognise.known import ENDS, Entry, entries, find, forms_of, ropes_in
 from liger_ext.models.recognise.reading import Form
 
@@ -41,13 +42,17 @@ class Seen(NamedTuple):
     @property
     def is_missed(self) -> bool:
         """Whether it looks like a part that can be fused, and is not known."""
-        rotates = self.end != "Attention" or "apply_rotary_" in _text(self.cls)
-        return self.end is not None and rotates and not self.is_known
+        rotates = self.kind != "attention" or "apply_rotary_" in _text(self.cls)
+        return self.kind is not None and rotates and not self.is_known
 
     @property
-    def end(self) -> str | None:
-        """How the name ends, if it is that of a part that may be fused."""
-        return next((end for ends in ENDS.values() for end in ends if self.path.endswith(end)), None)
+    def kind(self) -> str | None:
+        return _kind_of(self.path)
+
+
+def _kind_of(path: str) -> str | None:
+    """Which part the name of a class is that of, if that part may be fused."""
+    return next((kind for kind, ends in ENDS.items() if path.endswith(ends)), None)
 
 
 def look(folders: Iterable[str] = ()) -> Iterator[Seen]:
@@ -121,9 +126,9 @@ def _describe(unknown: Seen, seen: list[Seen]) -> list[str]:
 
 
 def _nearest(unknown: Seen, seen: list[Seen]) -> tuple[str, Seen] | None:
-    """The known class of such a name whose text is most like that of `unknown`, and the part of the table it is in.
-    Those of some models are looked at whatever the report is of."""
-    candidates = [each for each in (*seen, *look(_EXAMPLES)) if each.end == unknown.end]
+    """The known class of this kind whose text is most like that of `unknown`, and the part of the table it is in. Those
+    that the table is made of are looked at whatever the report is of."""
+    candidates = [each for each in (*seen, *_examples(unknown.kind)) if each.kind == unknown.kind]
     candidates = [each for each in candidates if each.entry is not None and each.entry.replacement is not None]
     if not candidates:
         return None
@@ -137,21 +142,30 @@ def _nearest(unknown: Seen, seen: list[Seen]) -> tuple[str, Seen] | None:
     return nearest.entry.part if nearest.entry.part in unknown.forms else "module", nearest
 
 
-_EXAMPLES = "llama", "gemma2", "phi3", "mixtral", "qwen3_next", "deepseek_v4"
+@functools.cache
+def _examples(kind: str) -> list[Seen]:
+    replaced = [entry.made_of for entry in entries() if entry.replacement is not None]
+    return list(look(path.partition(".")[0] for path in replaced if _kind_of(path) == kind))
 
 
+@functools.cache
 def _text(cls: type[nn.Module]) -> str:
-    definition = definition_of(cls.forward)
-    return "" if definition is None else ast.unparse(definition)
+    """The source of its `forward`, and of what that calls."""
+    definitions = map(definition_of, functions_read(cls.forward, cls))
+    return "\n".join(ast.unparse(definition) for definition in definitions if definition is not None)
 
 
 def _entry(unknown: Seen, part: str, known: Seen) -> dict[str, object]:
-    """The entry of `known` with the digest of `unknown`. Attributes that the two have at the same place are named as
-    there; the others have their own names, and must be looked at."""
+    """The entry of `known` with the digest and the attributes of `unknown`. An attribute that both have, or that both
+    have at the same place of as many, gets the word that it has there; the others have their own names, and must be
+    looked at."""
     form, entry = unknown.forms[part], known.entry
-    words = [*entry.attributes, *form.attributes[len(entry.attributes) :]][: len(form.attributes)]
-    pairs = zip(words, form.attributes, strict=True)
-    attributes = " ".join(word if word.isupper() else name for word, name in pairs) if entry.attributes else ""
+    theirs = known.forms[part].attributes
+    by_name = dict(zip(theirs, entry.attributes, strict=False))
+    if len(theirs) == len(form.attributes):
+        by_name = dict(zip(form.attributes, entry.attributes, strict=False)) | by_name
+    words = {name: word for name, word in by_name.items() if word.isupper()}
+    attributes = " ".join(words.get(name, name) for name in form.attributes) if entry.attributes else ""
     made = {"part": part, "digest": form.digest, "replacement": entry.replacement, "attributes": attributes}
     made |= {"options": entry.options, "made_of": unknown.path, "versions": transformers.__version__}
     return {name: value for name, value in made.items() if value not in ("", {})}
@@ -161,7 +175,7 @@ def main(arguments: list[str]) -> int:
     if any(argument.startswith("-") for argument in arguments):
         print(__doc__, "\nusage: python -m liger_ext.models.recognise [FOLDER OF transformers.models ...]", sep="\n")
         return 0 if {"-h", "--help"} & {*arguments} else 2
-    there = {path.name for path in Path(transformers.__file__).parent.glob("models/*")}
+    there = {path.parent.name for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py")}
     wrong = [folder for folder in arguments if folder not in there]
     if wrong:
         print(f"transformers {transformers.__version__} has no models/{wrong[0]}", file=sys.stderr)
