@@ -66,14 +66,14 @@ def recognise(cls: type[nn.Module]) -> Recognised | None:
 
 
 def _names_of_author(cls: type[nn.Module]) -> set[str]:
-    """What code that came with weights calls attributes, and others, in the class."""
+    """The names that code which came with weights defines in the class, and those that this code reads or sets."""
     written = [value for c in cls.__mro__ if c.__module__.startswith(REMOTE) for value in vars(c).items()]
     codes = (getattr(inspect.unwrap(value), "__code__", None) for _, value in written if callable(value))
     return {name for name, _ in written}.union(*(code.co_names for code in codes if code))
 
 
 def _names_of_ours(kind: type | None) -> set[str]:
-    """What a mixin calls what an author's attribute must not take the place of, nor be taken for."""
+    """The names of a mixin's methods and attributes. An author's attribute of such a name would replace ours."""
     ours = [name for c in kind.__mro__ if c is not object for name in vars(c)] if kind else []
     return {name for name in ours if name != "forward" and not name.startswith("__")}
 
