@@ -46,6 +46,11 @@ class Seen(NamedTuple):
         return self.kind is not None and rotates and not self.is_known
 
     @property
+    def has_changed(self) -> bool:
+        """Whether the table has other code of this class."""
+        return not self.is_known and any(entry.made_of == self.path for entry in entries())
+
+    @property
     def kind(self) -> str | None:
         return _kind_of(self.path)
 
@@ -86,10 +91,12 @@ def _see(path: str, cls: type[nn.Module]) -> Seen:
 
 def report(folders: Iterable[str] = ()) -> str:
     """The report as text: a line for each model, and for each part that is not known the nearest known code, how it
-    differs, and the entry that would make it known."""
-    seen = list(look(folders))
-    by_folder: dict[str, list[Seen]] = {}
-    for each in seen:
+    differs, and the entry that would make it known. Of more than ten models, the latter for changed parts alone."""
+    seen, by_folder = [], {}
+    for each in look(folders):
+        if each.folder not in by_folder and sys.stderr.isatty():
+            print(f"\r{each.folder:40}", end="", file=sys.stderr, flush=True)
+        seen.append(each)
         by_folder.setdefault(each.folder, []).append(each)
     unknown = [each for each in seen if each.is_missed]
     lines = [
@@ -99,18 +106,17 @@ def report(folders: Iterable[str] = ()) -> str:
     ]
     for folder, classes in by_folder.items():
         known = sum(each.is_known for each in classes)
-        others = [each.path.partition(".")[2] for each in classes if each in unknown]
+        others = [f"{each.cls.__name__}{' (changed)' * each.has_changed}" for each in classes if each in unknown]
         lines.append(f"{folder}: {known} known{'; not known: ' if others else ''}{', '.join(others)}")
-    for each in unknown if len(by_folder) <= 10 else ():
+    for each in unknown if len(by_folder) <= 10 else [each for each in unknown if each.has_changed]:
         lines += ["", *_describe(each, seen)]
     if len(by_folder) > 10 and unknown:
-        lines += ["", "Name folders as arguments to see how their unknown classes differ from known ones."]
+        lines += ["", "Name folders as arguments to see how their other classes differ from known ones."]
     return "\n".join(lines)
 
 
 def _describe(unknown: Seen, seen: list[Seen]) -> list[str]:
-    from_table = any(entry.made_of == unknown.path for entry in entries())
-    state = "changed since it was put into the table" if from_table else "new"
+    state = "changed since it was put into the table" if unknown.has_changed else "new"
     nearest = _nearest(unknown, seen)
     if nearest is None:
         return [f"{unknown.path}: {state}; no class like it is known"]
