@@ -244,12 +244,14 @@ class LayerNorm(nn.LayerNorm):
 
 def is_plain_rms_norm(norm: nn.Module) -> bool:
     """Whether `functional.add_rms_norm` does what `norm` does to a sum."""
-    is_plain = isinstance(norm, Norm) and norm.IS_PLAIN and hasattr(norm, "weight")
-    return is_plain and only_forward_runs(norm) and _is_plain(norm) and norm.weight.dim() == 1 != norm.weight.numel()
+    if not (isinstance(norm, Norm) and norm.IS_PLAIN and only_forward_runs(norm)):
+        return False  # without a look at the weight, which ZeRO 3 may have elsewhere
+    # A weight of one number is for all columns, which the op does not know.
+    return hasattr(norm, "weight") and _is_plain(norm) and norm.weight.dim() == 1 and norm.weight.numel() > 1
 
 
 def _is_plain(norm: nn.Module) -> bool:
-    """Whether the weight is a tensor, and the number that is added to the variance none: it might have a gradient."""
+    """Whether the weight is a plain tensor, and eps is a number: a tensor might have a gradient."""
     return is_plain_tensor(norm.weight) and not isinstance(norm._eps(), torch.Tensor)
 
 
