@@ -130,8 +130,8 @@ def apply(
     wanted = {kind: switches[switch] for kind, switch in _SWITCHES.items() if switch in switches}
 
     def patch_rest(root: nn.Module, handle: PatchHandle) -> set[tuple[str, bool]]:
-        """Patches what of `root` is neither patched nor left out by an earlier call. Returns the switches of the
-        earlier calls, as far as they mean something here, with their values."""
+        """Patches what of `root` is neither patched nor left out by an earlier call. Returns the switches that
+        earlier calls have decided for modules of `root`, with their values."""
         modules, earlier = list(root.modules()), set()
         classes = stock_classes(modules)
         _warn_of_unknown(classes, wanted, fused_loss or cross_entropy)
@@ -158,7 +158,7 @@ def apply(
     with PatchHandle() as handle:  # a failure on the way undoes what was done
         if model is None:
             for cls in _models_of(model_type):
-                # What is built stays patched. Of several such calls the last counts; one by liger_kernel's name yields.
+                # A model stays patched. The last of such calls decides; one by liger_kernel's name overrides no other.
                 on_construction(cls, lambda m: patch_rest(m, PatchHandle()), handle, first=not as_liger_kernel)
         elif holds(model, model_type):
             earlier, name = patch_rest(model, handle), type(model).__name__

@@ -1,4 +1,4 @@
-"""What patching Llama means: which module does what differently. `liger_ext.models.patching.swap` is the mechanism.
+"""The patches of Llama's classes. `liger_ext.models.patching.swap` gives them to modules.
 
 Each class here replaces the class of the same name in transformers, by a swap on the instance, and is importable under
 that name: a patched model pickles, and is saved with the names of the original classes.

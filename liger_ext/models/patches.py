@@ -1,4 +1,4 @@
-"""The patch of a class of transformers: a subclass that takes its place, made of what recognition finds.
+"""Makes the patch of a class of transformers: a subclass that takes its place, built from what recognition finds.
 
 A class is a mixin of ours (`entry.replacement` in the table of known code) on top of transformers' class, with the
 names of that class's attributes in place of the mixin's. Nothing of the installed version is taken for granted: Llama's
@@ -35,7 +35,7 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
         return of_llama  # which `swap_classes` refuses, and says whose code is there
     if of_llama is llama.LlamaModel:
         return of_llama if llama.knows_model(cls) else None
-    found = _recognise_once(cls, code_read(cls.forward, cls), code_read(loss_utils.ForCausalLMLoss))
+    found = _recognised(cls)
     if found is None or found.kind is None:
         return None
     attributes = tuple(found.attributes.items())
@@ -46,7 +46,7 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 @dataclasses.dataclass
 class Recognised:
-    """What takes the place of a class."""
+    """The replacement of a class of transformers."""
 
     kind: type | None  # the mixin; None: nothing in the class can be fused
     attributes: dict[str, object]  # of the patch
@@ -57,10 +57,10 @@ def recognise(cls: type[nn.Module]) -> Recognised | None:
     """None if the code of `cls` is not known."""
     found = look_up(cls)
     if found is not None:
-        entry, form = found
-        if _names_of_author(cls) & _names_of_ours(_kind_of(entry)):
+        (entry, form), kind = found, _kind_of(found[0])
+        if _names_of_author(cls) & _names_of_ours(kind):
             return None
-        return Recognised(_kind_of(entry), {**entry.options, **entry.names(form)}, {})
+        return Recognised(kind, {**entry.options, **entry.names(form)}, {})
     ropes = {name: known_rope(vars(sys.modules[cls.__module__])[name]) for name in ropes_in(cls)}
     return Recognised(Attention, {}, ropes) if ropes else None
 
@@ -85,6 +85,11 @@ def _kind_of(entry: Entry) -> type | None:
     return getattr(importlib.import_module(f"liger_ext.models.modules.{module}"), name)
 
 
+def _recognised(cls: type[nn.Module]) -> Recognised | None:
+    """`recognise(cls)`, remembered until somebody edits what it reads."""
+    return _recognise_once(cls, code_read(cls.forward, cls), code_read(loss_utils.ForCausalLMLoss))
+
+
 @functools.cache
 def _recognise_once(cls: type[nn.Module], code: tuple, of_loss: tuple) -> Recognised | None:
     return recognise(cls)
@@ -104,18 +109,19 @@ def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, o
     if cls.__module__.startswith(REMOTE):
         pickled_as(patch, _patch_or_class, cls)
     others = ((loss_utils, "fixed_cross_entropy"),) if issubclass(kind, CausalLM | CausalLMInside) else ()
-    return replaces(sys.modules[cls.__module__], *others, **recognise(cls).functions)(patch)
+    return replaces(sys.modules[cls.__module__], *others, **_recognised(cls).functions)(patch)
 
 
 def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """What a pickle of a patched module is read as: another version may not know the code."""
+    """The class that a pickle of a patched module is loaded with: the author's own, if its code is not known here."""
     return patch_of(cls) or cls
 
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
     """Whether nothing is to be gained: the code is known, or is an attention's that applies no rotary embedding."""
-    found, text = recognise(cls), text_of(cls.forward)
+    found = _recognised(cls)
     if found is None and cls.__name__.endswith(ENDS["attention"]):
+        text = text_of(cls.forward)
         return text is not None and "apply_rotary_" not in text
     return found is not None and found.kind is None
 

@@ -1,4 +1,4 @@
-"""What our replacements of transformers' modules compute: a mixin for each code.
+"""The replacements of transformers' modules: a mixin for each code.
 
 `norms`, `mlp`, `experts` and `rope` are the small ones; `decoder` is the attention and the layer, `layers` those of
 other families; `causal_lm` is the head with its loss (`head`, `called_head`, `loss`, `log_probs`). A mixin reads its

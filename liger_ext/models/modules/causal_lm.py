@@ -66,7 +66,7 @@ def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
 
 class CausalLM(Mixin):
     liger_memory = "auto"
-    # What a head does beside its matmul. Paths are those of attributes: "config.logits_scaling".
+    # Operations of a head beside its matmul. A path names nested attributes: "config.logits_scaling".
     CASTS = False  # whether the hidden states get the dtype of the head's weight
     HIDDEN_DIVIDED_BY: str | None = None  # path of a divisor of the hidden states
     MULTIPLIED_BY: str | None = None  # path of a factor of the logits

@@ -1,4 +1,4 @@
-"""The table of known code, `known.json`: which part of liger_ext takes the place of what.
+"""The table of known code, `known.json`: each entry names a part of liger_ext, and the code that it replaces.
 
 An entry has
 

@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from liger_ext.models.patching.forwards import definition_of, functions_read
-from liger_ext.models.recognise.known import ENDS, Entry, entries, find, forms_of, ropes_in
+from liger_ext.models.recognise.known import ENDS, Entry, entries, forms_of, look_up, ropes_in
 from liger_ext.models.recognise.reading import Form
 
 
@@ -27,9 +27,13 @@ class Seen(NamedTuple):
 
     path: str  # "llama.LlamaMLP"
     cls: type[nn.Module]
-    forms: dict[str, Form]  # by part of the table
     entry: Entry | None  # None: the code is not known
     ropes: tuple[str, ...] = ()  # known functions that apply rotary embeddings in an attention
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """By part of the table."""
+        return {part: form for part, form in forms_of(self.cls) if form is not None}
 
     @property
     def folder(self) -> str:
@@ -83,10 +87,8 @@ def look(folders: Iterable[str] = ()) -> Iterator[Seen]:
 
 
 def _see(path: str, cls: type[nn.Module]) -> Seen:
-    forms = {part: form for part, form in forms_of(cls) if form is not None}
-    entries = (find(part, form) for part, form in forms.items())
-    entry = next((entry for entry in entries if entry is not None), None)
-    return Seen(path, cls, forms, entry, tuple(ropes_in(cls)) if entry is None else ())
+    found = look_up(cls)
+    return Seen(path, cls, None, tuple(ropes_in(cls))) if found is None else Seen(path, cls, found[0])
 
 
 def report(folders: Iterable[str] = ()) -> str:
