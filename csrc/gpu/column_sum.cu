@@ -1,6 +1,6 @@
-// Adds the rows of a [partial rows, columns] fp32 matrix that mostly lies in the L2. A block owns a few neighbouring columns, a 32-byte
-// sector of each row at least, and all rows, which its groups of threads share; their sums meet in shared memory. Blocks are small, so
-// that they find room beside the kernel that makes the matrix and are there when it ends.
+// Adds up the rows of a [partial rows, columns] fp32 matrix, most of which is in the L2. A block owns a few neighbouring columns of all
+// rows, at least a 32-byte sector of each row. The block's thread groups share the rows, and their sums are added up in shared memory.
+// Blocks are small, so that they fit on a multiprocessor beside the kernel that writes the matrix and are resident when it ends.
 #include "gpu/column_sum.h"
 
 #include "gpu/platform.h"
@@ -17,7 +17,7 @@ struct SumColumns {
     int width;  // columns of a block
   };
   static constexpr int max_threads = launch::sum_columns_kernel.instance().max_threads,
-                       in_flight = 8;  // the rows that most threads have, and more
+                       in_flight = 8;  // loads in flight per thread: most threads have no more rows
   static LIGER_DEVICE void run(const Args& a) {
     const int width = a.width, lane = thread_id() & (width - 1), group = thread_id() >> log2_of(width),
               groups = block_threads() >> log2_of(width);
@@ -35,13 +35,13 @@ struct SumColumns {
 #pragma unroll
         for (int k = 0; k < in_flight; ++k) v[k] = row + k * groups < a.partial.rows ? at[k * step] : 0;
 #pragma unroll
-        for (int half = in_flight / 2; half > 0; half /= 2)  // by pairs: a few roundings in place of eight
+        for (int half = in_flight / 2; half > 0; half /= 2)  // pairwise: fewer roundings than one after another
 #pragma unroll
           for (int k = 0; k < half; ++k) v[k] += v[k + half];
         sum += v[0];
       }
     }
-    // Within a warp by shuffles, then by shared memory.
+    // Reduces within each warp by shuffles, then across warps in shared memory.
     for (int mask = warp_width() / 2; mask >= width; mask /= 2) sum += shfl_xor(sum, mask);
     const Shared<float> sums = shared<float>(0);
     sums[thread_id()] = sum;

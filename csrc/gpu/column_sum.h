@@ -1,6 +1,7 @@
-// The last step of every column sum (dweight, dbias): partial rows in fp32, one per block of the kernel that made them, are
-// added in a fixed order by a second kernel that is spread over the whole device. Where the hardware allows it, this kernel starts while
-// the one before it still runs, and waits for its results: that one may call let_next_kernel_start() once it has read its inputs.
+// The last step of every column sum (dweight, dbias). The kernel before it writes partial rows in fp32, one per block; a second kernel,
+// spread over the whole device, adds them up in a fixed order. Where the hardware allows it (programmatic dependent launch), the second
+// kernel starts while the first one still runs, and waits for its results: the first kernel may call let_next_kernel_start() once it has
+// read its inputs.
 #pragma once
 #include "gpu/device.h"
 #include "kernels/types.h"
@@ -12,10 +13,11 @@ struct PartialSums {
   int64_t rows, stride;
 };
 
-// Two totals at most, by one kernel: out[j] = (accumulate ? out[j] : 0) + sum over rows of partial[row][first_column + j], for j < cols.
+// Up to two totals, computed by one kernel: out[j] = (accumulate ? out[j] : 0) + sum over rows of partial[row][first_column + j], for
+// j < cols.
 struct ColumnTotal {
   int64_t first_column, cols;
-  MutableVector out;     // data == nullptr: not wanted
+  MutableVector out;     // data == nullptr: this total is not computed
   bool accumulate = false;
 };
 struct ColumnTotals {

@@ -1,4 +1,4 @@
-// Host side only: what the device is, what went wrong with a launch, and bad targets that kernels recorded.
+// Host code only: reads device profiles, throws the errors of launches, and raises the bad target that a kernel recorded.
 #include "gpu/device.h"
 
 #include <atomic>
@@ -14,7 +14,7 @@ namespace liger::gpu {
 
 const launch::DeviceProfile& device_profile(int device) {
   static std::mutex mutex;
-  static std::vector<std::unique_ptr<const launch::DeviceProfile>> profiles;  // pointers: the references outlive a resize
+  static std::vector<std::unique_ptr<const launch::DeviceProfile>> profiles;  // pointers, since references must outlive a resize
   const std::lock_guard lock(mutex);
   if (profiles.size() <= size_t(device)) profiles.resize(device + 1);
   auto& profile = profiles[device];
@@ -29,7 +29,7 @@ void throw_unsupported_dtype() {
 }
 
 void throw_launch_error(int code, const char* what) {
-  runtime::clear_last_error();  // or the next call of somebody else reports it
+  runtime::clear_last_error();  // otherwise the next call of another library would report it
   if (!runtime::is_missing_code(code)) throw std::runtime_error(text("liger_ext: ", what, ": ", runtime::error_text(code)));
   const launch::DeviceProfile& device = device_profile(runtime::current_device());
   throw std::runtime_error(text("liger_ext's GPU library contains no code for this GPU (", device.name, ", ", runtime::architecture(device),
@@ -45,7 +45,7 @@ std::string device_failure() {
 
 namespace {
 
-// Host and device address of the record; the host's is atomic because any thread may ask while another makes it.
+// Addresses of the record on the host and on the device. The host's is atomic: a thread may read it while another one allocates the record.
 std::atomic<volatile TargetRecord*> host_record{nullptr};
 TargetRecord* device_record = nullptr;
 
@@ -72,7 +72,7 @@ bool target_reported() {
 
 void raise_reported_targets() {
   if (!target_reported()) return;
-  static std::mutex mutex;  // two threads must not both raise one record
+  static std::mutex mutex;  // two threads must not raise the same record
   const std::lock_guard lock(mutex);
   if (!target_reported()) return;
   std::atomic_thread_fence(std::memory_order_acquire);
@@ -88,7 +88,8 @@ void raise_reported_targets() {
 
 }  // namespace liger::gpu
 
-// For Python (ctypes): fills in a DeviceProfile of the same build. 0, or 1 where that is not possible.
+// Called from Python (ctypes): fills in a DeviceProfile. Returns 0, or 1 if the caller's struct is of another build or the device cannot be
+// read.
 extern "C" __attribute__((visibility("default"))) int liger_ext_gpu_profile(int device, void* profile, size_t bytes) {
   if (bytes != sizeof(liger::launch::DeviceProfile)) return 1;
   try {
@@ -99,8 +100,9 @@ extern "C" __attribute__((visibility("default"))) int liger_ext_gpu_profile(int 
   }
 }
 
-// For Python (ctypes): `count` KnobEntry of the same build take the place of those there were; no device is needed. 0, or 1 for another
-// build's.
+// Called from Python (ctypes): replaces the table of knobs by `count` entries. Needs no device. Returns 0, or 1 if the entries are of
+// another
+// build.
 extern "C" __attribute__((visibility("default"))) int liger_ext_gpu_set_knobs(const void* entries, size_t count, size_t entry_bytes) {
   if (entry_bytes != sizeof(liger::launch::KnobEntry)) return 1;
   liger::launch::set_knobs(static_cast<const liger::launch::KnobEntry*>(entries), count);

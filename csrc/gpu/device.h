@@ -1,4 +1,4 @@
-// The running device: its profile, and the record of targets that a kernel found out of range.
+// Host-side state of a GPU: its profile, the error that a failed kernel left, and the record of a target that a kernel found out of range.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -8,31 +8,32 @@
 
 namespace liger::gpu {
 
-// Read once per device; safe from any thread.
+// Reads the device's properties at the first call; later calls return the same object. Thread-safe.
 const launch::DeviceProfile& device_profile(int device);
 
-// What keeps every call of this process on the current device from working (a kernel that failed earlier); empty: nothing.
+// Returns the text of the error that a failed kernel left on the current device, because of which every later call of this process fails
+// there. Empty: there is no error.
 std::string device_failure();
 
-// One record per process in pinned memory that all devices see; the first bad target wins. A kernel claims it, fills it in and
-// publishes it; the host raises it at the next eager call. Nothing synchronises.
+// One record per process, in pinned memory that all devices see; the first bad target wins. A kernel claims the record, fills it in and
+// publishes it. The host raises the error at the next eager call. Nothing synchronises.
 struct TargetRecord {
   int state;        // 0 empty, 1 claimed, 2 complete
   int device;
   int64_t row, target, vocab;
   char op[40];
 };
-struct TargetReport {   // what a kernel needs to report; plain data inside its arguments
+struct TargetReport {   // the argument with which a kernel reports a bad target; plain data
   TargetRecord* record; // device address
   int device;
   char op[40];
 };
-// Makes the record at the first call, also while a graph is captured.
+// Allocates the record at the first call, also while a graph is captured.
 TargetReport target_report(const char* op, int device);
 
-// Is there a complete record? One read of host memory, none before the first target_report().
+// Returns whether the record is complete: one read of host memory, and none before the first target_report().
 bool target_reported();
-// Empties it and raises its error (throw_bad_target), if there is one.
+// If the record is complete, empties it and raises its error (throw_bad_target).
 void raise_reported_targets();
 
 }  // namespace liger::gpu

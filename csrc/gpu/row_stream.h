@@ -1,9 +1,10 @@
-// The rows that a thread works on, one after another, fetched before they are needed: RowStream.
+// RowStream: brings a thread its rows of a matrix, or of several, one after another, and fetches them before they are needed. The norms'
+// backward uses it.
 //
-//   take(out)      gives the thread's vectors of the next row, those of warp_columns(), with zeros past the last column. Vectors of a row
-//                  past the last one are not set: a thread that takes one, because others of its warp or block still have a row, must not
-//                  use them.
-//   release()      says that another row may be fetched in the place of the one taken. All lanes of a warp call both functions together.
+//   take(out)      writes the thread's vectors of the next row to `out`: the columns of warp_columns(), with zeros past the last column. If
+//                  the row is past the last one, `out` is undefined: a thread that takes it, because other threads of its warp or block
+//                  still have a row, must not use its values.
+//   release()      lets another row be fetched in the place of the row that was taken. All lanes of a warp call both functions together.
 //
 // A kernel whose registers do not hold a row reads it twice, vector by vector, by these functions instead (AsyncStream, HeldStream):
 //   wait()         waits for the next row, which must not be past the last one.
@@ -13,26 +14,26 @@
 //   finish_row()   is called after all K calls of replace().
 //
 // There are three implementations:
-// - RingStream, where the hardware has bulk copies (Hopper and later). Each warp has a ring buffer in shared memory, for its own columns of
-//   some rows. One lane requests rows; when the warp has loaded a row into registers, it requests another one in its place. So loads are in
-//   flight during reductions, exponentials and stores, without taking registers or needing a barrier of the block. On an H200 a copy
-//   through such rings is as fast as the best plain copy if a request has at least 512 bytes; with rings of whole blocks, or by cp.async,
-//   it is 2 to 6 % slower.
-// - AsyncStream, where there are asynchronous copies (Ampere, Ada). Each thread has a ring of its own vectors, which no other thread reads.
-//   So a vector may stay there while it is read twice, and be replaced without a barrier. take() requests the next row: release() does
-//   nothing.
-// - RegisterStream, elsewhere: the next row is loaded into registers while this one is processed. release() does nothing.
-// HeldStream gives any of them the functions for reading twice, by holding the row in registers between the two.
-// The rings of a block take plan.stages rows of ring_row_bytes() (launch/plan.h) of shared memory.
+// - RingStream, where the hardware has bulk copies (Hopper and later). Each warp has a ring buffer in shared memory. Each of its pipeline
+//   stages holds the warp's columns of one row. One lane requests rows: when the warp has loaded a row into registers, the lane requests
+//   another one in its place. So loads are in flight during reductions and stores, without taking registers or needing a barrier of the
+//   block. On an H200 a copy through such buffers is as fast as the best plain copy if a request has at least 512 bytes; buffers that a
+//   whole block shares, and copies by cp.async, are slower.
+// - AsyncStream, where there are asynchronous copies (Ampere, Ada). Each thread has a ring buffer for its vectors, which no other thread
+//   reads. So a vector may stay there while it is read twice, and be replaced without a barrier. take() itself requests the next row, and
+//   release() does nothing.
+// - RegisterStream, elsewhere: the next row is loaded into registers while the current one is processed. release() does nothing.
+// HeldStream adds the functions for reading twice to any of them: it holds the row in registers between the two readings.
+// The ring buffers of a block take plan.stages * ring_row_bytes() (launch/plan.h) of shared memory.
 #pragma once
 #include "gpu/rows.h"
 
 namespace liger::gpu {
 
-// The vectors of a row that belong to a warp: `begin` to `end`. They are contiguous, so that one copy brings them, and each warp of the row
-// has the same number, in whole lines of 128 bytes (the last ones may have fewer).
+// The vectors [begin, end) of a row, which belong to a warp. They are contiguous, so that one copy brings them. Each warp of the row has
+// the same number of vectors, in whole lines of 128 bytes; the last warps may have fewer.
 struct WarpShare {
-  int lane, lanes;  // this thread's number among the lanes of its warp that share the row, and how many these are
+  int lane, lanes;  // lanes: how many lanes of the warp share the row; lane: this thread's number among them
   int64_t begin, end;
 
   template <class Group> LIGER_DEVICE WarpShare(const Group& group, int64_t vectors) : lanes(group.lanes()) {
@@ -43,7 +44,7 @@ struct WarpShare {
     end = begin + share < vectors ? begin + share : vectors;
   }
 };
-// This thread's vectors among them, at most K.
+// Returns this thread's vectors of its warp's share, at most K.
 template <int VEC, int K, class Group> LIGER_DEVICE Columns<VEC, K> warp_columns(const Group& group, int64_t cols) {
   const WarpShare share(group, VEC == 1 ? cols : cols / VEC);
   return {share.lane, share.lanes, share.begin * VEC, share.end * VEC};
@@ -54,11 +55,11 @@ template <int N> struct RowSteps {
   int64_t first, step, rows, cols;
   Rows tensors[N];
 };
-// The row of them that a stream requests next, and where in each tensor the stream's columns of it begin. Addresses count in T, or in
-// bytes.
+// The row that a stream requests next, and the address in each tensor at which the stream's columns of that row begin. Addresses count in
+// Unit, which is T or a byte.
 template <class Unit, int N> struct NextRow {
   int64_t row, step, rows;
-  int64_t pitch[N], jump[N];  // from one row of the tensor to the next, and from one row of these to the next
+  int64_t pitch[N], jump[N];  // pitch: from one row of the tensor to the next; jump: from one row of the stream to the next
   const Unit* at[N];
 
   LIGER_DEVICE NextRow(const RowSteps<N>& steps, int64_t first_row, int64_t first_column, int64_t units_per_element = 1)
@@ -78,7 +79,7 @@ template <class Unit, int N> struct NextRow {
   }
 };
 
-// A vector of each of N tensors.
+// One vector of each of N tensors.
 template <class T, int VEC, int N> struct Vectors {
   Packed<T, VEC> of[N];
   LIGER_DEVICE Packed<T, VEC>& operator[](int n) { return of[n]; }
@@ -91,7 +92,8 @@ template <class T, int VEC, int K, int N> LIGER_DEVICE Vectors<T, VEC, N> vector
   return out;
 }
 
-// A warp's ring buffer: its vectors of `stages` rows in shared memory, [stages][N][K * lanes of a warp].
+// A warp's ring buffer in shared memory: [stages][N][K * lanes of a warp] vectors. A stage holds the warp's columns of one row or, where a
+// warp has several rows at a time, one of each.
 template <class Group, class T, int VEC, int K, int N> class RingStream {
   static constexpr int vector_bytes = VEC * int(sizeof(T)), tensor_bytes = K * warp_width() * vector_bytes, stage_bytes = N * tensor_bytes;
 
@@ -107,7 +109,7 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
   }
   LIGER_DEVICE void release() {
     finish_reads_before_copies();
-    warp_barrier();  // of all lanes
+    warp_barrier();  // all lanes have read the stage
     request(stage_);
     if (++stage_ == stages_) stage_ = 0, parity_ ^= 1;
   }
@@ -128,7 +130,7 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
     warp_barrier();
     for (int s = 0; s < stages; ++s) request(s);
   }
-  // Columns past the last one, and rows past the last one where a warp has several, are zeros.
+  // Stores zeros where no copy writes: past the last column and, where a warp has several rows, in rows past the last one.
   LIGER_DEVICE void clear_what_no_copy_writes(const WarpShare& share, const RowSteps<N>& steps) {
     for (int s = 0; s < stages_; ++s)
       for (int n = 0; n < N; ++n)
@@ -136,13 +138,14 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
           if ((k * lanes_ + share.lane) * vector_bytes >= bytes_ || (!Group::whole_warps && steps.first + s * steps.step >= steps.rows))
             store(place(s, n, k), Packed<T, VEC>{});
   }
-  // This thread's vector k of tensor n.
+  // The address of this thread's vector k of tensor n.
   LIGER_DEVICE T* place(int stage, int n, int k) const {
     return reinterpret_cast<T*>(own_ + stage * stage_bytes + n * tensor_bytes + k * lanes_ * vector_bytes);
   }
-  // Requests the next row, or, where a warp has several, its next rows.
+  // Requests the next row or, where a warp has several at a time, the next ones.
   LIGER_DEVICE void request(int stage) {
-    // A warp may wait for a row past the last one, if other rows of its block are not past it: then nothing is copied, but announced.
+    // A warp may wait for a row past the last one, because other rows of its block are not past it. Nothing is copied then, but the
+    // announcement of 0 bytes ends the wait.
     const int64_t left = next_.rows - next_.row;
     const int warp_rows = warp_width() / lanes_, live = left <= 0 || bytes_ == 0 ? 0 : left < warp_rows ? int(left) : warp_rows;
     if (elected()) {
@@ -157,11 +160,11 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
     next_.advance();
   }
 
-  int lanes_, stages_, bytes_;  // lanes_: of the warp, that share a row; bytes_: of the warp's columns of one row of one tensor
-  NextRow<unsigned char, N> next_;  // where a warp has several rows, the first of them
+  int lanes_, stages_, bytes_;  // lanes_: lanes of the warp that share a row; bytes_: the warp's columns of one row of one tensor
+  NextRow<unsigned char, N> next_;  // where a warp has several rows at a time, the first of them
   unsigned char *ring_, *own_;  // the warp's buffer, and this thread's first vector in it
-  Mbarrier* arrivals_;  // for each stage a counter of the bytes that have arrived (platform_cuda.h)
-  int stage_ = 0, parity_ = 0;  // of the row that is taken next
+  Mbarrier* arrivals_;  // for each stage, a counter of the bytes that have arrived (platform_cuda.h)
+  int stage_ = 0, parity_ = 0;  // the stage of the next row, and the parity of its mbarrier
 };
 
 template <class Group, class T, int VEC, int K, int N> class AsyncStream {
@@ -187,7 +190,7 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
   }
   LIGER_DEVICE void release() {}
 
-  // A row that is read twice stays in the ring until then.
+  // A row that is read twice stays in its pipeline stage until replace().
   LIGER_DEVICE void wait() { wait_for_copies(stages_ - 1); }
   LIGER_DEVICE Vectors<T, VEC, N> vectors(int k) const {
     Vectors<T, VEC, N> out;
@@ -211,7 +214,7 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
     if (columns_.has(k)) load(out, place(stage_, n, k));
     return out;
   }
-  // The row is past the last one, and no copy brings it.
+  // Stores zeros in a stage whose row is past the last one, because no copy writes it.
   LIGER_DEVICE void clear(int stage) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -243,7 +246,7 @@ template <class Group, class T, int VEC, int K, int N> class AsyncStream {
   Columns<VEC, K> columns_;
   int stages_, stage_ = 0;
   NextRow<T, N> next_;
-  unsigned char* ring_;  // this thread's place in [stages][N][K][threads of the block] vectors
+  unsigned char* ring_;  // this thread's first vector in [stages][N][K][threads of the block] vectors
 };
 
 // The first `Ahead` tensors are loaded one row ahead, the others when the row is taken.
@@ -264,7 +267,7 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
   LIGER_DEVICE void release() {}
 
  private:
-  // The tensors from From to To of a row.
+  // Loads tensors From to To - 1 of the next row.
   template <int From, int To> LIGER_DEVICE void fetch(Packed<T, VEC> (&out)[N][K], NextRow<T, N>& of) {
 #pragma unroll
     for (int n = From; n < To; ++n) {
@@ -279,11 +282,11 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
   }
 
   Columns<VEC, K> columns_;
-  NextRow<T, N> ahead_, taken_;  // of the tensors that are loaded one row ahead, and of the others
+  NextRow<T, N> ahead_, taken_;  // the next row of the tensors that are loaded one row ahead, and of the others
   Packed<T, VEC> next_[N][K];
 };
 
-// The functions for reading a row twice, of a stream that has take() and release().
+// Adds the functions for reading a row twice to a stream that has take() and release().
 template <class Stream, class T, int VEC, int K, int N> class HeldStream {
  public:
   template <class Group>
@@ -294,7 +297,7 @@ template <class Stream, class T, int VEC, int K, int N> class HeldStream {
     stream_.release();
   }
   LIGER_DEVICE Vectors<T, VEC, N> vectors(int k) const { return vectors_of(row_, k); }
-  // The compiler would hold the row widened to fp32 instead, in twice as many registers.
+  // Otherwise the compiler would hold the row widened to fp32, in twice as many registers.
   LIGER_DEVICE void read_again() {
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -309,9 +312,9 @@ template <class Stream, class T, int VEC, int K, int N> class HeldStream {
   Packed<T, VEC> row_[N][K];
 };
 
-// The implementation for this device, for N tensors and K vectors of each per thread; without copies to shared memory, `Ahead` of the
-// tensors are fetched a row ahead. Rows that are read by single elements (VEC == 1) may be unaligned, which copies to shared memory cannot
-// be. Async: whether asynchronous copies are faster for this kernel, where there are any.
+// Selects the implementation for this device, for N tensors and K vectors of each per thread. Ahead: how many tensors RegisterStream loads
+// a row ahead. Async: take AsyncStream where the device has asynchronous copies, since it is faster for this kernel. Rows that are read by
+// single elements (VEC == 1) may be unaligned, which copies to shared memory cannot be, and take RegisterStream.
 template <class Group, class T, int VEC, int K, int N, int Ahead, bool Async>
 using RowStream = std::conditional_t<has_bulk_copies && (VEC > 1), RingStream<Group, T, VEC, K, N>,
                                      std::conditional_t<has_async_copies && Async && (VEC > 1), AsyncStream<Group, T, VEC, K, N>,

@@ -1,9 +1,11 @@
-// Rows of whole warps: RowWarps, the threads that share one row if they are whole warps of a block, of any number, and sums over them.
-// OneRow: a row has its block to itself. It then waits at the block's own barrier: one whose number the compiler does not know makes
-// NVIDIA's reserve all 16, so that at most four blocks fit on a multiprocessor.
+// RowWarps: the threads that share one row, as any number of whole warps of a block, and sums over them. (RowGroupOf in rows.h requires a
+// power of two of threads.)
 //
-// Each warp sums by shuffles, and writes its sums to shared memory. Behind a barrier of the row's threads, each of them adds up the sums
-// of all warps, in the same order, so that all get the same bits. Successive sums use two buffers in turn, as in RowGroupOf (rows.h).
+// Each warp sums by shuffles and writes its sums to shared memory. Behind a barrier of the row's threads, each thread adds up the sums of
+// all warps in the same order, so that all threads have the same bits. Successive sums use two buffers in turn, as in RowGroupOf.
+//
+// OneRow: a block has one row, whose threads meet at block_barrier(). Several rows of a block have a barrier each, whose number is not a
+// compile-time constant: NVIDIA's compiler then reserves all 16 barriers, so that at most four blocks fit on a multiprocessor.
 #pragma once
 #include "gpu/rows.h"
 #include "launch/norms.h"
@@ -12,7 +14,7 @@ namespace liger::gpu {
 
 template <bool OneRow> struct RowWarps {
   static constexpr bool whole_warps = true;
-  // index: this thread's number in its row. group: which of the block's rows, of which there are `groups`, is this thread's.
+  // index: this thread's number in its row. groups: the rows of the block. group: the number of this thread's row among them.
   int threads_per_row, warps, group, groups, index, turn = 0;
 
   LIGER_DEVICE explicit RowWarps(int threads) : threads_per_row(threads), warps(threads / warp_width()) {
@@ -37,12 +39,13 @@ template <bool OneRow> struct RowWarps {
     sum(one);
     return one[0];
   }
-  // Replaces each value by its sum over the threads of the row, all of which call it together; without group barriers, all of the block.
+  // Replaces each value by its sum over the threads of the row, all of which must call it together; on devices without group barriers, all
+  // threads of the block must.
   template <int N> LIGER_DEVICE void sum(float (&v)[N]) {
     static_assert(N <= 2);
     const bool upper = N == 2 && lane_id() >= warp_width() / 2;
     float mine = v[0];
-    if constexpr (N == 2) {  // the lower half of the lanes goes on with v[0], the upper one with v[1]
+    if constexpr (N == 2) {  // the lower half of the lanes sums v[0], the upper half v[1]
       const float others = shfl_xor(upper ? v[0] : v[1], warp_width() / 2);
       mine = (upper ? v[1] : v[0]) + others;
     }
@@ -58,7 +61,7 @@ template <bool OneRow> struct RowWarps {
     const Shared<float> sums = shared<float>(((turn & 1) * (launch::row_warps_floats / 2) + group * pitch) * int(sizeof(float)));
     ++turn;
     if ((lane_id() & (warp_width() / N - 1)) == 0) sums[index / warp_width() * N + upper] = mine;
-    if (index < pitch - used) sums[used + index] = 0;  // in place of warps that the row does not have
+    if (index < pitch - used) sums[used + index] = 0;  // zeros, since the loop below reads eight sums at a time
     if constexpr (OneRow) block_barrier();
     else group_barrier(group, threads_per_row);
 #pragma unroll
