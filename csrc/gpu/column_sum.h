@@ -13,8 +13,8 @@ struct PartialSums {
   int64_t rows, stride;
 };
 
-// Up to two totals, computed by one kernel: out[j] = (accumulate ? out[j] : 0) + sum over rows of partial[row][first_column + j], for
-// j < cols.
+// Up to two totals, computed by one kernel: out[j] = (accumulate ? out[j] : 0) + sum over rows of partial[row][first_column + j], for j <
+// cols.
 struct ColumnTotal {
   int64_t first_column, cols;
   MutableVector out;     // data == nullptr: this total is not computed

@@ -101,8 +101,7 @@ extern "C" __attribute__((visibility("default"))) int liger_ext_gpu_profile(int 
 }
 
 // Called from Python (ctypes): replaces the table of knobs by `count` entries. Needs no device. Returns 0, or 1 if the entries are of
-// another
-// build.
+// another build.
 extern "C" __attribute__((visibility("default"))) int liger_ext_gpu_set_knobs(const void* entries, size_t count, size_t entry_bytes) {
   if (entry_bytes != sizeof(liger::launch::KnobEntry)) return 1;
   liger::launch::set_knobs(static_cast<const liger::launch::KnobEntry*>(entries), count);

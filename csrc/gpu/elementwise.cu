@@ -1,8 +1,8 @@
-// The small passes between the fused loss's matmuls. All but the last are bound by memory: each element is read once and written
-// once, in vectors of eight elements (one element where rows are not aligned), several of them in flight per thread.
+// The small passes between the fused loss's matmuls. All but scalar_product are bound by memory: they read and write each element once, in
+// vectors of eight elements (single elements where rows are not aligned), and each thread has several loads in flight.
 //
-// scale_cast, fill_rows: tiles of rows (tiles.h). column_sum: a thread owns a vector of columns and a share of the rows; the shares are
-// fp32 partial rows that column_sum.h adds up.
+// scale_cast, fill_rows: tiles of rows (tiles.h). column_sum: a thread owns a vector of columns and a range of rows. The sums of a range
+// are an fp32 partial row, and column_sum.h adds up the partial rows. scalar_product: one block.
 #include "gpu/column_sum.h"
 #include "gpu/device.h"
 #include "gpu/tiles.h"
@@ -73,7 +73,8 @@ template <class T, int N> struct Fill {
   }
 };
 
-// Partial row `part` is the sum of rows part * rows_per_part and on. Columns behind the last whole vector are vectors of one.
+// Partial row `part` is the sum of up to rows_per_part rows from row part * rows_per_part on. Columns behind the last whole vector are
+// vectors of one.
 template <class T, int N> struct PartialColumns {
   struct Args {
     int64_t rows, cols, rows_per_part, blocks_per_part;
@@ -114,7 +115,7 @@ template <class T, int N> struct PartialColumns {
   }
 };
 
-// One block.
+// scalar_product; launched as one block.
 struct Product {
   struct Args {
     Vector a;
@@ -139,7 +140,7 @@ struct Product {
     if (args.b) product *= *args.b;
     args.out[0] = product;
     if (!args.factors.data) return;
-    // A power of two is its exponent alone; every other number is below the next one.
+    // The exponent of the smallest power of two that is not below `largest`: its own, or one more if the mantissa is not 0.
     const uint32_t bits = bit_cast<uint32_t>(largest);
     const int exponent = int(bits >> 23), bias = 127, above = exponent + ((bits & 0x7fffffu) != 0) - bias;
     const int power = largest == 0 || exponent == 255 ? 0 : above < -100 ? -100 : above > 100 ? 100 : above;

@@ -1,9 +1,10 @@
-// Gated linear units, bound by memory: forward reads gate and up and writes h, backward reads dh, gate and up and writes dgate and
-// dup, and h over dh where that is asked for, all of them once. A tile is block_threads() * K vectors of one row (or of a few short rows);
-// every thread has all of its loads in flight before the first use. Tensors without gaps between rows are one long row.
+// Gated activations (SwiGLU, GeGLU): h = act(gate) * up. Bound by memory: forward reads gate and up and writes h; backward reads dh, gate
+// and up and writes dgate and dup and, if it is asked for, h in place of dh. Each element is read or written once. A tile is
+// block_threads() * K vectors of one row, or of a few short rows, and a thread issues all of its loads before it uses the first value.
+// Tensors without gaps between rows are one long row.
 //
-// All three activations and their derivatives are x * s(x) and s + x * s', with s = sigmoid(x) (silu), sigmoid(2u) (gelu by tanh:
-// (1 + tanh(u)) / 2 = sigmoid(2u), without its cancellation) or the normal distribution function (gelu).
+// All three activations are x * s(x), with the derivative s + x * s'. s is sigmoid(x) (silu), sigmoid(2u) (gelu by tanh: (1 + tanh(u)) / 2
+// = sigmoid(2u), without the cancellation), or the normal distribution function (gelu).
 #include "kernels/glu.h"
 
 #include "gpu/device.h"
@@ -16,16 +17,16 @@ namespace {
 
 constexpr int vectors_per_thread = launch::glu_k;
 
-// The GPU's arithmetic for math/activation.h, where exactness counts.
+// The GPU's arithmetic for math/activation.h, for fp32 results.
 struct Arithmetic {
   using scalar = float;
   static LIGER_DEVICE float exp(float x) { return expf(x); }
   static LIGER_DEVICE float normal_cdf(float x) { return 0.5f * erfcf(x * -0.70710678118654752f); }
 };
 using GateValue = math::ValueAndSlope<float>;  // x * s, and its derivative
-// The normal distribution function for 16-bit results, where erff would take longer than the memory: its tail is exp(-x^2 / 2), which the
-// density needs too, times a polynomial of 1 / (1 + 0.29 |x|) (the form of Abramowitz and Stegun 7.1.26). Off by 8e-8, and in the tail
-// by no more than 8e-5 of it, which 1 + erff, whose digits cancel there, is not.
+// Returns the normal distribution function at -|x| for 16-bit results, where erff would take longer than the memory accesses. It is
+// exp(-x^2 / 2), which the density needs too, times a polynomial of 1 / (1 + 0.29 |x|) (the form of Abramowitz and Stegun 7.1.26). The
+// error is 8e-8 absolute and, in the tail, at most 8e-5 relative. 1 + erff is less exact there, since its digits cancel.
 LIGER_DEVICE float normal_tail(float x, float exponential) {
   const float t = fast_reciprocal(1 + 0.29f * fabsf(x));
   constexpr float c[] = {1.168634482e-01f, 1.008416554e-01f, 1.790522963e-01f, -9.236817693e-02f, 2.842352859e-01f, -8.862444395e-02f};
@@ -34,7 +35,7 @@ LIGER_DEVICE float normal_tail(float x, float exponential) {
   for (int i = 4; i >= 0; --i) p = p * t + c[i];
   return exponential * (p * t);
 }
-// T: the type of the results. fp32 results take the exact formulas.
+// Returns act(x) and its derivative for results of type T. fp32 results take the exact formulas.
 template <class T, Activation A> LIGER_DEVICE GateValue gate_of(float x) {
   constexpr bool exact = std::is_same_v<T, float>;
   const auto from = [x](float s, float slope) { return GateValue{x * s, s + x * slope}; };  // s and its derivative
@@ -84,7 +85,7 @@ template <class T, int VEC, Activation A> struct GluForwardKernel {
   }
 };
 
-// WithH: h is stored over dh. These are kernels of their own, because the others have no register to spare.
+// WithH: h is stored in place of dh. These are separate kernel instances, because those without h have no register to spare.
 template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
   struct Args {
     Tiles tiles;
@@ -98,7 +99,7 @@ template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
     const int64_t row = tile.row;
     const auto columns = tile.columns();
     Packed<T, VEC> dh[K], gate[K], up[K];
-    // A thread stores h where it alone has loaded dh.
+    // A thread overwrites dh by h only where it alone has loaded dh.
     columns.template load<WithH ? Hint::in_place : Hint::stream>(dh, a.dh.data, row * a.dh.stride);
     columns.template load<Hint::stream>(gate, a.gate.data, row * a.gate.stride);
     columns.template load<Hint::stream>(up, a.up.data, row * a.up.stride);
@@ -126,7 +127,7 @@ template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
 template <class T, int VEC, Activation A> using GluGradients = GluBackwardKernel<T, VEC, A, false>;
 template <class T, int VEC, Activation A> using GluGradientsAndH = GluBackwardKernel<T, VEC, A, true>;
 
-// Starts Kernel<T, VEC, A> for the dtype, alignment and activation of `a`; `tensors` are a's.
+// Launches Kernel<T, VEC, A> for the dtype, alignment and activation of `a`. tensors: all tensors of `a`.
 template <template <class, int, Activation> class Kernel, const launch::Kernel& Instances, class Glu, class... Tensors>
 void start(const Glu& a, Stream stream, const Tensors&... tensors) {
   if (a.rows == 0 || a.cols == 0) return;

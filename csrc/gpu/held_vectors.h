@@ -1,4 +1,4 @@
-// What a thread keeps of a row that its kernel reads once and needs more than once.
+// Registers and shared memory that hold one row, for kernels that need its values twice and read them from memory once.
 #pragma once
 #include <utility>
 
@@ -6,27 +6,27 @@
 
 namespace liger::gpu {
 
-// Calls f with the numbers of all matrices, 0 to N - 1, as constants.
+// Calls f with the numbers of all matrices, 0 to N - 1, as compile-time constants.
 template <int N, class F> LIGER_DEVICE auto of_matrices(F f) {
   return [&]<int... n>(std::integer_sequence<int, n...>) {
     return f(std::integral_constant<int, n>{}...);
   }(std::make_integer_sequence<int, N>{});
 }
 
-// A thread's vectors of a row, or of the same row of N matrices with the same columns: the first K of each matrix are in registers, and the
-// others in shared memory, in places that no other thread uses. No thread reads another one's vectors, so the passes over a row need no
-// barrier between them.
-// Limited: `most` is how many vectors of each matrix there are at most. Their columns end there, too, but a loop that leaves at either of
-// two conditions takes fewer registers: with one condition, or with both in a function, softmax's backward spills.
+// A thread's vectors of a row, or of the same row of N matrices with the same columns: the first K vectors of each matrix are in registers,
+// the others in shared memory that no other thread uses. No thread reads another thread's vectors, so the passes over a row need no barrier
+// between them.
+// Limited: loops over the vectors also end at `most`, the largest number of vectors of each matrix. `columns` ends there, too, but a loop
+// with two conditions takes fewer registers: with one condition, or with both in a function, softmax's backward spills.
 template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldVectors {
   using Vector = Packed<T, VEC>;
-  Columns<VEC, K> columns;  // of all these vectors, also of those in shared memory
-  int shared_offset = 0;    // where the places in shared memory begin, bytes
+  Columns<VEC, K> columns;  // of all vectors, including those in shared memory
+  int shared_offset = 0;    // byte offset, in shared memory, of all threads' vectors
   int most = 0;
   Vector in_registers[N][K];
 
-  // Requests the vectors for registers. at(n, offset): the address in matrix n of the element `offset` columns behind the thread's first
-  // one. Vectors past the end of the row become `missing`.
+  // Loads the vectors for registers. at(n, offset) returns the address, in matrix n, of the element `offset` columns behind the thread's
+  // first one. Vectors past the end of the row become `missing`.
   template <Hint H, class At> LIGER_DEVICE void load(At&& at, Vector missing = {}) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -36,7 +36,7 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
         if (columns.has(k)) gpu::load<H>(in_registers[n][k], at(n, k * columns.step));
       }
   }
-  // Requests the vectors for shared memory.
+  // Starts the copies of the other vectors to shared memory; for_each_in_shared() waits for them.
   template <Hint H, class At> LIGER_DEVICE void copy_others_to_shared(At&& at) const {
 #pragma unroll 1
     for (int k = K; (!Limited || k < most) && columns.has(k); ++k)
@@ -45,7 +45,7 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
     close_copies();
   }
 
-  // Calls f(k, x) for each vector x of the row, or f(k, x, y) for the vectors of two matrices; k: which of the thread's vectors it is.
+  // Calls f(k, x) for each vector x of the thread, or f(k, x, y) for the vectors of two matrices. k: the vector's number in the thread.
   template <class F> LIGER_DEVICE void for_each_in_registers(F&& f) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -56,7 +56,7 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
   template <class F> LIGER_DEVICE void for_each_in_shared(F&& f) const {
 #pragma unroll 1
     for (int k = K; (!Limited || k < most) && columns.has(k); ++k) {
-      wait_for_copies(0);  // inside of the loop, lest the compiler have all loads into registers wait, too
+      wait_for_copies(0);  // before the loop, the compiler would make all loads into registers wait, too
       of_matrices<N>([&](auto... n) { f(k, *place(n, k)...); });
     }
   }
@@ -65,7 +65,7 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
     for_each_in_shared(f);
   }
 
-  // Makes the compiler widen the elements again, instead of keeping them in twice as many registers between the passes.
+  // Forces the compiler to widen the elements again, instead of keeping them in twice as many registers between the passes.
   LIGER_DEVICE void forget_widened() {
 #pragma unroll
     for (int n = 0; n < N; ++n)

@@ -1,4 +1,4 @@
-// LayerNorm: the kernels of norm_forward.h and norm_backward.h, with a mean and a bias.
+// LayerNorm: instantiates the kernels of norm_forward.h and norm_backward.h with a mean and a bias.
 #include "gpu/norm_backward_launch.h"
 #include "gpu/norm_forward.h"
 

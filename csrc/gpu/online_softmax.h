@@ -1,11 +1,11 @@
-// Online softmax: what is known of a softmax over some elements, which can be extended by more of them, merged with that of others, and
-// stored as two floats.
+// Online softmax: the maximum and the sum of exponentials of some elements, which can be extended by more elements, merged with the
+// statistics of other threads, and stored as two floats.
 #pragma once
 #include "gpu/rows.h"
 
 namespace liger::gpu {
 
-// The maximum of some elements, and the sum of exp(x - base()) over them. Maxima drop NaN, which reaches the sum.
+// The maximum of some elements, and the sum of exp(x - base()) over them. The maximum ignores NaN; the sum becomes NaN.
 struct Exponentials {
   float max = minus_infinity(), sum = 0;
 
@@ -13,19 +13,19 @@ struct Exponentials {
   LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
   LIGER_DEVICE float log_sum() const { return logf(sum); }
 
-  // Extends these by the exponentials of other elements. Commutative, as RowGroup's `combine` has to be. T: the factor of the sum with the
-  // smaller maximum is as exact as this type can tell (exp_as).
+  // Merges the statistics of other elements into these. Commutative, as RowGroup's `combine` has to be. T: the type of the result, which
+  // determines how exact the factor of the sum with the smaller maximum is (exp_as).
   template <class T> LIGER_DEVICE void join(const Exponentials& others) {
     const float smaller = exp_as<T>(max == others.max ? 0 : -fabsf(max - others.max));
     sum = max >= others.max ? sum + others.sum * smaller : sum * smaller + others.sum;
     max = fmaxf(max, others.max);
   }
-  // Makes them relative to a maximum that is at least as large.
+  // Rescales the sum to a maximum that is at least as large.
   template <class T> LIGER_DEVICE void rescale(float larger) {
     sum *= exp_as<T>(max == larger ? 0 : max - larger);
     max = larger;
   }
-  // Joins those of all threads of a row: all get the same bits.
+  // Merges the statistics of all threads of a row. All threads end with the same bits.
   template <class T, class Group> LIGER_DEVICE void merge(Group& group) {
     float pair[2] = {max, sum};
     group.reduce(pair, [](float (&a)[2], const float (&b)[2]) {
@@ -39,7 +39,7 @@ struct Exponentials {
 
 // Exponentials that are extended by vectors, each time relative to the maximum so far.
 template <class T> struct VectorExponentials : Exponentials {
-  // Over the vectors k of a row for which has(k).
+  // Takes the vectors k of a row for which has(k).
   template <int VEC, int K, class F> LIGER_DEVICE VectorExponentials(const Packed<T, VEC> (&x)[1][K], F has) {
     max = largest(x[0], has);
     sum = sum_of(x[0], has);
@@ -51,7 +51,7 @@ template <class T> struct VectorExponentials : Exponentials {
   }
 
  private:
-  // Each vector is summed by itself first, so that the large sum is rounded fewer times.
+  // Sums each vector by itself first, so that the large sum is rounded fewer times.
   template <int VEC, int K, class F> LIGER_DEVICE float sum_of(const Packed<T, VEC> (&x)[K], F has) const {
     float total = 0;
 #pragma unroll

@@ -1,5 +1,5 @@
-// Squared ReLU, bound by memory: forward reads x and writes y, backward reads dy and x and writes dx, all of them once. A thread has all
-// of its loads in flight before the first use. Tensors without gaps between rows are one long row.
+// Squared ReLU, y = max(x, 0)^2. Bound by memory: forward reads x and writes y; backward reads dy and x and writes dx; each element once. A
+// thread issues all of its loads before it uses the first value. Tensors without gaps between rows are one long row.
 #include "kernels/relu_squared.h"
 
 #include "gpu/device.h"
@@ -27,7 +27,7 @@ template <class T, int VEC> struct ReluSquaredForwardKernel {
     for (int k = 0; k < K; ++k) {
       float y[VEC];
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) y[i] = x[k][i] <= 0 ? 0.f : x[k][i] * x[k][i];  // a NaN is not below 0
+      for (int i = 0; i < VEC; ++i) y[i] = x[k][i] <= 0 ? 0.f : x[k][i] * x[k][i];  // NaN <= 0 is false: NaN stays
       x[k].set(y);
     }
     columns.template store<Hint::stream>(x, a.op.y.data, row * a.op.y.stride);

@@ -1,4 +1,4 @@
-// RMSNorm and add+RMSNorm: the kernels of norm_forward.h and norm_backward.h, without a mean.
+// RMSNorm and add+RMSNorm: instantiates the kernels of norm_forward.h and norm_backward.h without a mean.
 #include "gpu/norm_backward_launch.h"
 #include "gpu/norm_forward.h"
 

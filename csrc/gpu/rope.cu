@@ -1,12 +1,13 @@
-// Rotary position embedding of q and k in one launch, bound by memory: both are read and written once.
+// Rotary position embedding of q and k in one launch. Bound by memory: q and k are read and written once.
 //
-// A thread has one place in two heads of a position (batch, seq): a pair of vectors, those at i and i + rotary_dim / 2, which it
-// rotates, or two behind rotary_dim, which it copies. Threads are numbered as the tensors lie in memory, whatever the blocks. More heads
-// to a thread would load cos and sin, which the L1 has, less often, but a thread's life would be longer than what it waits for.
+// A thread processes the same columns of two heads of a position (batch, seq): a pair of vectors at columns i and i + rotary_dim / 2, which
+// it rotates, or two vectors behind column rotary_dim, which it copies. Threads are numbered in the order of the tensors in memory, and a
+// block may begin anywhere in a position. With more heads per thread, cos and sin would be loaded less often, but they are in the L1, and a
+// thread would run longer than its loads take.
 //
-// With interleaved pairs a thread stores the same vectors, whole, beside its neighbours': where the results are interleaved its pairs are
-// those of two runs of half a vector's length. What it loads lies wherever it lies: loads of two vectors side by side are as fast, stores
-// of them 11 % slower (docs/decisions.md).
+// With interleaved pairs (columns 2p and 2p + 1) a thread still stores whole vectors at columns i and i + rotary_dim / 2. If the results
+// are interleaved, each of these vectors consists of VEC / 2 pairs, and the thread loads these pairs from wherever the input has them. Two
+// adjacent vectors per thread would be loaded as fast, but their stores are slower (docs/decisions.md).
 #include "kernels/rope.h"
 
 #include "gpu/device.h"
@@ -16,7 +17,8 @@
 namespace liger::gpu {
 namespace {
 
-// In two words that hold interleaved pairs: the first elements of all pairs go to `a` and the second ones to `b`, or the other way round.
+// Regroups two words that hold interleaved pairs: the first elements of both pairs go to `a`, and the second ones to `b`. A second call
+// undoes the first one. fp32 words hold one element each and do not change.
 template <class T> LIGER_DEVICE void regroup(uint32_t& a, uint32_t& b) {
   if constexpr (sizeof(T) == 2) {
     const uint32_t low = (a & 0xffff) | b << 16;
@@ -24,7 +26,8 @@ template <class T> LIGER_DEVICE void regroup(uint32_t& a, uint32_t& b) {
     a = low;
   }
 }
-// In two vectors that hold interleaved pairs: the first elements of all pairs go to `a`, and the second ones to `b`.
+// Splits two vectors that hold interleaved pairs: the first elements of all pairs go to `a`, and the second ones to `b`. join() is the
+// inverse.
 template <class T, int VEC> LIGER_DEVICE void split(Packed<T, VEC>& a, Packed<T, VEC>& b) {
   constexpr int words = Packed<T, VEC>::words;
   Packed<T, VEC> first, second;
@@ -58,11 +61,11 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
                        min_blocks = 4, heads_in_flight = launch::rope_heads_in_flight;
   struct Args {
     Rope rope;
-    int first;                               // position
-    int threads, q_slots, k_slots;           // of the grid; of a position's threads: heads at a time
-    Divisor per_position, per_slot, of_seq;  // threads, threads, positions
+    int first;                               // the launch's first position
+    int threads, q_slots, k_slots;           // threads: of the grid; slots: heads that a position's threads process at a time
+    Divisor per_position, per_slot, of_seq;  // by the threads per position, threads per slot, positions per sequence
   };
-  // out = x * cos + pair * sin, for the lower and the upper vector, with the sine's sign in it.
+  // The factors of the lower and of the upper vector: out = x * cos + (the other vector's x) * sin. `sin` includes the sign.
   template <class Table> struct Rotation {
     Packed<Table, VEC> cos[2], sin[2];
   };
@@ -70,15 +73,15 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
   static LIGER_DEVICE void run(const Args& args) {
     const Rope& a = args.rope;
     const int index = int(block_id()) * block_threads() + thread_id();
-    if (index >= args.threads) return;  // no collective follows
+    if (index >= args.threads) return;  // no collective operation follows
     const int nth = args.per_position(index), within = index - nth * int(args.per_position.d);
     const int slot = args.per_slot(within), place = within - slot * int(args.per_slot.d);
     const int position = args.first + nth, batch = args.of_seq(position), seq = position - batch * int(args.of_seq.d);
     const bool of_q = slot < args.q_slots;
-    // One by one: a reference to one of two arguments is an address, and puts them all into memory.
+    // Selects members one by one: a reference to one of two arguments would be an address and move all arguments to memory.
     const auto of = [&](auto member) { return of_q ? a.q.*member : a.k.*member; };
     const int step = of_q ? args.q_slots : args.k_slots, first = of_q ? slot : slot - args.q_slots;
-    const bool two = first + step < int(of(&RopeHeads::heads));  // this thread's heads: `step` apart
+    const bool two = first + step < int(of(&RopeHeads::heads));  // whether the thread has two heads; they are `step` apart
     const int64_t in_head = of(&RopeHeads::in_head), out_head = of(&RopeHeads::out_head);
     const T* const in =
         static_cast<const T*>(of(&RopeHeads::in)) + (batch * of(&RopeHeads::in_batch) + seq * of(&RopeHeads::in_seq) + first * in_head);
@@ -89,7 +92,7 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
     const bool rotates = place < rotating;
     const int passed = place - rotating, low = rotates ? place * VEC : 2 * half + passed * VEC;
     const int pair = rotates ? half : passed + passing_pairs < passing ? passing_pairs * VEC : 0;
-    const auto neighbours = [&](bool interleaved) { return VEC == 1 && rotates && interleaved; };  // the two elements of a pair
+    const auto neighbours = [&](bool interleaved) { return VEC == 1 && rotates && interleaved; };  // a pair's elements are adjacent
     Loaded x;
     if (!Interleaved || !rotates) {
       const bool near = neighbours(a.in_interleaved);
@@ -119,8 +122,9 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
   }
 
  private:
-  // A thread's pairs are those whose results are its vectors, at `low` and `half` columns behind it: those from low on; or, if results are
-  // interleaved (Out), half as many from low / 2 on and from (low + half) / 2 on. Of a row with one column for each pair:
+  // Loads the columns of this thread's pairs from a row with one column per pair. The pairs are those whose results the thread stores, in
+  // vectors at columns `low` and low + half: VEC pairs from pair `low` on. If the results are interleaved (Out), they are VEC / 2 pairs
+  // from low / 2 on, and VEC / 2 pairs from (low + half) / 2 on.
   template <bool Out, Hint H, class E> LIGER_DEVICE static void load_columns(Packed<E, VEC>& of, const E* from, int low, int half) {
     if constexpr (Out) {
       Packed<E, VEC / 2> parts[2];
@@ -132,7 +136,7 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
       gpu::load<H>(of, from + low);
     }
   }
-  // Loads both elements of each of a row's pairs, which are interleaved (In), or `apart` elements from each other.
+  // Loads both elements of each of this thread's pairs. In the row they are adjacent (In), or `apart` elements from each other.
   template <bool In, bool Out, Hint H, class E>
   LIGER_DEVICE static void load_both(Packed<E, VEC>& first, Packed<E, VEC>& second, const E* from, int low, int half, int apart) {
     if constexpr (In) {
@@ -146,10 +150,11 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
   }
 
   struct Tables {
-    int64_t cos, sin;  // this position's rows
+    int64_t cos, sin;  // offsets of this position's rows in the tables
     int low, half;
 
-    // Forward: low * cos[low] - high * sin[low], high * cos[high] + low * sin[high]; the transpose swaps the two sines and their signs.
+    // Returns the factors. Forward: low * cos[low] - high * sin[low], high * cos[high] + low * sin[high]; the transpose swaps the two sines
+    // and their signs.
     template <class Table> LIGER_DEVICE Rotation<Table> load(const Rope& a) const {
       const Table *cosines = opaque(static_cast<const Table*>(a.cos) + cos), *sines = opaque(static_cast<const Table*>(a.sin) + sin);
       const bool near = VEC == 1 && a.tables_interleaved();
@@ -181,7 +186,7 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
       return r;
     }
   };
-  // `pair`: the distance of a pair's vectors, 0 where there is no second one. two: heads.
+  // This thread's vectors of one head, or of two. pair: the distance of a pair's vectors; 0 if there is no second one.
   struct Loaded {
     Packed<T, VEC> low[heads_in_flight] = {}, high[heads_in_flight] = {};
     LIGER_DEVICE void load(const T* from, int pair, int64_t step, bool two) {

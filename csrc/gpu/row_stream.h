@@ -1,5 +1,5 @@
-// RowStream: brings a thread its rows of a matrix, or of several, one after another, and fetches them before they are needed. The norms'
-// backward uses it.
+// RowStream: loads the rows that a thread processes, one after another, and requests each row before the thread needs it. For the norms'
+// backward.
 //
 //   take(out)      writes the thread's vectors of the next row to `out`: the columns of warp_columns(), with zeros past the last column. If
 //                  the row is past the last one, `out` is undefined: a thread that takes it, because other threads of its warp or block

@@ -1,5 +1,5 @@
-// Rows over threads: which columns of a row a thread owns (Columns), reductions over the threads of a row (RowGroup), and a row's mean and
-// variance.
+// Divides rows among threads: the columns that a thread owns (Columns), reductions over the threads of a row (RowGroup), and a row's mean
+// and variance (held_moments).
 #pragma once
 #include "gpu/platform.h"
 
@@ -8,22 +8,22 @@ namespace liger::gpu {
 // The threads that share one row, and reductions over them. Their number is a power of two: part of a warp, one warp, several whole warps
 // of a block, or all threads of a cluster of blocks. (RowWarps in row_warps.h is for any number of whole warps.)
 //
-// A reduction goes over the lanes of each warp by shuffles. If a row has several warps, each warp then writes its value to shared memory,
-// and all read the values of all warps ("exchange"): behind one barrier of the block, or, in a cluster, by messages that each warp sends
-// to all blocks. Successive reductions use two buffers in turn. That makes a second barrier needless: a thread that reaches a buffer for
+// A reduction first combines the lanes of each warp by shuffles. If a row has several warps, each warp then writes its value to shared
+// memory and reads the values of all warps ("exchange"): behind one barrier of the block or, in a cluster, from messages that each warp
+// sends to all blocks. Successive reductions use two buffers in turn. So a second barrier is not needed: a thread that reaches a buffer for
 // the second time has passed the exchange in between, so every other thread has read the buffer's first contents.
 //
 // Template arguments:
-//   Threads      the number of threads of the row in one block, if the compiler is to know it; 0: the plan says it at run time.
-//   Clusters     true if the row may be shared by a cluster. Testing for it at run time costs short rows 2 % of their time.
-//   OwnBarriers  true if each row of the block has a hardware barrier of its own, so that rows do not wait for each other. NVIDIA's
-//                compiler then reserves all 16 barriers for the block, so that at most four blocks fit on a multiprocessor.
+//   Threads      the number of threads of the row in one block, as a compile-time constant; 0: the plan sets it at run time.
+//   Clusters     true if a cluster may share the row. A test for it at run time would slow down short rows.
+//   OwnBarriers  true if each row of the block has its own hardware barrier, so that rows do not wait for each other. NVIDIA's compiler
+//                then reserves all 16 barriers for the block, so that at most four blocks fit on a multiprocessor.
 template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupOf {
-  static constexpr bool whole_warps = Threads >= 64;    // no warp, which has up to 64 lanes (CDNA), has threads of two rows
-  // index: this thread's number in its row. group: which of the block's rows, of which there are `groups`, is this thread's.
-  // turn: how many reductions there have been; its lowest bit selects the buffer.
+  static constexpr bool whole_warps = Threads >= 64;    // no warp, of up to 64 lanes (CDNA), has threads of two rows
+  // index: this thread's number in its row. groups: the rows of the block. group: the number of this thread's row among them.
+  // turn: the number of reductions so far; its lowest bit selects the buffer.
   int threads_per_row, index, group, groups, turn = 0;
-  bool entering = false;                                // the cluster's other blocks may not have started yet
+  bool entering = false;                                // true: other blocks of the cluster may not have started yet
   // Bytes of dynamic shared memory that reductions of up to N values take. First come two mbarriers (platform_cuda.h: counters of the
   // messages that have arrived, one for each buffer), then two buffers of N floats per warp of the block, or of the cluster.
   static constexpr int mbarrier_bytes = 2 * int(sizeof(Mbarrier));
@@ -42,16 +42,17 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
   }
   LIGER_DEVICE static bool in_cluster() { return Clusters && cluster_blocks() > 1; }
   LIGER_DEVICE int rows_per_block() const { return groups; }
-  // How many lanes of a warp share a row.
+  // The number of lanes of a warp that share a row.
   LIGER_DEVICE int lanes() const { return whole_warps || threads_per_row > warp_width() ? warp_width() : threads_per_row; }
-  // A team is what works on a row, or on several short ones, at a time: a block, or a cluster. This one's number, and how many there are.
+  // team(): the number of this thread's block or cluster. teams(): how many blocks or clusters the grid has. Each of them processes one
+  // row, or several short rows, at a time.
   LIGER_DEVICE int64_t team() const { return in_cluster() ? block_id() >> log2_of(cluster_blocks()) : block_id(); }
   LIGER_DEVICE int64_t teams() const { return in_cluster() ? grid_blocks() >> log2_of(cluster_blocks()) : grid_blocks(); }
   LIGER_DEVICE int64_t first_row() const { return team() * groups + group; }
 
   // Reduces N values at once. `combine(a, b)` stores the combination of a and b in a, and must be commutative. All threads of the block, or
-  // of the cluster, must call it together (with OwnBarriers: all threads of the row). All get the same bits. All reductions of a kernel
-  // must have the same N: the buffers of different ones would overlap.
+  // of the cluster, must call reduce() together (with OwnBarriers: all threads of the row). All threads end with the same bits. All
+  // reductions of a kernel must have the same N, because buffers of different sizes would overlap.
   template <int N, class F> LIGER_DEVICE void reduce(float (&v)[N], F combine) {
     if constexpr (whole_warps) {
       butterfly(v, warp_width(), combine);
@@ -74,7 +75,7 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
     sum(one);
     return one[0];
   }
-  // Of a NaN and a number, the result may be the number.
+  // A NaN may be dropped: the result of a NaN and a number may be the number.
   LIGER_DEVICE float max(float v) {
     float one[1] = {v};
     reduce(one, [](float (&a)[1], const float (&b)[1]) { a[0] = fmaxf(a[0], b[0]); });
@@ -93,7 +94,7 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
     }
     cluster_arrive();
   }
-  // Combines the values of a row's warps by way of shared memory.
+  // Combines the values of a row's warps through shared memory.
   template <int N, class F> LIGER_DEVICE void exchange(float (&v)[N], F combine) {
     const int warps = (Threads > 0 ? Threads : threads_per_row) / warp_width();
     const Shared<float> buffer = shared<float>(mbarrier_bytes + (turn & 1) * N * 32 * int(sizeof(float)));
@@ -151,15 +152,16 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
 };
 using RowGroup = RowGroupOf<0, false>;
 
-// Elements before a row's first vector: up to the first address that is a multiple of 16, if vectors have 16 bytes.
+// Returns the number of elements before a row's first vector, which starts at the first multiple of 16 bytes. Vectors of one element start
+// at once.
 template <int VEC, class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
   if constexpr (VEC == 1) return 0;
   const int head = int(-reinterpret_cast<intptr_t>(row) & 15) / int(sizeof(T));
   return head < cols ? head : int(cols);
 }
-// A row that may start at any address and have any length: a `head` of single elements up to the first aligned address, then whole vectors
-// of N, then less than a vector of single elements; less than 2^31 in all. Each of the single ones belongs to a thread of its own, which
-// takes 2 * (N - 1) threads at most.
+// Splits a row that may start at any address and have any length below 2^31: a `head` of single elements up to the first aligned address,
+// whole vectors of N elements, and less than a vector of single elements. Each single element has a thread of its own, and there are at
+// most 2 * (N - 1) of them.
 template <int N> struct RowParts {
   int head, vectors, single;  // single: the column of this thread's single element, or -1
 
@@ -171,10 +173,9 @@ template <int N> struct RowParts {
 static_assert(launch::min_edge_threads >= 2 * (8 - 1));
 
 // The columns of a row that this thread owns: K vectors of VEC elements. Vector k starts at column first + k * step, so that neighbouring
-// threads access neighbouring vectors. Vectors past the end of the range are read as zeros and not stored. A thread whose row lies past
-// the last one is given an empty range.
-// Functions that take the dtype at run time assume that a vector has 16 bytes at most: VEC is 8 for 16-bit types alone, and 4 or 1 for
-// fp32.
+// threads access neighbouring vectors. Vectors past the end of the range are read as zeros and not stored. A thread whose row lies past the
+// last one has an empty range.
+// Functions that take the dtype at run time require vectors of at most 16 bytes: VEC is 8 only for 16-bit types, and 4 or 1 for fp32.
 template <int VEC, int K> struct Columns {
   int64_t first;
   int step, left;
@@ -185,7 +186,7 @@ template <int VEC, int K> struct Columns {
         left(end <= first             ? 0
              : end - first > K * step ? K * step
                                       : int(end - first)) {}
-  // Of a whole row of `cols` columns, which the registers of its threads hold: 32-bit arithmetic is enough.
+  // For a whole row of `cols` columns that the registers of its threads hold: 32-bit arithmetic is enough.
   LIGER_DEVICE Columns(int index, int threads, int cols) : first(index * VEC), step(threads * VEC), left(cols - index * VEC) {}
   LIGER_DEVICE bool has(int k) const { return k * step < left; }
   // The N vectors from vector k on.
@@ -202,7 +203,7 @@ template <int VEC, int K> struct Columns {
     else f(f16{});
   }
 
-  // All K loads are issued before the first of them is used. Vectors past the end become zeros.
+  // Issues all K loads before it uses the first value. Vectors past the end become zeros.
   template <Hint H = Hint::keep, class T> LIGER_DEVICE void load(Packed<T, VEC> (&out)[K], const void* data, int64_t row_offset = 0) const {
     const T* from = opaque(static_cast<const T*>(data) + (row_offset + first));
 #pragma unroll
@@ -245,16 +246,17 @@ template <class T, int VEC> LIGER_DEVICE float mean_of(const Packed<T, VEC>& val
   for (int i = 0; i < VEC / 2; ++i) mean += (values[i] + values[i + VEC / 2]) * (1.0f / VEC);
   return mean;
 }
-// Mean and variance of a row that its threads hold in registers, by one pass over the row and one exchange. Sums are taken relative to the
-// value that `mean` has at the call: one of the row's values, or the mean of some. If that value is so far from the row's mean that the
-// variance has lost digits by cancellation, a second pass follows, relative to the mean that the first one found. Rows that share a block
-// share its barrier, so they cannot decide each for itself: they make one pass if they have 16 bits and at most 8,192 columns, which cannot
-// lose so many digits that it matters, and two passes otherwise. AlwaysTwice: two passes for all. `a` has the row's cols and inverse_cols.
+// Computes mean and variance of a row that its threads hold in registers, by one pass over the row and one exchange. At the call `mean` is
+// an estimate: one of the row's values, or the mean of some. Sums are relative to the estimate. If the estimate is so far from the row's
+// mean that the variance has lost digits by cancellation, a second pass follows, relative to the mean that the first pass found. Rows that
+// share a block share its barrier, so all of them take the same number of passes: one if they have 16 bits and at most 8,192 columns, where
+// the loss of digits is too small to matter, and two otherwise. AlwaysTwice: every row takes two passes. `a` has the row's cols and
+// inverse_cols.
 template <bool AlwaysTwice = false, class T, int VEC, int K, class Group, class Args>
 LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], const Args& a, float& mean,
                                float& variance) {
-  // The squared distance of the mean, in variances, from which too many digits are lost. fp32: with 2.25 the error was three times that of
-  // PyTorch.
+  // The limit of (mean - estimate)^2 / variance above which too many digits are lost. For fp32 2.25 was too much: the error was larger than
+  // PyTorch's.
   constexpr float cancellation_limit = sizeof(T) == 2 ? 256 : 1;
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
@@ -275,7 +277,7 @@ LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, con
     if (AlwaysTwice) continue;
     if (group.rows_per_block() == 1 ? !(shift * shift > cancellation_limit * variance) : sizeof(T) == 2 && a.cols <= 8192) break;
   }
-  if (variance < 0) variance = 0;  // NaN stays
+  if (variance < 0) variance = 0;  // by rounding; NaN stays
 }
 
 }  // namespace liger::gpu

@@ -1,10 +1,10 @@
-// Softmax over rows, bound by memory: a row is read once and written once. Its threads hold it: in the registers of a block or of a cluster
-// of blocks (HeldRow); or, rows that are too long for that or not whole vectors, in registers and shared memory (LongRow). Each thread
-// takes exponentials relative to the maximum of its own elements, so that the threads of a row exchange values once, not twice; the
-// backward exchanges sum(dy * y). Registers for the exponentials would cost more than to compute them twice: instructions are the second
-// limit.
+// Softmax over rows and its backward. Bound by memory: a row is read once and written once. In between, the registers of a block or of a
+// cluster of blocks hold it (HeldRow). Rows that are too long for that, or are not whole vectors, take registers and shared memory
+// (LongRow). Each thread computes exponentials relative to the maximum of its own elements, so that the threads of a row exchange values
+// once, not twice. The backward exchanges sum(dy * y). Exponentials are computed twice, because registers for them would cost more.
+// Instructions are the second limit.
 //
-// Maxima drop NaN, which reaches all results by way of the sum; a row of -inf, or one with +inf, gives NaN, as in PyTorch.
+// The maximum ignores NaN, but the sum does not, and passes it to all results. A row of -inf, or one with +inf, yields NaN, as in PyTorch.
 #include "kernels/softmax.h"
 
 #include "gpu/device.h"
@@ -15,8 +15,8 @@
 namespace liger::gpu {
 namespace {
 
-// exp(x - max) / sum. For 16-bit types by one multiply-add and one exponential, with the logarithm of the sum in the exponent. For fp32 by
-// the reciprocal of the sum, corrected by its own rounding error: as exact as a division, without one per element.
+// Computes exp(x - max) / sum. For 16-bit types: one multiply-add and one exponential, with the logarithm of the sum in the exponent. For
+// fp32: the reciprocal of the sum, corrected by its rounding error, which is as exact as a division per element.
 template <class T> struct Share {
   float max, factor, rounded_off = 0;
   LIGER_DEVICE explicit Share(const Exponentials& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {
@@ -38,13 +38,13 @@ template <class T, class Row> LIGER_DEVICE void forward(const TwoPassArgs& a) {
   x.map(a.out, Share<T>(exponentials));
 }
 
-// sum(dy * y). For fp32 with the rounding errors of each product and each addition added at the end (Ogita, Rump and Oishi: Accurate Sum
-// and Dot Product, 2005), because dy - sum cancels where one y is nearly 1.
+// Computes sum(dy * y). For fp32 the rounding errors of all products and additions are summed, too, and added at the end (Ogita, Rump and
+// Oishi: Accurate Sum and Dot Product, 2005), because dy - sum cancels where one y is nearly 1.
 template <class T> struct Dot {
   std::conditional_t<sizeof(T) == 4, ExactSum, float> sum = {};
 
   template <int VEC, int K, class F> LIGER_DEVICE Dot(const Packed<T, VEC> (&dy_and_y)[2][K], F has) { add(dy_and_y, has); }
-  // Vectors that the row does not have are zeros.
+  // Vectors past the end of the row are zeros.
   template <int VEC, int K, class F> LIGER_DEVICE void add(const Packed<T, VEC> (&dy_and_y)[2][K], F) {
 #pragma unroll
     for (int k = 0; k < K; ++k)
@@ -65,7 +65,7 @@ template <class T> struct Dot {
   }
 };
 
-// dx = y * (dy - sum(dy * y)). For fp32 with the rounding error of the product dy * y added: the result is rounded once.
+// dx = y * (dy - sum(dy * y)). For fp32 the rounding error of the product dy * y is added, so that the result is rounded once.
 template <class T, class Row> LIGER_DEVICE void backward(const TwoPassArgs& a) {
   typename Row::Group group(a.threads_per_row);
   Row dy_and_y(a, group);
@@ -98,7 +98,8 @@ template <class T, int VEC, int K> struct SoftmaxBackwardLong {
   static LIGER_DEVICE void run(const Args& a) { backward<T, LongRow<T, VEC, K, 2>>(a); }
 };
 
-// Short and Long are the tables of instances of the kernels Registers and Any. plan: launch::softmax_forward or launch::softmax_backward.
+// Launches a softmax kernel. Short and Long: the tables of instances of the kernels Registers and Any. plan: launch::softmax_forward or
+// launch::softmax_backward.
 template <const launch::Kernel& Short, const launch::Kernel& Long, template <class, int, int> class Registers,
           template <class, int, int> class Any, class Plan>
 void start(TwoPassArgs a, int inputs, Stream stream, Plan plan) {

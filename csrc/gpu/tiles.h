@@ -1,11 +1,11 @@
-// Elementwise work on rows, cut into tiles that follow each other in memory, as a copy would go: a block processes a tile of one row, or of
-// a few short rows, with K vectors per thread. launch::row_tiles makes the launches.
+// Tiles for elementwise kernels: a block processes one tile of a row, or of a few short rows, with K vectors per thread. Successive blocks
+// process successive tiles in memory, as in a copy. launch::row_tiles computes the launches.
 #pragma once
 #include "gpu/rows.h"
 
 namespace liger::gpu {
 
-// The arguments of a kernel that works on tiles.
+// Arguments of every kernel that works on tiles.
 struct Tiles {
   int threads_per_row;
   int64_t rows, cols, per_row;  // per_row: tiles of a row
@@ -17,7 +17,7 @@ struct Tiles {
         per_row(launch::ceil_div(cols, int64_t{threads_per_row} * made.plan.k * made.instance.vec)) {}
 };
 
-// What a thread has loaded of a row: its vectors, and its single element (RowTile).
+// The elements of a row that a thread has loaded: its vectors, and its single element (RowTile).
 template <class T, int VEC, int K> struct TileValues {
   Packed<T, VEC> vectors[K] = {};
   Packed<T, 1> single = {};
@@ -34,7 +34,8 @@ template <int VEC, int K> struct RowTile {
     columns.template load<H>(out.vectors, row + head);
     if (single >= 0) gpu::load(out.single, row + single);
   }
-  // Calls f(vector, column) with each vector, and with the single element as a vector of one; or f(vector, other vector, column).
+  // Calls f(vector, column) with each vector, and with the single element as a vector of one. With two `values` the call is f(vector, other
+  // vector, column).
   template <class F, class... Values> LIGER_DEVICE void for_each(F f, Values&... values) const {
 #pragma unroll
     for (int k = 0; k < K; ++k)
@@ -43,10 +44,10 @@ template <int VEC, int K> struct RowTile {
   }
 };
 
-// Where a thread is: its row, which may lie past the last one, and its place in the tile.
+// A thread's position: its row, which may lie past the last one, the tile of that row, and its place in the tile.
 template <int VEC, int K> struct Tile {
   const Tiles& tiles;
-  int64_t number, row;  // number: of the tile, in its row
+  int64_t number, row;  // number: the tile's number in its row
   int index;
 
   LIGER_DEVICE explicit Tile(const Tiles& tiles) : tiles(tiles) {
@@ -56,9 +57,9 @@ template <int VEC, int K> struct Tile {
     index = thread_id() & (tiles.threads_per_row - 1);
   }
   LIGER_DEVICE bool live() const { return row < tiles.rows; }
-  // Of rows of whole vectors.
+  // The thread's columns, if rows are whole vectors.
   LIGER_DEVICE Columns<VEC, K> columns() const { return {index, tiles.threads_per_row, begin(), live() ? tiles.cols : 0}; }
-  // Of a row of any length, of which `head` elements lie before the first vector.
+  // The thread's part of a row of any length, of which `head` elements lie before the first vector.
   LIGER_DEVICE RowTile<VEC, K> part(int head) const {
     const int64_t whole = (tiles.cols - head) / VEC * VEC, single = index < head ? index : whole + index;
     const bool has_single = VEC > 1 && number == tiles.per_row - 1 && single < tiles.cols;

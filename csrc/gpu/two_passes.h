@@ -1,5 +1,6 @@
-// Rows that a kernel needs twice: first for a statistic of the whole row, then to map each element with it. Between the passes a row, or
-// the rows of several matrices with the same columns, stays with the threads that loaded it: HeldRow and LongRow say where.
+// Rows for kernels of two passes (softmax): the first pass computes a statistic of the whole row, the second one maps each element with it.
+// Between the passes a row stays with the threads that loaded it, in registers (HeldRow) or in registers and shared memory (LongRow), so
+// that it is read from memory once. A row may consist of the same row of several matrices with the same columns.
 #pragma once
 #include "gpu/held_vectors.h"
 
@@ -10,15 +11,15 @@ struct TwoPassArgs {
   Rows in[2];
   MutableRows out;
   int threads_per_row = 0;
-  int slots = 0, shared_offset = 0;  // LongRow: vectors of each matrix that a thread keeps in shared memory, and where they begin
+  int slots = 0, shared_offset = 0;  // LongRow: vectors of each matrix that a thread keeps in shared memory; their byte offset
 
-  // An element of matrix n.
+  // The address of an element of matrix n.
   template <class T> LIGER_DEVICE const T* element(int n, int64_t row, int64_t column) const {
     return static_cast<const T*>(in[n].data) + (row * in[n].stride + column);
   }
 };
 
-// The addresses of a row's elements, counted from column `first`.
+// Addresses of a row's elements; offsets count from column `first`.
 template <class T, int N> struct RowAddresses {
   const T* begin[N];
 
@@ -29,7 +30,7 @@ template <class T, int N> struct RowAddresses {
   LIGER_DEVICE const T* operator()(int n, int64_t offset) const { return begin[n] + offset; }
 };
 
-// Stores f of each element of a vector, or f(x, y) of the elements of two.
+// Stores f(x) of each element x of a vector, or f(x, y) of the elements of two vectors.
 template <Hint H, class T, int VEC, class F, class... Vectors>
 LIGER_DEVICE void store_mapped(T* to, F f, const Packed<T, VEC>& first, const Vectors&... others) {
   float values[VEC];
@@ -40,8 +41,8 @@ LIGER_DEVICE void store_mapped(T* to, F f, const Packed<T, VEC>& first, const Ve
   store<H>(to, packed);
 }
 
-// A row of whole vectors that the registers of a block, or with Clusters of a cluster of blocks, hold, with K vectors of each of N matrices
-// per thread. Several such rows may share a block.
+// A row of whole vectors in the registers of a block or, with Clusters, of a cluster of blocks: K vectors of each of N matrices per thread.
+// Several rows of this kind may share a block.
 template <class T, int VEC, int K, int N, bool Clusters> class HeldRow {
  public:
   using Group = RowGroupOf<0, Clusters>;
@@ -50,11 +51,12 @@ template <class T, int VEC, int K, int N, bool Clusters> class HeldRow {
       : row_(group.first_row()), held_{{group.index, group.threads_per_row, row_ < a.rows ? int(a.cols) : 0}} {
     held_.template load<Hint::stream>(RowAddresses<T, N>(a, row_, held_.columns.first));
   }
-  // The statistic of this thread's part of the row. It can be made of vectors and, for LongRow, has add() for more of them.
+  // Returns the statistic of this thread's part of the row. Statistic is constructed from vectors and, for LongRow, has add() for more of
+  // them.
   template <class Statistic> LIGER_DEVICE Statistic statistic() const {
     return {held_.in_registers, [&](int k) { return held_.columns.has(k); }};
   }
-  // Stores f of each element.
+  // Stores f of each element in the same row of `out`.
   template <class F> LIGER_DEVICE void map(const MutableRows& out, F f) {
     held_.forget_widened();
     T* const to = static_cast<T*>(out.data) + (row_ * out.stride + held_.columns.first);
@@ -67,9 +69,9 @@ template <class T, int VEC, int K, int N, bool Clusters> class HeldRow {
   HeldVectors<T, VEC, K, N> held_;
 };
 
-// A row of any length at any address (RowParts), if the rows of all matrices are equally far from a multiple of 16 bytes. A thread holds
-// its first K vectors of each matrix in registers, and the next `slots` in shared memory. What is left is read again by the second pass. A
-// row has a block, or a cluster of blocks, to itself, or shares a block with others of its kind.
+// A row of any length at any address (RowParts). The rows of all matrices must be equally far from a multiple of 16 bytes. A thread holds
+// its first K vectors of each matrix in registers, and the next `slots` in shared memory. The second pass reads the remaining vectors
+// again. A row has a block or a cluster to itself, or shares a block with other rows of this kind.
 template <class T, int VEC, int K, int N> class LongRow {
  public:
   using Group = RowGroupOf<0, (VEC > 1)>;
@@ -100,7 +102,7 @@ template <class T, int VEC, int K, int N> class LongRow {
   template <class F> LIGER_DEVICE void map(const MutableRows& out, F f) {
     held_.forget_widened();
     Packed<T, 1> single[N][1];
-    if constexpr (single_with_row) load_single(single);  // again, because registers are scarce between the passes
+    if constexpr (single_with_row) load_single(single);  // loaded again, because registers are scarce between the passes
     T* const row = static_cast<T*>(out.data) + (int64_t{row_} * out.stride + parts_.head);
     T* const to = opaque(row + held_.columns.first);
     held_.for_each([&](int k, auto... vectors) { store_mapped<Hint::stream>(to + k * held_.columns.step, f, vectors...); });
@@ -116,19 +118,19 @@ template <class T, int VEC, int K, int N> class LongRow {
 
  private:
   static constexpr bool has_edges = VEC > 1;
-  static constexpr int batch = VEC == 1 ? 4 : 1;  // vectors of a row's rest that a thread loads before it uses them
-  // Are single elements loaded with the row's vectors? Two fp32 matrices leave no registers for them, since their statistic keeps rounding
-  // errors.
+  static constexpr int batch = VEC == 1 ? 4 : 1;  // remaining vectors that a thread loads before it uses the first one
+  // Whether single elements are loaded together with the row's vectors. Two fp32 matrices leave no registers for them, since their
+  // statistic also sums rounding errors.
   static constexpr bool single_with_row = N * sizeof(T) < 8;
   static constexpr auto always = [](int) { return true; };
 
-  // A column. The planner gives vectors to rows of less than 2^30 columns alone.
+  // The type of a column. The planner uses vectors only for rows of less than 2^30 columns.
   using Column = std::conditional_t<has_edges, int, int64_t>;
 
-  // How many vectors of each matrix a thread holds at most. The planner gives shared memory to whole vectors alone.
+  // The most vectors of each matrix that a thread holds. The planner uses shared memory only for whole vectors.
   LIGER_DEVICE static int most(const TwoPassArgs& a) { return has_edges ? K + a.slots : K; }
   LIGER_DEVICE static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-  // The end of the row's whole vectors, counted from the first.
+  // The end of the row's whole vectors, in elements from the first vector on.
   LIGER_DEVICE Column end() const { return row_ < a_.rows ? (Column(a_.cols) - parts_.head) / VEC * VEC : 0; }
   LIGER_DEVICE const T* element(int n, int64_t column) const { return a_.template element<T>(n, row_, column); }
   LIGER_DEVICE void load_single(Packed<T, 1> (&single)[N][1]) const {
