@@ -115,7 +115,7 @@ template <class T, int N> struct PartialColumns {
   }
 };
 
-// scalar_product; launched as one block.
+// The kernel of scalar_product(), launched as one block.
 struct Product {
   struct Args {
     Vector a;

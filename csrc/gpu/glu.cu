@@ -1,7 +1,7 @@
 // Gated activations (SwiGLU, GeGLU): h = act(gate) * up. Bound by memory: forward reads gate and up and writes h; backward reads dh, gate
-// and up and writes dgate and dup and, if it is asked for, h in place of dh. Each element is read or written once. A tile is
-// block_threads() * K vectors of one row, or of a few short rows, and a thread issues all of its loads before it uses the first value.
-// Tensors without gaps between rows are one long row.
+// and up and writes dgate, dup and optionally h, in place of dh. Each tensor is accessed once. A tile is block_threads() * K vectors of one
+// row, or of a few short rows, and a thread issues all of its loads before it uses the first value. Tensors without gaps between rows are
+// one long row.
 //
 // All three activations are x * s(x), with the derivative s + x * s'. s is sigmoid(x) (silu), sigmoid(2u) (gelu by tanh: (1 + tanh(u)) / 2
 // = sigmoid(2u), without the cancellation), or the normal distribution function (gelu).
@@ -85,7 +85,7 @@ template <class T, int VEC, Activation A> struct GluForwardKernel {
   }
 };
 
-// WithH: h is stored in place of dh. These are separate kernel instances, because those without h have no register to spare.
+// WithH: h is stored in place of dh. These are separate kernels, because those without h have no register to spare.
 template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
   struct Args {
     Tiles tiles;

@@ -1,4 +1,4 @@
-// GroupNorm: a group of one sample is a row (group_norm_forward.h, group_norm_backward.h).
+// GroupNorm's launches. A row is a group of one sample; the kernels are in group_norm_forward.h and group_norm_backward.h.
 #include "kernels/group_norm.h"
 
 #include "gpu/column_sum.h"
@@ -10,7 +10,7 @@ namespace {
 
 launch::GroupNormRows rows_of(const GroupNormShape& shape) { return {shape.rows(), shape.cols(), shape.groups, shape.channel}; }
 
-// Elements of an access. Forward: a vector may lie in two channels, but not in three.
+// Elements per access. In the forward a vector may lie in two channels, but not in three; in the backward it lies in one.
 int forward_vec(const GroupNormForward& a) {
   const int vec = 16 / int(size_of(a.x.dtype));
   const int64_t cols = a.shape.cols(), channel = a.shape.channel;
@@ -29,7 +29,7 @@ launch::GroupNormLaunches launches(const GroupNormBackward& a, Stream stream) {
   return launch::group_norm_backward(device_profile(stream.device), rows_of(a.shape), backward_vec(a), a.dweight.data || a.dbias.data);
 }
 
-// Two floats for each part of a row, where rows are in parts.
+// Returns the floats of the workspace for parts of rows: two for each part, or none if rows are not cut into parts.
 int64_t part_floats(const launch::GroupNormLaunches& made) { return made.apply.kernel ? 2 * made.main.rows * made.parts.per_row : 0; }
 
 }  // namespace

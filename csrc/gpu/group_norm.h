@@ -1,4 +1,5 @@
-// What the kernels of GroupNorm share: where the parts of a long row begin, the parameters of a row's channels, sums of channels.
+// Shared by the kernels of GroupNorm: the bounds of a long row's parts, loads of the parameters of a row's channels, and sums over
+// channels.
 #pragma once
 #include "gpu/device.h"
 #include "gpu/rows.h"
@@ -6,10 +7,10 @@
 
 namespace liger::gpu {
 
-// The shape of a row (a group of one sample): its length, the length of a channel, and which channels it has.
+// The shape of a row (a group of one sample): its length, the length of a channel, and the numbers of its channels.
 struct GroupNormRow {
   int64_t cols, channel, channels, groups;
-  Divisor by_channel;  // of rows that registers hold
+  Divisor by_channel;  // divides a column by `channel`; for rows that registers hold
   float inverse_cols;
 
   explicit GroupNormRow(const launch::GroupNormRows& of)
@@ -20,11 +21,11 @@ struct GroupNormRow {
         by_channel(of.channel < INT32_MAX ? of.channel : INT32_MAX),
         inverse_cols(1 / float(of.cols)) {}
   LIGER_DEVICE int64_t sample(int64_t row) const { return quotient(row, groups); }
-  // The number, among the sample's channels, of the row's first one.
+  // The number of the row's first channel in its sample.
   LIGER_DEVICE int64_t first_channel(int64_t row) const { return (row - sample(row) * groups) * channels; }
 };
 
-// Which part of which row a block processes.
+// The part of a row that a block processes.
 struct PartOfRow {
   int64_t row, part, begin, end;
   // `block`: a block's number, not necessarily this block's.
@@ -44,8 +45,8 @@ struct PartOfRow {
   }
 };
 
-// Loads a parameter of any dtype for K vectors: that of the channel in which a vector begins, channel_of(column). There is one branch on
-// the dtype, then all loads. If there is no such parameter, the values are `missing`.
+// Loads a parameter of any dtype for K vectors: for each, the value of the channel in which the vector begins, channel_of(column). There is
+// one branch on the dtype, then all loads, so that no load waits for another. If the parameter is absent, the values are `missing`.
 template <int VEC, int K, class F>
 LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float missing, const Columns<VEC, K>& columns, F channel_of) {
 #pragma unroll
@@ -62,22 +63,22 @@ LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float 
   });
 }
 
-// The sums of dy * n and of dy. In shared memory there is a pair of them for each vector of the block; total() adds up those of each
-// channel.
+// Sums of dy * n and of dy over channels. Shared memory holds a pair of sums for each vector of the block; total() adds up the pairs of
+// each channel.
 struct ChannelSums {
   static constexpr int offset(int cluster) { return launch::reduction_bytes(2, cluster); }
   Shared<Vec<float, 2>> pairs;
 
   LIGER_DEVICE explicit ChannelSums(int cluster = 1) : pairs(shared<Vec<float, 2>>(offset(cluster))) {}
 
-  // There are `lines` rows of `channels` channels each. The pairs of a line begin at line * pitch. Channel nth has `length` vectors, from
-  // vector nth * length of its row on; of these, the ones within [begin, end) are in the line, whose first pair is that of vector `begin`.
-  // One thread per channel calls store(line, nth, sums). All threads of the block must call this together.
+  // Adds up the pairs of `lines` rows with `channels` channels each. Row `line` has its pairs from line * pitch on, one for each of the
+  // row's vectors [begin, end); other blocks have the other vectors. Channel nth has `length` vectors, from vector nth * length of the row
+  // on. One thread per channel calls store(line, nth, sums). All threads of the block must call total() together.
   template <class F> LIGER_DEVICE void total(int lines, int pitch, int channels, int length, int begin, int end, F store) const {
     const int lanes = length >= warp_width() ? warp_width() : length <= 1 ? 1 : 2 << log2_of(length - 1);  // lanes that share a channel
     const int teams = block_threads() >> log2_of(lanes), team = thread_id() >> log2_of(lanes), lane = thread_id() & (lanes - 1);
     block_barrier();
-    for (int at = 0; at < lines * channels; at += teams) {  // all threads make the same number of iterations
+    for (int at = 0; at < lines * channels; at += teams) {  // all threads execute the same number of iterations
       const int all = at + team, line = all / channels, nth = all - line * channels;
       const bool live = line < lines;
       float sums[2] = {};

@@ -1,12 +1,13 @@
-// The backward of GroupNorm. Bound by memory: dy and x are read once and dx written once where a block, or a cluster of blocks, holds a
-// group of both; longer groups are cut into parts of channels, which a first kernel sums up and a second one reads again.
+// The backward of GroupNorm. Bound by memory: where a block, or a cluster of blocks, holds a group of dy and x, both are read once and dx
+// is written once (GroupNormBackwardRegisters). Longer groups are cut into parts of channels: one kernel sums them (GroupNormBackwardSums),
+// and a second one reads them again and writes dx (GroupNormBackwardApply).
 //
 //   n = (x - mean) * rstd,  g = dy * weight[channel],  dx = rstd * (g - mean(g) - n * mean(g * n))
 //   dweight[channel] = sum of dy * n,  dbias[channel] = sum of dy
 //
-// A vector lies in one channel. Its sums of dy * n and of dy, times the weight, are what the group's means are made of; and they meet in
-// shared memory, where lanes add up those of each channel, in a fixed order. So each sample, or each block that has a part of a channel,
-// has a partial row of the sums of all channels, and column_sum.h adds up these rows.
+// A vector lies in one channel. Its sums of dy * n and of dy, multiplied by the weight, are terms of the group's means. The same sums go to
+// shared memory, where lanes add up the sums of each channel in a fixed order. So there is a partial row with the sums of all channels for
+// each sample and each block that has a part of a channel, and column_sum.h adds up the partial rows.
 #pragma once
 #include "gpu/group_norm.h"
 
@@ -19,8 +20,8 @@ struct GroupNormBackwardArgs {
   void* dx;  // or nullptr
   Vector weight;
   const float *mean, *rstd;
-  float* row_sums;  // [rows, parts, 2]: of g * n and of g
-  float* partial;   // [partial rows, 2, channels of a sample], or nullptr: neither dweight nor dbias is wanted
+  float* row_sums;  // [rows, parts, 2]: sums of g * n and of g
+  float* partial;  // [partial rows, 2, channels of a sample], or nullptr: neither dweight nor dbias is computed
   launch::RowParts parts;
   int threads_per_row = 0;
 
@@ -33,7 +34,7 @@ struct GroupNormBackwardArgs {
   }
 };
 
-// The sums of dy * n and of dy of one vector.
+// Returns the sums of dy * n and of dy over one vector.
 template <class T, int VEC> LIGER_DEVICE Vec<float, 2> sums_of(const Packed<T, VEC>& dy, const Packed<T, VEC>& x, float mean, float rstd) {
   Vec<float, 2> sums = {};
 #pragma unroll
@@ -45,7 +46,7 @@ template <class T, int VEC> LIGER_DEVICE Vec<float, 2> sums_of(const Packed<T, V
   return sums;
 }
 
-// dx of this thread's vectors, from the row's sums of g * n and of g.
+// Stores dx of this thread's vectors. sums: the row's sums of g * n and of g.
 template <class T, int VEC, int K>
 LIGER_DEVICE void write_gradient(const GroupNormBackwardArgs& a, const Columns<VEC, K>& columns, const Packed<T, VEC> (&dy)[K],
                                  const Packed<T, VEC> (&x)[K], int64_t row, const float (&sums)[2], float mean, float rstd,
@@ -72,7 +73,7 @@ template <class T, int VEC, int K> struct GroupNormBackwardRegisters {
     RowGroupOf<0, (VEC > 1 && K == launch::group_norm_backward_k)> group(a.threads_per_row);
     const int64_t row = group.first_row(), first_channel = a.of.first_channel(row);
     const bool live = row < a.rows;
-    // A cluster's blocks have a share of the row each, without gaps.
+    // Each block of a cluster has a share of the row, without gaps.
     const bool in_cluster = group.in_cluster();
     const int cluster = in_cluster ? cluster_blocks() : 1, rank = in_cluster ? cluster_rank() : 0;
     const int threads = in_cluster ? block_threads() : group.threads_per_row, index = in_cluster ? thread_id() : group.index;
@@ -98,7 +99,7 @@ template <class T, int VEC, int K> struct GroupNormBackwardRegisters {
     if (a.dx) {
       group.sum(sums);
 #pragma unroll
-      for (int k = 0; k < K; ++k) {  // widened values must not wait in registers for a reduction to end
+      for (int k = 0; k < K; ++k) {  // widened values must not occupy registers during the reduction
         forget(dy[k].data);
         forget(x[k].data);
       }
@@ -124,7 +125,7 @@ template <class T, int VEC> struct GroupNormBackwardSums {
     const PartOfRow part(a.parts, block_id(), a.of.cols);
     const int64_t row = part.row, first_channel = a.of.first_channel(row), of_part = quotient(part.begin, a.of.channel);
     const float mean = a.mean[row], rstd = a.rstd[row];
-    const bool several = a.parts.span > a.of.channel;  // whole channels; then all threads have the part at once
+    const bool several = a.parts.span > a.of.channel;  // the part has whole channels, and one iteration loads all of it
     const ChannelSums channels;
     float sums[2] = {}, of_channel[2] = {};
     for (int64_t begin = part.begin; begin < part.end; begin += int64_t{block_threads()} * K * VEC) {

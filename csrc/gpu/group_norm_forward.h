@@ -1,9 +1,10 @@
-// The forward of GroupNorm. Bound by memory: x is read once and y written once where the threads of a block, or of a cluster of blocks,
-// hold a group (64 elements of a 16-bit type each). Longer groups are cut into parts, a block's each, so that few of them fill the
-// device: one kernel finds mean and sum of squares of each part, a second one joins those of a group and reads the part again, in the
-// opposite order, since the L2 still has what was read last.
+// The forward of GroupNorm. Bound by memory: where the threads of a block, or of a cluster of blocks, hold a group (64 elements of a 16-bit
+// type per thread), x is read once and y is written once (GroupNormRegisters). Longer groups are cut into parts, one per block, so that a
+// few groups fill the device. One kernel computes mean and sum of squares of each part (GroupNormMoments). A second one merges the moments
+// of a group's parts and reads the parts again (GroupNormApply), in the opposite order, since the L2 still has what was read last.
 //
-// Weight and bias are of the channel in which a vector begins; where channels are not whole vectors it may end in the next one.
+// A vector takes weight and bias of the channel in which it begins. Where channels are not whole vectors, it may end in the next channel,
+// whose parameters are then loaded, too.
 #pragma once
 #include "gpu/group_norm.h"
 
@@ -17,12 +18,12 @@ struct GroupNormForwardArgs {
   Vector weight, bias;
   float *mean, *rstd;
   float eps;
-  float* partial;  // [rows, parts, 2]: mean, and sum of squares relative to it
+  float* partial;  // [rows, parts, 2]: mean, and sum of (x - mean)^2
   launch::RowParts parts;
   int threads_per_row = 0;
 };
 
-// y of this thread's vectors, channel_of(column) being that in which one begins.
+// Stores y of this thread's vectors. channel_of(column) returns the channel in which a vector begins.
 template <class T, int VEC, int K, class F>
 LIGER_DEVICE void write_normalised(const GroupNormForwardArgs& a, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], int64_t row,
                                    float mean, float rstd, const float (&weight)[K], const float (&bias)[K], F channel_of) {
@@ -37,7 +38,7 @@ LIGER_DEVICE void write_normalised(const GroupNormForwardArgs& a, const Columns<
     for (int i = 0; i < VEC; ++i) y[i] = fmaf(x[k][i] - mean, scale, bias[k]);
     if (split) {
       const int64_t column = columns.first + k * columns.step, channel = channel_of(column);
-      const int64_t own = (channel - a.of.first_channel(row) + 1) * a.of.channel - column;  // elements of the first channel
+      const int64_t own = (channel - a.of.first_channel(row) + 1) * a.of.channel - column;  // the vector's elements in its first channel
       if (own < VEC) {
         const float next_scale = rstd * (a.weight.data ? load_one(a.weight.data, a.weight.dtype, channel + 1) : 1);
         const float next_bias = a.bias.data ? load_one(a.bias.data, a.bias.dtype, channel + 1) : 0;
@@ -57,7 +58,7 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
   static constexpr int max_threads = launch::group_norm_registers.instance(VEC, K).max_threads,
                        min_blocks = VEC > 1 && K == launch::group_norm_k ? 2 : 1, min_waves = max_threads / 256;
   static constexpr int Together = K < 4 ? K : 4;  // vectors whose parameters are loaded together
-  // The parameters are loaded with the row, before its moments are made: the thread waits for both at once.
+  // Whether the parameters are loaded with the row, before its moments are computed: the thread then waits for both at once.
   static constexpr bool with_row = VEC == 1 || K < 4;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroupOf<0, (VEC > 1 && K == launch::group_norm_k)> group(a.threads_per_row);
@@ -66,7 +67,7 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
     const Columns<VEC, K> columns(group.index, group.threads_per_row, live ? int(a.of.cols) : 0);
     Packed<T, VEC> x[K];
     columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
-    Packed<T, VEC> first[1];  // of the row
+    Packed<T, VEC> first[1];  // the row's first vector: its mean is held_moments()'s estimate
     Columns<VEC, 1>(0, 1, live ? VEC : 0).load(first, a.x, row * a.of.cols);
     float mean = mean_of(first[0]), variance;
     const auto channel_of = [&](int64_t column) { return first_channel + a.of.by_channel(int(column)); };
@@ -98,7 +99,7 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
   }
 };
 
-// Count, mean and sum of squared distances from it (Chan, Golub and LeVeque: Algorithms for Computing the Sample Variance, 1983).
+// Count, mean and sum of squared deviations from it (Chan, Golub and LeVeque: Algorithms for Computing the Sample Variance, 1983).
 struct Moments {
   float count = 0, mean = 0, squares = 0;
 
@@ -126,7 +127,7 @@ struct Moments {
         for (int i = 0; i < VEC; ++i) of_batch += (x[k][i] - batch_mean) * (x[k][i] - batch_mean);
     join(here, batch_mean, of_batch);
   }
-  // Replaces this thread's moments by those of all threads of the row, which have `total` elements together.
+  // Replaces this thread's moments by the moments of all threads of the block, which have `total` elements together.
   LIGER_DEVICE void merge(RowGroup& group, float total) {
     const float all = group.sum(count * mean) / total;
     squares = group.sum(squares + count * (mean - all) * (mean - all));

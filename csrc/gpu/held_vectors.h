@@ -25,8 +25,8 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
   int most = 0;
   Vector in_registers[N][K];
 
-  // Loads the vectors for registers. at(n, offset) returns the address, in matrix n, of the element `offset` columns behind the thread's
-  // first one. Vectors past the end of the row become `missing`.
+  // Loads the vectors that registers hold. at(n, offset) returns the address, in matrix n, of the element `offset` columns behind the
+  // thread's first one. Vectors past the end of the row become `missing`.
   template <Hint H, class At> LIGER_DEVICE void load(At&& at, Vector missing = {}) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -56,7 +56,7 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
   template <class F> LIGER_DEVICE void for_each_in_shared(F&& f) const {
 #pragma unroll 1
     for (int k = K; (!Limited || k < most) && columns.has(k); ++k) {
-      wait_for_copies(0);  // before the loop, the compiler would make all loads into registers wait, too
+      wait_for_copies(0);  // in the loop: before it, the compiler would make all loads into registers wait, too
       of_matrices<N>([&](auto... n) { f(k, *place(n, k)...); });
     }
   }

@@ -4,12 +4,14 @@
 //   dz = rstd * (g - mean(g) - n * mean(g * n)) [+ dsum],  dweight = sum of dy * n over rows,  dbias = sum of dy over rows
 // RMSNorm has no mean, and no term with mean(g).
 //
-// NormBackwardRegisters: persistent blocks walk over rows. A thread owns 4 to 24 columns, whose weights and fp32 sums stay in its
-// registers, and a RowStream brings the next rows while this one is reduced. Rows that a block cannot hold are held by a cluster of blocks,
-// where the device has clusters. Where it has none, a thread may own four vectors (32 columns, fp32: 16), and
-// loads their weights anew for each row (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums, so there are
-// few: one or two per multiprocessor. Other files have the kernels for rows too long for that or of mixed dtypes (norm_backward_reread.h),
-// for few rows (norm_backward_few.h), and for calls that want no sums (norm_backward_rows.h). column_sum.h adds up the partial rows.
+// NormBackwardRegisters: persistent blocks walk over rows. A thread owns 4 to 24 columns. Their weights and fp32 sums stay in its
+// registers, and a RowStream fetches the next rows while the current one is reduced. Rows that a block cannot hold are held by a cluster of
+// blocks, where the device has clusters. Elsewhere a thread may own four vectors (32 columns, fp32: 16) and loads their weights again for
+// each row (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums, so there are one or two per
+// multiprocessor. column_sum.h adds up the partial rows.
+//
+// Other files have the kernels for longer rows and mixed dtypes (norm_backward_reread.h), for few rows (norm_backward_few.h), and for calls
+// without dweight and dbias (norm_backward_rows.h).
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_stream.h"
@@ -19,7 +21,7 @@
 
 namespace liger::gpu {
 
-// NormBackward as the kernels of both norms take it.
+// The arguments of the kernels: NormBackward's fields, and values of the launch.
 struct NormBackwardArgs {
   int64_t rows, cols;
   Rows dy, dsum, z;
@@ -32,12 +34,12 @@ struct NormBackwardArgs {
   float* partial = nullptr;  // [partial rows, cols]: sums for dweight; LayerNorm: [partial rows, 2 * cols], dbias behind them
   float* row_means = nullptr;  // [rows, 2]: mean(g), mean(g * n); only for norm_backward_reread.h
   int threads_per_row = 0, stages = 0, ring_offset = 0;
-  int64_t row_step = 0;  // rows that all blocks together have at a time
+  int64_t row_step = 0;  // rows that all blocks together process at a time
   int64_t rows_per_block = 0;  // only for norm_backward_reread.h's second kernel
-  int64_t tile_blocks = 0;  // only for few rows: the first blocks, which take columns; the others take rows
+  int64_t tile_blocks = 0;  // only for norm_backward_few.h: the first blocks, which sum columns; the others process rows
 };
 
-// The factors of VEC columns: weight + offset, or 1 if there is no weight.
+// Loads the factors of VEC columns: weight + offset, or 1 if there is no weight.
 template <int VEC> LIGER_DEVICE void load_weight(float (&weight)[VEC], const NormBackwardArgs& a, int64_t column) {
   if (a.weight.data) load_any(weight, a.weight.data, a.weight.dtype, column);
 #pragma unroll
@@ -48,8 +50,8 @@ template <int VEC> LIGER_DEVICE void load_weight(float (&weight)[VEC], const Nor
 template <int VEC, int K, bool Centered> struct NormBackwardSums {
   float dweight[K][VEC] = {}, dbias[K][VEC] = {};
 
-  // Writes the block's partial row. If it has several rows at a time, their sums are added up in shared memory, in a fixed order; the rings
-  // that were there are no longer needed.
+  // Writes the block's partial row. If the block processes several rows at a time, their sums are added up in shared memory, in a fixed
+  // order; they overwrite the ring buffers there, which are no longer needed.
   template <class Group> LIGER_DEVICE void store(const NormBackwardArgs& a, const Group& group, const Columns<VEC, K>& columns) const {
     const int width = int(Centered ? 2 * a.cols : a.cols), groups = group.rows_per_block();
     float* const partial = a.partial + group.team() * width;
@@ -73,7 +75,7 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
   }
 
  private:
-  // Called with a pointer to either kind of memory: one that may point to both makes slower accesses on AMD.
+  // Called separately for global and for shared memory: accesses by a pointer that may point to both are slower on AMD.
   LIGER_DEVICE void store_own(float* row, const NormBackwardArgs& a, const Columns<VEC, K>& columns) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -85,7 +87,7 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
   }
 };
 
-// K: vectors per thread. Threads: threads of a row in a block, or launch::whole_warps; 0: the plan says it. Residual: dsum is there.
+// K: vectors per thread. Threads: threads of a row in a block, or launch::whole_warps; 0: the plan sets it. Residual: dsum is present.
 template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
   static constexpr bool in_warps = Threads == launch::whole_warps;
@@ -93,9 +95,9 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
   // Four vectors and their sums take almost all registers.
   static constexpr bool has_few_registers = VEC > 1 && K == 4;
-  // Does a row stay in shared memory until its dz is made, because registers do not hold it?
+  // Whether a row stays in shared memory until its dz is computed, because registers do not hold it.
   static constexpr bool reads_twice = has_async_copies && launch::norm_backward_reads_twice(Centered, VEC, K);
-  // Devices with bulk copies have no use for four vectors per thread, and others none for three.
+  // Plans use four vectors per thread only on devices without bulk copies, and three only on devices with them.
   static constexpr bool is_used = has_bulk_copies ? !has_few_registers : K != 3;
 
   static LIGER_DEVICE void run(const Args& a) {
@@ -114,13 +116,13 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   struct Statistics {
     float mean, rstd;
   };
-  using RowSums = float[Centered ? 2 : 1];  // of g * n over a row's columns, and for LayerNorm of g
-  // May the rows of a block make different numbers of iterations? Not where a warp may have several rows, or the rows share a barrier.
+  using RowSums = float[Centered ? 2 : 1];  // over a row's columns: of g * n and, for LayerNorm, of g
+  // Whether the rows of a block may execute different numbers of iterations: false where a warp may have several rows, or the rows share a
+  // barrier.
   static constexpr bool own_pace = Threads >= 512 || (in_warps && has_group_barriers);
 
   static LIGER_DEVICE void walk(const Args& a) {
-    // The last argument: asynchronous copies by each thread (Ampere, Ada). LayerNorm has more to compute per element, and is slower with
-    // them.
+    // The last argument: whether to use asynchronous copies (Ampere, Ada). LayerNorm computes more per element, and is slower with them.
     using Stream = RowStream<Group, T, VEC, K, inputs, 2, !Centered>;
     Group group(a.threads_per_row);
     const Tile columns = warp_columns<VEC, K>(group, a.cols);
@@ -134,7 +136,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     for (; row < end; row += step, dz += step * a.dz.stride) {
       Inputs in;
       stream.take(in);
-      if (a.stages == 1) stream.release();  // from a ring of one row nothing else would be in flight until the row's sums are there
+      if (a.stages == 1) stream.release();  // otherwise, with one stage, no load would be in flight until the row's sums are computed
       const bool live = own_pace || row < a.rows;
       if (!live) clear(in);
       const Statistics of = next;
@@ -149,7 +151,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
       RowSums row_sums;
       parts.total(row_sums);
       if (a.dz.data) group.sum(row_sums);
-      if (a.stages > 1) stream.release();  // all loads are done here. Before the sum, its fence costs calls of 8,192 rows up to 5 %
+      if (a.stages > 1) stream.release();  // here all loads are complete: before the sum, release()'s fence would slow the kernel down
       if (a.dz.data == nullptr) continue;
       forget_widened(in);
       const Gradient gradient(of, row_sums, a.inverse_cols);
@@ -163,10 +165,10 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     if (a.partial) sums.store(a, group, columns);
   }
 
-  // The same with few registers. Each row is read twice, vector by vector: for its sums, and for dz. Weights are loaded and g is made for
-  // each of the two readings.
+  // walk() with few registers. Each row is read twice, vector by vector: for its sums, and for dz. Both readings load the weights and
+  // compute g.
   static LIGER_DEVICE void walk_with_few_registers(const Args& a) {
-    static_assert(own_pace);  // no row past the last one, which would need zeros
+    static_assert(own_pace);  // no thread has a row past the last one, which would need zeros
     using Stream = std::conditional_t<reads_twice, AsyncStream<Group, T, VEC, K, inputs>,
                                       HeldStream<RowStream<Group, T, VEC, K, inputs, 0, true>, T, VEC, K, inputs>>;
     Group group(a.threads_per_row);
@@ -211,8 +213,8 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     if (a.partial) sums.store(a, group, columns);
   }
 
-  // The weights of a thread's columns, in registers if there are enough of them. Past the last column dy, z and the weight are 0, and so is
-  // what is added to a sum.
+  // The weights of a thread's columns, in registers if there are enough registers. Past the last column dy, z and the weight are 0, so that
+  // the sums do not change.
   struct Weights {
     const Args& a;
     const Tile& columns;
@@ -224,7 +226,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
         for (int k = 0; k < K; ++k)
           if (columns.has(k)) load_weight(held[k], a, columns.first + k * columns.step);
     }
-    // Sets g to dy * weight, of vector k.
+    // Computes g = dy * weight of vector k.
     LIGER_DEVICE void multiply(float (&g)[VEC], const Packed<T, VEC>& dy, int k) const {
       float weight[VEC] = {};
       if constexpr (has_few_registers)
@@ -233,15 +235,15 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
       for (int i = 0; i < VEC; ++i) g[i] = dy[i] * (has_few_registers ? weight[i] : held[k][i]);
     }
   };
-  // What this thread's columns add to the sums over a row.
+  // This thread's part of the sums over a row.
   struct Parts {
-    float sums[Centered ? 2 : 1][2] = {};  // of even and of odd elements, since additions depend on each other
+    float sums[Centered ? 2 : 1][2] = {};  // of even and of odd elements: two short chains of dependent additions
     LIGER_DEVICE void total(RowSums& out) const {
       out[0] = sums[0][0] + sums[0][1];
       if constexpr (Centered) out[1] = sums[1][0] + sums[1][1];
     }
   };
-  // Adds vector k of a row to the sums over rows and to those over the row.
+  // Adds vector k of a row to the sums over rows, and to the sums over the row's columns.
   LIGER_DEVICE static void add(Sums& sums, Parts& parts, int k, const float (&g)[VEC], const InputVectors& in, const Statistics& of) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
@@ -255,7 +257,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     }
   }
 
-  // (z - mean) * rstd, for 16-bit types as one multiply-add: it rounds mean * rstd, but mean is rounded, too.
+  // Returns (z - mean) * rstd. For 16-bit types it is one multiply-add, which rounds mean * rstd; but mean itself is rounded, too.
   static constexpr bool one_step = !Centered || sizeof(T) == 2;
   LIGER_DEVICE static float normalized(float z, const Statistics& of) {
     return !Centered ? z * of.rstd : one_step ? z * of.rstd - of.mean * of.rstd : (z - of.mean) * of.rstd;
@@ -272,7 +274,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     LIGER_DEVICE float operator()(float g, float z) const {
       return of.rstd * g + (one_step ? constant - z * from_n : -(z - of.mean) * from_n - from_g);
     }
-    // Of a vector, with dsum.
+    // dz of a vector, plus dsum.
     LIGER_DEVICE Packed<T, VEC> operator()(const float (&g)[VEC], const InputVectors& in) const {
       float out[VEC];
 #pragma unroll
@@ -286,8 +288,9 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     }
   };
 
-  // Threads that meet at a shuffle or a barrier make the same number of iterations: those of a row, or all of a block, whose first row then
-  // decides. Its other rows may be past the last one.
+  // Returns the end of this thread's rows. Threads that meet at a shuffle or a barrier must execute the same number of iterations. With
+  // own_pace these are the threads of a row. Otherwise they are all threads of the block: its first row decides, and its other rows may be
+  // past the last one.
   LIGER_DEVICE static int64_t end_of_rows(int64_t rows, const Group& group) { return own_pace ? rows : rows + group.group; }
   LIGER_DEVICE static RowSteps<inputs> steps(const Args& a, int64_t row) {
     if constexpr (Residual) return {row, a.row_step, a.rows, a.cols, {a.dy, a.z, a.dsum}};
@@ -302,7 +305,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
 #pragma unroll
       for (int k = 0; k < K; ++k) in[n][k] = {};
   }
-  // The compiler would keep the widened values of a row in registers while its sums are made.
+  // Otherwise the compiler would keep the widened values of a row in registers while its sums are computed.
   LIGER_DEVICE static void forget_widened(Inputs& in) {
 #pragma unroll
     for (int k = 0; k < K; ++k) forget(in[z][k].data);

@@ -1,31 +1,31 @@
-// The backward of the norms for few rows, whose tensors lie in the L2: dz and the sums of dweight and dbias by one kernel.
+// The backward of the norms for few rows, whose tensors lie in the L2: one kernel computes dz, dweight and dbias.
 //
-// The sums need no reduction of a row, only rstd and mean, which the forward has left. So the first blocks take narrow tiles of columns, of
-// all rows, and the others take rows (norm_backward_rows.h): dy and z are read twice, but nothing waits for anything, and there are no
-// partial rows that a second kernel would add up. That kernel's start took as long as the work itself.
+// The sums need no reduction over a row, only rstd and mean, which the forward saved. So the first blocks sum narrow tiles of columns over
+// all rows, and the others compute dz row by row (norm_backward_rows.h). dy and z are read twice, but no block waits for another, and there
+// are no partial rows for a second kernel to add up. The start of a second kernel would take as long as the work itself.
 #pragma once
 #include "gpu/norm_backward_rows.h"
 
 namespace liger::gpu {
 
-// Tile: threads of a row of a tile, with a vector each.
+// Tile: vectors of a row of a tile, one per thread.
 template <class T, int VEC, int K, int Tile, bool Centered> struct NormBackwardFew {
   using Args = NormBackwardArgs;
   static constexpr int max_threads = launch::norm_backward_few.instance(VEC, K, Tile).max_threads;
-  // With two vectors per thread 64 registers are enough, and two blocks of 512 threads fit on a multiprocessor; with four a thread has as
-  // many registers as there are.
+  // With two vectors per thread 64 registers are enough, and two blocks of 512 threads fit on a multiprocessor; with four vectors a thread
+  // may have as many registers as there are.
   static constexpr int min_blocks = K == 2 ? 2 : 1;
 
   static LIGER_DEVICE void run(const Args& a) {
-    // Blocks of tiles start first, since each has the most to do.
+    // Blocks of tiles start first, since each of them has more work than a block of rows.
     if (block_id() < a.tile_blocks) return sum_tile(a, block_id());
     if (a.dz.data) norm_backward_row<T, VEC, K, Centered, float[VEC]>(a, a.tile_blocks);
   }
 
  private:
-  static constexpr int vectors = Tile, at_once = Centered ? 2 : 4;  // vectors of a tile; rows whose loads are in flight
-  // Neighbouring threads have a row's vectors of the tile, and then the next row's. Each thread adds up its vector of every `lines`th row,
-  // the threads of a warp add up theirs by shuffles, and the warps of the block theirs in shared memory.
+  static constexpr int vectors = Tile, at_once = Centered ? 2 : 4;  // vectors: of a tile's row; at_once: rows whose loads are in flight
+  // Sums a tile. Neighbouring threads own the tile's vectors of a row, the threads behind them those of the next row. Each thread sums its
+  // vector of every `lines`th row. The sums are then added up within each warp by shuffles, and across warps in shared memory.
   static LIGER_DEVICE void sum_tile(const Args& a, int64_t tile) {
     const int vector = thread_id() & (vectors - 1), line = thread_id() / vectors, lines = block_threads() / vectors;
     const int64_t column = (tile * vectors + vector) * VEC;

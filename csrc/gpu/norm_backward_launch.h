@@ -1,4 +1,5 @@
-// The launches of the norms' backward: the path that fits a call (norm_backward.h and the files named like it), then the sums.
+// Launches the norms' backward: the kernel that fits the call (norm_backward.h, or norm_backward_few.h, _rows.h or _reread.h), then the sum
+// of the partial rows.
 #pragma once
 #include "gpu/column_sum.h"
 #include "gpu/norm_backward.h"
@@ -8,7 +9,7 @@
 
 namespace liger::gpu {
 
-// Elements of an access: 16 bytes of z's type; where dtypes are mixed, what serves all of them; 1 where rows are not aligned.
+// Returns the elements per access: 8 for 16-bit tensors, 4 if any tensor is fp32, 1 where rows are not aligned.
 inline int norm_backward_vec(const NormBackwardArgs& a) {
   const bool wide =
       aligned(a.dy, a.cols) && aligned(a.dsum, a.cols) && aligned(a.z, a.cols) && aligned(a.dz, a.cols) && aligned(a.weight, a.cols);
@@ -18,8 +19,8 @@ inline int norm_backward_vec(const NormBackwardArgs& a) {
 }
 inline bool norm_backward_mixed(const NormBackwardArgs& a) { return a.dy.dtype != a.z.dtype || (a.dsum.data && a.dsum.dtype != a.z.dtype); }
 
-// The workspace: row_means, and behind them the partial sums, if a parameter's gradient is wanted, for whichever alignment the call will
-// have.
+// The workspace: row_means and, if dweight or dbias is computed, the partial rows behind them. The size is enough for any alignment of the
+// tensors.
 inline int64_t row_means_floats(int64_t rows) { return launch::round_up(2 * rows, 4); }
 template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>& a, Stream stream) {
   int64_t floats = row_means_floats(a.rows);

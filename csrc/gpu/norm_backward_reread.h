@@ -1,5 +1,5 @@
-// The backward of the norms for rows that no block or cluster holds, and for tensors of several dtypes.
-// dy and z are read twice: one kernel reduces mean(g) and mean(g * n) of each row, a second one owns tiles of columns and ranges of rows.
+// The backward of the norms for rows that no block or cluster holds, and for tensors of mixed dtypes. dy and z are read twice: one kernel
+// computes mean(g) and mean(g * n) of each row; a second one computes dz and, for tiles of columns, the sums over ranges of rows.
 #pragma once
 #include "gpu/norm_backward.h"
 

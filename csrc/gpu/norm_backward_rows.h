@@ -1,14 +1,15 @@
-// The backward of the norms by rows: norm_backward.h's formulas without its sums. Bound by memory.
+// The backward of the norms without dweight and dbias: dz of each row by norm_backward.h's formula. Bound by memory.
 //
-// With no sums to keep, rows come and go as in the forward: the threads of a row hold it, all loads in flight before the first use, and
-// blocks that end make room for others, which keeps the memory busier than persistent ones do.
+// There are no sums over rows to keep, so, as in the forward, blocks are not persistent. The threads of a row hold it in registers, and
+// issue all loads before they use the first value. The hardware starts blocks as others end, which keeps the memory busier than persistent
+// blocks do.
 #pragma once
 #include "gpu/norm_backward.h"
 
 namespace liger::gpu {
 
-// dz of the rows of this block. blocks_before: how many blocks of the grid come first and have no rows. Weight: of a thread's vectors,
-// Packed<T, VEC> if the weight is of z's type, or else float[VEC].
+// Computes dz of the rows of this block. blocks_before: the first blocks of the grid, which have no rows. Weight: the type of a vector of
+// weights, Packed<T, VEC> if the weight is of z's type, otherwise float[VEC].
 template <class T, int VEC, int K, bool Centered, class Weight>
 LIGER_DEVICE void norm_backward_row(const NormBackwardArgs& a, int64_t blocks_before = 0) {
   using Values = Packed<T, VEC>[K];
@@ -31,7 +32,7 @@ LIGER_DEVICE void norm_backward_row(const NormBackwardArgs& a, int64_t blocks_be
   const auto g = [&](int k, int i) { return dy[k][i] * (Centered || !packed_weight ? weight[k][i] : weight[k][i] + a.offset); };
   const auto centred = [&](int k, int i) { return Centered ? z[k][i] - mean : z[k][i]; };
 
-  float means[Centered ? 2 : 1] = {};  // what is not a column has dy = 0
+  float means[Centered ? 2 : 1] = {};  // past the last column dy is 0
 #pragma unroll
   for (int k = 0; k < K; ++k)
 #pragma unroll
@@ -58,8 +59,9 @@ LIGER_DEVICE void norm_backward_row(const NormBackwardArgs& a, int64_t blocks_be
   }
 }
 
-// Where no parameter wants a gradient (LoRA). The weight is of z's type: a decision between types before its load would cost a tenth of the
-// time. Other weights, and rows that 512 threads do not hold, take norm_backward.h's paths.
+// For calls in which no parameter requires a gradient (LoRA). The weight is of z's type, because a branch on its dtype before the load
+// would slow the kernel down (docs/measurements.md). Calls with other weights, or with rows that 512 threads do not hold, take
+// norm_backward.h's kernels.
 template <class T, int VEC, int K, bool Centered> struct NormBackwardRows {
   using Args = NormBackwardArgs;
   static constexpr int max_threads = launch::norm_backward_rows.instance(VEC, K).max_threads,

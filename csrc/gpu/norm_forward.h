@@ -2,12 +2,14 @@
 //
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
-// Registers path: the threads of a row hold it, up to 8 vectors each, all loads in flight before the first use. They are a power of two;
-// or, of rows far from a power of two, the whole warps of a block, so that none of them waits idly (RowWarps). What a block cannot hold,
-// the blocks of a cluster do, where the device has them; the hardware starts them as others end, which keeps the memory busier than
-// persistent ones do. Re-read path, for longer rows: one pass for the statistics (LayerNorm merges batches by Chan's formula), a second
-// for the result, both by the same thread, so that the second mostly hits the L2. On an H200 instructions are the second limit: there
-// are kernels of their own for parameters of the result's dtype, and short rows pay for every branch before their first load.
+// NormForwardRegisters: the threads of a row hold it, up to 8 vectors each, and issue all loads before they use the first value. Their
+// number is a power of two or, for row lengths far from a power of two, any number of whole warps, so that no warp idles (RowWarps). Rows
+// that a block cannot hold are held by a cluster of blocks, where the device has clusters. The hardware starts blocks as others end, which
+// keeps the memory busier than persistent blocks do.
+// NormForwardReread, for longer rows: two passes by the same threads, one for the statistics (LayerNorm merges batches by Chan's formula),
+// one for the result, which mostly hits the L2.
+// Instructions are the second limit (H200). So there are separate kernel instances for parameters of the result's dtype, and few branches
+// before a row's first load: short rows pay for each of them.
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_warps.h"
@@ -16,7 +18,7 @@
 
 namespace liger::gpu {
 
-// NormForward as the kernels of both norms take it.
+// The arguments of the kernels: NormForward's fields, and values of the launch.
 struct NormForwardArgs {
   int64_t rows, cols;
   Rows x, residual;
@@ -27,7 +29,7 @@ struct NormForwardArgs {
   bool round_normalized;
   float inverse_cols = 0;
   int threads_per_row = 0;
-  bool as_llama = false;  // the result is the rounded n times the weight
+  bool as_llama = false;  // y is the rounded n times the weight, without an offset
 };
 
 using launch::NormForwardKind;
@@ -36,9 +38,9 @@ struct NormStatistics {
   float mean, rstd;  // mean: 0 for RMSNorm
 };
 
-// A thread's K vectors of a row: z, their statistics, and y. T is the type of what is normalised, and of y; if T is fp32, x and the
-// residual may have other types. A thread keeps the row in T, which is exact and takes half the registers for 16-bit types, and widens
-// elements to fp32 where it uses them.
+// A thread's K vectors of a row: z, its statistics, and y. T is the type of z and y; if T is fp32, x and the residual may have other types.
+// A thread keeps the row in T, which is exact and takes half the registers for 16-bit types, and widens elements to fp32 where it uses
+// them.
 template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
   static constexpr bool Centered = Kind.centered;
   using Values = Packed<T, VEC>[K];
@@ -46,7 +48,7 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
   const Columns<VEC, K> columns;
   const int64_t row;
 
-  // z = x [+ residual]. A sum is rounded to T, as its copy in memory is.
+  // Loads z = x [+ residual]. A sum is rounded to T, like its copy in memory.
   LIGER_DEVICE void load_input(Values& z) const {
     load_as_t(z, a.x);
     if (!Kind.residual || (!Kind.same_dtype && a.residual.data == nullptr)) return;
@@ -81,7 +83,7 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
       for (int i = 0; i < VEC; ++i) total += z[k][i];
     return total;
   }
-  // The sum of (z - mean)^2.
+  // Returns the sum of (z - mean)^2.
   LIGER_DEVICE float squares(const Values& z, float mean) const {
     float total = 0;
 #pragma unroll
@@ -99,9 +101,9 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
     if constexpr (Centered) a.mean[row] = of.mean;
   }
 
-  // Where y of this thread's columns begins.
+  // The address of y at this thread's first column.
   LIGER_DEVICE T* output() const { return opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first)); }
-  // y = n * (weight + offset) + bias.
+  // Stores y = n * (weight + offset) + bias.
   template <class Parameters>
   LIGER_DEVICE void write(T* out, const Values& z, const NormStatistics& of, const Parameters& parameters, float offset) const {
 #pragma unroll
@@ -119,8 +121,8 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
       gpu::store<Hint::stream>(out + k * columns.step, packed);
     }
   }
-  // y = n * weight as Llama has it: n is rounded to T before. With both in T, two products are one instruction on recent GPUs. That matters
-  // for short rows: of 128 columns, instructions took 43 % of an H100's issue slots.
+  // Stores y = n * weight as Llama computes it: n is rounded to T first. With both factors in T, one instruction computes two products on
+  // recent GPUs. That matters for short rows, where instructions are a limit (docs/measurements.md).
   template <class Parameters> LIGER_DEVICE void write_as_llama(T* out, const Values& z, float rstd, const Parameters& parameters) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -135,15 +137,15 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
   }
 
  private:
-  // (z - mean) * rstd; for 16-bit types as one multiply-add, which rounds mean * rstd, but mean itself is rounded, too.
+  // Returns (z - mean) * rstd. For 16-bit types it is one multiply-add, which rounds mean * rstd; but mean itself is rounded, too.
   LIGER_DEVICE static float normalized(float z, float mean, float rstd) {
     if constexpr (Centered && sizeof(T) == 2) return z * rstd - mean * rstd;
     else return (Centered ? z - mean : z) * rstd;
   }
 };
 
-// The weight, and LayerNorm's bias, which are there and have the result's type. WithRow: the weight is loaded together with the row, and
-// the bias, if registers allow, before the result is computed: the thread waits for several loads at once.
+// The weight, and LayerNorm's bias, if all of them are present and have the result's type. WithRow: the weight is loaded together with the
+// row and the bias, if registers allow, before the result is computed, so that the thread waits for several loads at once.
 template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedParameters {
   static constexpr bool holds_weight = WithRow, holds_bias = WithRow && Centered && K <= 4;
   const NormForwardArgs& a;
@@ -163,7 +165,7 @@ template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedPara
     gpu::load<Hint::constant>(w, static_cast<const T*>(a.weight.data) + at);
     return w;
   }
-  // Turns vector k of n into y.
+  // Computes y of vector k from n, in place.
   LIGER_DEVICE void apply(float (&n)[VEC], int k, int64_t at, float offset) const {
     const Packed<T, VEC> w = weight_of(k, at);
     Packed<T, VEC> b = {};
@@ -180,14 +182,14 @@ template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedPara
   }
 };
 
-// Each of them may be missing or have any type.
+// The weight and LayerNorm's bias, each of which may be absent or have any type.
 template <int VEC, bool Centered> struct AnyParameters {
   const NormForwardArgs& a;
 
   LIGER_DEVICE explicit AnyParameters(const NormForwardArgs& a) : a(a) {}
   template <class Columns> LIGER_DEVICE void load_weight(const Columns&) {}
   template <class Columns> LIGER_DEVICE void load_bias(const Columns&) {}
-  // W: the type of the first one that is there.
+  // W: the type of the weight or, without a weight, of the bias.
   template <class W> struct Of {
     const NormForwardArgs& a;
 
@@ -221,8 +223,8 @@ template <class T, int VEC, int K, NormForwardKind Kind, bool WithRow>
 using NormParameters =
     std::conditional_t<Kind.same_dtype, TypedParameters<T, VEC, K, Kind.centered, WithRow>, AnyParameters<VEC, Kind.centered>>;
 
-// Threads: the most threads of a block, launch::cluster_block for rows of a cluster. Or: launch::whole_warps, rows of any number of warps,
-// one per block; launch::forward_lanes, rows of that many threads.
+// Threads: the most threads of a block, which is launch::cluster_block for rows of a cluster. Or launch::whole_warps: one row per block, of
+// any number of warps. Or launch::forward_lanes: rows of that many threads.
 template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct NormForwardRegisters {
   static constexpr bool Centered = Kind.centered, in_warps = Threads == launch::whole_warps, in_lanes = Threads == launch::forward_lanes,
                         clusters = Threads == launch::cluster_block;
@@ -256,7 +258,7 @@ template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct Nor
   }
 
  private:
-  // LayerNorm's mean and variance, by sums relative to the mean of the row's first few values.
+  // Computes LayerNorm's mean and variance, from sums relative to the mean of the row's first VEC values.
   template <class Group>
   LIGER_DEVICE static void moments(Group& group, const Tile& tile, const typename Tile::Values& z, float& mean, float& variance) {
     using First = NormTile<T, VEC, 1, Kind>;
@@ -265,7 +267,7 @@ template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct Nor
     mean = mean_of(values[0]);
     held_moments(group, tile.columns, z, tile.a, mean, variance);
   }
-  // The compiler would keep the widened values of z in registers during the exchange, and spill. This makes it widen them again.
+  // Forces the compiler to widen z again. Otherwise it keeps the widened values in registers during the exchange, and spills.
   LIGER_DEVICE static void widen_again(typename Tile::Values& z) {
     if constexpr (K > 4 || (Centered && K == 4))
 #pragma unroll
@@ -273,7 +275,7 @@ template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct Nor
   }
 };
 
-// One block per row, of any length; the row is read twice.
+// One block per row of any length, which reads the row twice.
 template <class T, int VEC, NormForwardKind Kind> struct NormForwardReread {
   static constexpr bool Centered = Kind.centered;
   using Args = NormForwardArgs;
@@ -285,7 +287,7 @@ template <class T, int VEC, NormForwardKind Kind> struct NormForwardReread {
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
     const int64_t row = block_id(), batch = int64_t{block_threads()} * K * VEC;
-    // Number, mean and sum of squared distances of the columns that this thread has seen; the mean stays 0 for RMSNorm.
+    // Count, mean and sum of squared deviations of the columns that this thread has read; the mean stays 0 for RMSNorm.
     float count = 0, mean = 0, squares = 0;
     for (int64_t begin = 0; begin < a.cols; begin += batch) {
       const Tile tile{a, {group.index, block_threads(), begin, a.cols}, row};
@@ -315,7 +317,7 @@ template <class T, int VEC, NormForwardKind Kind> struct NormForwardReread {
   }
 
  private:
-  // Chan, Golub and LeVeque's formula for the moments of two sets together.
+  // Merges the moments of a tile into the moments so far, by Chan, Golub and LeVeque's formula.
   LIGER_DEVICE static void add_batch(const Tile& tile, const typename Tile::Values& z, float& count, float& mean, float& squares) {
     int vectors = 0;
 #pragma unroll
@@ -328,7 +330,7 @@ template <class T, int VEC, NormForwardKind Kind> struct NormForwardReread {
   }
 };
 
-// Is this instance compiled for results of type T and for this kind?
+// Returns whether this instance is compiled for results of type T and for this kind.
 template <class T, NormForwardKind Kind> constexpr bool norm_forward_fits(const launch::Instance& of) {
   return fits<T>(of) && launch::norm_forward_has(Kind, of);
 }
@@ -369,7 +371,7 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& of, Stre
         with_instance<launch::norm_forward_registers, fitting>(
             made, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(made, a, stream); });
     };
-    // LayerNorm has no residual. Without parameters of the result's dtype there may be one, which is decided at run time.
+    // LayerNorm has no residual. Kernels for parameters of any dtype decide at run time whether there is a residual.
     if (!same_dtype) of_kind.template operator()<NormForwardKind{Centered, !Centered, false}>();
     else if (Centered || !kind.residual) of_kind.template operator()<NormForwardKind{Centered, false, true}>();
     else of_kind.template operator()<NormForwardKind{Centered, !Centered, true}>();

@@ -13,7 +13,7 @@ struct Exponentials {
   LIGER_DEVICE float base() const { return max == minus_infinity() ? 0.f : max; }
   LIGER_DEVICE float log_sum() const { return logf(sum); }
 
-  // Merges the statistics of other elements into these. Commutative, as RowGroup's `combine` has to be. T: the type of the result, which
+  // Merges the statistics of other elements into these. Commutative, as RowGroup's reduce() requires. T: the type of the result, which
   // determines how exact the factor of the sum with the smaller maximum is (exp_as).
   template <class T> LIGER_DEVICE void join(const Exponentials& others) {
     const float smaller = exp_as<T>(max == others.max ? 0 : -fabsf(max - others.max));
@@ -39,7 +39,7 @@ struct Exponentials {
 
 // Exponentials that are extended by vectors, each time relative to the maximum so far.
 template <class T> struct VectorExponentials : Exponentials {
-  // Takes the vectors k of a row for which has(k).
+  // Starts with the vectors k of a row for which has(k) is true.
   template <int VEC, int K, class F> LIGER_DEVICE VectorExponentials(const Packed<T, VEC> (&x)[1][K], F has) {
     max = largest(x[0], has);
     sum = sum_of(x[0], has);

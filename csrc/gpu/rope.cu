@@ -61,8 +61,8 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
                        min_blocks = 4, heads_in_flight = launch::rope_heads_in_flight;
   struct Args {
     Rope rope;
-    int first;                               // the launch's first position
-    int threads, q_slots, k_slots;           // threads: of the grid; slots: heads that a position's threads process at a time
+    int first;  // the launch's first position
+    int threads, q_slots, k_slots;  // threads: of the grid; slots: heads of q, and of k, that a position's threads process side by side
     Divisor per_position, per_slot, of_seq;  // by the threads per position, threads per slot, positions per sequence
   };
   // The factors of the lower and of the upper vector: out = x * cos + (the other vector's x) * sin. `sin` includes the sign.

@@ -152,8 +152,7 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
 };
 using RowGroup = RowGroupOf<0, false>;
 
-// Returns the number of elements before a row's first vector, which starts at the first multiple of 16 bytes. Vectors of one element start
-// at once.
+// Returns the number of elements before a row's first vector, which starts at the first multiple of 16 bytes; 0 for vectors of one element.
 template <int VEC, class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
   if constexpr (VEC == 1) return 0;
   const int head = int(-reinterpret_cast<intptr_t>(row) & 15) / int(sizeof(T));
