@@ -3,8 +3,8 @@
 // row, or of a few short rows, and a thread issues all of its loads before it uses the first value. Tensors without gaps between rows are
 // one long row.
 //
-// All three activations are x * s(x), with the derivative s + x * s'. s is sigmoid(x) (silu), sigmoid(2u) (gelu by tanh: (1 + tanh(u)) / 2
-// = sigmoid(2u), without the cancellation), or the normal distribution function (gelu).
+// All three activations are x * s(x), with the derivative s + x * s'. s is sigmoid(x) (silu), sigmoid(2u) with u = sqrt(2 / pi) * (x +
+// 0.044715 x^3) (gelu by tanh: (1 + tanh(u)) / 2 = sigmoid(2u), without the cancellation), or the normal distribution function (gelu).
 #include "kernels/glu.h"
 
 #include "gpu/device.h"

@@ -27,8 +27,8 @@ struct HeldChunksArgs : HeldArgs {
   LIGER_DEVICE int columns() const { return columns_of_chunks; }
 };
 
-// Returns whether to load a row. A row whose target is ignored need not be loaded. But to wait for the target delays the row, so that is
-// done only if many targets of the batch are ignored (docs/measurements.md).
+// Returns whether to load a row. A row whose target is ignored need not be loaded. But waiting for the target delays the row's loads, so
+// threads wait only if many targets of the batch are ignored (docs/measurements.md).
 LIGER_DEVICE bool is_wanted(const HeldArgs& args, int row) {
   const LogitRows& a = args.rows;
   return row < a.rows && (a.counts[CrossEntropyCounts::valid] >= args.at_once_from || a.is_class(a.target[row]));

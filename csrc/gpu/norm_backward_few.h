@@ -24,8 +24,8 @@ template <class T, int VEC, int K, int Tile, bool Centered> struct NormBackwardF
 
  private:
   static constexpr int vectors = Tile, at_once = Centered ? 2 : 4;  // vectors: of a tile's row; at_once: rows whose loads are in flight
-  // Sums a tile. Neighbouring threads own the tile's vectors of a row, the threads behind them those of the next row. Each thread sums its
-  // vector of every `lines`th row. The sums are then added up within each warp by shuffles, and across warps in shared memory.
+  // Sums a tile. Neighbouring threads own the tile's vectors of one row, and the next threads the vectors of the next row. Each thread sums
+  // its vector of every `lines`th row. The sums are then added up within each warp by shuffles, and across warps in shared memory.
   static LIGER_DEVICE void sum_tile(const Args& a, int64_t tile) {
     const int vector = thread_id() & (vectors - 1), line = thread_id() / vectors, lines = block_threads() / vectors;
     const int64_t column = (tile * vectors + vector) * VEC;

@@ -6,8 +6,8 @@
 // thread would run longer than its loads take.
 //
 // With interleaved pairs (columns 2p and 2p + 1) a thread still stores whole vectors at columns i and i + rotary_dim / 2. If the results
-// are interleaved, each of these vectors consists of VEC / 2 pairs, and the thread loads these pairs from wherever the input has them. Two
-// adjacent vectors per thread would be loaded as fast, but their stores are slower (docs/decisions.md).
+// are interleaved, each of these vectors consists of VEC / 2 pairs, and the thread loads these pairs from wherever the input has them. With
+// two adjacent vectors per thread loads would be as fast, but stores slower (docs/decisions.md).
 #include "kernels/rope.h"
 
 #include "gpu/device.h"
@@ -122,9 +122,9 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
   }
 
  private:
-  // Loads the columns of this thread's pairs from a row with one column per pair. The pairs are those whose results the thread stores, in
-  // vectors at columns `low` and low + half: VEC pairs from pair `low` on. If the results are interleaved (Out), they are VEC / 2 pairs
-  // from low / 2 on, and VEC / 2 pairs from (low + half) / 2 on.
+  // Loads the columns of this thread's pairs from a row with one column per pair. The thread stores the results of its pairs in vectors at
+  // columns `low` and low + half. The pairs are VEC pairs from pair `low` on or, if the results are interleaved (Out), VEC / 2 pairs from
+  // low / 2 on and VEC / 2 pairs from (low + half) / 2 on.
   template <bool Out, Hint H, class E> LIGER_DEVICE static void load_columns(Packed<E, VEC>& of, const E* from, int low, int half) {
     if constexpr (Out) {
       Packed<E, VEC / 2> parts[2];

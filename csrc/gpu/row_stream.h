@@ -10,7 +10,7 @@
 //   wait()         waits for the next row, which must not be past the last one.
 //   vectors(k)     returns the thread's vector k of each tensor of that row.
 //   read_again()   is called between the two readings.
-//   replace(k)     is called after vectors(k) of the second reading: the same vectors of another row may be fetched in their place.
+//   replace(k)     is called after vectors(k) of the second reading: vector k of another row may be fetched in its place.
 //   finish_row()   is called after all K calls of replace().
 //
 // There are three implementations:
