@@ -1,5 +1,5 @@
-// Cross entropy of a vocabulary that is split into chunks (ranges of classes), of one process or as shards of several processes: the
-// statistics of each row in one chunk (Statistics), and their merge into each row's losses and log-sum-exp (Merge).
+// Cross entropy of a vocabulary that is split into chunks (ranges of classes), in one process or sharded over several: the statistics of
+// each row in one chunk (Statistics), and their merge into each row's losses and log-sum-exp (Merge).
 //
 // Memory bandwidth bounds Statistics: a thread group reads its row of the chunk once, as in cross_entropy.cu. Latency bounds Merge: one
 // thread per row reads a few numbers per chunk. Backward in cross_entropy.cu computes the gradient of a chunk.

@@ -8,8 +8,8 @@
 // different points of their rows, and memory is always busy. Instructions per element are few: no loop tests columns, since elements past
 // the end of the row are -inf, and no loop multiplies by the gradient's factor, which is part of the exponent. Options that cost
 // instructions per element (Full) leave registers for 4 vectors.
-// InPlace, for rows that cannot be held: very short rows, unaligned rows, and long rows where there are no clusters. A thread stores the
-// vectors that it reads in shared memory, up to the plan's number of slots, and computes their gradient from there. It reads the other
+// InPlace, for rows that cannot be held: very short rows, unaligned rows, and long rows where there are no clusters. A thread copies the
+// vectors that it reads to shared memory, up to the plan's number of slots, and computes their gradient from there. It reads the other
 // vectors from global memory again; the plan limits them, over all rows in flight, to what fits the L2.
 #include "gpu/held_arguments.h"
 

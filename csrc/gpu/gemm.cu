@@ -7,8 +7,8 @@
 // can be captured in a CUDA graph.
 //
 // With a bias, an fp32 C is first filled with the bias, and the product is added to it. A 16-bit C would be rounded twice in this way,
-// because cuBLAS rounds the product before the addition; there cublasLt adds the bias in its epilogue, in fp32. cublasLt receives no
-// workspace, since the workspace of torch's handle belongs to cuBLAS, and therefore never splits k.
+// because cuBLAS rounds the product before the addition. So for a 16-bit C cublasLt adds the bias in its epilogue, in fp32. cublasLt
+// receives no workspace, since the workspace of torch's handle belongs to cuBLAS, and therefore never splits k.
 //
 // If a dimension along which a 16-bit matrix is contiguous is no multiple of 8 (an odd vocabulary size), cuBLAS selects kernels for
 // unaligned matrices, whatever the stride. They are several times slower (docs/measurements.md). So split() divides the product into two: a
