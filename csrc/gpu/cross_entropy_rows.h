@@ -94,7 +94,7 @@ template <class T, bool Full, bool Tokens = false> struct LogitRow {
 
 // The columns of a row that one thread owns. The thread's slot i is vector `index + i * threads` of the row's whole vectors (RowParts). A
 // thread reads and writes only its own columns, so no barrier is needed between two passes over a row. Threads may have different numbers
-// of slots, so walk() and the functions passed to it contain no collective operation.
+// of slots, so walk() and the functions passed to it must not contain collectives.
 template <class T, int N> struct RowWalk : RowParts<N> {
   int index, threads;
   using RowParts<N>::head, RowParts<N>::vectors, RowParts<N>::single;
@@ -286,8 +286,8 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
   }
 };
 
-// The upstream gradients of a row's two losses. From gradient_scale they are relative to counts[scale]: ce_scale, or z_scale if class
-// weights make ce_scale 0. Construct it before the row arrives: it reads memory.
+// The upstream gradients of a row's two losses. The constructor without `grad` makes them relative to counts[scale], which is ce_scale, or
+// z_scale if class weights make ce_scale 0. Construct it before the row arrives: it reads memory.
 struct LossGradients {
   float ce, z = 0;
 

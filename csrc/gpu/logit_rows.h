@@ -107,7 +107,7 @@ template <class T, int N> LIGER_DEVICE void transform(const LogitRows& a, float 
   if (a.softcap != 0) return cap<T>(a, x, over_temperature);
   if (a.scales()) multiply<T>(x, a.logit_scale * over_temperature);
 }
-// The derivative of softcap; share = x' / (its bound).
+// The derivative of softcap; share = x' / (softcap * over_temperature).
 LIGER_DEVICE float capped_slope(float share) { return 1 - share * share; }
 
 }  // namespace liger::gpu

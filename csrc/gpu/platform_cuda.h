@@ -224,8 +224,9 @@ template <int N> LIGER_DEVICE void forget(uint32_t (&words)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(words[i]));
 }
 template <int N> LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
-// The same for ptxas, which sees through an empty asm. It costs an instruction with threadIdx.y, which is always 0, though not for ptxas.
-// On Blackwell the instruction permutes bytes: of an exclusive or, ptxas widened both operands, and so kept the widened word after all.
+// The same for ptxas, which sees through an empty asm. It costs an instruction with threadIdx.y, which is always 0, but ptxas cannot assume
+// that. On Blackwell the instruction permutes bytes: for an exclusive or ptxas widened both operands, and so kept the widened word after
+// all.
 template <int N> LIGER_DEVICE void forget_in_ptxas(uint32_t (&words)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {

@@ -77,10 +77,10 @@ LIGER_DEVICE int shfl_xor(int v, int mask) {
   return __shfl_xor(v, mask, warp_width());
 }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return bit_cast<float>(shfl_xor(bit_cast<int>(v), mask)); }
-// Calls f(mask) for width / 2, width / 4 ... 1. `width` is a power of two, and need not be a compile-time constant. Each mask is one: clang
-// 22 did not unroll a loop even for a constant width.
+// Calls f(mask) for width / 2, width / 4 ... 1. `width` is a power of two, and need not be a compile-time constant. Each mask is one, by
+// recursion: clang 22 did not unroll a loop even for a constant width.
 template <int Mask = warp_width() / 2, class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
-  // Hides the width: otherwise the compiler moves the comparisons ahead of a loop over rows, and then spilled scalar registers.
+  // Hides the width: the compiler otherwise moves the comparisons ahead of a loop over rows where it can, and spills scalar registers.
   if (!__builtin_constant_p(width)) asm volatile("" : "+s"(width));
   if (Mask < width) f(Mask);
   if constexpr (Mask > 1) for_masks_below<Mask / 2>(width, f);
@@ -88,7 +88,7 @@ template <int Mask = warp_width() / 2, class F> LIGER_DEVICE void for_masks_belo
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // One instruction, 1 ulp; results below the normal range become 0.
 LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
-// One instruction, of normal numbers, 1 ulp.
+// One instruction, for normal numbers, 1 ulp.
 LIGER_DEVICE float fast_log2(float v) { return __builtin_amdgcn_logf(v); }
 // 1 / sqrt(v), 1 ulp.
 LIGER_DEVICE float fast_rsqrt(float v) { return __builtin_amdgcn_rsqf(v); }

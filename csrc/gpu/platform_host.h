@@ -39,7 +39,7 @@ LIGER_DEVICE uint16_t float_to_half(float v) {
   const uint32_t bits = bit_cast<uint32_t>(v), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
   if (rest > 0x7f800000) return uint16_t(sign | 0x7e00);
   if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);
-  // Below the normal range: the last bit of a float between 0.5 and 1 is the last bit of a half, so the sum with 0.5 rounds.
+  // Below the normal range: the sum with 0.5 is rounded to multiples of 2^-24, the last bit of a half.
   if (rest < 0x38800000) return uint16_t(sign | (bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3f000000));
   return uint16_t(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
 }
