@@ -1,12 +1,15 @@
-// Cross entropy over rows of logits: the losses (forward) and their gradient (backward).
+// Cross entropy of rows of logits: the losses of each row (Forward), and the gradient of the logits (Backward). kernels/cross_entropy.h has
+// the formulas.
 //
-// Both are bound by memory: a vocabulary of 128256 bf16 logits is 256 KB a row. A row belongs to one group of threads, at most one
-// block; each thread takes 16-byte vectors one group width apart, several in flight. The forward keeps an online maximum and sum per
-// thread, so that one read is enough, and the group meets only at the end of the row. The backward knows lse and needs no meeting.
+// Memory bandwidth bounds both kernels: a row of 128256 bf16 logits has 256 KB. A thread group of at most one block processes a row. Each
+// thread loads 16-byte vectors that are one group width apart, with several loads in flight. The forward keeps an online maximum and sum
+// per thread, so that it reads the row once, and the group exchanges values only at the end of the row. The backward has the log-sum-exp as
+// an input and exchanges nothing.
 //
-// Rows may begin at any address (an odd vocabulary): what is before the first and behind the last whole vector is a thread's each.
-// Only a gradient whose rows begin elsewhere within 16 bytes than those of the logits is made one element at a time. `Full` has the options
-// that cost instructions per element (softcap, label smoothing, argmax).
+// Rows may begin at any address (an odd vocabulary size): the elements before the first aligned vector and behind the last whole vector are
+// accessed singly, at most one per thread. The backward accesses whole rows element by element only if the rows of the gradient and of the
+// logits have different offsets modulo 16 bytes. `Full` is the instance for options that cost instructions per element (softcap, label
+// smoothing, argmax).
 #include "gpu/cross_entropy_launch.h"
 #include "gpu/tiles.h"
 
@@ -18,8 +21,8 @@ struct ForwardArgs {
   RowOutputs out;
 };
 
-// Threads: the number of threads of each row, which is a block's, if the compiler is to know it: that saves instructions before a row's
-// first load. 0: the plan says it at run time.
+// Threads: threads per row (one block per row) as a compile-time constant, which saves instructions before a row's first load. 0: the plan
+// sets the number at run time.
 template <class T, int N, bool Full, int Threads> struct Forward {
   using Args = ForwardArgs;
   static constexpr int max_threads = launch::cross_entropy_forward_kernel.instance(N, launch::none, Threads).max_threads,
@@ -45,7 +48,7 @@ template <class T, int N, bool Full, int Threads> struct Forward {
       statistics.add(a, x, own.single, want_best);
     }
     statistics.merge(group);
-    wait_for_previous_kernel();  // which made the counts
+    wait_for_previous_kernel();  // it writes the counts
     if (group.index == 0 && row.live) {
       const float log_sum = statistics.log_sum();
       write_losses(a, args.out, row, statistics.weighted, statistics.best_column, LogSumExp::of<T>(statistics, log_sum),
@@ -60,8 +63,8 @@ template <class T, int N, bool Full, bool Tokens> struct Backward {
     LogitRows rows;
     const float *lse, *token;
     const float* mix;  // nullptr: no gradient of the entropy
-    Rows grad;  // null: unreduced
-    float gradient_scale;  // of the unreduced
+    Rows grad;  // the upstream gradient; no data: dlogits gets the unreduced gradient
+    float gradient_scale;  // factor of the unreduced gradient
     MutableRows dlogits;
     Classes classes;
     bool stored;
@@ -76,7 +79,7 @@ template <class T, int N, bool Full, bool Tokens> struct Backward {
     const T* const logits = static_cast<const T*>(a.logits) + at * a.stride;
     const RowTile<N, K> part = tile.part(unaligned_head<N>(logits, a.vocab));
     TileValues<T, N, K> x;
-    part.template load<Hint::in_place>(x, logits);  // which may be overwritten
+    part.template load<Hint::in_place>(x, logits);  // dlogits may be the same memory
     const LogitRow<T, Full, Tokens> row(a, args.classes, at, tile.number == 0 && tile.index == 0, false);
     const bool has_lse = !Tokens || args.lse;
     const float lse = has_lse ? args.lse[at] : 0.f, lse_low = has_lse ? args.lse[a.rows + at] : 0.f,
@@ -121,7 +124,7 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
                                          stream);
   };
   with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    constexpr bool in_place = Full && I.vec > 1;  // as all gradients of log-probabilities are: no instance of single elements
+    constexpr bool in_place = Full && I.vec > 1;  // log-probabilities: dlogits overwrites the logits, in vectors
     if constexpr (in_place)
       if (tokens) return launch_it.template operator()<T, I.vec, true, true>();
     require(!tokens, op.op, ": no kernel for a gradient of log-probabilities beside its logits");

@@ -1,8 +1,8 @@
-// Cross entropy of a vocabulary that is cut into chunks (ranges of classes), of one process or shards of several: the statistics of each
-// row in one chunk, and their merge into each row's loss and log-sum-exp.
+// Cross entropy of a vocabulary that is split into chunks (ranges of classes), in one process or sharded over several: the statistics of
+// each row in one chunk (Statistics), and their merge into each row's losses and log-sum-exp (Merge).
 //
-// Statistics are bound by memory: the chunk is read once, by the threads of a row as in cross_entropy.cu. The merge is bound by latency:
-// one thread per row reads a few numbers per chunk. The gradient of a chunk is made by cross_entropy.cu's Backward.
+// Memory bandwidth bounds Statistics: a thread group reads its row of the chunk once, as in cross_entropy.cu. Latency bounds Merge: one
+// thread per row reads a few numbers per chunk. Backward in cross_entropy.cu computes the gradient of a chunk.
 #include "gpu/cross_entropy_launch.h"
 
 namespace liger::gpu {
@@ -92,7 +92,7 @@ struct Merge {
       max = fmaxf(max, of(chunk, Slots::maximum));
       target += of(chunk, Slots::target);
       if (!args.best_class) continue;
-      const float other = of(chunk, Slots::best);  // NaN is the largest, and of equal ones the first
+      const float other = of(chunk, Slots::best);  // NaN is the largest; of equal ones the first class wins
       const int64_t at = args.best_class[chunk * a.rows + row.row];
       const bool larger = other > best || (other != other && best == best), equal = other == best || (other != other && best != best);
       if (larger || (equal && at < best_class)) best = other, best_class = at;

@@ -1,22 +1,23 @@
-// The fused loss's kernel: the losses of rows of logits, and their gradient in the place of the logits.
+// The fused loss's kernels: they compute the losses of rows of logits, and overwrite the logits by their gradient.
 //
-// Bound by memory, a read and a write of each row; but a row is needed twice, and of 128256 bf16 logits it has 256 KB. Two exponentials
-// an element are the second limit, half of what the special function units can do at full clocks.
-// InPlaceHeld: a block, or where there are clusters up to eight blocks, holds a row: a thread has 8 vectors in registers, and what is left
-// of longer rows in shared memory. The hardware starts a row's blocks where others have ended, so that those of a multiprocessor are at
-// different points of their rows, and the memory always has something to do. Instructions count: none asks for an element's column, since
-// what is not there is -inf, and none multiplies by the gradient's factor, which is part of the exponent. Options that cost instructions
-// per element (Full) leave registers for 4 vectors.
-// InPlace, for rows that are not held: very short ones, unaligned ones, and long ones where there are no clusters. A thread puts what it
-// reads into its own slots of shared memory, as many as the plan gives it, and takes the gradient from there; what has no slot is read
-// again, and the plan bounds these parts of all rows in flight by the L2.
+// Memory bandwidth bounds them: each row is read once and written once. But the gradient needs the row again after the row's sum, and a row
+// of 128256 bf16 logits has 256 KB. The second limit is two exponentials per element, half of the throughput of the special function units
+// at full clocks.
+// InPlaceHeld: a block holds a row, or up to eight blocks do where there are clusters: 8 vectors per thread in registers, the rest of
+// longer rows in shared memory. The hardware starts the blocks of a row as earlier blocks end, so the blocks of a multiprocessor are at
+// different points of their rows, and memory is always busy. Instructions per element are few: no loop tests columns, since elements past
+// the end of the row are -inf, and no loop multiplies by the gradient's factor, which is part of the exponent. Options that cost
+// instructions per element (Full) leave registers for 4 vectors.
+// InPlace, for rows that cannot be held: very short rows, unaligned rows, and long rows where there are no clusters. A thread copies the
+// vectors that it reads to shared memory, up to the plan's number of slots, and computes their gradient from there. It reads the other
+// vectors from global memory again; the plan limits them, over all rows in flight, to what fits the L2.
 #include "gpu/held_arguments.h"
 
 namespace liger::gpu {
 namespace {
 
 struct SlotArgs : InPlaceArgs {
-  int slots;  // how many vectors a thread keeps in shared memory
+  int slots;  // vectors that a thread stores in shared memory
 };
 
 template <class T, int N, bool Full> struct InPlace {
@@ -70,8 +71,8 @@ template <class T, int N, bool Full> struct InPlace {
   }
 };
 
-// Rows that registers and shared memory hold. K: vectors of a thread in registers. Full: with options that cost instructions per element,
-// or whose gradient depends on the target's logit (token scaling). Chunked: rows lie in several matrices.
+// Holds rows in registers and shared memory. K: vectors per thread in registers. Full: with options that cost instructions per element, or
+// whose gradient depends on the target's logit (token scaling). Chunked: a row lies in several matrices.
 template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
   using Args = std::conditional_t<Chunked, HeldChunksArgs, HeldArgs>;
   static constexpr int max_threads = launch::in_place_held.instance(N, K).max_threads;
@@ -85,7 +86,7 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
     HeldLogits<T, N, K, decltype(logits)> held(logits, group, is_wanted(args, at) ? cols : 0, args.shared_offset);
     const LogitRow<T, Full> row(a, at, first, false);
     if (row.valid) held.load_single(group, cols);
-    // The thread that owns the target's column writes the losses, too: it alone reads this logit by itself, and overwrites it.
+    // Only the thread that owns the target's column loads and overwrites the target's logit by itself; it also writes the losses.
     const bool has_target = row.valid && held.owns(row.target, cols / N * N, group);
     Packed<T, 1> raw_target{};
     if (has_target) load(raw_target, logits.from(row.target)(0));
@@ -95,7 +96,7 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
     HeldOptions<T> options{a};
     if constexpr (Full) options.take(held, exponentials);
     else exponentials = exponentials_of<T>(held);
-    exponentials.merge<bf16>(group);  // of fp32, too: fast
+    exponentials.merge<bf16>(group);  // bf16 for fp32 logits, too: it selects the fast exponential
     float target_logit = raw_target[0];
     if constexpr (Full) {
       if (a.softcap != 0) target_logit = capped_exponent<T>(a, target_logit) * ln_2;

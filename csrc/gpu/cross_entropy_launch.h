@@ -1,4 +1,5 @@
-// What the launches of all kernels over logits share: their arguments from an op's description, and which instances there are.
+// Functions that all kernels over rows of logits share: their arguments from an op's description, the selection of the kernel instance, and
+// the stores of a row's results.
 #pragma once
 #include "gpu/cross_entropy_rows.h"
 #include "gpu/platform.h"
@@ -6,8 +7,8 @@
 
 namespace liger::gpu {
 
-// log(sum(exp(x'))) = base + log(sum), and what rounding took from it: in the addition, and of fp32 logits in the logarithm, where that is
-// large enough to lose more than an exponential does.
+// log(sum(exp(x'))) = high + low: high is the rounded sum base + log(sum), and low the rounding error of this addition. For fp32 logits low
+// also has the error of the logarithm, if log(sum) is so large that this error exceeds the one of an exponential.
 struct LogSumExp {
   float high, low;
   template <class T> LIGER_DEVICE static LogSumExp of(const Exponentials& row, float log_sum) {
@@ -18,7 +19,7 @@ struct LogSumExp {
   }
 };
 
-// The per-row results of a forward.
+// The per-row results of a forward. Optional results are null pointers.
 struct RowOutputs {
   float *ce, *z, *lse, *accuracy;
   int64_t* predicted;
@@ -46,12 +47,13 @@ struct RowOutputs {
   }
 };
 
-// By which token scaling multiplies a row: the probability of its target.
+// The factor by which token scaling multiplies a row's losses: the probability of its target. 1 without token scaling.
 template <class T> LIGER_DEVICE float row_token(const LogitRows& a, float negative_log) {
   return a.token_scaling ? exp_as<T>(-negative_log) : 1.f;
 }
 
-// One thread of the row calls this. weighted, best: as RowStatistics finds them, of all classes; negative_log = lse - x'[target].
+// Computes and stores a row's results; one thread of the row calls it. weighted, best: from RowStatistics, over all classes; negative_log =
+// lse - x'[target].
 template <class T, bool Full, bool Tokens>
 LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full, Tokens>& row, float weighted,
                                int64_t best, const LogSumExp& lse, float negative_log) {
@@ -75,7 +77,7 @@ template <class Op> const void* temperature_of(const Op& op) {
   else return nullptr;
 }
 
-// classes: of the whole vocabulary.
+// classes: the number of classes of the whole vocabulary.
 template <class Op> LogitRows logit_rows(const Op& op, int64_t classes, const launch::LaunchPlan& plan, Stream stream) {
   const CrossEntropyOptions& o = op.options;
   require(classes <= int64_t{1} << 30, op.op, ": vocab_size is ", classes,
@@ -115,7 +117,7 @@ inline RowOutputs row_outputs(const CrossEntropyRows& op) {
 }
 
 template <class T, bool Full> constexpr bool logits_fit(const launch::Instance& of) { return fits<T>(of) && launch::logits_have(Full, of); }
-// Calls f.operator()<T, Full, I>() with the logits' type, and the instance of a launch.
+// Calls f.operator()<T, Full, I>() with the type of the logits and the kernel instance of the launch.
 template <const launch::Kernel& Of, class F> void with_logits(const launch::Launch& made, Dtype dtype, bool full, F f) {
   dispatch(dtype, [&](auto tag) {
     using T = decltype(tag);

@@ -1,10 +1,10 @@
-// The sums over all rows that cross entropy needs: before its pass over the logits how many rows count (cross_entropy_counts), and after it
-// the loss (cross_entropy_reduce).
+// The sums over all rows that cross entropy needs: the number of rows that count, before its pass over the logits (cross_entropy_counts),
+// and the loss, after this pass (cross_entropy_reduce).
 //
-// Bound by latency, since there are only a few bytes per row. One block processes all rows: each thread sums some of them, with several
-// loads in flight, and the block adds up the threads' sums in a fixed order. So there are no atomics and no second kernel, and results have
-// the same bits in every run. A thread sums a batch of rows in fp32 and the batches in fp64, so that the sum of millions of rows is as
-// exact as fp32 can tell.
+// Latency bounds these kernels, since there are only a few bytes per row. One block processes all rows: each thread sums some of them, with
+// several loads in flight, and the block adds up the threads' sums in a fixed order. So there are no atomics and no second kernel, and
+// results have the same bits in every run. A thread sums a batch of rows in fp32 and the batches in fp64, so that a sum over millions of
+// rows has full fp32 precision.
 #include "gpu/device.h"
 #include "gpu/rows.h"
 #include "kernels/cross_entropy.h"
@@ -16,7 +16,7 @@ namespace {
 constexpr int in_flight = 8;
 using Counts = CrossEntropyCounts;
 
-// Sums N values over the block; the result is thread 0's.
+// Sums N values over the block; only thread 0 has the result.
 template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
   const Shared<double> of_warps = shared<double>(0);
   const auto over_warp = [&] {
@@ -26,7 +26,7 @@ template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
       for (int i = 0; i < N; ++i) v[i] += shfl_xor(v[i], mask);
   };
   over_warp();
-  block_barrier();  // what an earlier sum left has been read
+  block_barrier();  // all threads have read the shared memory of an earlier sum
   if (lane_id() == 0)
 #pragma unroll
     for (int i = 0; i < N; ++i) of_warps[i * 32 + warp_id()] = v[i];
@@ -37,7 +37,7 @@ template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
   over_warp();
 }
 
-// The part that this thread adds to the sum of value(0) ... value(n - 1).
+// Returns this thread's part of the sum of value(0) ... value(n - 1).
 template <class Value> LIGER_DEVICE double thread_sum(int64_t n, Value value) {
   double sum = 0;
   for (int64_t first = thread_id(); first < n; first += int64_t{block_threads()} * in_flight) {
@@ -51,7 +51,7 @@ template <class Value> LIGER_DEVICE double thread_sum(int64_t n, Value value) {
   }
   return sum;
 }
-// The same of values in memory, 16 bytes at a time. In few instructions: a training step calls this kernel once, and has to fetch its code
+// The same for values in memory, 16 bytes at a time. The code is short, because a training step runs this kernel once and fetches its code
 // from memory first.
 LIGER_DEVICE double thread_sum(const float* values, int64_t n) {
   constexpr int K = 4, N = 4;
@@ -94,7 +94,7 @@ struct CountTargets {
     let_next_kernel_start();
     count(a);
   }
-  // All threads of the block call it together. Thread 0 stores the counts, and returns what the loss needs of them.
+  // All threads of the block call it together. Thread 0 stores the counts, and returns the scales of the losses.
   static LIGER_DEVICE Scales count(const Args& a) {
     enum { valid, target_weight, weight, sums };
     double sum[sums] = {};
@@ -138,11 +138,11 @@ struct CountTargets {
   }
 };
 
-// With programmatic dependent launch it starts while the kernel over the rows still runs, and counts targets in that time.
+// With programmatic dependent launch this kernel starts while the kernel over the rows still runs, and counts the targets meanwhile.
 struct SumLosses {
   struct Args {
     CountTargets::Args counting;
-    bool counts_here;  // the targets have not been counted yet
+    bool counts_here;  // this kernel counts the targets, because no earlier one has
     const float *ce, *z, *accuracy;
     float *loss, *z_loss, *token_accuracy;
   };

@@ -1,5 +1,5 @@
-// Rows of logits as the cross entropy kernels see them: which columns a thread owns, the online statistics of a row, and the
-// gradient that follows from them. cross_entropy.h has the formulas and the names.
+// Device code of the cross entropy kernels: a row and its target (LogitRow), the columns that a thread owns (RowWalk), the online
+// statistics of a row (RowStatistics), and its gradient (RowGradient). kernels/cross_entropy.h has the formulas and the names.
 #pragma once
 #include "gpu/logit_rows.h"
 #include "gpu/online_softmax.h"
@@ -11,7 +11,7 @@ template <class T, int N> LIGER_DEVICE void widen(float (&out)[N], const Packed<
   for (int j = 0; j < N; ++j) out[j] = in[j];
 }
 
-// The first bad target is recorded, later ones are not. The host finds the record complete (state 2) at its next call.
+// Records the first target that is out of range, and ignores later ones. The host reads the complete record (state 2) at its next call.
 LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int64_t target, int64_t vocab) {
   TargetRecord* record = report.record;
   if (record == nullptr || atomic_claim(&record->state) != 0) return;
@@ -29,9 +29,9 @@ LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int
   publish_to_host();
 }
 
-// One row and its target. Rows past the end, ignored rows and rows with a bad target are not valid: nothing depends on their logits.
-// Tokens, here and below: with temperatures, a logit_scale, moments or a gradient of the entropy. They are a parameter, since their
-// instructions and registers would slow down every loss with other options by up to a tenth.
+// One row and its target. Rows past the end, ignored rows and rows with a bad target are not valid: no result depends on their logits.
+// Tokens, here and below: with temperatures, a logit_scale, moments or a gradient of the entropy. It is a template argument because the
+// instructions and registers for these would slow down every other loss.
 template <class T, bool Full, bool Tokens = false> struct LogitRow {
   int64_t row;
   int target = 0;
@@ -39,7 +39,7 @@ template <class T, bool Full, bool Tokens = false> struct LogitRow {
   float target_weight = 1;
   const T* data;
 
-  // One thread of the row reports a bad target.
+  // reports: true in the one thread of the row that reports a bad target. reads_logit: load the target's logit.
   LIGER_DEVICE LogitRow(const LogitRows& a, int64_t row, bool reports, bool reads_logit)
       : LogitRow(a, row, row < a.rows ? a.target[row] : 0, reports, reads_logit) {}
   LIGER_DEVICE LogitRow(const LogitRows& a, int64_t row, int64_t wanted, bool reports, bool reads_logit) : row(row), live(row < a.rows) {
@@ -55,8 +55,8 @@ template <class T, bool Full, bool Tokens = false> struct LogitRow {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
-  // For a chunk of the vocabulary (a range of classes). `target` is the target's column in the chunk, if it is one of its classes (`here`);
-  // otherwise the logit of the first column is read, as an anchor.
+  // For a chunk of the vocabulary: the range of classes `of`. `target` becomes a column of the chunk; it lies outside of the chunk's
+  // columns if the chunk lacks the class (here() is false). Then the logit of column 0 is loaded instead, as an anchor.
   LIGER_DEVICE LogitRow(const LogitRows& a, const Classes& of, int64_t row, bool reports, bool reads_logit) : row(row), live(row < a.rows) {
     data = opaque(static_cast<const T*>(a.logits) + row * a.stride);
     if (!live) return;
@@ -80,7 +80,7 @@ template <class T, bool Full, bool Tokens = false> struct LogitRow {
     return logit[0];
   }
   LIGER_DEVICE float over_temperature(const LogitRows& a) const { return Tokens && live && a.temperature ? 1 / a.temperature[row] : 1.f; }
-  // Label smoothing sums logits relative to the target's logit, if that is finite, and to 0 otherwise.
+  // Label smoothing sums logits relative to the target's logit if that is finite, and relative to 0 otherwise.
   LIGER_DEVICE float anchor(const LogitRows& a) const {
     if (!Full || a.class_share == 0) return 0;
     const float logit = target_logit(a);
@@ -88,13 +88,13 @@ template <class T, bool Full, bool Tokens = false> struct LogitRow {
   }
 
  private:
-  // Kept as it was loaded: a thread waits for it where it is first converted, which is after the loop over the row.
+  // Not converted at the load: the thread waits for the load at the first conversion, which comes after the loop over the row.
   T raw_logit = {};
 };
 
-// The columns that one thread owns. The thread's slot i has vector `index + i * threads` of the row's whole vectors (RowParts). A thread
-// reads and writes only its own columns, so no barrier is needed between two passes over a row. Threads may have different numbers of
-// slots, so there is no collective operation inside of walk().
+// The columns of a row that one thread owns. The thread's slot i is vector `index + i * threads` of the row's whole vectors (RowParts). A
+// thread reads and writes only its own columns, so no barrier is needed between two passes over a row. Threads may have different numbers
+// of slots, so walk() and the functions passed to it must not contain collectives.
 template <class T, int N> struct RowWalk : RowParts<N> {
   int index, threads;
   using RowParts<N>::head, RowParts<N>::vectors, RowParts<N>::single;
@@ -104,8 +104,9 @@ template <class T, int N> struct RowWalk : RowParts<N> {
       : RowParts<N>(vocab, head, group.index), index(group.index), threads(group.threads_per_row) {}
   LIGER_DEVICE int slots() const { return (vectors + threads - 1) / threads; }
 
-  // Slots begin to end; K vectors are fetched before the first of the K before them is used, so that a thread always has loads under
-  // way. fetch(vector, slot, column), use(vector, slot, column). Vectors: one, or one of each of several tensors.
+  // Processes the slots from `begin` to `end`, K at a time: fetches the next K vectors before it uses the current K, so that the thread
+  // always has loads in flight. Calls fetch(vector, slot, column) and use(vector, slot, column). Vectors: a Packed, or a struct with one
+  // for each of several tensors.
   template <int K, class Vectors = Packed<T, N>, class Fetch, class Use>
   LIGER_DEVICE void walk(int begin, int end, Fetch fetch, Use use) const {
     const int last = end * threads < vectors ? end * threads : vectors;
@@ -138,21 +139,21 @@ template <class T, int N> struct RowWalk : RowParts<N> {
   }
 };
 
-// max and sum of exp(x' - max) in one pass. The maximum is updated lazily: a sum may hold terms up to exp(slack), so that after
-// the first vectors it is hardly ever rescaled. (The difference of an fp32 logit and a maximum far below it would be rounded, too.) A
-// row's own -inf never meets a maximum of -inf in a difference; NaN and +inf reach the sum as NaN. What each addition rounds off an fp32
-// row's sum is added at the end. Full: also sum of w[j] * (x'[j] - anchor), relative to a logit lest large ones overflow, and the first
-// largest logit (of NaN the first, as torch.argmax). Until merge() the sum is one of what Exp gives for the base, whose correction is
-// still to come.
+// The statistics of a row: max, and the sum of exp(x' - max), in one pass. A logit replaces the maximum only if it exceeds it by more than
+// `slack`: terms of the sum may be as large as exp(slack), and after the first vectors the sum is hardly ever rescaled. (For fp32 the slack
+// is small, because the difference of a logit and a maximum far below it would be rounded.) base() avoids the difference -inf - -inf; NaN
+// and +inf reach the sum as NaN. `rounded_off` collects the rounding errors of an fp32 row's additions, for one addition at the end. Full:
+// also the sum of w[j] * (x'[j] - anchor), where the anchor keeps sums of large logits from overflowing, and the first of the largest
+// logits (or the first NaN, as torch.argmax). Before merge() the sum lacks Exp's correction() for its base.
 template <class T, bool Full, bool Tokens = false> struct RowStatistics : Exponentials {
   static constexpr float slack = sizeof(T) == 2 ? 16 : 2;
   float rounded_off = 0, weighted = 0, best = minus_infinity();
-  float moment = 0, squares = 0, total = 0;  // sums of exp(x' - max) * (x' - max), of its square, and of x'
+  float moment = 0, squares = 0, total = 0;  // sums of exp(x' - max) * (x' - max), exp(x' - max)^2 and x'
   int best_column = 0;
   const float anchor, over_temperature;
   LIGER_DEVICE explicit RowStatistics(float anchor = 0, float over_temperature = 1) : anchor(anchor), over_temperature(over_temperature) {}
 
-  // Ascending: all columns so far are less. A thread's single element comes last, but may be one of those before its vectors.
+  // Ascending: all earlier calls had smaller columns. The thread's single element comes last, but may lie before its vectors.
   template <int N, bool Ascending = (N > 1)> LIGER_DEVICE void add(const LogitRows& a, float (&x)[N], int column, bool want_best) {
     const bool earlier = !Ascending && column < best_column;
     if constexpr (Full) {
@@ -195,7 +196,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
     sum = total;
   }
 
-  // Aligned: all vectors begin at multiples of their size.
+  // Aligned: the weights' vectors are aligned to their size.
   template <bool Aligned = false, int N> LIGER_DEVICE static void class_weights(const LogitRows& a, float (&w)[N], int column) {
     if (a.class_weight.data) {
       with_dtype(a.class_weight.dtype, [&](auto tag) {
@@ -204,7 +205,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
         Vec<W, N> v;
         if (Aligned || reinterpret_cast<uintptr_t>(from) % alignof(Vec<W, N>) == 0) {
           load(v, from);
-        } else {  // the row's vectors begin elsewhere
+        } else {  // the vectors follow the alignment of the logits
 #pragma unroll
           for (int j = 0; j < N; ++j) v[j] = from[j];
         }
@@ -217,14 +218,15 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
     }
   }
 
-  // The same for the moments, after merge().
+  // Merges the moments of a row's threads, after merge().
   template <class Group> LIGER_DEVICE void merge_moments(Group& group) {
     float sums[2] = {moment, squares}, totals[2] = {total, 0};
     group.sum(sums);
     group.sum(totals);
     moment = sums[0], squares = sums[1], total = totals[0];
   }
-  // Merges the statistics of a row's threads, for all of them. All reductions have the same number of values, as RowGroup requires.
+  // Merges the statistics of a row's threads into all of these threads. All reductions have the same number of values, as RowGroup
+  // requires.
   template <class Group> LIGER_DEVICE void merge(Group& group) {
     const float correction = Exp<T>(base()).correction(base());
     sum = (sum + rounded_off) * correction;
@@ -250,8 +252,9 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
   }
 
  private:
-  // part: their sum of exponentials. Of 16-bit logits the exponents of 2 are the distances from the base, but for the unit, and for what
-  // rounding leaves of the base's own exponent; the bound keeps the term of -inf at 0.
+  // Adds the moments of x, and their sum of exponentials to `part`. For 16-bit logits the exponents of 2 serve as distances from the base;
+  // the last line converts their unit and subtracts the base's own exponent, which rounding leaves near 0. The bound makes the term of -inf
+  // 0.
   template <int N> LIGER_DEVICE void add_moments(const Exp<T>& exp, const float (&x)[N], float& part) {
     float of_part = 0;
 #pragma unroll
@@ -264,7 +267,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
     }
     moment += Exp<T>::in_one_step ? ln_2 * (of_part - exp.exponent(base()) * part) : of_part;
   }
-  // Makes them relative to another maximum. before: the sum, before it is multiplied by the factor.
+  // Makes the moments relative to another maximum. before: the sum before its multiplication by the factor.
   LIGER_DEVICE void move_moments(float distance, float factor, float before) {
     moment = before != 0 ? factor * (moment + distance * before) : 0.f;
     squares *= factor * factor;
@@ -275,7 +278,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
     for (int j = 1; j < N; ++j) largest = fmaxf(largest, x[j]);
     return largest;
   }
-  // For vectors with a new best logit, which are few: the first element for which is_best.
+  // Stores the first element for which is_best, for vectors with a new best logit, which are few.
   template <int N, class F> LIGER_DEVICE void take_best(const float (&x)[N], int column, F is_best) {
 #pragma unroll
     for (int j = N - 1; j >= 0; --j)
@@ -283,8 +286,8 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
   }
 };
 
-// The gradients of a row's two losses, relative to the scale of all gradients, which is that of ce unless class weights make it 0. To be
-// made before the row is there: it is read from memory.
+// The upstream gradients of a row's two losses. The constructor without `grad` makes them relative to counts[scale], which is ce_scale, or
+// z_scale if class weights make ce_scale 0. Construct it before the row arrives: it reads memory.
 struct LossGradients {
   float ce, z = 0;
 
@@ -294,7 +297,7 @@ struct LossGradients {
     z = ce_scale == 0 ? ce : ce * (a.counts[CrossEntropyCounts::z_scale] / ce_scale);
     if (ce_scale == 0) ce = 0;
   }
-  // From the gradient of the loss: one number, of a mean or a sum, or a number per row.
+  // From the upstream gradient of the loss: one number (mean or sum), or one per row.
   LIGER_DEVICE LossGradients(const LogitRows& a, const Rows& grad, int64_t row) {
     const float g = load_one(grad.data, grad.dtype, row * grad.stride);
     ce = g * a.counts[CrossEntropyCounts::ce_scale];
@@ -307,8 +310,8 @@ template <class T, bool Tokens = false> struct RowGradient {
   Exp<T> exp;  // exp(x' - base)
   float scale, hard, soft, over_temperature, inverse_cap, entropy = 0, lse, of_stored = 0;
 
-  // token: by which token scaling multiplies the row; ce and z: the gradients of the row's two losses; over_sum: p / exp(x' - base), of a
-  // base from which rounding took `low`.
+  // token: the factor of token scaling; ce and z: the upstream gradients of the row's two losses; over_sum = p / exp(x' - base); low: the
+  // rounding error of the base.
   template <bool Full>
   LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full, Tokens>& row, float base, float low, float over_sum, float lse,
                            float token, float ce, float z)
@@ -322,8 +325,8 @@ template <class T, bool Tokens = false> struct RowGradient {
     scale *= over_sum * exp.correction(base);
   }
 
-  // Makes this the gradient that includes the entropy's: factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j == target]) *
-  // dx'[j] / dx[j]. The base is lse. stored: of() reads factor * (p[j] - [j == target]) instead of logits.
+  // Includes the gradient of the entropy, so that of() returns factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j == target]) *
+  // dx'[j] / dx[j]. The base must be lse. stored: of() reads factor * (p[j] - [j == target]) instead of logits.
   LIGER_DEVICE void take(const float* mix, float factor, bool stored) {
     const float of_exp = stored ? factor : factor * exp.correction(lse);
     if (stored) of_stored = 1 / factor, lse = mix[3];
@@ -369,9 +372,9 @@ template <class T, bool Tokens = false> struct RowGradient {
   }
 
  private:
-  // lse: here the log-probability of the target.
+  // Here the member lse is the log-probability of the target.
   template <int N> LIGER_DEVICE Packed<T, N> of_probabilities(float (&x)[N], int column, int target) const {
-    constexpr float least = 0x1p-126f;  // so that the logarithm of a probability of 0 is a number
+    constexpr float least = 0x1p-126f;  // makes the logarithm of a probability of 0 finite
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const float p = x[j] * of_stored, bounded = fmaxf(p, least);

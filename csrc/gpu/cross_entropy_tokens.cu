@@ -1,12 +1,12 @@
-// The fused loss's kernel for log-probabilities: each row's results, and the gradient of its logits in their place.
+// The fused loss's kernel for log-probabilities: it computes each row's results and overwrites the logits by their gradient.
 //
-// It holds rows as cross_entropy_in_place.cu's InPlaceHeld does, in one matrix or several, and needs a kernel of its own for what a row of
-// log-probabilities has beside its loss: a factor of its logits (logit_scale / temperature) and sums for the entropy, the mean and
-// log(sum(p^2)). With the chunks' statistics, their merge and the gradient as passes of their own (cross_entropy_chunks.cu) a row is read
-// once more, which takes 3 to 7 % of a step's time. The factor is part of the exponents' slope and costs nothing. The entropy costs one
-// multiply-add and one maximum an element, since the exponents of 2 are at hand:
+// It holds rows as InPlaceHeld in cross_entropy_in_place.cu does, in one matrix or several. It is a kernel of its own because a row of
+// log-probabilities also needs a factor of its logits (logit_scale / temperature), and sums for the entropy, the mean and log(sum(p^2)).
+// Separate passes for the chunks' statistics, their merge and the gradient (cross_entropy_chunks.cu) would read a row once more, and are
+// slower. The factor is part of the exponents' slope and costs nothing. The entropy costs one multiply-add and one maximum per element,
+// since the exponents of 2 are already in registers:
 //   entropy = log(S) - ln(2) * M / S  with  t = (x - max) * factor * log2(e),  S = sum(2^t),  M = sum(2^t * t).
-// Softcap, label smoothing and the other options of a loss are not for this kernel (launch/arguments.h).
+// The kernel does not support softcap, label smoothing or another option of a loss (launch/arguments.h).
 #include "gpu/held_arguments.h"
 
 namespace liger::gpu {
@@ -14,7 +14,7 @@ namespace {
 
 using Slots = CrossEntropyStatistics;
 
-// The sums of a row, or of a thread's part of one, relative to its largest logit `max`, which is not yet multiplied by the row's factor.
+// The sums of a row, or of a thread's part of it, relative to the largest logit `max`, which is not multiplied by the row's factor.
 template <class T> struct TokenSums {
   float factor, max, sum = 0, moment = 0, squares = 0;  // sums of e = 2^t, of e * t, and of e * e
 
@@ -28,7 +28,7 @@ template <class T> struct TokenSums {
       held.add(totals, [&](float x, float (&parts)[Terms]) {
         const float t = exp.exponent(x), e = fast_exp2(t);
         parts[0] += e;
-        if constexpr (Terms > 1) parts[1] += e * fmaxf(t, -1000.f);  // 0, also of an exponent of -inf; NaN stays in e
+        if constexpr (Terms > 1) parts[1] += e * fmaxf(t, -1000.f);  // the bound makes the term of -inf 0; NaN stays in e
         if constexpr (Terms > 2) parts[2] += e * e;
       });
       sum = totals[0];
@@ -38,14 +38,14 @@ template <class T> struct TokenSums {
     if (!moments) add.template operator()<1>();
     else if (!squared) add.template operator()<2>();
     else add.template operator()<3>();
-    // Every t is off by the exponent of the base, which rounding leaves near 0.
+    // Every t has an offset: the exponent of the base, which rounding leaves near 0 instead of at 0.
     const float off = exp.exponent(base()), correction = fast_exp2(-off);
     moment = correction * (moment - off * sum);
     sum *= correction;
     squares *= correction * correction;
   }
 
-  // Makes these the whole row's.
+  // Merges the sums of all threads of the row.
   template <class Group> LIGER_DEVICE void merge(Group& group, bool moments) {
     const float slope = factor * log2_e, own_max = max, own_sum = sum;
     float pair[2] = {max, sum};
@@ -63,14 +63,14 @@ template <class T> struct TokenSums {
   }
 };
 
-// The sums of a row with classes that lie in none of its matrices, relative to a base of transformed logits.
+// The sums of a row over all classes: the held ones, and those that lie in none of its matrices. base: a transformed logit.
 struct AllClasses {
-  float base, sum, moment, squares, shift;  // moment: in natural units; shift: exp(the own sums' base - base)
+  float base, sum, moment, squares, shift;  // moment: in natural units; shift: exp(base of the held sums - base)
 
   template <class T>
   LIGER_DEVICE explicit AllClasses(const TokenSums<T>& own)
       : base(own.base() * own.factor), sum(own.sum), moment(ln_2 * own.moment), squares(own.squares), shift(1) {}
-  // of(slot): the statistics of the other classes.
+  // Adds the other classes; of(slot): their statistics.
   template <class F> LIGER_DEVICE void join(float own_max, bool moments, F of) {
     const float others_max = of(Slots::maximum);
     const float top = fmaxf(own_max == minus_infinity() ? own_max : base, others_max);
@@ -102,7 +102,7 @@ template <class T, int N, int K> struct InPlaceTokens {
     HeldLogits<T, N, K, decltype(logits)> held(logits, group, is_wanted(args, at) ? cols : 0, args.shared_offset);
     const LogitRow<T, true, true> row(a, at, first, false);
     if (row.valid) held.load_single(group, cols);
-    // The thread that owns the target's column writes the results, too: it alone reads this logit by itself, and overwrites it.
+    // Only the thread that owns the target's column loads and overwrites the target's logit by itself; it also writes the results.
     const bool has_target = row.valid && held.owns(row.target, cols / N * N, group);
     Packed<T, 1> raw_target{};
     if (has_target) load(raw_target, logits.from(row.target)(0));
@@ -126,7 +126,7 @@ template <class T, int N, int K> struct InPlaceTokens {
     }
 
     AllClasses all(sums);
-    float below_base = (to_float(raw_target[0]) - sums.base()) * factor;  // the target's logit, less the base of `all`
+    float below_base = (to_float(raw_target[0]) - sums.base()) * factor;  // the target's logit minus the base of `all`
     bool writes = row.valid ? has_target : first && row.live;
     if (args.others && row.valid) {
       const auto of = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };

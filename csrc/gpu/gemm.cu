@@ -1,18 +1,18 @@
-// Matrix products by cuBLAS or hipBLAS: by the library that torch has loaded, through torch's own handle. The handle is bound to the
+// Matrix products with cuBLAS or hipBLAS: the library that torch has loaded, called with torch's own handle. The handle is bound to the
 // current stream, and has torch's workspace and math mode, so that fp32 products follow torch's TF32 setting.
 //
 // The library's matrices are column-major, ours are row-major. A row-major C = A B is, in the same memory, the column-major C' = B' A': so
 // A and B are swapped. Sums are fp32 for all operands, also where the library splits k. If alpha is in device memory (a loss scale that the
-// host does not know), the library reads beta there, too: device_beta. Nothing waits and nothing is allocated, so calls can be captured in
-// a CUDA graph.
+// host has not read), the library also reads beta from device memory: device_beta. Nothing synchronises and nothing is allocated, so calls
+// can be captured in a CUDA graph.
 //
-// A bias: a C in fp32 is first filled with the bias, and the product is added. For a C in 16 bits that would round twice, because cuBLAS
-// rounds the product before it adds; there cublasLt adds the bias in its epilogue, in fp32. It is given no workspace, since the one of
-// torch's handle belongs to cuBLAS, and therefore never splits k.
+// With a bias, an fp32 C is first filled with the bias, and the product is added to it. A 16-bit C would be rounded twice in this way,
+// because cuBLAS rounds the product before the addition. So for a 16-bit C cublasLt adds the bias in its epilogue, in fp32. cublasLt
+// receives no workspace, since the workspace of torch's handle belongs to cuBLAS, and therefore never splits k.
 //
-// A vocabulary that is no multiple of 8: cuBLAS takes kernels for unaligned 16-bit matrices if a dimension along which a matrix is
-// contiguous is none, whatever its stride. On one H100, x [8192, 2048] times a head of 49,155 classes takes 15.1 ms, of 49,152 2.1 ms, and
-// the gradient of x 12.1 instead of 2.1 ms. So such a product is two: of a multiple of 8, and of the rest.
+// If a dimension along which a 16-bit matrix is contiguous is no multiple of 8 (an odd vocabulary size), cuBLAS selects kernels for
+// unaligned matrices, whatever the stride. They are several times slower (docs/measurements.md). So split() divides the product into two: a
+// multiple of 8, and the remainder.
 #include <algorithm>
 #include <limits>
 
@@ -35,8 +35,8 @@ template <class F, class Names> F find(const void* neighbour, const Names& names
 }
 template <class F> const void* address(F* function) { return reinterpret_cast<const void*>(function); }
 
-// cublasLt, which cuBLAS is linked to; found next to `neighbour`, a function of cuBLAS. If any function is missing, as with hipBLAS, none
-// is used.
+// cublasLt, to which cuBLAS is linked. The functions are looked up next to `neighbour`, a function of cuBLAS. If any of them is missing, as
+// with hipBLAS, none is used.
 struct LtLibrary {
   const void* neighbour;
   blas::LtCreateMatmul create_matmul = find<blas::LtCreateMatmul>(neighbour, blas::lt_create_matmul_names);
@@ -56,13 +56,13 @@ struct LtLibrary {
   }
 };
 
-// The functions of one library: of the one that torch is linked to, or if it cannot be found that way, of the first one in the process.
+// The functions of one library: the library that torch is linked to or, if that look-up fails, the first one in the process.
 struct Library {
   blas::GemmEx<int> gemm = find<blas::GemmEx<int>>(address(&torch_get_current_cuda_blas_handle), blas::gemm_names);
   blas::GemmEx<int64_t> gemm_64 = nullptr;  // may be missing
   blas::GetPointerMode get_pointer_mode = nullptr;
   blas::SetPointerMode set_pointer_mode = nullptr;
-  blas::GetMathMode get_math_mode = nullptr;  // where there are such modes
+  blas::GetMathMode get_math_mode = nullptr;  // null with hipBLAS
   blas::SetMathMode set_math_mode = nullptr;
 
   Library() {
@@ -84,7 +84,7 @@ void check(int status, const char* what) {
   if (status != 0) throw std::runtime_error(text(blas::library, " failed with status ", status, " while ", what));
 }
 
-// Changes one of the handle's modes, and puts it back. Without such modes it does nothing.
+// Changes one of the handle's modes, and restores it in the destructor. Does nothing if the library has no functions for the mode.
 class ModeGuard {
  public:
   using Get = int (*)(blas::Handle, int*);
@@ -123,20 +123,20 @@ int type_of(Dtype dtype) {
   throw_unsupported_dtype();
 }
 
-// The stride as the library takes it: at least the length of a row. A matrix of one row may have any stride; rows that overlap cannot be
-// told to the library.
+// Returns the stride as the library requires it: at least the length of a row. A matrix of one row may have any stride. The library does
+// not accept rows that overlap.
 int64_t leading_dimension(int64_t stride, int64_t rows, int64_t cols) {
   require(rows <= 1 || stride >= cols, "gemm: rows of ", cols, " elements with a stride of ", stride, " overlap");
   return std::max({stride, cols, int64_t{1}});
 }
 
-// The leading dimension of a matrix that has this number of rows and columns before it is transposed.
+// Returns the leading dimension of x; rows and cols are the size of op(x).
 int64_t leading_dimension(const Matrix& x, int64_t rows, int64_t cols) {
   return x.transposed ? leading_dimension(x.stride, cols, rows) : leading_dimension(x.stride, rows, cols);
 }
 int transposition(const Matrix& x) { return x.transposed ? blas::transpose : blas::normal; }
 
-// One of cublasLt's descriptors, which exists until the product is queued; null if it could not be made.
+// A descriptor of cublasLt. It exists until the product is queued; null if its creation failed.
 class Descriptor {
  public:
   template <class Create, class... Args> Descriptor(blas::LtDestroy destroy, Create create, Args... args) : destroy_(destroy) {
@@ -158,7 +158,7 @@ uint32_t alignment(const void* data) {
   return uint32_t(bits & -bits);
 }
 
-// Queues a product of 16-bit matrices with a bias. False if there is no cublasLt, or if it has no algorithm for this product.
+// Queues a product of 16-bit matrices with a bias. Returns false if there is no cublasLt, or if it has no algorithm for this product.
 bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, Stream stream) {
   if (!lt || size_of(op.c_dtype) != 2 || op.k == 0) return false;
   const int type = type_of(op.c_dtype);
@@ -189,14 +189,14 @@ bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, St
                    stream.handle) == 0;
 }
 
-// The products of which `op` consists, in their order; both are smaller. False if it is to be one.
+// Splits `op` into two smaller products, which must run in this order. Returns false if `op` stays one product.
 bool split(const Gemm& op, Gemm& first, Gemm& second) {
   constexpr int64_t multiple = 8, worthwhile = 1024;
   const auto unaligned = [](int64_t size) { return size > worthwhile && size % multiple != 0; };
   const auto whole = [](int64_t size) { return size / multiple * multiple; };
   if (size_of(op.a.dtype) != 2 || op.a.stride % multiple != 0 || op.b.stride % multiple != 0 || op.c_stride % multiple != 0) return false;
   first = second = op;
-  if (unaligned(op.n)) {  // along which C is contiguous
+  if (unaligned(op.n)) {  // C is contiguous along n
     first.n = whole(op.n);
     second.n = op.n - first.n;
     second.b = tile_of(op.b, 0, first.n);
@@ -207,7 +207,7 @@ bool split(const Gemm& op, Gemm& first, Gemm& second) {
     second.m = op.m - first.m;
     second.a = tile_of(op.a, first.m, 0);
     second.c = at(op.c, first.m * op.c_stride, op.c_dtype);
-  } else if (!op.a.transposed && unaligned(op.k) && !op.bias) {  // the few terms first, since a 16-bit C rounds them
+  } else if (!op.a.transposed && unaligned(op.k) && !op.bias) {  // the few terms first, since a 16-bit C rounds the first result
     second.k = whole(op.k);
     second.accumulate = true;
     first.k = op.k - second.k;
@@ -234,12 +234,12 @@ void gemm(const Gemm& op, Stream stream) {
   check(torch_get_current_cuda_blas_handle(&handle), "asking torch for its handle");
   if (op.bias) {
     static const LtLibrary lt{address(library.gemm)};
-    require(!op.alpha && !op.accumulate, "gemm: a bias goes with neither a factor nor a sum");
+    require(!op.alpha && !op.accumulate, "gemm: a bias cannot be combined with alpha or accumulate");
     if (!gemm_with_bias(lt, handle, op, stream)) gemm(with_bias_in_c(op, stream), stream);
     return;
   }
 
-  // Where the handle looks for alpha and beta.
+  // Whether the library reads alpha and beta from host or device memory.
   const ModeGuard pointers(handle, library.get_pointer_mode, library.set_pointer_mode,
                            [&](int) { return op.alpha ? blas::device : blas::host; });
   const ModeGuard sums(handle, library.get_math_mode, library.set_math_mode,

@@ -1,5 +1,5 @@
-// Rows of logits that a kernel reads, keeps, and overwrites: where a row's elements are (WholeRow, RowInChunks), and how its threads hold
-// them meanwhile (HeldLogits).
+// Rows of logits that an in-place kernel reads once, holds in registers and shared memory, and overwrites: the addresses of a row's
+// elements (WholeRow, RowInChunks), and the part of the row that a thread holds (HeldLogits).
 #pragma once
 #include "gpu/cross_entropy_rows.h"
 #include "gpu/held_vectors.h"
@@ -11,7 +11,7 @@ namespace liger::gpu {
 template <class T> class WholeRow {
  public:
   LIGER_DEVICE WholeRow(void* matrix, int64_t stride, int row) : row_(static_cast<T*>(matrix) + row * stride) {}
-  // The addresses of elements by their column, counted from `first`. They must be asked for in ascending order.
+  // Returns a function from a column, counted from `first`, to the element's address. Calls must pass columns in ascending order.
   LIGER_DEVICE auto from(int first) const {
     return [begin = opaque(row_ + first)](int column) { return begin + column; };
   }
@@ -24,8 +24,8 @@ template <class T> class WholeRow {
 // row of logits lies in several matrices, in the order of the classes.
 struct ChunkMatrices {
   static constexpr int most = launch::most_vocabulary_chunks;
-  int end[most];  // the column behind the chunk's last one; of the last chunk, a number beyond all columns
-  void* begin[most];  // where column 0 of row 0 would be in the chunk's matrix
+  int end[most];  // one past the chunk's last column; for the last chunk, a number beyond all columns
+  void* begin[most];  // the address that column 0 of row 0 would have in the chunk's matrix
   int64_t stride[most];
 };
 template <class T> class RowInChunks {
@@ -34,7 +34,7 @@ template <class T> class RowInChunks {
   class Walk {
    public:
     LIGER_DEVICE Walk(const ChunkMatrices& chunks, int row, int first) : chunks_(chunks), row_(row), first_(first) { take(0); }
-    // A search for each vector would take almost half of the kernel's time; columns ascend, so that a step suffices.
+    // Columns ascend, so stepping from chunk to chunk suffices. A search for each vector was much slower (docs/measurements.md).
     LIGER_DEVICE T* operator()(int column) {
       while (first_ + column >= end_) take(chunk_ + 1);
       return begin_ + column;
@@ -57,13 +57,12 @@ template <class T> class RowInChunks {
   int row_;
 };
 
-// A thread's part of a row: vectors (HeldVectors), and behind the row's whole vectors less than a vector of single elements, of which a
-// thread has one at most.
-// Vectors of registers past the end of the row are -inf, which adds nothing to a sum of exponentials and raises no maximum: so nothing
-// asks for them before the stores.
+// A thread's part of a row: vectors (HeldVectors), and at most one of the single elements behind the row's whole vectors. Vectors in
+// registers that lie past the end of the row are -inf, which adds nothing to a sum of exponentials and raises no maximum: so no loop before
+// the stores tests for the end of the row.
 template <class T, int N, int K, class Row> class HeldLogits {
  public:
-  // Requests the vectors. cols: 0 if the row is not wanted. shared_offset: where the places in shared memory begin.
+  // Starts the loads of the vectors. cols: 0 if the row need not be loaded. shared_offset: bytes; the vectors in shared memory begin there.
   template <class Group>
   LIGER_DEVICE HeldLogits(const Row& row, const Group& group, int cols, int shared_offset)
       : row_(row), held_{{group.index, group.threads_per_row, cols / N * N}, shared_offset} {
@@ -71,12 +70,12 @@ template <class T, int N, int K, class Row> class HeldLogits {
     held_.template load<Hint::in_place>(at, minus_infinities<T, N>());
     held_.template copy_others_to_shared<Hint::in_place>(at);
   }
-  // Requests the single element, of a row that is wanted.
+  // Starts the load of the single element; only for a row that the constructor has loaded.
   template <class Group> LIGER_DEVICE void load_single(const Group& group, int cols) {
     const int column = cols / N * N + group.index;
     if (column < cols) single_ = column, load(last_, row_.from(column)(0));
   }
-  // Is this one of the thread's columns? whole: of the row's whole vectors.
+  // Returns whether the thread owns this column. whole: the number of columns in whole vectors.
   template <class Group> LIGER_DEVICE bool owns(int column, int whole, const Group& group) const {
     return column < whole ? (column / N & (group.threads_per_row - 1)) == group.index : column == single_;
   }
@@ -90,10 +89,10 @@ template <class T, int N, int K, class Row> class HeldLogits {
     });
     return most;
   }
-  // Adds terms of each element to `totals`, each vector's by themselves first, so that the large sums are rounded fewer times.
-  // f(x, parts) adds the terms of x to `parts`; those of -inf must be 0.
+  // Adds the terms of each element to `totals`. f(x, parts) adds the terms of x to `parts`; the terms of -inf must be 0. The elements of a
+  // vector are summed first, so that the large totals are rounded fewer times.
   template <int Terms, class F> LIGER_DEVICE void add(float (&totals)[Terms], F f) {
-    // A compiler without comparisons of pairs would keep all of the elements that the maximum widened.
+    // Without instructions for pairs the maximum has widened all elements, and the compiler would keep the widened ones in registers.
     if constexpr (!has_pairs && sizeof(T) == 2) held_.forget_widened();
     add_terms(totals, last_, f);
 #pragma unroll
@@ -117,8 +116,8 @@ template <class T, int N, int K, class Row> class HeldLogits {
     auto at = row_.from(first);
     for_each([&](const auto& raw, int column) { store<Hint::stream>(at(column - first), f(raw, column)); });
   }
-  // For what a row hardly ever needs: calls f(vector, column, address) with each vector read from memory again, in a loop of few
-  // instructions and registers; and with the single element.
+  // For rare cases: reads each vector from memory again, in a loop of few instructions and registers, and calls f(vector, column, address)
+  // with it; and with the single element.
   template <class F> LIGER_DEVICE void read_again(F f) const {
     const auto& columns = held_.columns;
     auto at = row_.from(int(columns.first));
@@ -131,7 +130,7 @@ template <class T, int N, int K, class Row> class HeldLogits {
     }
     if (single_ >= 0) f(last_, single_, row_.from(single_)(0));
   }
-  // Sets every element of this thread's part to `value`, also of a row that was not wanted.
+  // Sets every element of this thread's part to `value`, also if the row was not loaded.
   template <class Group> LIGER_DEVICE void fill(float value, const Group& group, int cols) const {
     const Columns<N, K> all(group.index, group.threads_per_row, cols / N * N);
     auto at = row_.from(all.first);

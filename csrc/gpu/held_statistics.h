@@ -1,11 +1,11 @@
-// What the in-place kernel finds out about a row that its threads hold, and the gradients that it makes of it: without options, and with
-// those that cost instructions per element.
+// Statistics and gradients of a row of logits that a thread group holds (HeldLogits), for the in-place kernels: functions for losses
+// without options, and HeldOptions for options that cost instructions per element.
 #pragma once
 #include "gpu/held_logits.h"
 
 namespace liger::gpu {
 
-// The number of a vector's elements, as a constant.
+// The number of elements of a Packed, as a compile-time constant.
 template <class P> constexpr int elements_of = std::remove_cvref_t<P>::elements;
 
 template <class P, class F> LIGER_DEVICE P of_each(const P& raw, F f) {
@@ -17,8 +17,8 @@ template <class P, class F> LIGER_DEVICE P of_each(const P& raw, F f) {
   return out;
 }
 
-// The exponentials of a thread's part of a row, relative to the thread's own maximum: so the threads of the row exchange values once, not
-// twice.
+// Returns the exponentials of a thread's part of a row, relative to the thread's own maximum: so the threads of the row exchange values
+// once, not twice.
 template <class T, class Held> LIGER_DEVICE Exponentials exponentials_of(Held& held) {
   Exponentials all{held.largest()};
   const Exp<T> exp(all.base());
@@ -31,14 +31,14 @@ template <class T, class Held> LIGER_DEVICE Exponentials exponentials_of(Held& h
   return all;
 }
 
-// Overwrites a row by factor * exp(logit - base), with as few instructions per element as there can be. near_slope: the slope of `exp` for
-// a base that is not far, which may be a constant.
+// Overwrites a row by factor * exp(logit - base), with as few instructions per element as possible. near_slope: the slope of `exp` for a
+// base that is not far; a compile-time constant if the caller passes one.
 template <class T, class Held> LIGER_DEVICE void replace_by_probabilities(Held& held, const Exp<T>& exp, float factor, float near_slope) {
   const auto product = [&](float logit) { return factor * exp(logit); };
   if constexpr (!Exp<T>::in_one_step) {
     held.replace([&](const auto& raw, int) { return of_each(raw, product); });
   } else if (factor > 0 && fabsf(exp.offset) < 1024) {
-    // The factor as part of the exponent saves a multiplication per element. Below 1024 an exponent has at least 14 bits behind the point.
+    // The factor as part of the exponent saves a multiplication per element. Below 1024 an exponent has at least 14 fractional bits.
     const float exponent = exp.offset + log2f(factor);
     held.replace([&](const auto& raw, int) { return of_each(raw, [&](float logit) { return fast_exp2(logit * near_slope + exponent); }); });
   } else {
@@ -46,8 +46,8 @@ template <class T, class Held> LIGER_DEVICE void replace_by_probabilities(Held& 
   }
 }
 
-// x[j] = softcap(x[j]) * log2(e): exponents of 2. They are what the sums, the gradients and the target's logit of a row are made of, so
-// that a probability of 1 has a loss of 0.
+// x[j] = softcap(x[j]) * log2(e): exponents of 2. The sums, the gradients and the target's logit of a row are all computed from these
+// values, so that a probability of 1 has a loss of 0.
 template <class T, int N> LIGER_DEVICE void capped_exponents(const LogitRows& a, float (&x)[N]) {
   tanh_of_share<T>(a, x);
 #pragma unroll
@@ -59,15 +59,15 @@ template <class T> LIGER_DEVICE float capped_exponent(const LogitRows& a, float 
   return x[0];
 }
 
-// What options need to know of a row of 16-bit logits x' (softcap(x), or x) beside its exponentials.
+// The statistics, beside exponentials, that options need of a row of 16-bit logits x' (softcap(x), or x).
 template <class T> struct HeldOptions {
   const LogitRows& a;
-  float raw_max = minus_infinity();  // of x, which predictions are made of
-  float weighted = 0;  // label smoothing: sum of w[j] * (x'[j] - anchor), of all classes if there are no weights w
+  float raw_max = minus_infinity();  // of x, for predictions
+  float weighted = 0;  // label smoothing: sum of w[j] * (x'[j] - anchor); w[j] = 1 without class weights
   float anchor = 0, weights = 0;  // weights: the sum of w
   int best_column = 0;
 
-  // A thread's part of the row.
+  // Computes the statistics of a thread's part of the row.
   template <class Held> LIGER_DEVICE void take(Held& held, Exponentials& row) {
     if (a.softcap == 0) {
       row = exponentials_of<T>(held);
@@ -97,8 +97,8 @@ template <class T> struct HeldOptions {
     });
   }
 
-  // Makes these the whole row's, after its exponentials have been merged. target_logit: of the thread that owns the target; afterwards all
-  // have it, if they need it.
+  // Merges the statistics of a row's threads, after their exponentials have been merged. target_logit: read in the thread that owns the
+  // target; afterwards all threads have it if an option needs it.
   template <class Held, class Group>
   LIGER_DEVICE void merge(const Held& held, Group& group, const Exponentials& row, bool has_target, float& target_logit, bool want_best) {
     if (a.class_share != 0 || a.token_scaling) {
@@ -115,7 +115,7 @@ template <class T> struct HeldOptions {
     find_best(held, group, tops[0], row.sum != row.sum);
   }
 
-  // Overwrites a row by its gradient, without what only the target's own element has.
+  // Overwrites a row by its gradient, without the term that only the target's own element has.
   template <class Held> LIGER_DEVICE void replace(Held& held, const RowGradient<T>& gradient) const {
     const float scale = gradient.scale, soft = gradient.soft;
     const auto of_exponent = [&](float x) {
@@ -123,7 +123,7 @@ template <class T> struct HeldOptions {
       return (scale * fast_exp2(x + gradient.exp.offset) - soft) * fmaf(-share, share, 1.f);
     };
     const auto of_logit = [&](float x) { return scale * gradient.exp(x) - soft; };
-    if (soft != 0 && a.class_weight.data) {  // not often wanted, and therefore not made fast
+    if (soft != 0 && a.class_weight.data) {  // rare, and therefore not optimised
       held.read_again([&](const auto& raw, int column, T* address) { store(address, gradient.template of<true>(a, raw, column, -1)); });
     } else if (a.softcap != 0) {
       held.replace([&](auto raw, int) {
@@ -140,8 +140,8 @@ template <class T> struct HeldOptions {
     }
   }
 
-  // Finds the first NaN, or if there is none the first of the logits that are `largest`, the row's maximum. Most threads need not look:
-  // their own maximum is smaller.
+  // Finds the column of the first NaN or, if there is none, of the first logit that equals `largest`, the row's maximum. Most threads skip
+  // the search: their own maximum is smaller.
   template <class Held, class Group> LIGER_DEVICE void find_best(const Held& held, Group& group, float largest, bool may_have_nan) {
     constexpr int behind_all = 1 << 30;
     int found = INT_MAX;
@@ -162,7 +162,7 @@ template <class T> struct HeldOptions {
 
  private:
   LIGER_DEVICE static float finite(float v) { return fabsf(v) < __builtin_inff() ? v : 0.f; }
-  // Sums are relative to the largest exponent, and then to `row.max`, which is the same but for its rounding.
+  // Sums are first relative to the largest exponent, and at the end relative to `row.max`, which differs from it only by rounding.
   template <class Held> LIGER_DEVICE void take_capped(Held& held, Exponentials& row) {
     raw_max = held.largest();
     const float top = raw_max == minus_infinity() ? 0.f : capped_exponent<T>(a, raw_max);

@@ -1,13 +1,14 @@
-// The generalised Jensen-Shannon divergence of rows of log-probabilities: the rows' sums (forward) and the student's gradient (backward).
+// The generalised Jensen-Shannon divergence of rows of log-probabilities: the sum of each row (forward), and the gradient of the student's
+// log-probabilities (backward). kernels/jsd.h has the formulas.
 //
-// Bound by memory, with instructions close behind: each element takes three exponentials or logarithms. Nothing of the vocabulary's size is
-// stored between forward and backward, since to compute it again costs less than to write and to read it.
+// Memory bandwidth bounds both kernels, with instructions close behind: each element takes three exponentials or logarithms. No tensor of
+// the vocabulary's size is saved between forward and backward, since recomputing it costs less than writing and reading it.
 //
-// Forward: both inputs are read once. The threads of a row, at most a block, walk over it in vectors of 16 bytes. Backward: both inputs are
-// read once more and the gradient is written, in tiles that follow each other in memory.
+// Forward: both inputs are read once. A thread group of at most a block walks over its row in vectors of 16 bytes. Backward: both inputs
+// are read once more and the gradient is written, in tiles that follow each other in memory.
 //
-// Rows may begin at any address, as in cross_entropy.cu: single elements at both ends, vectors between them. Where the rows of the tensors
-// begin at different offsets within 16 bytes, all elements are read one by one. The mean over rows is made by cross_entropy_reduce.cu.
+// Rows may begin at any address, as in cross_entropy.cu: single elements at both ends, vectors between them. If the rows of the tensors
+// have different offsets modulo 16 bytes, all elements are accessed singly. cross_entropy_reduce.cu computes the mean over rows.
 #include "kernels/jsd.h"
 
 #include <initializer_list>
@@ -99,7 +100,7 @@ template <class T, int N> struct JsdForwardKernel {
     if (group.index == 0 && live) args.losses[row] = sum;
     if (a.in.labels == nullptr && block_id() == 0 && thread_id() == 0) count_all(args.counts, a.in.rows);
   }
-  // What CountTargets (cross_entropy_reduce.cu) would find if there are no labels: every row counts.
+  // Stores the counts of a call without labels: every row counts. With labels, CountTargets (cross_entropy_reduce.cu) computes them.
   static LIGER_DEVICE void count_all(float* counts, int64_t rows) {
     using Counts = CrossEntropyCounts;
     counts[Counts::valid] = counts[Counts::target_weight] = float(rows);
@@ -151,7 +152,7 @@ JsdArgs args_of(const JsdRows& in, const launch::LaunchPlan& plan) {
   return {in, math::JsdWeights<float>(in.beta), math::divergence_of(in.beta), plan.threads_per_row};
 }
 
-// Elements per access: those of 16 bytes if rows of all tensors begin at the same offset within 16 bytes, else 1.
+// Returns the elements per access: 16 bytes of them if the rows of all tensors have the same offset modulo 16 bytes, else 1.
 int vec_of(const JsdRows& in, std::initializer_list<Rows> others) {
   require(in.vocab <= int64_t{1} << 30, "jsd: log_q has ", in.vocab, " columns, vocab_size, more than the GPU kernels address (2^30)");
   for (const Rows& other : others)

@@ -1,4 +1,4 @@
-// Declares the arguments that all kernels over rows of logits take, and computes the exponential and the softcap of single logits.
+// The arguments of all kernels over rows of logits, and the exponential and the softcap of single logits.
 #pragma once
 #include <climits>
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace liger::gpu {
 
-// Arguments that all kernels over rows of logits have.
+// Arguments of all kernels over rows of logits.
 struct LogitRows {
   int64_t rows, vocab, first_row, stride;
   const void* logits;
@@ -18,7 +18,7 @@ struct LogitRows {
   const float* counts;
   int64_t ignore_index;
   float hard_share, class_share;  // 1 - label_smoothing and label_smoothing / vocab
-  float lse_square_scale, softcap, inverse_softcap;  // inverse_softcap: of the logit times logit_scale
+  float lse_square_scale, softcap, inverse_softcap;  // inverse_softcap: logit_scale / softcap
   const float* temperature;  // nullptr: ones
   float logit_scale;
   bool token_scaling, moments;
@@ -29,12 +29,12 @@ struct LogitRows {
   LIGER_DEVICE bool is_class(int64_t target) const { return target != ignore_index && target >= 0 && target < vocab; }
 };
 
-// exp(x - base) for many x and one base. For 16-bit logits it is one multiply-add and one exponential, exp2(x * log2(e) + offset). The
-// offset, -base * log2(e), is rounded, which multiplies all values of one base by the same factor; correction() is the inverse of that
-// factor, for a sum or a scale. If the base is 2^20 or more, neighbouring 16-bit logits are so far apart that exponentials are 1 or 0: a
-// slope of 1 is used there, with which nothing is rounded. low: the part of the base that its rounding to fp32 lost. For fp32 logits it is
+// exp(x - base) for many x and one base. For 16-bit logits it takes one multiply-add and one exponential: exp2(x * log2(e) + offset). The
+// offset, -base * log2(e), is rounded, which multiplies all values of one base by the same factor. correction() is the inverse of that
+// factor, for a sum or a scale. If |base| is 2^20 or more, neighbouring 16-bit logits are so far apart that exponentials are 1 or 0: the
+// slope is then 1, with which nothing is rounded. low: the part of the base that its rounding to fp32 lost. For fp32 logits low is
 // subtracted in each exponent, since as a factor it would be rounded again.
-// scale, of 16-bit logits: the exponentials are exp((x - base) * scale). A far base then has a power of two as its slope.
+// scale, for 16-bit logits: the exponentials are exp((x - base) * scale). The slope of a far base is then a power of two.
 template <class T> struct Exp {
   static constexpr bool in_one_step = sizeof(T) == 2;
   float slope, offset, low;
@@ -48,7 +48,7 @@ template <class T> struct Exp {
     else return expf(x + offset - low);
   }
   LIGER_DEVICE bool far() const { return in_one_step && slope == 1; }
-  // The same if not far(): the slope is then known at compile time, which saves registers in a kernel that holds a row in them.
+  // The same if far() is false and scale is 1: the slope is a compile-time constant, which saves registers in a kernel that holds a row.
   LIGER_DEVICE float near(float x) const {
     if constexpr (in_one_step) return fast_exp2(fmaf(x, log2_e, offset));
     else return (*this)(x);
@@ -58,7 +58,7 @@ template <class T> struct Exp {
 constexpr float ln_2 = 0.69314718055994531f;
 LIGER_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }
 
-// tanh(t) of |t| <= 1 within 2^-22.7 of its value: t times a polynomial of t^2, whose coefficients were fitted to the relative error.
+// tanh(t) for |t| <= 1, with a relative error of at most 2^-22.7: t times a polynomial of t^2 that was fitted to the relative error.
 LIGER_DEVICE float tanh_within_one(float t) {
   const float s = t * t;
   float p = 0.0010335268f;
@@ -70,13 +70,13 @@ LIGER_DEVICE float tanh_within_one(float t) {
   p = fmaf(p, s, 0.99999994f);
   return t * p;
 }
-// The same of |t| >= 1.
+// tanh(t) for |t| >= 1.
 LIGER_DEVICE float tanh_beyond_one(float t) {
   const float magnitude = 1 - 2 * fast_reciprocal(1 + fast_exp2(fabsf(t) * (2 * log2_e)));
   return t < 0 ? -magnitude : magnitude;
 }
-// x[j] = tanh(x[j] / softcap). Of 16-bit logits few are larger than the softcap, and for the others a polynomial takes half of the
-// instructions that tanhf does.
+// x[j] = tanh(x[j] * inverse_softcap). Few 16-bit logits are larger than the softcap, and for the others a polynomial takes half of the
+// instructions of tanhf.
 template <class T, int N> LIGER_DEVICE void tanh_of_share(const LogitRows& a, float (&x)[N]) {
   float largest = 0;
 #pragma unroll
@@ -92,12 +92,13 @@ template <class T, int N> LIGER_DEVICE void tanh_of_share(const LogitRows& a, fl
     for (int j = 0; j < N; ++j) x[j] = fabsf(x[j]) > 1 ? tanh_beyond_one(x[j]) : tanh_within_one(x[j]);
   }
 }
-// x * factor. Of fp32 logits it is rounded before a base is subtracted, as the base is: so the largest logit has a distance of 0.
+// x[j] *= factor. For fp32 logits the product is rounded before the subtraction of a base, as the base was: so the largest logit has a
+// distance of 0.
 template <class T, int N> LIGER_DEVICE void multiply(float (&x)[N], float factor) {
 #pragma unroll
   for (int j = 0; j < N; ++j) x[j] = sizeof(T) == 4 ? rounded_product(x[j], factor) : x[j] * factor;
 }
-// x'[j] of logits x[j], where there is a softcap (math/softcap.h), and in general.
+// x'[j] of logits x[j]: cap() for a softcap (math/softcap.h), transform() with and without one.
 template <class T, int N> LIGER_DEVICE void cap(const LogitRows& a, float (&x)[N], float over_temperature = 1) {
   tanh_of_share<T>(a, x);
   multiply<T>(x, a.softcap * over_temperature);
@@ -106,7 +107,7 @@ template <class T, int N> LIGER_DEVICE void transform(const LogitRows& a, float 
   if (a.softcap != 0) return cap<T>(a, x, over_temperature);
   if (a.scales()) multiply<T>(x, a.logit_scale * over_temperature);
 }
-// The derivative of softcap, from x' times the inverse of its bound.
+// The derivative of softcap; share = x' / (softcap * over_temperature).
 LIGER_DEVICE float capped_slope(float share) { return 1 - share * share; }
 
 }  // namespace liger::gpu

@@ -1,9 +1,11 @@
-// The programming model of every GPU kernel. Kernels use the names of this file alone, and none of CUDA's or HIP's; platform_cuda.h,
-// platform_hip.h and platform_host.h implement them.
+// The programming model of every GPU kernel. One kernel source compiles for CUDA, for HIP and for the host target, because kernels use the
+// names of this file and none of CUDA's or HIP's. platform_cuda.h, platform_hip.h and platform_host.h implement the names.
 //
-// A kernel is  struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
-// and is started by launch<K>(made, args, stream). Collectives need the whole warp and barriers the whole block: rows past the
-// end are a `live` flag, never an early return, and loop trip counts are the same for all threads of a block.
+// A kernel is a struct,
+//   struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
+// and launch<K>(made, args, stream) launches it. All lanes of a warp must reach its collectives, and all threads of a block its barriers.
+// So a thread whose row lies past the end clears a `live` flag and does not return early, and loops that contain collectives have the same
+// trip count in all threads of the block.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -24,8 +26,8 @@
 namespace liger::gpu {
 
 #if !defined(LIGER_HAS_CLUSTERS)
-// Where there are neither clusters nor bulk copies, code that uses them is never executed, but has to compile. An Mbarrier is a counter in
-// shared memory of the bytes that messages and bulk copies bring (an mbarrier; platform_cuda.h).
+// Stubs for targets without clusters and bulk copies: code that uses them never runs there, but has to compile. An Mbarrier (PTX's
+// mbarrier; platform_cuda.h) counts, in shared memory, the bytes that messages and bulk copies have brought.
 constexpr bool has_bulk_copies = false;
 using Mbarrier = uint64_t;
 LIGER_DEVICE void cluster_arrive() {}
@@ -45,8 +47,8 @@ LIGER_DEVICE void close_copies() {}
 LIGER_DEVICE void wait_for_copies(int) {}
 #endif
 
-// 16-bit floats are storage only; arithmetic is fp32, so that hardware without bf16 arithmetic runs the same code. (Maxima and products of
-// two of them are exceptions: largest() and products() have the same results, with fewer instructions where the hardware has them.)
+// 16-bit floats are storage only; arithmetic is fp32, so that hardware without bf16 arithmetic runs the same code. (Exceptions: largest()
+// and products() use 16-bit instructions where the hardware has them, with the same results.)
 struct bf16 {
   uint16_t bits;
 };
@@ -59,7 +61,7 @@ template <class T> constexpr Dtype dtype_of = std::is_same_v<T, float> ? Dtype::
 LIGER_DEVICE float to_float(float v) { return v; }
 LIGER_DEVICE float to_float(bf16 v) { return bit_cast<float>(uint32_t{v.bits} << 16); }
 LIGER_DEVICE float to_float(f16 v) { return half_to_float(v.bits); }
-// Always inlined, since gcc does not tell the host target of a store whose value is the result of a call.
+// Always inlined: gcc does not report a store to the host target if its value is the result of a call.
 template <class T> [[gnu::always_inline]] LIGER_DEVICE T from_float(float v) {
   if constexpr (std::is_same_v<T, float>) return v;
   else if constexpr (std::is_same_v<T, bf16>) return bf16{float_to_bf16(v)};
@@ -67,15 +69,15 @@ template <class T> [[gnu::always_inline]] LIGER_DEVICE T from_float(float v) {
 }
 template <class T> LIGER_DEVICE float round_to(float v) { return to_float(from_float<T>(v)); }
 
-// N elements in memory order, accessed one by one. In registers a 16-bit element takes a whole register: what is kept for long
-// is kept Packed.
+// N elements in memory order, accessed one by one. In registers a 16-bit element takes a whole register: use Packed for values that live
+// long.
 template <class T, int N> struct alignas(sizeof(T) * N > 16 ? 16 : sizeof(T) * N) Vec {
   T data[N];
   LIGER_DEVICE T& operator[](int i) { return data[i]; }
   LIGER_DEVICE const T& operator[](int i) const { return data[i]; }
 };
 
-// N elements as they lie in memory, two 16-bit ones to a register; widened where they are used.
+// N elements as they lie in memory, two 16-bit elements per register; the operator [] widens an element to fp32.
 template <class T, int N> struct Packed {
   static constexpr int elements = N, bytes = N * int(sizeof(T));
   using Word = std::conditional_t<bytes % 4 == 0, uint32_t, uint16_t>;
@@ -115,7 +117,7 @@ template <class T, int N> LIGER_DEVICE Packed<T, N> same_value(Packed<T, N> in, 
   return in;
 }
 
-// The same of -inf as a constant, without a conversion.
+// A vector of -inf as a constant, without a conversion.
 template <class T, int N> LIGER_DEVICE Packed<T, N> minus_infinities() {
   using Word = typename Packed<T, N>::Word;
   Packed<T, N> out;
@@ -123,15 +125,15 @@ template <class T, int N> LIGER_DEVICE Packed<T, N> minus_infinities() {
   return out;
 }
 
-// Does one instruction compare, or multiply, two 16-bit values at once? Where it does not, a maximum widens all values to fp32, and a
-// compiler that keeps the widened values runs out of registers.
+// Whether one instruction compares or multiplies two pairs of 16-bit values. Otherwise a maximum widens all values to fp32, and a compiler
+// that keeps the widened values runs out of registers.
 #if defined(LIGER_HAS_PAIRS)
 constexpr bool has_pairs = true;
 #else
 constexpr bool has_pairs = false;
 #endif
 
-// The largest element of the vectors k for which has(k). NaNs are left out, if there is a number.
+// Returns the largest element of the vectors k for which has(k) is true. Ignores NaN.
 template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packed<T, N> (&x)[K], F has) {
 #if defined(LIGER_HAS_PAIRS)
   if constexpr (sizeof(T) == 2 && N > 1) {
@@ -155,7 +157,7 @@ template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packe
   return most;
 }
 
-// The products of the elements of two vectors, each rounded once, as it is where fp32 holds the product exactly and is then rounded.
+// Returns the elementwise products of two vectors, each rounded once, like the exact product in fp32 when it is rounded to T.
 template <class T, int N> LIGER_DEVICE Packed<T, N> products(const Packed<T, N>& a, const Packed<T, N>& b) {
   Packed<T, N> out;
 #if defined(LIGER_HAS_PAIRS)
@@ -174,18 +176,18 @@ template <class T, int N> LIGER_DEVICE Packed<T, N> products(const Packed<T, N>&
   return out;
 }
 
-// How memory is used, as a hint for caches.
+// How a kernel accesses memory, as a hint for the caches.
 //   keep      ordinary caching
-//   stream    read or written once. AMD's caches are told so. On NVIDIA such instructions made kernels slower (platform_cuda.h): there,
-//             loads take the path of constant ones, and stores are ordinary
+//   stream    read or written once. On AMD these are non-temporal accesses. On NVIDIA cache hints made kernels slower (platform_cuda.h):
+//             loads are those of `constant`, and stores are ordinary
 //   in_place  a load of data that is used once, from memory that this kernel also writes
 //   constant  read by all blocks and written by none
 // stream and constant loads are only for memory that nobody writes while the kernel runs, not even the loading thread itself after its
-// load: a GPU may read it by a path that does not see stores. The hint is a template argument because the compiler was seen to drop it
+// load: the GPU may read it through a path that does not see stores. The hint is a template argument because the compiler dropped it
 // otherwise.
 enum class Hint { keep, stream, in_place, constant };
 
-// Moves a Vec or Packed. Hints apply to accesses of 4 to 16 bytes; larger vectors move as several of 16.
+// Load or store a Vec or Packed. Hints apply to accesses of 4 to 16 bytes; a larger vector takes several accesses of 16 bytes.
 template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void load(V& out, const T* from) {
   constexpr int bytes = sizeof(V), step = bytes < 16 ? bytes : 16;
   if constexpr (H != Hint::keep && step >= 4) {
@@ -212,23 +214,23 @@ template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void store(T* to, 
   }
 }
 
-// Copies a vector to shared memory, without a register where the device can. This thread may read it there once it has closed its copies
-// and waited for them (close_copies, wait_for_copies).
+// Copies a vector to shared memory, without a register on devices with asynchronous copies. This thread may read the copy after it has
+// closed its copies and waited for them (close_copies, wait_for_copies).
 template <Hint H = Hint::stream, class V, class T> LIGER_DEVICE void copy_to_shared(V* to, const T* from) {
   if constexpr (has_async_copies && sizeof(V) == 16) async_copy(to, from);
   else load<H>(*to, from);
 }
 
-// Calls f with a value of the element type that `dtype` names (in device code; fp64 has no GPU path). f takes the type from it, by
-// `using T = std::remove_cvref_t<decltype(tag)>`, before any lambda of its own: inside of one, nvcc's host pass was seen to make float& of
-// decltype(tag), and so a kernel of another name than the registered one ("invalid resource handle" at the launch).
+// Calls f with a value of the element type that `dtype` names (in device code; fp64 has no GPU path). Before any lambda of its own f must
+// derive the type: `using T = std::remove_cvref_t<decltype(tag)>`. Inside of such a lambda nvcc's host pass takes decltype(tag) for float&,
+// and instantiates a kernel of another name than the registered one ("invalid resource handle" at the launch).
 template <class F> LIGER_DEVICE void with_dtype(Dtype dtype, F&& f) {
   if (dtype == Dtype::f32) f(float{});
   else if (dtype == Dtype::bf16) f(bf16{});
   else f(f16{});
 }
 
-// N consecutive elements as floats, of a type known only at run time: parameters whose dtype differs from the activations'.
+// Loads N consecutive elements as floats, of a type known only at run time: parameters whose dtype differs from the activations'.
 template <int N, Hint H = Hint::keep> LIGER_DEVICE void load_any(float (&out)[N], const void* data, Dtype dtype, int64_t at) {
   with_dtype(dtype, [&](auto tag) {
     using T = std::remove_cvref_t<decltype(tag)>;
@@ -250,11 +252,11 @@ LIGER_DEVICE void store_one(void* data, Dtype dtype, int64_t at, float value) {
 constexpr float log2_e = 1.4426950408889634f;
 // exp(v) with an error of |v| units in the last place; results below the normal range become 0.
 LIGER_DEVICE float fast_exp(float v) { return fast_exp2(v * log2_e); }
-// A sum that is rounded once, at its end: the rounding error of each addition is kept (Knuth's two-sum).
+// A sum that is rounded once, at its end: it also sums the rounding error of each addition (Knuth's two-sum).
 struct ExactSum {
   float v[2] = {};  // the sum, and the sum of the rounding errors
   LIGER_DEVICE void add(float value) { join(v, {value, 0}); }
-  // If the sum is infinite, its rounding error is NaN, and is left out.
+  // If the sum is infinite, the error is NaN and is ignored.
   LIGER_DEVICE float total() const { return v[1] == v[1] ? v[0] + v[1] : v[0]; }
   static LIGER_DEVICE void join(float (&a)[2], const float (&b)[2]) {
     const float sum = a[0] + b[0], of_b = sum - a[0];
@@ -262,20 +264,20 @@ struct ExactSum {
     a[0] = sum;
   }
 };
-// exp(v), as exact as a result of type T needs it: for 16-bit types an error of |v| units in the last place of fp32 does not matter.
+// exp(v), as exact as a result of type T requires: for 16-bit types an error of |v| units in the last place of fp32 does not matter.
 // Results below the normal range of fp32 may become 0.
 template <class T> LIGER_DEVICE float exp_as(float v) {
   if constexpr (std::is_same_v<T, float>) return expf(v);
   else return fast_exp(v);
 }
 
-// a / b for a >= 0, b > 0; most of the time 32 bits are enough, and a fraction of the instructions.
+// a / b for a >= 0, b > 0. Operands of 32 bits, the usual case, take a fraction of the instructions.
 LIGER_DEVICE int64_t quotient(int64_t a, int64_t b) {
   if (((a | b) >> 32) == 0) return uint32_t(a) / uint32_t(b);
   return a / b;
 }
 
-// Computes n / d for 0 <= n < 2^31 by a multiplication. It is made on the host, and passed to a kernel in its arguments.
+// Computes n / d for 0 <= n < 2^31 by a multiplication. The host constructs it, and a kernel receives it in its arguments.
 struct Divisor {
   uint32_t d, shift = 31, multiplier;
   explicit Divisor(int64_t of) : d(uint32_t(of)) {
@@ -285,7 +287,7 @@ struct Divisor {
   LIGER_DEVICE int operator()(int n) const { return int(uint64_t{uint32_t(n)} * multiplier >> shift); }
 };
 
-// The block's dynamic shared memory, the only kind there is.
+// The block's dynamic shared memory from a byte offset on. Kernels have no static shared memory.
 template <class T> using Shared = T*;
 template <class T> LIGER_DEVICE Shared<T> shared(int byte_offset) { return reinterpret_cast<T*>(shared_memory() + byte_offset); }
 
@@ -312,7 +314,7 @@ template <class F> void dispatch(Dtype dtype, F&& f) {
 
 using launch::Instance;
 using launch::with_instance;
-// Is this instance compiled for the element type T? Its accesses have one element, or 16 bytes.
+// Returns whether this instance is compiled for the element type T: its accesses must have one element, or 16 bytes.
 template <class T> constexpr bool fits(const launch::Instance& of) {
   return (of.vec == 1 || of.vec * int(sizeof(T)) == 16) && (may_have_clusters || !of.ahead);
 }

@@ -1,5 +1,5 @@
-// The matrix library's words for gemm.cu: cuBLAS or hipBLAS. Neither header nor library is needed to build: the functions are
-// looked up in the library that torch has loaded, through prototypes of their C interface.
+// The C interface of cuBLAS or hipBLAS that gemm.cu uses: prototypes, enumerators, and the names of functions. The build needs neither
+// header nor library: gemm.cu looks up the functions in the library that torch has loaded.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -18,8 +18,8 @@ using SetPointerMode = int (*)(Handle, int mode);
 using GetMathMode = int (*)(Handle, int* mode);
 using SetMathMode = int (*)(Handle, int mode);
 
-// cublasLt, which adds a bias to a 16-bit product before it rounds. A handle of cuBLAS is one of its handles, too; matrices are
-// column-major. Structs and enumerators are the same in CUDA 11, 12 and 13.
+// cublasLt, which adds a bias to a 16-bit product before it rounds. It accepts a handle of cuBLAS; matrices are column-major. Structs and
+// enumerators are the same in CUDA 11, 12 and 13.
 using Descriptor = void*;
 struct LtAlgorithm {
   uint64_t data[8];
@@ -47,11 +47,11 @@ enum LtPreference { lt_alignment_a = 5, lt_alignment_b = 6, lt_alignment_c = 7, 
 constexpr uint32_t lt_add_bias = 4;
 
 enum PointerMode { host = 0, device = 1 };
-// Added to a math mode: parts of a sum of 16-bit products must not be added up in 16 bits.
+// A flag of a math mode: partial sums of 16-bit products are not added up in 16 bits.
 constexpr int no_reduced_precision = 16;
 constexpr int real_f32 = 0, real_f16 = 2, real_bf16 = 14;
 
-// Names are tried in this order.
+// Names of functions are tried in this order.
 #if defined(__HIPCC__) || defined(__HIP__)
 constexpr const char* library = "hipBLAS";
 constexpr int normal = 111, transpose = 112, compute_f32 = 2, default_algorithm = 160;
@@ -60,9 +60,9 @@ constexpr const char* gemm_names[] = {"hipblasGemmEx_v2", "hipblasGemmEx"};
 constexpr const char* gemm_64_names[] = {"hipblasGemmEx_v2_64", "hipblasGemmEx_64"};
 constexpr const char* get_pointer_mode_names[] = {"hipblasGetPointerMode"};
 constexpr const char* set_pointer_mode_names[] = {"hipblasSetPointerMode"};
-// Sums are in fp32, whatever the mode.
+// Not needed: hipBLAS computes sums in fp32, whatever the mode.
 constexpr std::array<const char*, 0> get_math_mode_names, set_math_mode_names;
-// And C is added in fp32.
+// No cublasLt, and no need for it: hipBLAS adds C in fp32.
 constexpr std::array<const char*, 0> lt_create_matmul_names, lt_create_layout_names, lt_create_preference_names, lt_destroy_matmul_names,
     lt_destroy_layout_names, lt_destroy_preference_names, lt_set_matmul_names, lt_set_preference_names, lt_find_algorithm_names,
     lt_matmul_names;
@@ -85,7 +85,7 @@ constexpr std::array lt_create_matmul_names{"cublasLtMatmulDescCreate"}, lt_crea
 
 namespace liger::gpu {
 
-// The running device's address of a variable in device memory.
+// Returns the address, on the current device, of a variable in device memory.
 template <class T> const T* device_address(const T& variable) {
   void* address = nullptr;
 #if defined(__HIPCC__) || defined(__HIP__)

@@ -1,4 +1,5 @@
-// What platform.h needs, for HIP. How many lanes a wave has is known when code is compiled: 64 on gfx9, 32 on gfx10 and later.
+// HIP's implementation of the names in platform.h. The number of lanes of a wave is a compile-time constant: 64 on gfx9, 32 on gfx10 and
+// later.
 #pragma once
 #include <hip/hip_fp16.h>
 #include <hip/hip_runtime.h>
@@ -9,7 +10,7 @@
 
 namespace liger::gpu {
 
-// Are kernels compiled for clusters, and for rows that come by copies?
+// Whether instances are compiled for clusters and for rows that asynchronous or bulk copies load ahead of their use.
 constexpr bool may_have_clusters = false;
 
 template <class To, class From> LIGER_DEVICE To bit_cast(const From& from) {
@@ -21,7 +22,7 @@ LIGER_DEVICE float half_to_float(uint16_t bits) { return float(bit_cast<_Float16
 LIGER_DEVICE uint16_t float_to_half(float v) { return bit_cast<uint16_t>(_Float16(v)); }
 LIGER_DEVICE uint16_t float_to_bf16(float v) { return bit_cast<uint16_t>(__bf16(v)); }
 
-// Two at once, `low` in the lower half.
+// Conversions of two values, with `low` in the lower half.
 LIGER_DEVICE uint32_t floats_to_bf16s(float low, float high) { return float_to_bf16(low) | uint32_t{float_to_bf16(high)} << 16; }
 LIGER_DEVICE uint32_t floats_to_halves(float low, float high) { return float_to_half(low) | uint32_t{float_to_half(high)} << 16; }
 
@@ -37,7 +38,7 @@ LIGER_DEVICE constexpr int warp_width() { return 32; }
 LIGER_DEVICE int lane_id() { return int(threadIdx.x % unsigned(warp_width())); }
 LIGER_DEVICE int warp_id() { return int(threadIdx.x / unsigned(warp_width())); }
 LIGER_DEVICE void block_barrier() { __syncthreads(); }
-// Does group_barrier() wait for less than the block?
+// Whether group_barrier() waits for less than the block.
 constexpr bool has_group_barriers = false;
 // There are no barriers for less than a block: the whole block waits.
 LIGER_DEVICE void group_barrier(int, int) { block_barrier(); }
@@ -52,9 +53,9 @@ LIGER_DEVICE bool elected() { return lane_id() == 0; }
 LIGER_DEVICE void let_next_kernel_start() {}
 LIGER_DEVICE void wait_for_previous_kernel() {}
 LIGER_DEVICE void warp_barrier() { __builtin_amdgcn_wave_barrier(); }
-// The value of the lane whose number differs in the bits of `mask`, a power of two. __shfl_xor goes through LDS, and needs a register for
-// addresses; where the mask is known when code is compiled, lanes read each other's registers instead, often in the instruction that uses
-// the value (data parallel primitives, in rows of 16 lanes).
+// Returns the value of the lane whose number differs in the bits of `mask`, a power of two. __shfl_xor goes through LDS, and needs a
+// register for addresses. If the mask is a compile-time constant, lanes read each other's registers instead, often in the instruction that
+// uses the value (data parallel primitives, in rows of 16 lanes).
 template <int Control> LIGER_DEVICE int from_lane(int v) { return __builtin_amdgcn_update_dpp(0, v, Control, 0xf, 0xf, true); }
 LIGER_DEVICE int shfl_xor(int v, int mask) {
   constexpr int quad_1032 = 0xb1, quad_2301 = 0x4e;
@@ -65,7 +66,7 @@ LIGER_DEVICE int shfl_xor(int v, int mask) {
     constexpr int quad_3210 = 0x1b, row_half_mirror = 0x141, rotate_row_by_8 = 0x128, swizzle_xor_16 = 16 << 10 | 0x1f;
     if (mask == 4) return from_lane<quad_3210>(from_lane<row_half_mirror>(v));
     if (mask == 8) return from_lane<rotate_row_by_8>(v);
-    if (mask == 16) return __builtin_amdgcn_ds_swizzle(v, swizzle_xor_16);  // by way of LDS too, but without addresses
+    if (mask == 16) return __builtin_amdgcn_ds_swizzle(v, swizzle_xor_16);  // through LDS too, but without addresses
 #else
     constexpr int row_xor = 0x160;
     if (mask == 4) return from_lane<row_xor | 4>(v);
@@ -76,10 +77,10 @@ LIGER_DEVICE int shfl_xor(int v, int mask) {
   return __shfl_xor(v, mask, warp_width());
 }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return bit_cast<float>(shfl_xor(bit_cast<int>(v), mask)); }
-// Calls f(mask) for width / 2, width / 4 ... 1, where `width`, a power of two, may be known at run time only. Each mask is a constant.
-// (clang 22 left a loop as it is where it knew the width.)
+// Calls f(mask) for width / 2, width / 4 ... 1. `width` is a power of two, and need not be a compile-time constant. Each mask is one, by
+// recursion: clang 22 did not unroll a loop even for a constant width.
 template <int Mask = warp_width() / 2, class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
-  // Comparisons ahead of a loop over rows, where the compiler likes them, made it spill scalar registers.
+  // Hides the width: the compiler otherwise moves the comparisons ahead of a loop over rows where it can, and spills scalar registers.
   if (!__builtin_constant_p(width)) asm volatile("" : "+s"(width));
   if (Mask < width) f(Mask);
   if constexpr (Mask > 1) for_masks_below<Mask / 2>(width, f);
@@ -87,17 +88,17 @@ template <int Mask = warp_width() / 2, class F> LIGER_DEVICE void for_masks_belo
 LIGER_DEVICE float max_nan(float a, float b) { return a > b || a != a ? a : b; }
 // One instruction, 1 ulp; results below the normal range become 0.
 LIGER_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
-// One instruction, of normal numbers, 1 ulp.
+// One instruction, for normal numbers, 1 ulp.
 LIGER_DEVICE float fast_log2(float v) { return __builtin_amdgcn_logf(v); }
 // 1 / sqrt(v), 1 ulp.
 LIGER_DEVICE float fast_rsqrt(float v) { return __builtin_amdgcn_rsqf(v); }
-// A pointer to global memory, which the compiler cannot always tell by itself: without this its accesses may become flat ones, which
-// wait for shared memory too.
+// Marks a pointer as one to global memory, which the compiler cannot always infer: without the mark, accesses may become flat ones, which
+// also wait for shared memory.
 template <class T> LIGER_DEVICE T* opaque(T* pointer) {
   return (T*)(__attribute__((address_space(1))) T*)reinterpret_cast<uintptr_t>(pointer);
 }
 
-// a * b, rounded: it never becomes part of a multiply-add.
+// a * b, rounded: the compiler cannot contract it into a multiply-add.
 LIGER_DEVICE float rounded_product(float a, float b) {
   float product = a * b;
   asm("" : "+v"(product));
@@ -106,7 +107,7 @@ LIGER_DEVICE float rounded_product(float a, float b) {
 // 1 / v, 1 ulp.
 LIGER_DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }
 
-// The compiler takes the words for new ones: nothing that it computed from them earlier stays in registers.
+// Makes the compiler assume that the words have changed: earlier results from them do not stay in registers.
 template <int N> LIGER_DEVICE void forget(uint32_t (&words)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+v"(words[i]));
@@ -114,7 +115,7 @@ template <int N> LIGER_DEVICE void forget(uint32_t (&words)[N]) {
 template <int N> LIGER_DEVICE void forget(uint16_t (&words)[N]) {}
 template <class Words> LIGER_DEVICE void forget_in_ptxas(Words& words) { forget(words); }
 
-// Vectors of the compiler's own, since its non-temporal builtins take no structs.
+// The compiler's vector types: its non-temporal builtins accept no structs.
 template <int Bytes> struct NativeWord {
   using type = uint32_t;
 };
@@ -146,10 +147,10 @@ LIGER_DEVICE unsigned char* shared_memory() {
 LIGER_DEVICE int atomic_claim(int* flag) { return atomicCAS_system(flag, 0, 1); }
 LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
 
-// How many waves an execution unit should hold at a time. From this number the compiler derives how many registers a thread may have: four
-// waves leave 128 of them on gfx9, which is what blocks of 1,024 threads have in any case. K::min_blocks says how many blocks a kernel
-// wants on a multiprocessor; on gfx9 the waves of a block are spread over four units. (Two blocks of 256 threads, as RoPE and the norms'
-// backward have, need 142 to 168 registers, which is three waves per unit; with 128 they spilled up to 61.) K::min_waves is for kernels
+// The number of waves that an execution unit should hold at a time, from which the compiler derives the registers of a thread: four waves
+// leave 128 of them on gfx9, as many as blocks of 1,024 threads have in any case. K::min_blocks is the number of blocks that a
+// multiprocessor should hold; on gfx9 the waves of a block are spread over four units. (RoPE and the norms' backward, with two blocks of
+// 256 threads, need 142 to 168 registers, which allow three waves per unit; with 128 they spilled up to 61.) K::min_waves is for kernels
 // that would spill here with as many waves, though not on NVIDIA.
 template <class K> constexpr int waves_per_unit() {
   if constexpr (requires { K::min_waves; }) return K::min_waves;

@@ -1,5 +1,5 @@
-// What platform.h needs, for the host target, on which kernels are tested without a GPU: a kernel's threads are fibres on the CPU, in warps
-// of 32 or 64 (gpu/host/simt.h), and the compiler reports every memory access of a kernel to gpu/host/memory.h. It is slow.
+// The host target's implementation of the names in platform.h, for tests of kernels without a GPU. A kernel's threads are fibres on the
+// CPU, in warps of 32 or 64 (gpu/host/simt.h), and the compiler reports every memory access to gpu/host/memory.h. It is slow.
 #pragma once
 #include <cmath>
 #include <source_location>
@@ -14,8 +14,8 @@ namespace liger::gpu {
 
 using std::source_location;
 
-// LIGER_HOST_AHEAD: the target has what Hopper has: clusters, bulk copies and asynchronous ones (gpu/host/transfers.h). LIGER_HOST_ASYNC:
-// without bulk copies, so that kernels take the way that they take on Ampere.
+// LIGER_HOST_AHEAD: the target has the features of Hopper: clusters, bulk copies and asynchronous copies (gpu/host/transfers.h).
+// LIGER_HOST_ASYNC: the same without bulk copies, so that kernels run the code that they run on Ampere.
 #if defined(LIGER_HOST_AHEAD)
 #define LIGER_HAS_CLUSTERS 1
 #define LIGER_HAS_ASYNC_COPIES
@@ -39,7 +39,7 @@ LIGER_DEVICE uint16_t float_to_half(float v) {
   const uint32_t bits = bit_cast<uint32_t>(v), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
   if (rest > 0x7f800000) return uint16_t(sign | 0x7e00);
   if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);
-  // Below the normal range: in the sum with 0.5 the last bit of a float is the last bit of a half.
+  // Below the normal range: the sum with 0.5 is rounded to multiples of 2^-24, the last bit of a half.
   if (rest < 0x38800000) return uint16_t(sign | (bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3f000000));
   return uint16_t(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
 }
@@ -48,7 +48,7 @@ LIGER_DEVICE uint16_t float_to_bf16(float v) {
   return uint16_t(v != v ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Two at once, `low` in the lower half.
+// Conversions of two values, with `low` in the lower half.
 LIGER_DEVICE uint32_t floats_to_bf16s(float low, float high) { return float_to_bf16(low) | uint32_t{float_to_bf16(high)} << 16; }
 LIGER_DEVICE uint32_t floats_to_halves(float low, float high) { return float_to_half(low) | uint32_t{float_to_half(high)} << 16; }
 
@@ -64,7 +64,7 @@ LIGER_DEVICE int warp_width() { return simt::warp_width(); }
 LIGER_DEVICE int lane_id() { return thread_id() % warp_width(); }
 LIGER_DEVICE int warp_id() { return thread_id() / warp_width(); }
 LIGER_DEVICE void block_barrier(source_location where = source_location::current()) { simt::block_barrier(where); }
-// Does group_barrier() wait for less than the block?
+// Whether group_barrier() waits for less than the block.
 constexpr bool has_group_barriers = true;
 LIGER_DEVICE void group_barrier(int group, int threads, source_location where = source_location::current()) {
   simt::group_barrier(group, threads, where);
@@ -96,7 +96,7 @@ LIGER_DEVICE float shfl_xor(float v, int mask, source_location where = source_lo
 LIGER_DEVICE int shfl_xor(int v, int mask, source_location where = source_location::current()) {
   return int(simt::shuffle_xor(uint32_t(v), mask, where));
 }
-// Calls f(mask) for width / 2, width / 4 ... 1, where `width`, a power of two, may be known at run time only.
+// Calls f(mask) for width / 2, width / 4 ... 1. `width` is a power of two, and need not be a compile-time constant.
 template <class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
 #pragma unroll 1
   for (int mask = width / 2; mask > 0; mask /= 2) f(mask);
@@ -115,11 +115,11 @@ LIGER_DEVICE float rounded_product(float a, float b) { return a * b; }
 LIGER_DEVICE int uniform(int v) { return v; }
 LIGER_DEVICE int64_t uniform(int64_t v) { return v; }
 LIGER_DEVICE bool elected() { return lane_id() == 0; }
-// Kernels run one after the other here.
+// Kernels run one after the other on the host target.
 LIGER_DEVICE void let_next_kernel_start() {}
 LIGER_DEVICE void wait_for_previous_kernel() {}
 
-// Hints to a GPU's compiler.
+// Hints to the compiler of a GPU; without effect here.
 template <class T> LIGER_DEVICE T* opaque(T* pointer) { return pointer; }
 template <class Words> LIGER_DEVICE void forget(Words&) {}
 template <class Words> LIGER_DEVICE void forget_in_ptxas(Words&) {}

@@ -1,4 +1,4 @@
-// CUDA's, HIP's and the host target's words for device.cu: what a device is, error texts, pinned memory.
+// The runtime functions of device.cu, for CUDA, HIP and the host target: device profiles, error texts, pinned memory.
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -13,7 +13,7 @@ namespace liger::gpu::runtime {
 
 #if defined(__HIPCC__) || defined(__HIP__)
 
-// The build's list of targets; compilers for HIP, unlike nvcc, do not tell.
+// The list of targets comes from the build: compilers for HIP, unlike nvcc, define no macro with it.
 #ifndef LIGER_EXT_GPU_ARCHS
 #define LIGER_EXT_GPU_ARCHS "targets that its build did not record"
 #endif
@@ -21,7 +21,7 @@ namespace liger::gpu::runtime {
 inline void check(hipError_t code, const char* what) {
   if (code != hipSuccess) throw_launch_error(code, what);
 }
-// The name that a driver gives without options: gfx942 of gfx942:sramecc+:xnack-.
+// Returns the architecture without the driver's options: gfx942 for gfx942:sramecc+:xnack-.
 inline std::string gfx_name(const hipDeviceProp_t& properties) {
   const std::string name = properties.gcnArchName;
   return name.substr(0, name.find(':'));
@@ -58,7 +58,7 @@ inline std::string built_for() { return LIGER_EXT_GPU_ARCHS; }
 inline std::string rebuild_hint(const launch::DeviceProfile& device) {
   return text("LIGER_EXT_HIP_ARCHS=", architecture(device), " in the environment: pip install --no-build-isolation .");
 }
-// Pinned host memory that all devices can write. A stream that is being captured must not be disturbed.
+// Allocates pinned host memory that all devices can write. The relaxed mode permits this while a stream is captured.
 inline void allocate_mapped(size_t bytes, void** host, void** device) {
   hipStreamCaptureMode mode = hipStreamCaptureModeRelaxed;
   check(hipThreadExchangeStreamCaptureMode(&mode), "allocating the record of bad targets");
@@ -74,18 +74,18 @@ inline void check(cudaError_t code, const char* what) {
   if (code != cudaSuccess) throw_launch_error(code, what);
 }
 inline void clear_last_error() { cudaGetLastError(); }
-// The error that an earlier call has left, as a call that does nothing returns it.
+// Returns the error that an earlier call has left: a call that does nothing returns it.
 inline int standing_error() { return cudaFree(nullptr); }
 inline bool is_missing_code(int code) {
   return code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion;
 }
-// A kernel whose blocks need a multiprocessor each, for counting.
+// An empty kernel, for counting how many clusters with a given shared memory are resident.
 struct Idle {
   struct Args {};
   static constexpr int max_threads = 32;
   static LIGER_DEVICE void run(const Args&) {}
 };
-// A device as the current one, for as long as this lives.
+// Makes a device the current one during the lifetime of this object.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device) {
@@ -98,16 +98,17 @@ class CurrentDevice {
  private:
   int before_ = 0;
 };
-// A kernel's code and its clusters are those of the current device: whoever asks for a profile may have another one.
+// Stores the features and the numbers of resident clusters. The runtime returns both for the current device, which may be another one when
+// a profile is requested.
 inline void count_clusters(launch::DeviceProfile& profile, int device) {
   const CurrentDevice current(device);
   const void* function = reinterpret_cast<const void*>(&entry<Idle>);
-  // Only of code made for it: a library of PTX for older devices runs here, too. Another error than that there is no code is this
-  // call's alone: a profile that it decides would be kept.
+  // Features depend on the code that runs on this device, which may be PTX for older ones. Errors other than missing code are thrown: a
+  // profile computed after an error of this one call would be cached.
   cudaFuncAttributes attributes;
   if (const int code = cudaFuncGetAttributes(&attributes, function)) {
     if (!is_missing_code(code)) throw_launch_error(code, "asking for the code of a kernel");
-    return clear_last_error();  // the first launch says so
+    return clear_last_error();  // the first launch reports the missing code
   }
   profile.bulk_copies = attributes.ptxVersion >= 90;
   profile.async_copies = attributes.ptxVersion >= 80 && !profile.bulk_copies;
@@ -124,8 +125,8 @@ inline void count_clusters(launch::DeviceProfile& profile, int device) {
       int count = 0;
       const bool failed = cudaOccupancyMaxActiveClusters(&count, function, &config) != cudaSuccess;
       if (failed) clear_last_error();
-      // Clusters that cannot be counted are not used, plans without them are slower and right; nor is it believed that there are fewer
-      // of several blocks a multiprocessor than of one.
+      // Clusters that cannot be counted are not used: plans without them are slower, but right. The count for several blocks per
+      // multiprocessor is at least the count for one block less.
       const int least = blocks > 1 ? profile.resident_clusters[blocks - 2][i] : 0;
       profile.resident_clusters[blocks - 1][i] = failed ? least : std::max(least, count);
     }
@@ -166,7 +167,7 @@ inline std::string built_for() {
 inline std::string rebuild_hint(const launch::DeviceProfile& device) {
   return text("LIGER_EXT_CUDA_ARCHS=", architecture_text(device), " in the environment: pip install --no-build-isolation .");
 }
-// Pinned host memory that all devices can write. A stream that is being captured must not be disturbed.
+// Allocates pinned host memory that all devices can write. The relaxed mode permits this while a stream is captured.
 inline void allocate_mapped(size_t bytes, void** host, void** device) {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check(cudaThreadExchangeStreamCaptureMode(&mode), "allocating the record of bad targets");

@@ -1,4 +1,4 @@
-// Buffer: where its bytes are.
+// Implements Buffer (memory.h): which offsets belong to a buffer, and the text about an offset for messages.
 #include <algorithm>
 
 #include "gpu/host/memory.h"
@@ -15,7 +15,7 @@ int64_t Buffer::extent() const {
   for (const Dimension& d : dimensions) end += (d.count - 1) * d.stride;
   return end;
 }
-// Rows may overlap, so that an offset may be reached by several indices: all are tried, the largest first.
+// Returns whether one run contains the bytes. Rows may overlap, so several indices may reach an offset: tries all, the largest first.
 static bool reaches(const Dimension* d, const Dimension* end, int64_t offset, int64_t size, int64_t bytes) {
   if (d == end) return offset + size <= bytes;
   for (int64_t i = d->stride > 0 ? std::min(offset / d->stride, d->count - 1) : 0; i >= 0; --i)

@@ -1,6 +1,7 @@
-// For ops/: the CPU backend's interface, carried out by the GPU's kernels on the host. The library that they are linked into takes the
-// place of liger_ext_cpu, so that every op and every test runs on it. Each function says which memory its kernels may touch, and calls the
-// function of the same name in csrc/gpu, which kernels/*.h have declared for the CPU backend only.
+// Helpers for ops/*.cpp, which implement the CPU backend's interface with the GPU kernels. The library of these files replaces
+// liger_ext_cpu, so that every op and every test runs on the host target. Each function in ops/ lists the memory that its kernels may
+// touch, and calls the function of the same name in csrc/gpu. (ops/ declares those functions itself, because here kernels/*.h declare the
+// CPU backend's only.)
 #pragma once
 #include "gpu/device.h"
 #include "gpu/host/memory.h"
@@ -15,7 +16,7 @@ using gpu::simt::Content;
 
 constexpr int64_t f32 = sizeof(float), i64 = sizeof(int64_t);
 
-// n elements of `bytes` bytes each.
+// n elements of `element` bytes each.
 inline Buffer in(const char* name, const void* data, int64_t n, int64_t element) {
   return {name, data, n * element, Content::input, {}, element};
 }
@@ -24,8 +25,8 @@ inline Buffer out(const char* name, const void* data, int64_t n, int64_t element
 }
 inline Buffer in(const char* name, const Vector& v, int64_t n) { return in(name, v.data, n, size_of(v.dtype)); }
 inline Buffer out(const char* name, const MutableVector& v, int64_t n) { return out(name, v.data, n, size_of(v.dtype)); }
-// Rows without gaps are one run: a vector may cross from one into the next. A launch's rows x columns are this matrix's, but for a single
-// column, which is a number for each row.
+// A matrix. Rows without gaps are one run, since a vector may cross from one row into the next. The rows x columns of a launch are those of
+// this matrix, unless it has a single column, that is, one number per row.
 template <class AnyRows> Buffer matrix(const char* name, const AnyRows& r, int64_t rows, int64_t cols, Content content) {
   const int64_t bytes = size_of(r.dtype), row = r.stride * bytes, each = cols > 1;
   if (r.stride == cols) return {name, r.data, rows * cols * bytes, content, {}, bytes, row, each};
@@ -35,13 +36,13 @@ inline Buffer in(const char* name, const Rows& r, int64_t rows, int64_t cols) { 
 inline Buffer out(const char* name, const MutableRows& r, int64_t rows, int64_t cols) {
   return matrix(name, r, rows, cols, Content::output);
 }
-// All of it, or rows of a matrix, or elements, of which `which` is true, need not be read, or written.
+// Marks memory that need not be read or written: the whole buffer, or the rows (or elements) for which which(index) is true.
 inline Buffer optional(Buffer buffer) {
   buffer.optional = [](int64_t) { return true; };
   return buffer;
 }
 template <class Which> Buffer optional_rows(Buffer buffer, Which which) {
-  if (buffer.dimensions[0].count > 1 && buffer.dimensions[0].stride < buffer.bytes) return optional(buffer);  // rows in the same memory
+  if (buffer.dimensions[0].count > 1 && buffer.dimensions[0].stride < buffer.bytes) return optional(buffer);  // overlapping rows
   buffer.optional = [which, row = buffer.row > 0 ? buffer.row : buffer.element](int64_t offset) { return which(offset / row); };
   return buffer;
 }

@@ -1,7 +1,8 @@
-// What the watch (memory.h, transfers.h) knows of each two bytes of memory, and whether two accesses happen in a definite order.
+// The access history of memory (a Cell for each two bytes), for the checks in memory.cpp and transfers.cpp, and the functions that
+// determine whether two accesses are ordered.
 //
-// Threads are numbered through the blocks of a cluster, most_threads apart, and warps with them: a block barrier in a cluster is then a
-// barrier of a group of warps. Blocks outside of clusters run one at a time.
+// Thread numbers run through the blocks of a cluster: the numbers of block b begin at b * most_threads. Warps are numbered likewise, so a
+// block barrier in a cluster is a barrier of a group of warps. Blocks outside of clusters run one at a time.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -17,11 +18,11 @@ namespace liger::gpu::simt::memory {
 
 constexpr int most_warps = most_blocks * most_threads / 32;
 
-// Time is one counter: every block start and every barrier is a tick, so that the order of two accesses can be read off their ticks.
+// Time is one counter: every block start and every barrier is a tick, so that the ticks of two accesses show their order.
 inline uint32_t now = 1, launch_start = 1, block_start = 1, block_tick = 1;
 inline uint32_t warp_ticks[most_warps];
-inline int running = -1, warp_size = 32;  // running: the thread, or -1
-// The last group barrier of each warp, and the warps that it was of.
+inline int running = -1, warp_size = 32;  // running: the running thread, or -1
+// The last group barrier of each warp, and the warps that took part in it.
 struct Group {
   uint32_t tick = 0;
   int first = 0, end = 0;
@@ -29,15 +30,15 @@ struct Group {
 };
 inline Group groups[most_warps];
 
-// What is known of two bytes: the last write, the last reads, and the first read of the launch. Tick 0: never.
+// The history of two bytes: the last write, the last reads, and the first read of the launch. Tick 0: never.
 struct Cell {
-  uint32_t write_block, write_warp;  // ticks of the last block barrier and warp barrier before it
+  uint32_t write_block, write_warp;  // ticks of the last block barrier and warp barrier before the write
   uint32_t read_block, read_warp, first_read;
   uint16_t writer, reader;
-  uint8_t first_warp, last_warp;     // readers since the barrier that a read was last ordered by
-  bool many_lanes;                   // more readers since the warp barrier
-  uint16_t unfenced;                 // loads with no fence behind them yet (transfers.h)
-  uint32_t transfer;                 // what brings, or has brought, these bytes (transfers.h); 0: a thread has stored them
+  uint8_t first_warp, last_warp;     // warps that have read since the last barrier that ordered the reads
+  bool many_lanes;                   // several lanes of a warp have read since its last warp barrier
+  uint16_t unfenced;                 // loads that no fence has followed yet (transfers.h)
+  uint32_t transfer;                 // the transfer that brings or brought these bytes (transfers.h); 0: a thread stored them
 };
 constexpr int64_t granule = 2;
 
@@ -57,20 +58,20 @@ struct Range {
   bool holds(uintptr_t at, int64_t size) const { return at >= begin && at + uintptr_t(size) <= end; }
   bool touches(uintptr_t at) const { return at >= begin && at < end; }
 };
-// Shared memory of the block, and of each other block of its cluster, lies in the middle of an arena: accesses beside it are seen as such.
+// The shared memory of each block of the cluster lies in the middle of an arena, so that accesses beside it are recognised.
 constexpr int64_t shared_room = 256 << 10, shared_margin = 1 << 20, arena_bytes = shared_margin + shared_room + shared_margin;
 alignas(4096) inline unsigned char arenas[most_blocks][arena_bytes];
 inline int64_t shared_bytes = 0;
 inline int block_of(int thread) { return thread / most_threads; }
 inline unsigned char* shared_of(int block) { return arenas[block] + shared_margin; }
-// Bytes from the beginning of the shared memory of the running thread's block; negative or large: somewhere else.
+// The offset in the shared memory of the running thread's block; negative or large if `at` lies elsewhere.
 inline int64_t shared_offset(uintptr_t at) { return int64_t(at - reinterpret_cast<uintptr_t>(shared_of(block_of(running)))); }
 inline Cell& shared_cell(int block, int64_t offset) {
   static const Cells cells[most_blocks] = {make_cells(shared_room), make_cells(shared_room), make_cells(shared_room),
                                            make_cells(shared_room), make_cells(shared_room), make_cells(shared_room),
                                            make_cells(shared_room), make_cells(shared_room)};
   Cell& cell = cells[block][offset / granule];
-  if (cell.write_block < block_start) cell = {};  // of an earlier block: nothing that this one knows
+  if (cell.write_block < block_start) cell = {};  // a cell of an earlier block counts as untouched
   return cell;
 }
 
@@ -78,13 +79,13 @@ struct Access {
   uintptr_t at;
   int64_t size;
   bool writes, aligned;
-  const void* code;  // behind the access
+  const void* code;  // the address behind the access
   const char* verb() const { return writes ? "stores" : "loads"; }
 };
 
 inline int warp_of(int thread) { return thread / warp_size; }
 
-// Who was it, in a sentence about an earlier access at `tick` by `thread`?
+// Returns the part of a message about an earlier access, at `tick` by `thread`.
 inline std::string other(uint32_t tick, int thread, const char* did) {
   if (tick < block_start) return text("another block has ", did, " them in this launch");
   if (thread == running) return text("other threads have ", did, " them with no barrier between");
@@ -92,7 +93,7 @@ inline std::string other(uint32_t tick, int thread, const char* did) {
               warp_of(thread) == warp_of(running) ? ", of the same warp," : "", " with no barrier between");
 }
 
-// Did an earlier access of the launch happen in no order with one of the running thread's?
+// Returns whether an earlier access is not ordered before an access that the running thread makes now.
 inline bool races(uint32_t block, uint32_t warp, int thread) {
   if (block < launch_start) return false;
   if (block < block_start) return true;
@@ -102,7 +103,7 @@ inline bool races(uint32_t block, uint32_t warp, int thread) {
   return !groups[own].holds(other, other) || warp >= groups[own].tick;
 }
 
-// Was every read before a barrier that the running thread has passed?
+// Returns whether every read came before a barrier that the running thread has passed.
 inline bool reads_are_over(const Cell& cell) {
   const Group& group = groups[warp_of(running)];
   return cell.read_block != block_tick || (group.holds(cell.first_warp, cell.last_warp) && cell.read_warp < group.tick);
@@ -128,7 +129,7 @@ inline void note(Cell& cell, const Access& access) {
   cell.reader = uint16_t(running);
 }
 
-// name(): where the access is.
+// Reports a race with earlier accesses. name() returns the text about the accessed memory.
 template <class Name> void check_order(const Cell& cell, const Access& access, const Name& name) {
   const auto race = [&](uint32_t tick, int thread, const char* did) {
     report(access.code, text("race: ", access.verb(), " ", access.size, " bytes ", name(), "; ", other(tick, thread, did)));

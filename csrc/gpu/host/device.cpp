@@ -1,4 +1,4 @@
-// The device that the host target is, and its settings in the environment.
+// The device profile of the host target, and its settings from environment variables.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -10,7 +10,7 @@
 namespace liger::gpu::simt {
 namespace {
 
-// A setting in the environment, one of two numbers; by default the first.
+// Returns the number in an environment variable. It must be one of two numbers; the first is the default.
 int setting(const char* name, int first, int second) {
   const char* const value = std::getenv(name);
   const std::string wanted = value ? value : std::to_string(first);
@@ -29,8 +29,9 @@ int warp_width() {
   return width;
 }
 
-// Few multiprocessors and a small L2, so that small tensors take the paths of large ones: several rows to a persistent block,
-// logits that are read again. Shared memory as on most GPUs of that warp width, or as on MI355X; or all that Hopper has.
+// Few multiprocessors and a small L2, so that small tensors take the paths of large ones: several rows per persistent block, logits that
+// are read twice. Shared memory: as on most GPUs of that warp width or as on MI355X; with LIGER_HOST_AHEAD as on Hopper, with
+// LIGER_HOST_ASYNC as on Ampere.
 launch::DeviceProfile profile() {
   launch::DeviceProfile device;
   std::strcpy(device.name, "host target");

@@ -1,5 +1,5 @@
-// The threads of kernels as fibres: each runs on a stack of its own until it suspends itself. ucontext starts a fibre; longjmp suspends and
-// resumes it. A fibre outlives its kernel: the next kernel that has this thread runs on it.
+// Fibres that run the threads of kernels: each fibre runs on a stack of its own until it suspends itself. ucontext starts a fibre; longjmp
+// suspends and resumes it. A fibre outlives its kernel: the thread with the same number in the next kernel runs on it.
 #pragma once
 #include <setjmp.h>
 
@@ -10,14 +10,14 @@
 namespace liger::gpu::simt {
 
 #if defined(LIGER_HOST_AHEAD)
-constexpr int max_threads = most_blocks * most_threads;  // at a time
+constexpr int max_threads = most_blocks * most_threads;  // that exist at a time
 #else
 constexpr int max_threads = most_threads;
 #endif
 
 class Fibres {
  public:
-  explicit Fibres(void (*body)()) : body_(body) {}  // body: what a fibre runs; it does not return
+  explicit Fibres(void (*body)()) : body_(body) {}  // body: the function that every fibre runs; it does not return
 
   void make_stacks();
   const unsigned char* stacks() const { return stacks_; }
@@ -25,11 +25,11 @@ class Fibres {
 
   // Runs fibre `id` until it suspends itself.
   void resume(int id);
-  // By fibre `id` itself: resume() returns, and the next one goes on behind this call.
+  // Fibre `id` itself calls this: resume() returns, and the next resume() continues behind this call.
   void suspend(int id);
-  // The same, but this fibre does not come back: the next resume() starts it anew.
+  // The same, but the fibre does not continue here: the next resume() starts it anew.
   [[noreturn]] void abandon(int id);
-  // Of a fibre that is suspended: the next resume() starts it anew.
+  // For a suspended fibre: the next resume() starts it anew.
   void start_anew(int id) { fibres_[id].exists = false; }
 
  private:

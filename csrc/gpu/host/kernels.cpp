@@ -42,7 +42,7 @@ std::string source_of(const void* code) {
 
 }  // namespace liger::gpu::simt
 
-// A line for each kernel: how often it was launched, and its name.
+// Returns a line for each kernel: how often it was launched, and its name.
 extern "C" [[gnu::visibility("default")]] const char* liger_ext_host_kernels() {
   static std::string lines;
   lines.clear();

@@ -1,4 +1,4 @@
-// What is known of kernels besides their code: their names, how often each was launched, and where an instruction was written.
+// The list of the library's kernels (names and numbers of launches), and the source lines of an instruction.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -11,7 +11,8 @@ struct KnownKernel {
   int64_t launches = 0;
 };
 std::vector<KnownKernel>& known_kernels();
-// Where the instruction before `code` was written, innermost function first, by binutils where they are installed.
+// Returns the source lines of the instruction before `code`, innermost function first; needs addr2line of binutils, and is empty without
+// it.
 std::string source_of(const void* code);
 
 }  // namespace liger::gpu::simt

@@ -14,7 +14,7 @@ namespace {
 
 using namespace memory;
 
-// The span of buffers that overlap, as views of one tensor do, or an op's output in its input's memory.
+// The span of buffers that overlap: views of one tensor, or an op's output in the memory of its input.
 struct Region {
   Range range;
   std::vector<Buffer> buffers;
@@ -26,7 +26,7 @@ struct Region {
 };
 
 std::vector<Region> regions;
-std::vector<std::string> launched;  // kernels, since there are these regions
+std::vector<std::string> launched;  // kernels that were launched since the regions exist
 std::vector<Range> allowed;
 Range stacks, arguments;
 
@@ -64,7 +64,7 @@ void touch_global(const Access& access) {
     for (const Buffer& buffer : last->buffers) {
       near = &buffer;
       if (!buffer.holds(offset_in(buffer), access.size)) continue;
-      // Of several views the one that allows the access.
+      // Of several views, takes the one that allows the access.
       if (inside == nullptr || (access.writes ? inside->content == Content::input : inside->content == Content::output)) inside = &buffer;
     }
   if (inside == nullptr) {
@@ -99,7 +99,7 @@ void check(const Access& access) {
   if (access.writes || !arguments.holds(access.at, access.size)) touch_global(access);
 }
 
-// Inlined into what the compiler calls, so that the return address is the access's.
+// Inlined into the functions that the compiler calls, so that the return address is behind the access.
 [[gnu::always_inline]] inline void touch(const void* pointer, int64_t size, bool writes, bool aligned = true) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(pointer);
   if (running >= 0 && !stacks.touches(at)) check({at, size, writes, aligned, __builtin_return_address(0)});
@@ -111,7 +111,7 @@ std::string kernels_launched() {
   return lines.empty() ? "\n  no kernel was launched" : lines;
 }
 
-// What the op's kernels, which are all there are, have left out; empty: nothing.
+// Returns a finding about buffers that the op's kernels have not fully read or written; empty if there is none.
 std::string unfinished() {
   for (const Region& region : regions)
     for (const Buffer& buffer : region.buffers) {
@@ -173,8 +173,8 @@ void begin_launch(const std::string& kernel, const void* args, size_t args_bytes
   launch_start = now + 1;
   launched.push_back(kernel);
 }
-// Every matrix that the launch has touched must agree, and there must be one, or anything else of as many elements: buffers of one name
-// are parts of one.
+// Every matrix that the launch has touched must have rows * cols touched elements, and at least one buffer must have as many. Buffers of
+// the same name count as parts of one.
 void check_launch(int64_t rows, int64_t cols) {
   bool any = rows * cols == 0;
   std::map<std::string, int64_t> parts;
@@ -222,7 +222,7 @@ void load_global(const void* from, int64_t bytes, const void* code) {
 }  // namespace memory
 }  // namespace liger::gpu::simt
 
-// What the compiler calls. "Unaligned": the type does not promise more than bytes.
+// The functions that the compiler calls. "Unaligned": the type guarantees no alignment.
 using liger::gpu::simt::touch;
 extern "C" {
 void __tsan_init() {}

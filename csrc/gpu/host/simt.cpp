@@ -16,7 +16,7 @@ namespace liger::gpu::simt {
 namespace {
 
 enum class Stop { none, returned, block_barrier, group_barrier, warp_barrier, shuffle, phase, cluster_barrier };
-constexpr int max_groups = 15;  // CUDA's barriers of a block, but for the block's own
+constexpr int max_groups = 15;  // CUDA's 16 barriers of a block, without the block's own
 
 struct Thread {
   Stop stop = Stop::none;
@@ -53,7 +53,7 @@ std::string stop_text(const Thread& t) {
   }
 }
 
-// One launch at a time. A thread is a fibre, which waits for its next collective or for its next kernel.
+// The scheduler. It runs one launch at a time. A thread is a fibre, which waits for its next collective or for its next kernel.
 class Machine {
  public:
   Place place{};
@@ -79,7 +79,7 @@ class Machine {
     memory::check_launch(made.rows, made.cols);
   }
 
-  // Called by the running thread: back to the scheduler, until it is resumed.
+  // Called by the running thread: returns to the scheduler until the thread is resumed.
   void suspend(Stop stop, const std::source_location& where) {
     Thread& t = running();
     t.stop = stop;
@@ -114,7 +114,7 @@ class Machine {
  private:
   int running_id() const { return place.rank * most_threads + place.thread; }
   Thread& running() { return threads_[running_id()]; }
-  // Makes a thread, numbered through the blocks of a cluster (gpu/host/cells.h), the one that findings are about.
+  // Sets the running thread, which findings are about. Ids run through the blocks of a cluster (gpu/host/cells.h).
   void choose(int id) {
     const int rank = id / most_threads;
     place = {id % most_threads, block_threads_, rank, blocks_, first_block_ + rank, kernel_grid_};
@@ -126,12 +126,12 @@ class Machine {
                 place.thread % warp_, ")\n  after ",
                 since_.line() == 0 ? "the start of the block" : "the block barrier of " + site(since_));
   }
-  // The scheduler's own findings are about thread `id`.
+  // Throws a finding of the scheduler itself, about thread `id`.
   [[noreturn]] void fail(int id, const std::string& finding) {
     choose(id);
     throw_finding(described(finding));
   }
-  // Threads in the middle of a kernel are given up: their fibres start anew.
+  // Abandons the threads in the middle of a kernel: their fibres start anew.
   [[noreturn]] void throw_finding(const std::string& finding) {
     memory::begin_thread(-1);
     for (int id = 0; id < max_threads; ++id)
@@ -153,7 +153,7 @@ class Machine {
       fail(0, text("launched with ", plan.grid, " blocks in clusters of ", plan.cluster));
   }
 
-  // All threads of the blocks that run, or of one of them: f(first thread of each warp).
+  // Calls f(first thread of the warp) for each warp of the running blocks, or of one of them.
   template <class F> void each_warp(const F& f) {
     for (int rank = 0; rank < blocks_; ++rank) each_warp(rank, f);
   }
@@ -201,7 +201,7 @@ class Machine {
     }
   }
 
-  // Those for whom the wait is over go on; are there any?
+  // Each release function resumes the threads whose wait is over, and returns whether there were any.
   bool release_blocks() {
     bool any = false;
     for (int rank = 0; rank < blocks_; ++rank) {
@@ -230,7 +230,7 @@ class Machine {
     return true;
   }
   bool release_cluster() {
-    int over = most_threads;  // barriers at which all threads of the cluster have arrived
+    int over = most_threads;  // the number of barriers at which all threads of the cluster have arrived
     each_warp([&](int first) {
       for (int t = first; t < first + warp_; ++t) over = std::min(over, threads_[t].arrivals);
     });
@@ -244,7 +244,7 @@ class Machine {
     if (any) transfers::at_cluster_barrier(over);
     return any;
   }
-  // Nobody can go on.
+  // No thread can continue.
   [[noreturn]] void fail_stuck() {
     each_warp([&](int first) {
       if (threads_[first].stop != Stop::phase) return;
@@ -285,7 +285,7 @@ class Machine {
     return any;
   }
 
-  // Until the warp has returned or waits for the others.
+  // Runs a warp until it has returned or waits for other warps.
   void run_warp(int first) {
     for (;;) {
       for (int t = first; t < first + warp_; ++t) resume(t);
@@ -303,7 +303,7 @@ class Machine {
     }
   }
 
-  // All of `count` threads have stopped at the same place.
+  // Fails unless all `count` threads have stopped at the same place.
   void agree(int first, int count) {
     const Thread& a = threads_[first];
     for (int t = first + 1; t < first + count; ++t) {
@@ -343,7 +343,7 @@ class Machine {
 
   std::mutex mutex_;
   const Kernel* kernel_ = nullptr;
-  int warp_ = 32, block_threads_ = 0, blocks_ = 1;  // blocks_: that run at a time, of a cluster
+  int warp_ = 32, block_threads_ = 0, blocks_ = 1;  // blocks_: of a cluster; they run together
   int64_t first_block_ = 0, kernel_grid_ = 1;
   Thread threads_[max_threads];
   Fibres fibres_{run_kernels};
@@ -388,7 +388,7 @@ int atomic_claim(int* flag) {
 
 }  // namespace liger::gpu::simt
 
-// A line for each launch since the last call of this: blocks, threads of a block, bytes of shared memory, and the kernel's name.
+// Returns a line for each launch since its last call: blocks, threads of a block, bytes of shared memory, and the kernel's name.
 extern "C" [[gnu::visibility("default")]] const char* liger_ext_host_launched() {
   static std::string lines;
   lines = std::exchange(liger::gpu::simt::machine.launched, {});

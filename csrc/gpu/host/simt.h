@@ -1,13 +1,12 @@
-// Runs a kernel on the CPU as a GPU would: block after block, or cluster after cluster, their threads as fibres in lockstep warps. A
-// thread runs alone until its next collective (shuffle, barrier, wait) or its end; there the whole warp, or block, must arrive at the
-// same one.
-// What a GPU would leave undefined is an error here, and names kernel, block and thread:
+// Runs kernels on the CPU as a GPU would: block after block, or cluster after cluster, with threads as fibres in lockstep warps. A thread
+// runs alone until its next collective (shuffle, barrier, wait) or its end; there the whole warp, or block, must arrive at the same one.
+// Behaviour that a GPU leaves undefined is an error here, and the message names kernel, block and thread:
 //   divergence      threads of a warp at different collectives, of a block at different barriers, or returned before one
-//   deadlocks       waits for what never comes
+//   deadlocks       waits that never end
 //   shuffles        a partner outside the warp
 //   launches        more threads than the kernel was compiled for, part of a warp, more shared memory than the device has
-//   declarations    rows x columns of a launch (launch/launch.h) that are not what its threads have touched
-//   memory          see gpu/host/memory.h, and of copies and messages transfers.h
+//   declarations    threads that have touched another number of elements than the rows x columns of the launch (launch/launch.h)
+//   memory          see gpu/host/memory.h; for copies and messages, transfers.h
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,19 +28,20 @@ struct Place {
 Place place();
 unsigned char* shared_memory();
 
-// Lanes of a warp, and the device that launch plans are made for: LIGER_EXT_HOST_WARP=32 (the default) or 64 in the environment, and KiB of
-// shared memory: LIGER_EXT_HOST_SHARED=64 (the default) or 160; 227 in the library with clusters and bulk copies (LIGER_HOST_AHEAD).
+// The lanes of a warp, and the profile of the device that launches are planned for. The environment variables LIGER_EXT_HOST_WARP=32 (the
+// default) or 64 and LIGER_EXT_HOST_SHARED=64 (the default) or 160 set the lanes and the KiB of shared memory. The library with clusters
+// and bulk copies (LIGER_HOST_AHEAD) has 32 lanes and 227 KiB.
 int warp_width();
 launch::DeviceProfile profile();
 
 void block_barrier(const std::source_location&);
-// Of the threads group * threads and following ones: whole warps, as many as `threads`.
+// A barrier of `threads` threads from thread group * threads on, which are whole warps.
 void group_barrier(int group, int threads, const std::source_location&);
 void warp_barrier(const std::source_location&);
 uint32_t shuffle_xor(uint32_t bits, int mask, const std::source_location&);
 int atomic_claim(int* flag);
 
-// As in platform_cuda.h; transfers.h says what is watched.
+// As in platform_cuda.h; transfers.h lists the checks.
 void cluster_arrive();
 void cluster_wait(const std::source_location&);
 void init_mbarrier(uint64_t*);
@@ -54,23 +54,23 @@ void async_copy(void* to, const void* from);
 void close_copies();
 void wait_for_copies(int left);
 
-// Kernels that a library can launch are known when it is loaded, so that a test can ask for those that have not run.
+// Registers a kernel when the library is loaded, so that a test can find kernels that have not run. Returns its index.
 int know(const char* name);
 template <class K> struct Known {
   static inline const int index = know(typeid(K).name());
 };
 
 struct Kernel {
-  int known;   // index
+  int known;   // its index from know()
   int max_threads;
   void (*run)(const void* args);
   const void* args;
   size_t args_bytes;
 };
-// Throws std::runtime_error at the first finding.
+// Runs a launch. Throws std::runtime_error at the first finding.
 void run(const Kernel&, const launch::Launch&);
 
-// The running thread, which does not come back, did what `finding` says, by the instruction before `code`.
+// Ends the running thread and the launch with `finding`, an error of the instruction before `code`.
 [[noreturn]] void report(const void* code, const std::string& finding);
 
 }  // namespace liger::gpu::simt

@@ -16,7 +16,7 @@ struct Copy {
   unsigned char* to;
   std::vector<unsigned char> data;
 };
-using Clock = std::vector<uint32_t>;  // of a warp: the last of each warp's collectives that is known to be over
+using Clock = std::vector<uint32_t>;  // of a warp: for each warp, the number of its last collective that is over
 
 void join(Clock& into, const Clock& other) {
   for (size_t w = 0; w < into.size(); ++w) into[w] = std::max(into[w], other[w]);
@@ -24,33 +24,33 @@ void join(Clock& into, const Clock& other) {
 
 struct Mbarrier {
   const uint64_t* at;
-  int block, opener;               // of which block's shared memory; the thread that initialised it
-  uint32_t block_tick, warp_tick;  // then
-  int cluster_barriers;            // before that
-  int phase = 0;                   // that is not complete yet
+  int block, opener;               // the block that has it; the thread that initialised it
+  uint32_t block_tick, warp_tick;  // at the initialisation
+  int cluster_barriers;            // passed before the initialisation
+  int phase = 0;                   // the phase that is not complete yet
   bool announced = false;
   int64_t expected = 0, arrived = 0;  // bytes of this phase
-  int last_phase = -1;             // that brought any
-  uint32_t transfer = 0;           // what brings the data of this phase
+  int last_phase = -1;             // the last phase that brought bytes
+  uint32_t transfer = 0;           // the transfer of this phase's data; 0: no data yet
   std::vector<Copy> copies;        // of this phase
-  Clock sent, complete, loads;     // what its messages know; those of complete phases; each warp's last load of what messages brought
-  std::vector<int> waited;         // by warp: phases that it has waited for
+  Clock sent, complete, loads;     // of the senders so far; of the senders of complete phases; each warp's last load of a message
+  std::vector<int> waited;         // by warp: the phases that it has waited for
 };
 
-// What brings data: a phase of an mbarrier (its number in `mbarriers`), or a thread's asynchronous copies.
+// A transfer: the data of a phase of an mbarrier (its number in `mbarriers`), or the asynchronous copies of threads.
 struct Transfer {
   int mbarrier = -1, phase = 0;
   bool is_message = false, has_arrived = false;
 };
-constexpr uint32_t asynchronous = 1;  // the transfer of all asynchronous copies
+constexpr uint32_t asynchronous = 1;  // the number of the transfer of all asynchronous copies
 
 std::vector<Mbarrier> mbarriers;
-std::vector<Transfer> known;  // 0: none
+std::vector<Transfer> known;  // transfers by number; 0: none
 std::vector<Clock> clocks;    // of warps
 std::vector<char> ended;      // blocks
 int cluster_barriers = 0;
 
-// By thread: cells loaded since its last fence, and its asynchronous copies, the open group last.
+// By thread: the cells that it has loaded since its last fence, and its groups of asynchronous copies; the last group is open.
 std::vector<Cell*> unfenced[most_blocks * most_threads];
 std::vector<std::vector<Copy>> groups_of[most_blocks * most_threads];
 
@@ -66,7 +66,7 @@ int find(const uint64_t* at) {
   return -1;
 }
 
-// An mbarrier that the running thread uses, by the instruction before `code`.
+// Returns the number of an mbarrier that the running thread uses, by the instruction before `code`, after checks of its initialisation.
 int used(const uint64_t* at, const void* code) {
   const int found = find(at);
   if (found < 0) report(code, "mbarrier: the one " + place_of(at) + " is not initialised");
@@ -78,7 +78,7 @@ int used(const uint64_t* at, const void* code) {
   return found;
 }
 
-// Ends a phase that is announced and all of whose bytes have come.
+// Ends the phase if it is announced and all of its bytes have come.
 void end_phase(Mbarrier& m) {
   if (!m.announced || m.arrived != m.expected) return;
   for (const Copy& copy : m.copies) std::memcpy(copy.to, copy.data.data(), copy.data.size());
@@ -92,7 +92,8 @@ void end_phase(Mbarrier& m) {
   m.transfer = 0;
 }
 
-// From now on transfer number `transfer` brings `bytes` to shared memory of `block`. Messages are not ordered by what orders threads.
+// Marks `bytes` of a block's shared memory as brought by transfer number `transfer`, and checks that they may be overwritten. Barriers of
+// threads do not order messages; bring() checks these.
 void reserve(int block, const void* to, int64_t bytes, uint32_t transfer, const void* code) {
   const bool is_message = known[transfer].is_message;
   const int64_t offset = static_cast<const unsigned char*>(to) - shared_of(block);
@@ -112,7 +113,7 @@ void reserve(int block, const void* to, int64_t bytes, uint32_t transfer, const 
     cell.transfer = transfer;
   }
 }
-// `bytes` are on their way to shared memory of `block`, counted by mbarrier number `of`.
+// Sends `bytes` on their way to shared memory of `block`; mbarrier number `of` counts them.
 void bring(int of, bool is_message, int block, unsigned char* to, const void* from, int64_t bytes, const void* code) {
   Mbarrier& m = mbarriers[of];
   if (ended[block]) report(code, text("ends: a message to a block of the cluster whose threads have returned"));
@@ -204,7 +205,7 @@ void loaded(Cell& cell) {
 
 }  // namespace transfers
 
-// The kernels' words for them (simt.h).
+// The functions that kernels call (simt.h).
 void init_mbarrier(uint64_t* at) {
   const void* const code = __builtin_return_address(0);
   if (clocks.empty()) clocks.assign(most_warps, Clock(most_warps));
@@ -282,7 +283,7 @@ void wait_for_copies(int left) {
       for (int64_t at = offset; at < offset + int64_t(copy.data.size()); at += granule) {
         Cell& cell = shared_cell(block_of(running), at);
         cell.transfer = 0;
-        cell.write_warp = warp_ticks[warp_of(running)];  // it is stored now
+        cell.write_warp = warp_ticks[warp_of(running)];  // the wait counts as the store
       }
     }
     groups.erase(groups.begin());

@@ -1,13 +1,14 @@
-// What brings data to shared memory behind a thread's back, watched: messages between the blocks of a cluster and bulk copies, both counted
-// by mbarriers, and asynchronous copies, which their thread waits for. Found, beside what memory.h lists:
+// Checks of transfers to shared memory that run beside the threads: messages between the blocks of a cluster and bulk copies, both counted
+// by mbarriers, and asynchronous copies, for which their thread waits. The checks find, beside the list in memory.h:
 //   unready          a load, or a store, of bytes that are still on their way, or whose arrival the warp has not waited for
 //   overwritten      a transfer to bytes that threads load in no order with it; a bulk copy without a fence behind the loads
-//   mbarriers        not initialised, or not in a definite order with that; announced twice; more bytes than announced
+//   mbarriers        not initialised, or used in no order with the initialisation; announced twice; more bytes than announced
 //   ends             a block that ends with data on its way to it; a message to a block that has ended
-// The scheduler (simt.cpp) finds waits that nothing can end.
+// The scheduler (simt.cpp) finds waits that never end.
 //
-// All data arrives at once when a phase of its mbarrier is complete, that is, as early as it can; that it is not used earlier is told by
-// who has waited for what. Messages order memory accesses between blocks: clocks of warps, one number for each other warp, tell which.
+// All data of a phase arrives at once, when the phase is complete. Whether a thread uses it too early does not show in the data, but in the
+// record of which warp has waited for which phase. Messages also order memory accesses between blocks: each warp has a clock with a number
+// for each other warp (a vector clock).
 #pragma once
 #include <cstdint>
 #include <string>
@@ -17,20 +18,20 @@ struct Cell;
 }
 namespace liger::gpu::simt::transfers {
 
-// From the scheduler.
-void begin_blocks(int blocks);  // a block, or all of a cluster
-void at_collective(int warp);  // of which all threads have arrived at a shuffle, a barrier or a wait
+// The scheduler calls these.
+void begin_blocks(int blocks);  // one block, or all blocks of a cluster
+void at_collective(int warp);  // all threads of the warp have arrived at a shuffle, a barrier or a wait
 void at_block_barrier(int first_warp, int end_warp);
-// `over` cluster barriers have been passed. Behind one, all blocks may use the mbarriers that were initialised before it.
+// `over` cluster barriers have been passed. After each, all blocks may use the mbarriers that were initialised before it.
 void at_cluster_barrier(int over);
-void check(const uint64_t* mbarrier, const void* code);  // may the running thread wait for its phases? It does, before `code`
-bool complete(const uint64_t* mbarrier, int parity);  // may it go on?
-void waited(const uint64_t* mbarrier, int warp);  // it goes on
-std::string waiting_for(const uint64_t* mbarrier);  // in words
-std::string unfinished(int block);  // all of its threads have returned, the running one is one of them; empty: as they should
+void check(const uint64_t* mbarrier, const void* code);  // checks a wait of the running thread, before `code`
+bool complete(const uint64_t* mbarrier, int parity);  // whether the phase is complete
+void waited(const uint64_t* mbarrier, int warp);  // the warp continues after its wait
+std::string waiting_for(const uint64_t* mbarrier);  // text for messages
+std::string unfinished(int block);  // all of its threads have returned; a finding about this, or empty
 
-// From memory.cpp, about two bytes that something has brought or will bring.
+// memory.cpp calls these, about two bytes that a transfer has brought or will bring.
 const char* unready(const memory::Cell&);  // why the running thread may not touch them yet, or null
-void loaded(memory::Cell&);  // by the running thread
+void loaded(memory::Cell&);  // the running thread has loaded them
 
 }  // namespace liger::gpu::simt::transfers

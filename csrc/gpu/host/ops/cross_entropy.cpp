@@ -24,12 +24,12 @@ void cross_entropy_counts(const CrossEntropyCounts& a, Stream stream) {
 
 namespace {
 
-// The weights of all classes, of which a chunk's are a part.
+// Returns the weights of all classes; `chunk` has the part for the classes of one chunk.
 Vector all_weights(const Vector& chunk, const Classes& of) {
   return {chunk.data ? static_cast<const float*>(chunk.data) - of.first : nullptr, chunk.dtype};
 }
 
-// What the passes over logits have in common; `gradient` may be empty, and may lie in the logits' memory.
+// The buffers of every pass over logits. `gradient` may be empty, and may lie in the logits' memory.
 template <class Op, class... More>
 Buffers logit_buffers(const Op& a, const Classes& of, const CrossEntropyRows& results, const void* lse, const Rows& grad,
                       const MutableRows& gradient, const More&... more) {
@@ -39,8 +39,8 @@ Buffers logit_buffers(const Op& a, const Classes& of, const CrossEntropyRows& re
   };
   return {optional_rows(in("logits", a.logits, a.rows, a.vocab), skipped),
           in("target", a.target, a.rows, i64),
-          optional(in("weight", all_weights(a.class_weight, of), of.all)),  // of classes that are nobody's target
-          optional(in("counts", a.counts, CrossEntropyCounts::slots, f32)),  // each for some options
+          optional(in("weight", all_weights(a.class_weight, of), of.all)),  // not read for classes that are no row's target
+          optional(in("counts", a.counts, CrossEntropyCounts::slots, f32)),  // read with some options only
           optional_rows(in("saved lse", lse, 2 * a.rows, f32), skipped),
           in("grad", grad, a.rows, 1),
           optional_rows(in("temperature", a.temperature, a.rows, f32), skipped),
@@ -58,7 +58,7 @@ Buffers logit_buffers(const Op& a, const Classes& of, const CrossEntropyRows& re
 
 }  // namespace
 
-// A bad target is raised at once, as the CPU does.
+// A bad target raises its error at once, as on the CPU.
 void cross_entropy_forward(const CrossEntropyRows& a, Stream stream) {
   const Buffers buffers = logit_buffers(a, {0, a.vocab}, a, nullptr, {}, {});
   gpu::cross_entropy_forward(a, stream);
@@ -119,7 +119,7 @@ void cross_entropy_merge(const CrossEntropyMerge& a, Stream stream) {
     return slot == Slots::moment || (slot == Slots::best && !predictions);
   };
   CrossEntropyRows row = a.row;
-  row.temperature = nullptr;  // is in the statistics
+  row.temperature = nullptr;  // the statistics include it
   const Buffers buffers = logit_buffers(row, {0, row.vocab}, row, nullptr, {}, {},
                                         optional_rows(in("statistics", a.statistics, a.chunks * slots * a.row.rows, f32), unread),
                                         in("best class", a.best_class, a.chunks * a.row.rows, i64), out("token", a.token, a.row.rows, f32));

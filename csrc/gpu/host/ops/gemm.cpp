@@ -1,4 +1,5 @@
-// A library's work on GPUs: here a plain loop whose sums are double, since what is tested is what the kernels make of them.
+// Matrix products of the host target. On GPUs they are a library's; here they are a plain loop with sums in double, since the tests are
+// about the kernels that use the products.
 #include "kernels/gemm.h"
 
 #include <vector>
@@ -9,7 +10,7 @@ namespace liger::cpu {
 
 void gemm(const Gemm& g, Stream stream) {
   if (g.bias && g.m * g.n > 0) return gemm(with_bias_in_c(g, stream), stream);
-  // As a GPU's library does.
+  // Rows must not overlap, as in a GPU's library.
   const auto apart = [](const Matrix& x, int64_t rows, int64_t cols) {
     return x.transposed ? cols <= 1 || x.stride >= rows : rows <= 1 || x.stride >= cols;
   };
