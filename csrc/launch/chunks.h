@@ -1,4 +1,5 @@
-// The chunks of rows and of the vocabulary into which the fused loss cuts its logits, and the memory that stores the chunks' gradients.
+// The chunks of rows and of the vocabulary into which the fused loss cuts its logits, its strategies for gradients, and the memory layout
+// of the strategy `overlaid`.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -122,7 +123,7 @@ inline OverlaidLayout best_overlaid_layout(int64_t rows, int64_t room, int64_t h
   static thread_local OverlaidLayout best;
   const Asked asked{rows, room, hidden, vocab, stored};
   if (last == asked) return best;
-  constexpr int64_t tried = 12;  // the number of sizes to compare, about
+  constexpr int64_t tried = 12;  // about this many sizes are compared
   constexpr double as_good = 1.004;  // the smallest size whose cost is at most this times the least cost is chosen
   const int64_t most = std::max<int64_t>(1, (stored < vocab ? vocab / 29 : vocab * 23 / 200) / 64), least = (most + 3) / 4;
   const int64_t step = std::max<int64_t>(1, (most - least) / tried);

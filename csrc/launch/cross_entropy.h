@@ -1,4 +1,4 @@
-// The launches of cross entropy, and of the fused loss's kernels for rows of logits.
+// The kernel instances and launches (launch.h) of cross entropy, and of the fused loss's kernels for rows of logits.
 #pragma once
 #include <optional>
 

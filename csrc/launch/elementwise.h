@@ -1,4 +1,5 @@
-// The launches of elementwise ops, of the fused loss's small passes, of sums of partial rows and of copies. `vec`: elements per access.
+// The launches (launch.h) of elementwise work on rows, and the kernel instances and launches of the fused loss's small passes, of column
+// sums and of copies. `vec`: elements per access.
 #pragma once
 #include "launch/launch.h"
 

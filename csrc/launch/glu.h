@@ -1,4 +1,4 @@
-// The launches of the gated activations SwiGLU and GeGLU.
+// The kernel instances and launches of the gated activations SwiGLU and GeGLU (launch.h).
 #pragma once
 #include "launch/launch.h"
 

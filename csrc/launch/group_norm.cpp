@@ -46,9 +46,9 @@ Launch over_parts(const DeviceProfile& device, const Kernel& kernel, const Group
   return {&kernel, kernel.instance(vec), of.rows, of.cols, plan};
 }
 
-// The plan of a row in registers: in those of a block, or of a cluster of blocks if a block cannot hold the row, or if few long rows would
-// leave multiprocessors idle. Knobs do not increase the number of blocks that share a row, because the workspace for sums of channels
-// depends on it.
+// The plan of a row in the registers of a block, or of a cluster of blocks if a block cannot hold the row, or if few long rows would leave
+// multiprocessors idle. Knobs do not increase the number of blocks that share a row, because the workspace for sums of channels depends on
+// it.
 LaunchPlan held(const DeviceProfile& device, const GroupNormRows& of, int vec, int max_k, const Knobs& knobs) {
   constexpr int64_t long_row = 2048;  // vectors
   const RowTiling tiling{.vec = vec, .max_k = vec == 1 ? 4 : max_k, .max_block = 512, .k = 4};

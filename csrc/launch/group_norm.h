@@ -1,5 +1,5 @@
-// The launches of GroupNorm. A row is one group of one sample: `cols` elements, in channels of `channel` elements each. A sample has
-// `groups` rows. `vec`: elements per access; 1 where rows are not aligned to 16 bytes.
+// The kernel instances and launches (launch.h) of GroupNorm. A row is one group of one sample: `cols` elements, in channels of `channel`
+// elements each. A sample has `groups` rows. `vec`: elements per access; 1 where rows are not aligned to 16 bytes.
 #pragma once
 #include "launch/launch.h"
 
@@ -39,7 +39,7 @@ struct RowParts {
 struct GroupNormLaunches {
   Launch main;  // GroupNormRegisters or GroupNormMoments; GroupNormBackwardRegisters or GroupNormBackwardSums
   Launch apply;  // GroupNormApply behind GroupNormMoments; GroupNormBackwardApply behind GroupNormBackwardSums
-  RowParts parts;  // of main and apply, if there is an apply
+  RowParts parts;  // of main and apply, if a row is read twice
   int64_t partial_rows = 0;  // backward: rows of partial sums of channels; each sample has one for each block that may share a channel
 };
 GroupNormLaunches group_norm(const DeviceProfile&, const GroupNormRows&, int vec, const Knobs* = nullptr);

@@ -1,4 +1,5 @@
-// The launches of the generalised Jensen-Shannon divergence. The launch of the mean over rows is sum_losses (launch/cross_entropy.h).
+// The kernel instances and launches (launch.h) of the generalised Jensen-Shannon divergence. sum_losses (launch/cross_entropy.h) is the
+// launch of the mean over rows.
 #pragma once
 #include "launch/launch.h"
 

@@ -2,9 +2,9 @@
 // is their only description: gpu/<op>.cu executes the launches that it returns, and plans() (op_plans.h) shows them to Python. The same
 // header lists the op's kernels (Kernel), each with all instances of its template.
 //
-// The last argument of these functions points to knobs (knobs.h), which change the plans. Tuning and tests pass knobs; ops pass null, and
-// then the table of knobs that tuning has found applies. The functions throw std::length_error if a tensor needs more threads than one
-// launch can have on the device.
+// The last argument of these functions points to knobs (knobs.h), which change the plans. Tuning and tests pass knobs. Ops pass null; then
+// the table of tuned knobs applies. The functions throw std::length_error if a tensor needs more threads than one launch can have on the
+// device.
 #pragma once
 #include <cstdint>
 #include <iterator>

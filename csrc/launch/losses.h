@@ -1,4 +1,4 @@
-// Helpers for the losses' launches as op_plans.h lists them.
+// Facts and helpers that list the losses' launches for op_plans.h (cross_entropy.cpp, trace/fused_loss_plans.cpp).
 #pragma once
 #include "launch/cross_entropy.h"
 #include "launch/op_plans.h"

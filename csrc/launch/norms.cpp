@@ -53,7 +53,7 @@ int64_t most_rows_of_block(const DeviceProfile& device, int64_t cols, bool cente
 // The number of resident blocks of the persistent backward per multiprocessor.
 int64_t resident_blocks(const LaunchPlan& plan, const Knobs& knobs) { return settled(plan.block <= 256 ? 2 : 1, knobs.resident, 1, 4); }
 
-// Rows of whole warps, several to a block of up to 512 threads, or of 256 where there are no bulk copies.
+// The plan of rows of whole warps. Several rows share a block of up to 512 threads, or of 256 on devices without bulk copies.
 LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
   const int64_t vectors = ceil_div(cols, vec);
   // Two vectors per thread; three where a block then holds two rows in place of one. That is faster for LayerNorm of 5,120 and 6,144
@@ -100,7 +100,7 @@ int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwar
     return std::clamp<int>(ceil_div(rounds, 8), 1, std::clamp(most_bytes / stage_bytes, 1, async_stages));
   }
   // With one stage the kernel requests the next row before the reduction, with several after it (norm_backward.h). One stage is faster for
-  // few rounds of RMSNorm, since the first and the last row arrive sooner, and for three tensors, whose rows alone keep enough bytes in
+  // few rounds of RMSNorm, since the first and the last row arrive sooner, and for three tensors, since one row of each is enough bytes in
   // flight.
   if (kind.inputs > 2 || (!kind.centered && rounds <= 16)) return 1;
   // Three stages are faster only for many rounds of RMSNorm.

@@ -1,4 +1,5 @@
-// The launches of RMSNorm, add+RMSNorm and LayerNorm. `vec`: elements per access; 1 where rows are not aligned to 16 bytes.
+// The kernel instances and launches (launch.h) of RMSNorm, add+RMSNorm and LayerNorm. `vec`: elements per access; 1 where rows are not
+// aligned to 16 bytes.
 #pragma once
 #include "launch/launch.h"
 
@@ -14,7 +15,7 @@ constexpr int whole_warps = 1;  // as an instance's `threads`: a row has any num
 struct NormForwardKind {
   bool centered;    // LayerNorm, which has a mean; else RMSNorm or add+RMSNorm
   bool residual;    // the kernel reads two tensors, x and a residual
-  bool same_dtype;  // the weight, and LayerNorm's bias, are present and have the result's dtype. Such calls get faster kernels
+  bool same_dtype;  // the weight, and LayerNorm's bias, are present and have the result's dtype. These calls get faster kernels
 };
 constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // the most vectors that a thread holds in registers
 // The occupancy for rows of a cluster: how many of its blocks a multiprocessor should hold. LayerNorm, which loads weight and bias late:

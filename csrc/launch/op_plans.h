@@ -39,7 +39,7 @@ struct Call {
 };
 
 inline int wide_vec(const Call& call) { return 16 / call.element_bytes; }
-// Elements per access for a kernel whose vectors require rows of whole, aligned vectors.
+// Elements per access for a kernel that uses vectors only if rows are aligned and consist of whole vectors.
 inline int row_vec(const Call& call) { return call.aligned && call.cols % wide_vec(call) == 0 ? wide_vec(call) : 1; }
 inline bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 

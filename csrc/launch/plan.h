@@ -75,7 +75,7 @@ inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 
 // cluster that holds them. Otherwise a row that a block cannot hold gets one block, which reads the row twice.
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, RowTiling, const Knobs& = {},
                             int64_t cluster_from = std::numeric_limits<int64_t>::max());
-constexpr int cluster_block = 256;  // threads of a block in such a cluster
+constexpr int cluster_block = 256;  // threads per block in these clusters
 // Returns `plan` with a cluster of blocks for each row, of `block` threads with at most k vectors each. It does so if a single block cannot
 // hold the row (plan.path is reread), or if `wants`, the number of blocks that should share a row, is two or more. Returns `plan` unchanged
 // otherwise, and where the device has no clusters of a fitting size.

@@ -4,10 +4,10 @@
 //        can have: all of the multiprocessor's on 7.x, 1 KB less from 8.0 on.
 //   WP   NVIDIA's whitepapers: Volta (V100), Turing and the T4 datasheet, Ampere GA100 (A100), Ampere GA102 (RTX 3070 in its appendix),
 //        Ada (RTX 4090) and the L4 datasheet, Hopper (H100), H200 datasheet, RTX Blackwell (RTX 5090).
-//   DQ   deviceQuery's output on such a GPU, as published: RTX 5090 (NVIDIA/nccl issue 1637), B200 (pytorch/ao pull request 4002).
+//   DQ   Published output of deviceQuery: RTX 5090 (NVIDIA/nccl issue 1637), B200 (pytorch/ao pull request 4002).
 //   AS   AMD's "GPU hardware specifications" (rocm.docs.amd.com, reference/gpu-arch-specs): compute units, wavefront, LDS, L2, registers.
 //   HI   Values that HIP reports: RX 7900 XT 42 processors of two compute units (ROCm/hip issue 3198), and likewise on all of RDNA;
-//        MI300X 4 MB of L2, that of one die (ROCm/ROCm issue 4203).
+//        MI300X 4 MB of L2, the L2 of one die (ROCm/ROCm issue 4203).
 // Memory sizes are the vendors' figures; a driver reserves a little of the memory.
 #include "launch/profiles.h"
 

@@ -11,7 +11,7 @@ struct Rates {
   double bandwidth = 0;                 // bytes per second
   double launch = 0;                    // seconds: the fixed cost of a kernel launch
   double fresh = 0;                     // CPU: bytes per second of memory that is new from the system. 0: no cost (torch caches a GPU's)
-  bool measured = false;                // true: measured on such a device; false: from its data sheet
+  bool measured = false;                // true: measured on this model of GPU; false: from its data sheet
 };
 
 // Returns the rates of a device, or of the nearest device in the table in rates.cpp: the same vendor, the nearest architecture, scaled by

@@ -1,4 +1,4 @@
-// The launches of squared ReLU.
+// The kernel instances and launches of squared ReLU (launch.h).
 #pragma once
 #include "launch/launch.h"
 

@@ -1,4 +1,4 @@
-// The launches of rotary embeddings.
+// The kernel instances and launches of rotary embeddings (launch.h).
 #pragma once
 #include "launch/launch.h"
 

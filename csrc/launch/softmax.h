@@ -1,4 +1,4 @@
-// The launches of softmax, forward and backward.
+// The kernel instances and launches of softmax (launch.h).
 #pragma once
 #include "launch/launch.h"
 

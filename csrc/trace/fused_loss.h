@@ -1,4 +1,5 @@
-// The trace of a call of the fused loss: runs its forward and backward with tensors without data, and records them (recorder.h).
+// Traces a call of the fused loss: runs its forward and backward with tensors without data, and records their allocations, matmuls and
+// kernel launches (recorder.h).
 #pragma once
 #include <optional>
 
