@@ -26,9 +26,9 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
   return {.vec = vec, .max_k = max_k, .max_block = 512, .k = 4, .long_k = 5, .long_from = 32};
 }
 
-// Returns whether rows get whole warps with three vectors per thread, in place of a power of two of threads, many of which would have one
-// vector less than the others, or none. This is faster (docs/measurements.md) except where the row fills at least 7/8 of a power of two of
-// vectors, where few rows get more threads, and with two tensors (add+RMSNorm). Shorter and longer rows, and fp32, were not measured.
+// Returns whether rows get whole warps with three vectors per thread. In a power of two of threads, many threads would have one vector less
+// than the others, or none. Whole warps are not faster for rows that fill at least 7/8 of a power of two of vectors, nor with two tensors
+// (add+RMSNorm) (docs/measurements.md). Few rows get more threads instead. Shorter and longer rows, and fp32, were not measured.
 bool in_whole_warps(const DeviceProfile& device, NormForwardKind kind, int64_t rows, int64_t vectors, int vec) {
   if (kind.centered || kind.residual || !kind.same_dtype || vec != 8 || few_rows(device, rows)) return false;
   return 256 < vectors && vectors <= forward_warps_bound * forward_warps_k && 8 * vectors < 7 * next_pow2(vectors);
@@ -66,7 +66,7 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   plan.threads_per_row = static_cast<int>(settled(warps, ceil_div(knobs.threads, device.warp), warps, most_warps) * device.warp);
   plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
   // Two blocks of up to 256 threads in place of one of 512, if they hold as many rows and a row has fewer than 256 threads. That is faster,
-  // except for 256 threads per row (equal) and three vectors per thread (slower).
+  // except for 256 threads per row (equal) and three vectors per thread (slower; docs/measurements.md).
   const bool pairs = plan.threads_per_row < 256 && 512 / plan.threads_per_row == 2 * (256 / plan.threads_per_row);
   // A block has at most 15 barriers for its rows. A call of few rows is spread over all multiprocessors, with fewer rows per block.
   const int64_t most =
@@ -103,7 +103,7 @@ int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwar
   // few rounds of RMSNorm, since the first and the last row arrive sooner, and for three tensors, since one row of each is enough bytes in
   // flight.
   if (kind.inputs > 2 || (!kind.centered && rounds <= 16)) return 1;
-  // Three stages are faster only for many rounds of RMSNorm.
+  // Three stages are faster only for many rounds of RMSNorm (docs/measurements.md).
   return kind.centered || rounds <= 32 ? 2 : 3;
 }
 

@@ -18,9 +18,9 @@ struct NormForwardKind {
   bool same_dtype;  // the weight, and LayerNorm's bias, are present and have the result's dtype. These calls get faster kernels
 };
 constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // the most vectors that a thread holds in registers
-// The occupancy for rows of a cluster: how many of its blocks a multiprocessor should hold. LayerNorm, which loads weight and bias late:
-// four. RMSNorm, whose threads also hold the weights in registers: three. A kernel that reads two tensors: two. So does a kernel for
-// parameters of any dtype, because it may also read a residual.
+// The occupancy for rows of a cluster, in blocks per multiprocessor. Four for LayerNorm, which loads weight and bias late; three for
+// RMSNorm, whose threads also hold the weights in registers; two for a kernel that reads two tensors. A kernel for parameters of any dtype
+// may read a residual, so it also has two.
 constexpr int cluster_blocks(NormForwardKind kind) { return kind.centered ? 4 : kind.residual || !kind.same_dtype ? 2 : 3; }
 
 // 16-bit rows of RMSNorm whose number of vectors is far from a power of two: one row per block, of whole warps with three vectors per

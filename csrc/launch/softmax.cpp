@@ -14,7 +14,7 @@ struct Direction {
   Tunable tunable;
 };
 
-// Rows of more vectors than this are shared by several blocks, which is then faster.
+// Several blocks share rows of more vectors than this, which is then faster (docs/measurements.md).
 constexpr int64_t most_in_block = 2048;
 // The same for calls of few rows.
 constexpr int64_t most_in_block_of_few = 1024;
