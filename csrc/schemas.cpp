@@ -1,6 +1,6 @@
-// The table of contents of torch.ops.liger_ext: every op's schema. Forwards return what their backwards need; all ops are
-// functional, but for those that end in _ and overwrite their first argument. An output that an option leaves out has zero elements. Modes
-// are integers here, names in Python:
+// The schemas of all ops in torch.ops.liger_ext. A forward also returns the tensors that its backward needs. Ops are functional, except for
+// those whose name ends in _: these overwrite the arguments that are marked with !. An output that was not requested has zero elements.
+// Modes are integers here and names in Python:
 //   casting_mode 0 llama, 1 gemma, -1 none;  activation 0 silu, 1 gelu by tanh, 2 exact gelu;  reduction 0 none, 1 mean, 2 sum;
 //   layout 0 halves, 1 interleaved, 2 interleaved to halves.
 #include <torch/csrc/stable/library.h>
@@ -31,7 +31,7 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   m.def(
       "glu_backward(Tensor dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier)"
       " -> (Tensor dgate, Tensor dup)");
-  // dh becomes h, what the forward returned: a caller that has not kept it needs no memory for it.
+  // Overwrites dh with h, the forward's result, so that a caller that did not keep h needs no memory to recompute it.
   m.def(
       "glu_backward_with_h_(Tensor(a!) dh, Tensor gate, Tensor up, int activation, float gate_multiplier, float down_multiplier)"
       " -> (Tensor dgate, Tensor dup)");
@@ -47,7 +47,7 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   m.def("softmax(Tensor x) -> Tensor");
   m.def("softmax_backward(Tensor dy, Tensor y) -> Tensor");
 
-  // lse: [2, rows], the logarithms of the sums of exponentials, and what their rounding took from them.
+  // lse: [2, rows], the logarithms of the sums of exponentials, and their rounding errors.
   m.def(
       "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, int reduction, float label_smoothing,"
       " float lse_square_scale, float? softcap, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens)"
@@ -61,10 +61,10 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "jsd_backward(Tensor dloss, Tensor log_q, Tensor log_p, Tensor? shift_labels, Tensor counts, float beta, int ignore_index)"
       " -> Tensor");
 
-  // chunk_rows, chunk_classes: how many rows and classes of logits exist at a time. gradients: the way to them (ops/fused_linear.h): 0
-  // none, 1 deferred, `saved` holds the unreduced gradient of all logits and the backward runs the matmuls; 2 accumulated, dx, dbias, and
-  // dweight's memory with `saved` behind it hold sums of unreduced gradients; 3 recomputed; 4 overlaid, dweight's memory and `saved` hold
-  // the unreduced gradient of all logits. In 2 and 4 the backward_ makes dweight where it is.
+  // chunk_rows, chunk_classes: the number of rows and classes of logits that exist at a time. gradients: the strategy for the gradients
+  // (ops/fused_linear.h). 0: none. 1, deferred: `saved` holds the unreduced gradient of all logits, and the backward runs the matmuls.
+  // 2, accumulated: dx, dbias, and dweight's memory with `saved` behind it hold sums of unreduced gradients. 3: recomputed. 4, overlaid:
+  // dweight's memory and `saved` hold the unreduced gradient of the logits. For 2 and 4, the backward_ computes dweight in place.
   m.def(
       "fused_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? normalizer,"
       " Tensor? temperature, int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap,"
@@ -91,9 +91,9 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " bool need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dbias)");
 
-  // A shard of the vocabulary, between the collectives (ops/sharded_vocabulary.cpp). statistics: [shards, slots, rows], of which each
-  // makes [1, slots, rows]. logits: the shard's of all rows, which the losses_ turn into their unreduced gradient, `saved`; or nothing.
-  // The backward_ makes of `saved` the gradient that mix describes.
+  // The work of one process for its shard of the vocabulary, between the collectives (ops/sharded_vocabulary.cpp). statistics: [1, slots,
+  // rows] of one shard, gathered to [shards, slots, rows]. logits: the shard's logits of all rows, or empty; losses_ overwrites them with
+  // their unreduced gradient, the backward's `saved`. backward_ overwrites `saved` with the gradient that mix defines.
   m.def(
       "vocabulary_shard_statistics(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
       " Tensor? temperature, int ignore_index, float label_smoothing, float? softcap, float logit_scale, bool return_entropy,"
@@ -123,6 +123,6 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " bool need_dx, bool need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
 
-  // The benchmarks' measuring stick: a copy at the speed of the memory (kernels/stream_copy.h).
+  // The reference of the benchmarks: a copy at the speed of the memory (kernels/stream_copy.h).
   m.def("stream_copy(Tensor x, int per_thread) -> Tensor");
 }

@@ -1,17 +1,17 @@
-// Which accesses fit the rows of a matrix, by its address and strides.
+// Tests whether 16-byte accesses fit the rows of a matrix, from its address and strides.
 #pragma once
 #include "kernels/types.h"
 
 namespace liger {
 
-// May 16-byte accesses be used for these rows? All rows start aligned and the row length is whole vectors.
+// Returns whether all rows start at a multiple of 16 bytes and consist of whole 16-byte vectors. Null data counts as aligned.
 inline bool aligned(const Rows& r, int64_t cols) {
   const int64_t n = 16 / size_of(r.dtype);
   return r.data == nullptr || (reinterpret_cast<uintptr_t>(r.data) % 16 == 0 && r.stride % n == 0 && cols % n == 0);
 }
 inline bool aligned(const MutableRows& r, int64_t cols) { return aligned(Rows{r.data, r.stride, r.dtype}, cols); }
 inline bool aligned(const Vector& v, int64_t cols) { return aligned(Rows{v.data, 0, v.dtype}, cols); }
-// Are the rows of both matrices equally far from a multiple of 16 bytes?
+// Returns whether the rows of both matrices start at the same offsets from a multiple of 16 bytes, and have one dtype.
 inline bool equally_aligned(const Rows& a, const Rows& b) {
   const int64_t bytes = size_of(a.dtype);
   return a.dtype == b.dtype && (reinterpret_cast<uintptr_t>(a.data) - reinterpret_cast<uintptr_t>(b.data)) % 16 == 0 &&

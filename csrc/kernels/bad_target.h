@@ -1,4 +1,5 @@
-// The error of a target that is neither a class nor ignore_index, from the CPU's kernels and from the GPU's record.
+// The error for a target that is neither a class nor ignore_index. CPU kernels throw it directly; on a GPU, a kernel records the target
+// and the host throws the error later.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +7,8 @@
 
 namespace liger {
 
-// liger_ext/ops/count_rows.py writes it over the targets of listed rows if a target of another row counts. No target is it by chance.
+// liger_ext/ops/count_rows.py writes this value over the targets of the listed rows if a row that is not listed has a target other than
+// ignore_index. It is too unlikely to be a target by chance.
 constexpr int64_t rows_left_out = -7'305'431'802'964'118'153;
 
 [[noreturn]] inline void throw_bad_target(const char* op, int64_t row, int64_t target, int64_t classes, const std::string& ignore_index) {

@@ -1,12 +1,12 @@
-// What ops/ asks of the device that its backend is for, beside kernels.
+// Errors of earlier kernels on the current device, which ops/ reports to the user.
 #pragma once
 #include <string>
 
 #include "kernels/types.h"
 
 namespace liger::LIGER_BACKEND {
-// What keeps every call of this process on the current device from working (a kernel that failed earlier); empty: nothing.
+// Returns the reason why every call of this process on the current device fails (a kernel that failed earlier), or an empty text.
 std::string device_failure();
-// Raises the error of a bad target (throw_bad_target) that a kernel has found since the last call, if there is one.
+// Throws the error of a bad target (throw_bad_target) if a kernel has recorded one since the last call.
 void raise_reported_targets();
 }  // namespace liger::LIGER_BACKEND

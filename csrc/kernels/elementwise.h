@@ -1,4 +1,4 @@
-// Small passes that the fused loss is built from.
+// The fused loss's small passes: scaling and casting, filling with a bias, column sums, and products of scale factors.
 #pragma once
 #include "kernels/types.h"
 
@@ -14,14 +14,14 @@ struct ScaleCast {
   Rows row_scale;        // one element a row, any dtype, stride in elements; or data == nullptr
 };
 
-// Every row of `matrix` becomes `values`: a bias, to which a matmul adds (gemm.h).
+// Copies `values`, a bias, into every row of `matrix`. A matmul adds its product to it (gemm.h).
 struct FillRows {
   int64_t rows, cols;
   MutableRows matrix;
   Vector values;
 };
 
-// sum (accumulator type, [cols]) = (accumulate ? sum : 0) + column sums of `in`, each row times row_scale if there is one.
+// sum (accumulator type, [cols]) = (accumulate ? sum : 0) + column sums of `in`, each row times its row_scale if there is one.
 // Fixed order.
 struct ColumnSum {
   int64_t rows, cols;
@@ -32,16 +32,16 @@ struct ColumnSum {
   void* workspace;
 };
 
-// out[0] = scale * (a ? a[0] : 1) * (b ? b[0] : 1); all but `a` and `factors` of the accumulator type.
-// With factors also out[1] = out[0] * m and out[2] = 1 / m, where m is the smallest power of two that is not below their largest magnitude
-// (1 if that is 0 or not finite). So factor[i] * out[2] is exact and at most 1 in magnitude, and out[1] makes up for it.
+// out[0] = scale * (a ? a[0] : 1) * (b ? b[0] : 1). `b` and `out` have the accumulator type, `a` and `factors` any dtype.
+// With factors, also out[1] = out[0] * m and out[2] = 1 / m. m is the smallest power of two that is not below the largest magnitude of the
+// factors (1 if that is 0 or not finite). So factor[i] * out[2] is exact and at most 1 in magnitude, and out[1] compensates for out[2].
 struct ScalarProduct {
   Vector a;
   const void* b;
   double scale;
   Dtype accumulator;
   void* out;
-  Rows factors;         // one a row, or data == nullptr
+  Rows factors;         // one per row, or data == nullptr
   int64_t rows;         // of factors
 };
 

@@ -1,4 +1,4 @@
-// Errors as users see them: the text says what was wrong, what was expected, and what to do.
+// Exceptions of the C++ code and their messages. A message names what was passed, what is expected, and what to do.
 // std::invalid_argument and std::length_error become ValueError in Python, std::out_of_range IndexError, std::bad_alloc MemoryError,
 // OutOfMemory torch.OutOfMemoryError, any other a RuntimeError (ops/boxed.cpp).
 #pragma once
@@ -9,11 +9,11 @@
 
 namespace liger {
 
-struct OutOfMemory : std::runtime_error {   // of the device; std::bad_alloc is the host's
+struct OutOfMemory : std::runtime_error {   // the device is out of memory; std::bad_alloc: the host is
   using std::runtime_error::runtime_error;
 };
 
-// What torch said of the error that it has just reported by a code; empty where torch is older than 2.13, which keeps it to itself.
+// torch's message for the error that it has just reported as a code; empty with torch before 2.13, which does not expose the message.
 std::string torch_said();  // ops/boxed.cpp
 inline bool says_out_of_memory(const std::string& cause) {
   for (const char* words : {"out of memory", "not enough memory", "can't allocate memory"})
@@ -21,7 +21,8 @@ inline bool says_out_of_memory(const std::string& cause) {
   return false;
 }
 
-// No streams: what they print depends on the program's locale, and they crash where libstdc++ is linked into this library a second time.
+// Messages are built without streams: a stream's output depends on the program's locale, and streams crash where libstdc++ is linked into
+// this library a second time.
 inline void append(std::string& text, const char* part) { text += part; }
 inline void append(std::string& text, const std::string& part) { text += part; }
 template <class Number>

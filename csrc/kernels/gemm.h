@@ -1,5 +1,5 @@
-// Matrix products with the library that torch has loaded, row-major:
-//   C[m, n] = alpha * op(A)[m, k] * op(B)[k, n] + (accumulate ? C : 0), or + bias[n] in every row, and one rounding to C's dtype.
+// Matrix products of row-major matrices, by the matmul library that torch has loaded:
+//   C[m, n] = alpha * op(A)[m, k] * op(B)[k, n] + (accumulate ? C : 0), or + bias[n] in every row, rounded once to C's dtype.
 #pragma once
 #include "kernels/elementwise.h"
 
@@ -9,10 +9,10 @@ struct Matrix {
   const void* data;
   int64_t stride;       // from one stored row to the next
   Dtype dtype;
-  bool transposed;      // op(X) is the transpose of what is stored
+  bool transposed;      // op(X) is the transpose of the stored matrix
 };
 
-// The part of op(X) that begins at this row and column.
+// The part of op(X) that begins at this row and column of op(X).
 inline Matrix tile_of(const Matrix& x, int64_t row, int64_t col) {
   return {at(x.data, x.transposed ? col * x.stride + row : row * x.stride + col, x.dtype), x.stride, x.dtype, x.transposed};
 }
@@ -22,17 +22,17 @@ struct Gemm {
   Matrix a, b;          // one dtype
   void* c;
   int64_t c_stride;
-  Dtype c_dtype;        // that of a and b, or fp32
+  Dtype c_dtype;        // the dtype of a and b, or fp32
   const void* alpha;    // one value in device memory (accumulator type); nullptr: 1
   bool accumulate;
   const void* bias = nullptr;  // n elements of C's dtype, or nullptr; not with accumulate
-  bool all_bits = false;       // a C in fp32 has fp32's precision; otherwise a CPU may give it 16 bits of mantissa
+  bool all_bits = false;       // true: an fp32 C has fp32's precision; false: a CPU may compute it with 16 bits of mantissa
 };
 
 namespace LIGER_BACKEND {
 void gemm(const Gemm&, Stream);
 
-// The same, of a C that is filled with the bias.
+// Fills C with the bias, and returns the matmul that adds to it: for libraries without an epilogue that adds a bias.
 inline Gemm with_bias_in_c(Gemm g, Stream stream) {
   fill_rows({g.m, g.n, {g.c, g.c_stride, g.c_dtype}, {g.bias, g.c_dtype}}, stream);
   g.accumulate = true;

@@ -1,5 +1,5 @@
-// Gated linear units: h = down_multiplier * act(gate_multiplier * gate) * up; arXiv:2002.05202.
-// SwiGLU has act = silu; GeGLU act = gelu, by tanh or exact. Packed inputs are two views of one tensor: only strides differ.
+// Gated activations: h = down_multiplier * act(gate_multiplier * gate) * up; arXiv:2002.05202.
+// SwiGLU has act = silu; GeGLU act = gelu, by tanh or exact. A packed input is passed as two views of one tensor, with its stride.
 #pragma once
 #include "kernels/types.h"
 
@@ -21,7 +21,7 @@ struct GluBackward {
   MutableRows dgate, dup;
   Activation activation;
   double gate_multiplier, down_multiplier;
-  MutableRows h;  // the forward's, to the bit; it may be dh's memory. data == nullptr: not wanted
+  MutableRows h;  // recomputed, with the forward's bits; it may overwrite dh. data == nullptr: not requested
 };
 
 namespace LIGER_BACKEND {

@@ -1,13 +1,13 @@
-// GroupNorm: y = (x - mean) * rstd * weight[channel] + bias[channel], mean and variance of the group; arXiv:1803.08494.
+// GroupNorm: y = (x - mean) * rstd * weight[channel] + bias[channel], with mean and variance of the group; arXiv:1803.08494.
 //
-// x is [batch, groups, channels of a group, elements of a channel], contiguous: a row is a group of one sample.
+// x is [batch, groups, channels of a group, elements of a channel], contiguous. A row is one group of one sample.
 #pragma once
 #include "kernels/types.h"
 
 namespace liger {
 
 struct GroupNormShape {
-  int64_t batch, groups, channels, channel;  // channels: of a group; channel: its elements
+  int64_t batch, groups, channels, channel;  // channels: number per group; channel: its number of elements
   constexpr int64_t rows() const { return batch * groups; }
   constexpr int64_t cols() const { return channels * channel; }
   constexpr int64_t all_channels() const { return groups * channels; }
@@ -30,13 +30,14 @@ struct GroupNormBackward {
   Rows dy, x;
   Vector weight;
   const void *mean, *rstd;
-  MutableRows dx;                // data == nullptr: not wanted; so for the next two
+  MutableRows dx;                // dx, dweight and dbias have data == nullptr if they are not requested
   MutableVector dweight, dbias;
   void* workspace;
 };
 
 namespace LIGER_BACKEND {
-int64_t group_norm_forward_workspace(const GroupNormForward&, Stream);  // the arguments are complete but for the workspace; so below
+// The *_workspace functions return bytes. Their arguments are complete except for `workspace`.
+int64_t group_norm_forward_workspace(const GroupNormForward&, Stream);
 void group_norm_forward(const GroupNormForward&, Stream);
 int64_t group_norm_backward_workspace(const GroupNormBackward&, Stream);
 void group_norm_backward(const GroupNormBackward&, Stream);

@@ -2,43 +2,46 @@
 //
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   rstd = 1 / sqrt(mean((z - mean)^2) + eps)
 //
-// RMSNorm: mean = 0, no bias; add+RMSNorm: z = x + residual, rounded as it is stored. LayerNorm: mean = mean(z), z = x, offset = 0.
+// RMSNorm: mean = 0, z = x, no bias. add+RMSNorm: the same with z = x + residual, rounded to the dtype of `sum`.
+// LayerNorm: mean = mean(z), z = x, offset = 0.
 #pragma once
 #include "kernels/types.h"
 
 namespace liger {
 
-// What is not wanted, or not there, is null. Mean and rstd are in the accumulator's type of y's.
+// Optional tensors are null pointers: an input that was not passed, an output that nobody requested. mean and rstd are stored in
+// accumulator(y.dtype).
 template <bool Centered> struct NormForward {
   int64_t rows, cols;
   Rows x;
-  Rows residual;              // only of add+RMSNorm; so is `sum`
+  Rows residual;              // add+RMSNorm only, like `sum`
   MutableRows sum;            // x + residual
   Vector weight, bias;        // no weight: ones, and no offset; no bias: zeros
-  MutableRows y;              // of the dtype of x, or of sum
-  void *mean, *rstd;          // [rows]; mean: only of LayerNorm
+  MutableRows y;              // dtype of x, or of sum
+  void *mean, *rstd;          // [rows]; mean: LayerNorm only
   double eps, offset;
   bool round_normalized;      // casting_mode "llama": n is rounded to y's dtype before the weight multiplies it
 };
 
-// With g = dy * (weight + offset), and means over a row's columns, which are 0 for RMSNorm:
+// With g = dy * (weight + offset), and means over a row's columns:
 //   dz = rstd * (g - mean(g) - n * mean(g * n)) [+ dsum],   dweight = sum over rows of dy * n,   dbias = sum over rows of dy.
+// RMSNorm's dz has no term mean(g).
 template <bool Centered> struct NormBackward {
   int64_t rows, cols;
   Rows dy;
-  Rows dsum;                      // gradient of x + residual; only of add+RMSNorm
-  Rows z;                         // what was normalised
+  Rows dsum;                      // gradient of x + residual; add+RMSNorm only
+  Rows z;                         // the forward's z
   Vector weight;
   const void *mean, *rstd;
   MutableRows dz;
-  MutableVector dweight, dbias;   // dbias: only of LayerNorm
+  MutableVector dweight, dbias;   // dbias: LayerNorm only
   void* workspace;                // norm_backward_workspace() bytes
   double offset;
 };
 
 namespace LIGER_BACKEND {
 template <bool Centered> void norm_forward(const NormForward<Centered>&, Stream);
-template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>&, Stream);  // reads sizes, dtypes, what is wanted
+template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>&, Stream);  // reads sizes, dtypes, null pointers
 template <bool Centered> void norm_backward(const NormBackward<Centered>&, Stream);
 }  // namespace LIGER_BACKEND
 

@@ -1,4 +1,4 @@
-// Squared ReLU: y = max(x, 0)^2, dx = 2 * max(x, 0) * dy; arXiv:2109.08668. A NaN stays one.
+// Squared ReLU: y = max(x, 0)^2, dx = 2 * max(x, 0) * dy; arXiv:2109.08668. A NaN remains NaN.
 #pragma once
 #include "kernels/types.h"
 

@@ -1,9 +1,9 @@
-// Rotary position embedding; arXiv:2104.09864. The first R = rotary_dim of head_dim columns are R/2 pairs, the rest is copied:
+// Rotary position embedding; arXiv:2104.09864. The first R = rotary_dim of head_dim columns rotate as R/2 pairs; the others are copied:
 //   out.first  = x.first  * cos.first  - x.second * sin.first
 //   out.second = x.second * cos.second + x.first  * sin.second
 // The backward is the transpose:
 //   dx.first = d.first * cos.first + d.second * sin.second,   dx.second = d.second * cos.second - d.first * sin.first
-// The pth pair is in columns p and p + R/2, the halves ("NeoX", Hugging Face's Llama), or, interleaved, in 2p and 2p + 1 (GPT-J).
+// Pair p has columns p and p + R/2 (layout halves: "NeoX", Hugging Face's Llama), or columns 2p and 2p + 1 (layout interleaved: GPT-J).
 #pragma once
 #include "kernels/types.h"
 
@@ -18,7 +18,7 @@ struct RopeHeads {
   int64_t out_batch, out_head, out_seq;
 };
 
-// How pairs lie in what goes into the forward, and in what comes out.
+// The layout of pairs in the forward's inputs and outputs.
 enum class RopeLayout : int32_t { halves, interleaved, interleaved_to_halves };
 
 struct Rope {
@@ -30,10 +30,10 @@ struct Rope {
   int64_t cos_batch, cos_seq, sin_batch, sin_seq;  // strides; batch stride 0: shared by the batch
   bool transpose;           // backward
   bool in_interleaved, out_interleaved;
-  bool half_tables;         // cos and sin have a column for each pair, and not one for each of its elements
+  bool half_tables;         // true: cos and sin have one column per pair; false: one column per element
 
   constexpr int64_t table_cols() const { return half_tables ? rotary_dim / 2 : rotary_dim; }
-  // A table of rotary_dim columns has them in halves otherwise.
+  // Returns whether the columns of a table of rotary_dim columns are interleaved; otherwise they are in halves.
   constexpr bool tables_interleaved() const { return in_interleaved && out_interleaved && !half_tables; }
 };
 

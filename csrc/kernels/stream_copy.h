@@ -1,5 +1,5 @@
-// The measuring stick of the benchmarks: a plain copy as fast as the memory allows. A row op's efficiency is the time of a copy
-// that moves the same number of bytes over the op's own time.
+// The reference of the benchmarks: a plain copy as fast as the memory allows. The efficiency of an op that is bound by memory is the time
+// of a copy of the same number of bytes, divided by the op's time.
 #pragma once
 #include "kernels/types.h"
 

@@ -1,13 +1,14 @@
-// What every backend shares: element types, the stream, errors. Plain C++, no torch, no CUDA.
+// The types of all kernels' arguments: element types, matrices, vectors, the stream. Plain C++, no torch, no CUDA.
 //
-// A kernel header describes one op as structs of pointers, sizes and scalars ("arguments"), and declares what a backend
-// implements in namespace liger::LIGER_BACKEND (cpu or gpu, set by the build). Strides are in elements.
+// Each kernel header describes the arguments of one op as structs of pointers, sizes and scalars. It declares the functions that a backend
+// implements in namespace liger::LIGER_BACKEND. The build sets this name: cpu, gpu, trace (csrc/trace), or python for code without kernels.
+// Strides are in elements.
 #pragma once
 #include <cstdint>
 #include <type_traits>
 
 #ifndef LIGER_BACKEND
-#error "LIGER_BACKEND is cpu or gpu: the build sets it"
+#error "LIGER_BACKEND is not defined: the build sets it to cpu, gpu, trace or python"
 #endif
 
 namespace liger {
@@ -19,16 +20,16 @@ constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype 
 // Statistics and accumulators: fp32, and fp64 for fp64 tensors.
 constexpr Dtype accumulator(Dtype dtype) { return dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
 
-// torch.promote_types for the floating types: equal types stay, two different 16-bit ones meet in fp32.
+// torch.promote_types for the floating-point types: bf16 with f16 yields f32.
 constexpr Dtype promote(Dtype a, Dtype b) { return a == b ? a : a == Dtype::f64 || b == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
 
-// The address `elements` further; of no data, no data.
+// The address of the element `elements` behind data; null for null.
 template <class Data> Data* at(Data* data, int64_t elements, Dtype dtype) {
   using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
   return data ? static_cast<Byte*>(data) + elements * size_of(dtype) : nullptr;
 }
 
-// Where the work is queued. The CPU ignores it.
+// The stream on which kernels are launched. The CPU ignores it.
 struct Stream {
   int device = 0;
   void* handle = nullptr;

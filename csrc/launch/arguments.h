@@ -1,5 +1,5 @@
-// The launches of the fused loss's kernels, from the kernels' arguments: csrc/gpu executes them, and the trace (csrc/trace) lists them.
-// Knobs: as launch.h says.
+// The launches of the fused loss's kernels, computed from the kernels' arguments (csrc/kernels): csrc/gpu executes them, and the trace
+// (csrc/trace) lists them. launch.h explains the argument `knobs`.
 #pragma once
 #include "kernels/aligned.h"
 #include "kernels/cross_entropy.h"
@@ -11,9 +11,9 @@ namespace liger::launch {
 
 inline bool costly_options(const CrossEntropyOptions& o) { return o.softcap != 0 || o.label_smoothing != 0; }
 inline bool is_log_probs(const CrossEntropyOptions& o) { return !costly_options(o) && !o.token_scaling && o.lse_square_scale == 0; }
-// Does a kernel need its instance for options that cost registers?
+// Returns whether a call needs the full kernel instance, for options that cost registers.
 inline bool is_full(const CrossEntropyRows& op) { return costly_options(op.options) || op.accuracy || op.predicted; }
-// Does a kernel need its instance for log-probabilities, which is a full one?
+// Returns whether a call needs the instance for log-probabilities, which is also a full one.
 inline bool is_of_tokens(const CrossEntropyBackward& op) { return op.mix || op.temperature || op.options.logit_scale != 1; }
 inline bool is_of_tokens(const CrossEntropyStatistics& op) { return op.moments || op.row.transforms(); }
 inline bool is_full(const CrossEntropyBackward& op) { return costly_options(op.options) || is_of_tokens(op); }
@@ -21,7 +21,7 @@ inline bool is_full(const CrossEntropyStatistics& op) { return costly_options(op
 inline bool is_plain(const CrossEntropyRows& row) { return !is_full(row) && !row.options.token_scaling; }
 inline bool is_of_tokens(const CrossEntropyRows& row) { return row.moments() || row.transforms(); }
 
-// vectors: may accesses have 16 bytes?
+// vectors: true if accesses may have 16 bytes.
 template <class Op> LogitsShape logits_shape(const Op& op, bool vectors, bool full) {
   const int bytes = int(size_of(op.logits.dtype));
   return {op.rows, op.vocab, bytes, vectors ? 16 / bytes : 1, full};
@@ -34,7 +34,7 @@ inline Launch launch_of(const DeviceProfile& device, const CrossEntropyBackward&
   const bool vectors = equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
   return cross_entropy_backward(device, logits_shape(op, vectors, is_full(op)), knobs);
 }
-// Every row start is aligned if vectors fit; how many columns there are does not matter.
+// 16-byte accesses need only aligned row starts, whatever the number of columns.
 inline Launch launch_of(const DeviceProfile& device, const CrossEntropyInPlace& op, const Knobs* knobs = nullptr) {
   const bool vectors = aligned(op.row.logits, 0) && aligned(op.row.class_weight, 0);
   return cross_entropy_in_place(device, logits_shape(op.row, vectors, is_full(op.row)), is_plain(op.row), knobs);
@@ -42,7 +42,7 @@ inline Launch launch_of(const DeviceProfile& device, const CrossEntropyInPlace& 
 inline std::optional<Launch> launch_of(const DeviceProfile& device, const CrossEntropyInChunks& op, const Knobs* knobs = nullptr) {
   const CrossEntropyRows& row = op.row;
   const bool tokens = is_of_tokens(row), predicts = row.accuracy || row.predicted;
-  // Log-probabilities have no option of a loss. Predictions are of the classes that lie in matrices.
+  // InPlaceTokens has no options of a loss. Its predictions are among the chunks' classes, so it cannot predict if there are others.
   const bool taken = tokens ? is_log_probs(row.options) && !row.class_weight.data && !(predicts && op.others) : is_plain(row);
   if (!taken) return std::nullopt;
   bool vectors = true;
@@ -66,7 +66,7 @@ inline Launch launch_of(const DeviceProfile& device, const FillRows& op) {
   const bool wide = aligned(op.matrix, 0) && aligned(op.values, 0);
   return row_tiles(device, fill_kernel, tiled_matrix(op.rows, op.cols, wide ? matrix_vec : 1));
 }
-// The first of two, whose partial rows sum_columns adds up.
+// The first of two launches: sum_columns adds up its partial rows.
 inline Launch launch_of(const DeviceProfile& device, const ColumnSum& op) {
   return partial_columns(device, op.rows, op.cols, aligned(op.in, 0) ? matrix_vec : 1);
 }

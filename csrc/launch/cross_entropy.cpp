@@ -13,7 +13,7 @@ Knobs in_place_knobs(const DeviceProfile& device, const LogitsShape& of, const K
 }
 
 // The launch for rows that a block, or a cluster, holds, with `registers` vectors of each thread in registers and the others in shared
-// memory; or none.
+// memory. Returns nothing if the rows cannot be held.
 std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, int registers, const Knobs& knobs,
                            const Kernel& kernel = in_place_held) {
   constexpr int most = 8;  // vectors of a thread where registers alone hold a row
@@ -24,7 +24,7 @@ std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, i
   LaunchPlan plan =
       plan_row_forward(device, of.rows, vectors * of.vec, {.vec = of.vec, .max_k = most, .max_block = 512, .k = 4}, knobs, two_blocks_from);
   if (clusters && vectors > int64_t{8} * 256 * most) {
-    // Clusters of eight blocks, four blocks of 256 threads on a multiprocessor: so they fill a group of 18 multiprocessors.
+    // Clusters of eight blocks. With four blocks of 256 threads per multiprocessor they fill a group of 18 multiprocessors.
     plan.path = Path::regs;
     plan.cluster = 8;
     plan.block = 256;
@@ -91,8 +91,8 @@ Launch count_targets(const DeviceProfile& device, int64_t rows, int64_t vocab) {
 Launch sum_losses(const DeviceProfile& device, int64_t rows) {
   LaunchPlan plan = plan_block_sum(device, rows, 3 * int(sizeof(double)));
   plan.pdl = device.bulk_copies;
-  // A small block starts as soon as a few blocks of the rows' kernel have ended, not only when a multiprocessor is empty: so it counts
-  // targets while the other blocks still run.
+  // A small block starts as soon as a few blocks of the kernel over rows have ended. So it counts targets while the other blocks still run;
+  // a large block would start only when a multiprocessor is empty.
   if (plan.pdl && rows <= 32 * 1024) plan.block = plan.threads_per_row = std::min(plan.block, 256);
   return {&sum_losses_kernel, sum_losses_kernel.instance(), rows, 1, plan};
 }
@@ -101,7 +101,7 @@ Launch add_losses(const DeviceProfile& device, int64_t rows) {
   return {&add_losses_kernel, add_losses_kernel.instance(), rows, 1, plan_elementwise(device, rows, 1)};
 }
 
-// For op_plans.h.
+// The ops that op_plans.h lists.
 namespace {
 
 Launches loss(const DeviceProfile& device, const Call& call) {
@@ -110,7 +110,7 @@ Launches loss(const DeviceProfile& device, const Call& call) {
   return with_sums(device, call, rows, call[per_row]);
 }
 
-// Do rows of the gradient begin where those of the logits do, within 16 bytes?
+// 1: rows of the gradient and of the logits start at the same offset from a multiple of 16 bytes.
 const Fact equally_aligned{"equally_aligned", 1};
 
 Launches loss_gradient(const DeviceProfile& device, const Call& call) {

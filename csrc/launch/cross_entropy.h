@@ -1,4 +1,4 @@
-// The launches of cross entropy and of the fused loss's kernel for rows of logits.
+// The kernel instances and launches (launch.h) of cross entropy, and of the fused loss's kernels for rows of logits.
 #pragma once
 #include <optional>
 
@@ -9,21 +9,21 @@ namespace liger::launch {
 constexpr int logits_threads = 512;  // the most threads of a block that processes rows of logits
 constexpr int logits_row_threads = 128;  // threads of a block that has a single row, if there are enough rows to fill the device
 
-// How many vectors a thread loads before it uses the first one: in kernels over rows, fewer if options need the registers; in the
-// backward's tiles.
+// How many vectors a thread loads before it uses the first one: logits_in_flight in kernels over rows (fewer if options need the
+// registers), logit_tile_k in the backward's tiles.
 constexpr int logits_in_flight(bool full) { return full ? 2 : 4; }
 constexpr int logit_tile_k(int vec) { return vec == 1 ? 2 : 4; }
 
 struct LogitsShape {
   int64_t rows, vocab;
   int element_bytes, vec;  // vec: elements per access
-  bool full = false;  // there are options that cost instructions per element
+  bool full = false;  // the call has options that cost instructions per element
 };
-// Is this instance compiled for calls with such options (full), or without?
+// Returns whether this instance is compiled for calls with these options (full), or for calls without them.
 constexpr bool logits_have(bool full, const Instance& of) { return full ? of.threads <= 0 : of.vec > 1; }
 
-// threads: the threads of a row's block, if the compiler knows them; 0: the plan says it. after_counts: the launch depends on no earlier
-// kernel but the one that counts targets.
+// threads: the threads of a row, which has its block to itself, as a compile-time constant; 0: the number is a run-time argument.
+// after_counts: the launch depends on no earlier kernel except the one that counts targets.
 inline constexpr Kernel cross_entropy_forward_kernel("Forward", Instance{logits_threads, wide, none, 0},
                                                      Instance{logits_row_threads, wide, none, logits_row_threads});
 Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool after_counts, const Knobs* = nullptr);
@@ -31,10 +31,11 @@ Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool afte
 inline constexpr Kernel cross_entropy_backward_kernel("Backward", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Knobs* = nullptr);
 
-// The fused loss's, which need each row twice: rows that a block or a cluster of blocks holds, if they have whole vectors; and all others.
-// The constants are how many vectors a thread holds in registers: fewer of rows that lie in several matrices (chunks of the vocabulary),
-// and if the loss is not `plain`, that is, has options that cost registers, or is one of log-probabilities. Rows of those kinds are held in
-// 16 bits alone, and the last two only where there are clusters. What registers do not hold is in shared memory (the plan's slots).
+// The fused loss's kernels, which need each row twice. InPlaceHeld and InPlaceTokens (for log-probabilities) process aligned rows that a
+// block or a cluster of blocks holds; InPlace processes all other rows. The constants are the numbers of vectors that a thread holds in
+// registers; its other vectors are in shared memory (plan.slots). Registers hold fewer vectors if rows lie in several matrices (chunks of
+// the vocabulary), for log-probabilities (tokens), and if the loss has options that cost registers (full: not `plain`). Rows of these three
+// kinds are held only in 16 bits, and those of the last two kinds only on devices with clusters.
 constexpr int held_in_registers = 8, held_of_chunks = 7, held_of_tokens = 5, held_of_full = 4;
 inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
                                       Instance{row_threads, 8, held_of_chunks}, Instance{row_threads, 8, held_of_full, none, true});
@@ -42,7 +43,7 @@ inline constexpr Kernel in_place_tokens("InPlaceTokens", Instance{row_threads, 8
 inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
 // The launch of InPlaceHeld, or for log-probabilities (tokens) of InPlaceTokens, for 16-bit rows that lie in `chunks` matrices, one for
-// each chunk of the vocabulary; or none.
+// each chunk of the vocabulary. Returns nothing if neither kernel can hold the rows.
 inline constexpr int most_vocabulary_chunks = 16;
 std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile&, const LogitsShape&, bool tokens, int chunks, const Knobs* = nullptr);
 
@@ -52,10 +53,10 @@ Launch cross_entropy_statistics(const DeviceProfile&, const LogitsShape&);
 inline constexpr Kernel merge_kernel("Merge", Instance{independent_threads});
 Launch cross_entropy_merge(const DeviceProfile&, int64_t rows);
 
-// Sums over rows, three fp64 values a warp, in one block.
+// Sums over rows in one block, with three fp64 values of shared memory per warp.
 inline constexpr Kernel count_targets_kernel("CountTargets", Instance{row_threads});
 Launch count_targets(const DeviceProfile&, int64_t rows, int64_t vocab);
-// The end of a loss: SumLosses or, where each row's loss is its own (reduction "none"), AddLosses.
+// The last kernel of a loss: SumLosses, or AddLosses if each row's loss is a result (reduction "none").
 inline constexpr Kernel sum_losses_kernel("SumLosses", Instance{row_threads});
 inline constexpr Kernel add_losses_kernel("AddLosses", Instance{independent_threads});
 Launch sum_losses(const DeviceProfile&, int64_t rows);

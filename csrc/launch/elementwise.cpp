@@ -15,7 +15,7 @@ Launch row_tiles(const DeviceProfile& device, const Kernel& kernel, const TiledR
 }
 
 Launch partial_columns(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
-  // Threads own whole vectors, and one element each behind them.
+  // A thread has a whole vector, or one of the single elements behind the last whole vector.
   const LaunchPlan plan = plan_row_ranges(device, rows, (cols / vec + cols % vec) * vec, vec);
   check_threads(device, plan);
   return {&partial_columns_kernel, partial_columns_kernel.instance(vec), rows, cols, plan};
@@ -38,7 +38,7 @@ Launch stream_copy(const DeviceProfile& device, int64_t vectors, int k) {
   return {&stream_copy_kernel, stream_copy_kernel.instance(none, k), 1, vectors, plan};
 }
 
-// For op_plans.h.
+// The ops that op_plans.h lists.
 namespace {
 
 Launches copy(const DeviceProfile& device, const Call& call) {

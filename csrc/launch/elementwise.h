@@ -1,33 +1,34 @@
-// The launches of elementwise ops, of the fused loss's small passes, of sums of partial rows and of copies. `vec`: elements of an access.
+// The launches (launch.h) of elementwise work on rows, and the kernel instances and launches of the fused loss's small passes, of column
+// sums and of copies. `vec`: elements per access.
 #pragma once
 #include "launch/launch.h"
 
 namespace liger::launch {
 
-// Elementwise work on the rows of a matrix, in tiles (gpu/tiles.h) of `k` vectors per thread.
+// Elementwise work on the rows of a matrix, in tiles (gpu/tiles.h) with `k` vectors per thread.
 struct TiledRows {
   int64_t rows, cols;
   int vec, k;
-  bool edges = false;  // rows may have elements before the first and behind the last whole vector
-  bool contiguous = false;  // there are no gaps between rows: the matrix is one long row
+  bool edges = false;  // rows may have single elements before the first and behind the last whole vector
+  bool contiguous = false;  // no gaps between rows: the matrix is processed as one long row
 };
 Launch row_tiles(const DeviceProfile&, const Kernel& kernel, const TiledRows&, Tunable = {}, const Knobs* = nullptr);
 
 // The fused loss's small passes over matrices.
 constexpr int matrix_k = 4;    // vectors that a thread loads before it uses the first one
-constexpr int matrix_vec = 8;  // elements per vector, for any dtype; 1 is used where rows are not aligned
+constexpr int matrix_vec = 8;  // elements per access for any dtype, where rows are aligned; otherwise 1
 inline constexpr Kernel scale_kernel("Scale", Instance{independent_threads, 1}, Instance{independent_threads, matrix_vec});
 inline constexpr Kernel fill_kernel("Fill", Instance{independent_threads, 1}, Instance{independent_threads, matrix_vec});
 inline TiledRows tiled_matrix(int64_t rows, int64_t cols, int vec, bool contiguous = false) {
   return {rows, cols, vec, matrix_k, true, contiguous};
 }
 
-// Sums over ranges of rows: plan.partial_rows rows of fp32 sums, which sum_columns adds up.
+// Column sums over ranges of rows: plan.partial_rows rows of fp32 sums, which sum_columns adds up.
 inline constexpr Kernel partial_columns_kernel("PartialColumns", Instance{independent_threads, 1},
                                                Instance{independent_threads, matrix_vec});
 Launch partial_columns(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
-// Adds up partial rows; their columns come in two groups (dweight's and dbias's).
+// Adds up partial rows, whose columns come in two groups (dweight's and dbias's).
 inline constexpr Kernel sum_columns_kernel("SumColumns", Instance{independent_threads});
 Launch sum_columns(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 

@@ -11,7 +11,7 @@ Launch glu(const DeviceProfile& device, const Kernel& kernel, bool silu, int64_t
   return row_tiles(device, kernel, {rows, cols, vec, glu_k, false, contiguous}, tunables[&kernel == &glu_forward][silu], knobs);
 }
 
-// For op_plans.h.
+// The ops that op_plans.h lists.
 namespace {
 
 template <const Kernel& Of, bool Silu> Launches gated(const DeviceProfile& device, const Call& call) {

@@ -1,4 +1,4 @@
-// The launches of the gated linear units.
+// The kernel instances and launches of the gated activations SwiGLU and GeGLU (launch.h).
 #pragma once
 #include "launch/launch.h"
 
@@ -9,7 +9,7 @@ constexpr int glu_k = 2;  // vectors of each tensor that a thread loads before i
 inline constexpr Kernel glu_forward("GluForwardKernel", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 inline constexpr Kernel glu_backward("GluBackwardKernel", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
-// `kernel` is one of the kernels above; silu: SwiGLU, else GeGLU. The other arguments are those of row_tiles (elementwise.h).
+// kernel: one of the two above. silu: true for SwiGLU, false for GeGLU. row_tiles (elementwise.h) explains the other arguments.
 Launch glu(const DeviceProfile&, const Kernel& kernel, bool silu, int64_t rows, int64_t cols, int vec, bool contiguous,
            const Knobs* = nullptr);
 

@@ -6,19 +6,19 @@
 namespace liger::launch {
 namespace {
 
-// How many elements a block loads before it uses the first one: a batch.
+// The elements that a block loads before it uses the first one: a batch.
 constexpr int64_t batch(int vec) { return int64_t{independent_threads} * group_norm_part_k * vec; }
-// The least number of elements of a part: a batch, or several if each multiprocessor would otherwise have many blocks one after another,
-// since a block's sums take as long as a batch.
+// The least number of elements of a part: one batch, or several if each multiprocessor would otherwise run many blocks one after another. A
+// block's reductions take as long as a batch of loads.
 int64_t part_elements(const DeviceProfile& device, const GroupNormRows& of, int vec) {
   constexpr int64_t blocks = 8 * group_norm_part_blocks;
   return round_up(std::max<int64_t>(1, of.rows * of.cols / (device.multiprocessors * blocks)), batch(vec));
 }
-// The most parts of a row. Every block of the second kernel adds up the sums of all parts of its row. Rows of many short channels may have
-// more.
+// The most parts of a row, since every block of the second kernel adds up the sums of all parts of its row. Rows of many short channels may
+// have more.
 constexpr int64_t most_parts = 1024;
 
-// least: the least number of elements of a part.
+// least: the least number of elements of a part. most: the most parts of a span.
 RowParts in_parts(int64_t cols, int64_t span, int64_t least, int64_t most, int vec) {
   RowParts parts;
   parts.span = span;
@@ -29,7 +29,7 @@ RowParts in_parts(int64_t cols, int64_t span, int64_t least, int64_t most, int v
   parts.per_row = ceil_div(cols, span) * parts.per_span;
   return parts;
 }
-// Parts of a channel, or of several whole ones.
+// Each part lies in one channel, or consists of several whole channels.
 RowParts in_channels(const DeviceProfile& device, const GroupNormRows& of, int vec) {
   const int64_t channels = of.cols / of.channel, together = batch(vec) / of.channel;
   if (together < 2) {
@@ -46,8 +46,9 @@ Launch over_parts(const DeviceProfile& device, const Kernel& kernel, const Group
   return {&kernel, kernel.instance(vec), of.rows, of.cols, plan};
 }
 
-// The plan of a row in registers: those of a block, or of a cluster of blocks if a block cannot hold the row, or if few long rows would
-// leave multiprocessors idle. Knobs do not change how many blocks share a row, because the workspace for sums of channels depends on it.
+// The plan of a row in the registers of a block, or of a cluster of blocks if a block cannot hold the row, or if few long rows would leave
+// multiprocessors idle. Knobs do not increase the number of blocks that share a row, because the workspace for sums of channels depends on
+// it.
 LaunchPlan held(const DeviceProfile& device, const GroupNormRows& of, int vec, int max_k, const Knobs& knobs) {
   constexpr int64_t long_row = 2048;  // vectors
   const RowTiling tiling{.vec = vec, .max_k = vec == 1 ? 4 : max_k, .max_block = 512, .k = 4};
@@ -87,7 +88,7 @@ GroupNormLaunches group_norm_backward(const DeviceProfile& device, const GroupNo
   const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, of.rows, of.cols});
   LaunchPlan plan = held(device, of, vec, group_norm_backward_k, knobs);
   const int64_t samples = of.rows / of.groups;
-  const auto bytes = [&](const LaunchPlan& of_plan, int k) {  // of reductions, and of two sums for each vector
+  const auto bytes = [&](const LaunchPlan& of_plan, int k) {  // shared memory for reductions, and for two sums of each vector
     return reduction_bytes(2, of_plan.cluster) + (parameters ? of_plan.block * k * 2 * int(sizeof(float)) : 0);
   };
   if (plan.path == Path::reread) {
@@ -103,10 +104,10 @@ GroupNormLaunches group_norm_backward(const DeviceProfile& device, const GroupNo
   return {{&group_norm_backward_registers, instance, of.rows, of.cols, plan, tunable}, {}, {}, samples * plan.cluster};
 }
 
-// For op_plans.h.
+// The ops that op_plans.h lists.
 namespace {
 
-const Fact groups{"groups", 1}, channel{"channel"};  // of a sample; elements of one, 0: all of the group
+const Fact groups{"groups", 1}, channel{"channel"};  // groups of a sample; elements of a channel, 0: the whole group is one channel
 
 GroupNormRows rows_of(const Call& call) { return {call.rows, call.cols, call[groups], call[channel] > 0 ? call[channel] : call.cols}; }
 

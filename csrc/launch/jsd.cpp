@@ -18,10 +18,10 @@ Launch jsd_backward(const DeviceProfile& device, int64_t rows, int64_t vocab, in
   return row_tiles(device, jsd_backward_kernel, {rows, vocab, vec, jsd_tile_k, true}, "jsd_backward", given);
 }
 
-// For op_plans.h.
+// The ops that op_plans.h lists.
 namespace {
 
-// Rows need no whole vectors, nor an aligned start.
+// The kernels do not require whole vectors or an aligned start of a row.
 int vec_of(const Call& call) { return call.aligned ? wide_vec(call) : 1; }
 
 Launches divergence(const DeviceProfile& device, const Call& call) {

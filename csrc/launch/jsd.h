@@ -1,17 +1,18 @@
-// The launches of the generalised Jensen-Shannon divergence; its rows' mean is launch/cross_entropy.h's sum_losses.
+// The kernel instances and launches (launch.h) of the generalised Jensen-Shannon divergence. sum_losses (launch/cross_entropy.h) is the
+// launch of the mean over rows.
 #pragma once
 #include "launch/launch.h"
 
 namespace liger::launch {
 
-// How many vectors of each of the two inputs a thread loads before it uses the first one: in the kernel over rows, and in the backward's
-// tiles.
+// How many vectors of each of the two inputs a thread loads before it uses the first one: jsd_in_flight in the kernel over rows, jsd_tile_k
+// in the backward's tiles.
 constexpr int jsd_in_flight = 2, jsd_tile_k = 2;
 
 inline constexpr Kernel jsd_forward_kernel("JsdForwardKernel", Instance{512, 1}, Instance{512, wide});
 inline constexpr Kernel jsd_backward_kernel("JsdBackwardKernel", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
-// `vec`: elements per access; 1 where the rows of the tensors begin at different offsets from addresses that are multiples of 16.
+// vec: elements per access; 1 where the rows of the tensors start at different offsets from a multiple of 16 bytes.
 Launch jsd_forward(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, const Knobs* = nullptr);
 Launch jsd_backward(const DeviceProfile&, int64_t rows, int64_t vocab, int vec, const Knobs* = nullptr);
 

@@ -12,7 +12,7 @@
 namespace liger::launch {
 namespace {
 
-using Table = std::vector<KnobEntry>;  // sorted by key; never changed once it is in use
+using Table = std::vector<KnobEntry>;  // sorted by key; immutable once in use
 std::atomic<const Table*> in_use{nullptr};  // null: no entries
 
 bool by_key(const KnobEntry& a, const KnobEntry& b) { return a.key < b.key; }
@@ -25,7 +25,7 @@ KnobKey of_class(KnobKey key) {
 
 void set_knobs(const KnobEntry* entries, size_t count) {
   static std::mutex mutex;
-  static std::vector<std::unique_ptr<const Table>> kept;  // another thread may still be reading an old one
+  static std::vector<std::unique_ptr<const Table>> kept;  // never freed: another thread may still read an old table
   auto table = std::make_unique<Table>(entries, entries + count);
   for (KnobEntry& entry : *table) entry.key = of_class(entry.key);
   std::stable_sort(table->begin(), table->end(), by_key);

@@ -1,4 +1,5 @@
-// Knobs: the few choices of a planner that tuning may change, and the table of those that measurements on a device have found to be better.
+// Knobs: the few parameters of a launch plan that tuning may change, and the table of the knobs that measurements on a device found better
+// than the planner's choices.
 #pragma once
 #include <compare>
 #include <cstddef>
@@ -9,45 +10,45 @@
 
 namespace liger::launch {
 
-// 0 leaves a choice to the planner. A planner first makes its own choice, in which no knob has a part; then the knob of that name, if the
-// kernel has a use for it, replaces the choice, clamped to what is legal (settled(), plan.h); all else of a plan follows from the choices.
-// Two kernels of the norms, for few rows and for rows of whole warps, are taken only without knobs.
-// So a plan made with any knobs can be launched, covers all of the work, and needs no more workspace than the plan without them.
+// 0 leaves a choice to the planner. A planner first makes each choice independently of the knobs. Then the knob of that name, if the kernel
+// uses it, replaces the choice, clamped to the legal range (settled(), plan.h). The other fields of a plan follow from the choices.
+// So a plan with any knobs can be launched, covers all of the work, and needs no more workspace than the plan without knobs.
+// The planner of the norms chooses two of the kernels, for few rows and for rows of whole warps, only without knobs.
 struct Knobs {
   int threads = 0;  // threads per row: the norms, softmax, rows of logits
   int block = 0;  // threads per block, where a block has several rows or independent parts
   int cluster = 0;  // blocks that share a row; more if these cannot hold it
-  int stages = 0;  // rows of the ring buffer that fetches rows ahead
+  int stages = 0;  // pipeline stages, each of which holds a row that is fetched ahead
   int resident = 0;  // blocks per multiprocessor at a time, of kernels whose blocks are persistent
 
-  // Do they say how a row is spread over threads and blocks?
+  // Returns whether a knob sets how a row is spread over threads and blocks.
   bool spread_rows() const { return threads > 0 || block > 0 || cluster > 0; }
-  // How many blocks should share a row, where a planner chose `own`: a knob for a row's threads alone asks for a single block.
+  // The number of blocks that should share a row. `own` is the planner's choice. A knob for a row's threads alone means a single block.
   int64_t wanted_blocks(int64_t own) const { return cluster > 0 ? cluster : threads > 0 ? 1 : own; }
   auto operator<=>(const Knobs&) const = default;
 };
 
-// The name under which a launch looks up its knobs: that of its op, or of its op's backward, in op_plans.h; rope has one name for both
-// directions. `id` is a hash of the name (FNV-1a), so that every library that reads a table of knobs computes the same id.
+// The name under which a launch looks up its knobs: the name of its op, or of the op's backward, as in op_plans.h. rope has one name for
+// both directions. `id` is a hash of the name (FNV-1a), so that every library that reads a table of knobs computes the same id.
 constexpr uint64_t tunable_id(std::string_view name) {
   uint64_t id = 0xcbf29ce484222325;
   for (const char c : name) id = (id ^ static_cast<unsigned char>(c)) * 0x100000001b3;
   return id;
 }
 struct Tunable {
-  const char* name = nullptr;  // null: it takes none
+  const char* name = nullptr;  // null: the launch takes no knobs
   uint64_t id = 0;
 
   constexpr Tunable() = default;
   consteval Tunable(const char* name) : name(name), id(tunable_id(name)) {}
 };
-// An entry of this name applies to every launch that has no entry of its own. Tests force plans with it.
+// An entry of this name applies to every launch without an entry under its own name. Tests force plans with it.
 inline constexpr Tunable every_tunable = "every";
 
-// Calls that share their knobs: rows up to the same power of two.
+// Calls that share their knobs. Numbers of rows are rounded up to a power of two, so that similar numbers share them.
 struct KnobKey {
   uint64_t kernel = 0;  // the id of a Tunable
-  int32_t vec = 1;  // elements per access, which follow from dtype and alignment
+  int32_t vec = 1;  // elements per access, which depend on dtype and alignment
   int64_t rows = 1, cols = 1;  // rope: positions and head_dim
   int32_t q_heads = 0, k_heads = 0, rotary_dim = 0;  // rope
   auto operator<=>(const KnobKey&) const = default;
@@ -62,9 +63,9 @@ struct KnobEntry {
 // Replaces the whole table. Other threads may look up knobs meanwhile.
 void set_knobs(const KnobEntry* entries, size_t count);
 
-// The knobs of a call on this device (rows are rounded up to a power of two here). Without a table this is a single load.
+// Returns the table's knobs for a call on this device, and rounds the key's rows up to a power of two. Without a table it costs one load.
 Knobs knobs_of(const DeviceProfile&, const KnobKey&);
-// The knobs that were passed for the call, if any; else those of the table.
+// Returns the knobs that were passed for the call, or the table's if `given` is null.
 inline Knobs chosen_knobs(const Knobs* given, const DeviceProfile& device, const KnobKey& call) {
   return given ? *given : knobs_of(device, call);
 }

@@ -1,4 +1,4 @@
-// For op_plans.h: what the losses' launches share.
+// Facts and helpers that list the losses' launches for op_plans.h (cross_entropy.cpp, trace/fused_loss_plans.cpp).
 #pragma once
 #include "launch/cross_entropy.h"
 #include "launch/op_plans.h"
@@ -8,13 +8,15 @@ namespace liger::launch {
 inline const Fact full{"full"};        // options that cost instructions per element
 inline const Fact per_row{"per_row"};  // reduction "none"
 
-// Elements per access for rows of logits. Their length need not be a multiple of it. Rows must be aligned only for the in-place kernel.
+// The shape of rows of logits. The length of a row need not be a multiple of the elements per access. Only the in-place kernel requires
+// aligned rows.
 inline LogitsShape logits(const Call& call, int64_t rows, bool in_place) {
   const bool vectors = call.aligned || !in_place;
   return {rows, call.cols, call.element_bytes, vectors ? wide_vec(call) : 1, call[full] != 0};
 }
 
-// counted: before the rows, not by SumLosses.
+// Returns the launches over rows with the sums before and behind them. counted: CountTargets runs before the rows; otherwise SumLosses
+// counts the targets.
 inline Launches with_sums(const DeviceProfile& device, const Call& call, const Launches& over_rows, bool counted) {
   Launches out;
   if (counted) out.push_back(count_targets(device, call.rows, call.cols));

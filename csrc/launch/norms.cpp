@@ -8,16 +8,16 @@
 namespace liger::launch {
 namespace {
 
-// How many threads a row of the forward gets, in a block. The numbers were measured on an H200.
+// The tiling of the forward's rows. Its constants were tuned on an H200 (docs/measurements.md).
 RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
   const int max_k = norm_forward_k(vec);
   const int64_t vectors = ceil_div(cols, vec);
-  // LayerNorm's moments take longer to merge than a sum: fewer threads, with up to six vectors each, in blocks of 256 as long as these hold
-  // a row.
+  // Threads take longer to merge LayerNorm's moments than a sum. So its rows have fewer threads, with up to six vectors each, in blocks of
+  // 256 threads where these hold a row.
   if (kind.centered)
     return {.vec = vec, .max_k = max_k, .max_block = vectors <= 256 * max_k ? 256 : 512, .k = 4, .long_k = 6, .long_from = 64};
-  // Two tensors: two vectors of each per thread are fastest, and eight are too many, so that rows which 512 threads would hold with more
-  // than four get 1,024.
+  // With two tensors, two vectors of each per thread are fastest, and eight are too many. So rows that 512 threads would hold with more
+  // than four vectors each get 1,024 threads.
   if (kind.residual) {
     const bool large = 512 * 4 < vectors && vectors <= 1024 * 4;
     return {.vec = vec, .max_k = max_k, .max_block = large ? 1024 : 512, .k = 2};
@@ -26,10 +26,9 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
   return {.vec = vec, .max_k = max_k, .max_block = 512, .k = 4, .long_k = 5, .long_from = 32};
 }
 
-// Whole warps with three vectors per thread in place of a power of two of threads, of which many would have a vector less than the others,
-// or none. Not where a power of two of vectors is at least 7/8 full, nor where few rows get more threads. Share of the copy on an H100,
-// before and after: 8192x5120 0.95 0.99, 12345x2560 0.96 0.97, 32768x5120 0.99 1.00, 3,072 and 6,144 columns the same within 0.01;
-// 8192x3584 (7/8) 1.00 0.99. Two tensors (add+RMSNorm) win nothing there. Shorter and longer rows, and fp32, were not measured.
+// Returns whether rows get whole warps with three vectors per thread. In a power of two of threads, many threads would have one vector less
+// than the others, or none. Whole warps are not faster for rows that fill at least 7/8 of a power of two of vectors, nor with two tensors
+// (add+RMSNorm) (docs/measurements.md). Few rows get more threads instead. Shorter and longer rows, and fp32, were not measured.
 bool in_whole_warps(const DeviceProfile& device, NormForwardKind kind, int64_t rows, int64_t vectors, int vec) {
   if (kind.centered || kind.residual || !kind.same_dtype || vec != 8 || few_rows(device, rows)) return false;
   return 256 < vectors && vectors <= forward_warps_bound * forward_warps_k && 8 * vectors < 7 * next_pow2(vectors);
@@ -45,20 +44,20 @@ LaunchPlan plan_whole_warps(const DeviceProfile& device, int64_t rows, int64_t v
   return plan;
 }
 
-// How many rows of a block can leave their sums over rows in shared memory at its end, behind the floats that reductions take.
+// The most rows of a block whose sums over rows fit into shared memory at the block's end, behind the reductions' buffers.
 int64_t most_rows_of_block(const DeviceProfile& device, int64_t cols, bool centered) {
   const int64_t each = cols * (centered ? 2 : 1) * int64_t{sizeof(float)};
   return std::max<int64_t>(1, (device.shared_per_block_optin - std::max<int>(row_warps_floats * sizeof(float), reduction_bytes(2))) / each);
 }
 
-// How many blocks of the persistent backward are on a multiprocessor at a time.
+// The number of resident blocks of the persistent backward per multiprocessor.
 int64_t resident_blocks(const LaunchPlan& plan, const Knobs& knobs) { return settled(plan.block <= 256 ? 2 : 1, knobs.resident, 1, 4); }
 
-// Rows of whole warps, several to a block of up to 512 threads, or of 256 where there are no bulk copies.
+// The plan of rows of whole warps. Several rows share a block of up to 512 threads, or of 256 on devices without bulk copies.
 LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
   const int64_t vectors = ceil_div(cols, vec);
-  // Two vectors per thread; three where a block then holds two rows in place of one. On an H100 that is a hundredth faster for LayerNorm of
-  // 5,120 and 6,144 columns, and for RMSNorm of 6,144; RMSNorm of 5,120 is three hundredths faster with one row.
+  // Two vectors per thread; three where a block then holds two rows in place of one. That is faster for LayerNorm of 5,120 and 6,144
+  // columns and for RMSNorm of 6,144, but slower for RMSNorm of 5,120 (docs/measurements.md).
   const bool three = device.bulk_copies && 2 * device.warp * (centered ? 8 : 10) < vectors && vectors <= 3 * 256;
   const int64_t warps = ceil_div(vectors, (three ? 3 : 2) * device.warp), most_warps = std::min<int64_t>(2 * warps, 512 / device.warp);
   LaunchPlan plan;
@@ -66,11 +65,10 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   plan.vec = vec;
   plan.threads_per_row = static_cast<int>(settled(warps, ceil_div(knobs.threads, device.warp), warps, most_warps) * device.warp);
   plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
-  // Two blocks of up to 256 threads in place of one of 512, if they have as many rows and these have fewer than 256 threads. Share of the
-  // copy on an H200, one and two: LayerNorm 32768x5120 0.865 0.915, 8192x3584 0.81 0.84, 32768x1024 0.86 0.88; RMSNorm 0.87 0.88 of
-  // 8192x3584; equal for 256 threads per row, and worse (RMSNorm 4096x6144 0.83 0.82) with three vectors per thread.
+  // Two blocks of up to 256 threads in place of one of 512, if they hold as many rows and a row has fewer than 256 threads. That is faster,
+  // except for 256 threads per row (equal) and three vectors per thread (slower; docs/measurements.md).
   const bool pairs = plan.threads_per_row < 256 && 512 / plan.threads_per_row == 2 * (256 / plan.threads_per_row);
-  // A block has at most 15 barriers for its rows. A call of few rows is spread over all multiprocessors.
+  // A block has at most 15 barriers for its rows. A call of few rows is spread over all multiprocessors, with fewer rows per block.
   const int64_t most =
       std::min<int64_t>({15, most_rows_of_block(device, cols, centered), 512 / plan.threads_per_row, std::max<int64_t>(1, rows)});
   const int64_t threads = device.bulk_copies && !pairs ? 512 : 256;
@@ -86,33 +84,32 @@ Tunable backward_tunable(NormBackwardKind kind) {
   return kind.inputs > 2 ? Tunable("add_rms_norm_backward") : Tunable("rms_norm_backward");
 }
 
-// The argument `threads` of the instance that a plan needs.
+// The template argument `threads` (norms.h) of the instance that a plan needs.
 int known_threads(const LaunchPlan& plan) {
   if (plan.vec == 1 || plan.threads_per_row < plan.warp) return 0;
   return plan.cluster > 1 || plan.threads_per_row == 512 ? 512 : whole_warps;
 }
 
-// How many rows a warp's ring should hold. `rounds`: how many rows it gets, one after another. The numbers are shares of the copy's speed
-// on an H200.
+// The number of pipeline stages, each of which holds one row, for the warps of a row. `rounds`: how many rows pass through them.
 int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwardKind kind, int64_t rounds, int most_bytes,
                 int stage_bytes) {
   if (!device.bulk_copies) {
-    // A row that is read twice makes room for another one only while dz is stored: until then, only a ring of two rows has copies in
-    // flight. LayerNorm 4096x16384, 8192x14336 and 8192x9216 on an H100: 0.64, 0.68 and 0.55 with one row, 0.73, 0.70 and 0.61 with two,
-    // 0.67, 0.62 and 0.56 with three.
+    // A row that is read twice occupies its stage until dz is stored. Until then only a second stage has copies in flight. Three stages are
+    // slower than two (docs/measurements.md).
     if (norm_backward_reads_twice(kind.centered, plan.vec, plan.k)) return 2;
     return std::clamp<int>(ceil_div(rounds, 8), 1, std::clamp(most_bytes / stage_bytes, 1, async_stages));
   }
-  // A ring of one row requests the next one before the reduction (norm_backward.h), one of several rows behind it. With one row, the first
-  // is there sooner, and so is the last: RMSNorm 2048x4096 has 0.72 with one and 0.705 with two, 4096x6144 0.84 and 0.83. Three tensors
-  // bring enough bytes at a time: add+RMSNorm 8192x4096 has 0.93 with one and 0.92 with two, 32768x4096 1.00 and 0.98.
+  // With one stage the kernel requests the next row before the reduction, with several after it (norm_backward.h). One stage is faster for
+  // few rounds of RMSNorm, since the first and the last row arrive sooner, and for three tensors, since one row of each is enough bytes in
+  // flight.
   if (kind.inputs > 2 || (!kind.centered && rounds <= 16)) return 1;
-  // RMSNorm 8192x3584 has 0.88 with two and 0.87 with three, 32768x4096 0.955 and 0.975; LayerNorm 16384x8192 0.952 and 0.944.
+  // Three stages are faster only for many rounds of RMSNorm (docs/measurements.md).
   return kind.centered || rounds <= 32 ? 2 : 3;
 }
 
-// Shared memory: `fixed` bytes, and behind them, if the device has bulk or asynchronous copies, a ring per warp. `resident`: blocks per
-// multiprocessor at a time. `stages`: how many rows a ring should hold, if there is room; 0: ring_stages chooses.
+// Sets the plan's shared memory: `fixed` bytes and, behind them, if the device has bulk or asynchronous copies, the pipeline stages.
+// `resident`: blocks per multiprocessor at a time. `stages`: the knob for the number of stages, limited by the memory; 0: ring_stages
+// chooses.
 void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, int64_t rows, int fixed, int64_t resident, int stages) {
   plan.smem = fixed;
   if (plan.vec == 1 || !(device.bulk_copies || (device.async_copies && (!kind.centered || plan.k == 4)))) return;
@@ -146,8 +143,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
     LaunchPlan plan = plan_row(device, rows, cols, {.vec = vec, .max_block = 512, .min_block = 256});
     if (plan.path == Path::regs) {
       plan.k = std::max(2, plan.k);
-      // Wide tiles where there would be more narrow ones than multiprocessors. Share of the copy on an H100, narrow and wide: RMSNorm
-      // 512x8192 0.62 0.70, 512x5120 0.63 0.69, 512x4096 0.765 0.73, 512x2048 0.76 0.67; LayerNorm 0.605 0.685, 0.62 0.65, 0.715 0.67.
+      // Wide tiles are faster only where there would be more narrow tiles than multiprocessors (docs/measurements.md).
       const Instance& narrow = norm_backward_few.instance(vec, plan.k, 4);
       const bool wide_tiles = plan.k == 2 && few_tiles(cols, narrow) > device.multiprocessors;
       const Instance& chosen = wide_tiles ? norm_backward_few.instance(vec, plan.k, 8) : narrow;
@@ -163,7 +159,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
     const int groups = std::max(1, plan.block / plan.threads_per_row), threads = known_threads(plan);
     const int reduction = threads == whole_warps ? row_warps_floats * int(sizeof(float)) : reduction_bytes(2, plan.cluster);
     add_ring(device, plan, kind, rows, reduction, resident_blocks(plan, knobs), knobs.stages);
-    // Rows that share a block add up their sums in shared memory, in place of the ring.
+    // Rows that share a block add up their sums in shared memory at the end, in place of the pipeline stages.
     if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
     if (knobs != Knobs{}) {
       plan.partial_rows = static_cast<int>(std::min<int64_t>(plan.partial_rows, norm_partial_rows(device, rows, cols, kind.centered)));
@@ -194,8 +190,7 @@ Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int
   plan.smem = reduction_bytes(kind.centered ? 2 : 1, plan.cluster);
   check_threads(device, plan);
   if (plan.path == Path::reread) return {&norm_forward_reread, norm_forward_reread.instance(vec), rows, cols, plan, tunable};
-  // 65536x128, bf16: share of the copy 0.959 and 0.972 in two runs on an H100, 0.984 and 0.978 where the compiler knows the number of
-  // threads.
+  // Eight threads per row as a compile-time constant are faster than as a run-time number (docs/measurements.md).
   const Instance lanes{forward_lanes_bound, vec, forward_lanes_k, forward_lanes};
   const bool in_lanes = vec == 8 && norm_forward_has(kind, lanes) && plan.threads_per_row == forward_lanes && plan.k == forward_lanes_k &&
                         plan.block <= forward_lanes_bound;
@@ -211,10 +206,10 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
   if (vec > 1 && device.warp < vectors && vectors <= 2 * 512) {
     plan = norm_warps(device, rows, cols, vec, centered, knobs);
   } else {
-    // Parts of warps, single elements, rows of a cluster, and where there are none, long rows.
+    // Rows of a part of a warp, of single elements, of a cluster, and long rows on devices without clusters.
     const int max_k = !device.bulk_copies && vectors > 512 * 2 ? 4 : k;
-    const bool few = rows * 8 <= device.multiprocessors;  // then each row gets more threads
-    // A row has `least` threads or more.
+    const bool few = rows * 8 <= device.multiprocessors;  // few rows get more threads each
+    // A row has at least `least` threads, which limits how many rows a block can have.
     const int64_t least = std::min<int64_t>(next_pow2(ceil_div(vectors, max_k)), 512), most = most_rows_of_block(device, cols, centered);
     const int bound = static_cast<int>(std::min<int64_t>(least * (next_pow2(most + 1) / 2), 512));
     const RowTiling tiling{.vec = vec,
@@ -227,8 +222,8 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
   }
   plan = clustered(device, plan, rows, cols, k, 512, knobs.wanted_blocks(1));
   plan.k = std::max(plan.k, k);
-  // What a multiprocessor holds of blocks of each size. Grids that give all blocks the same number of rows take no longer and leave fewer
-  // partial rows.
+  // `resident` blocks or clusters fill the device. The grid is the smallest one with the same number of rounds: it is as fast and leaves
+  // fewer partial rows.
   const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
                                             : int64_t{device.multiprocessors} * resident_blocks(plan, knobs);
   const int64_t teams = plan.grid / plan.cluster;
@@ -252,10 +247,10 @@ int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t col
   return most;
 }
 
-// For op_plans.h.
+// The ops that op_plans.h lists.
 namespace {
 
-// A parameter is missing or of another dtype than the result; backward: dtypes of dy, dsum and x differ.
+// A parameter is missing or has another dtype than the result; backward: the dtypes of dy, dsum and x differ.
 const Fact mixed{"mixed"};
 
 Launches norm(const DeviceProfile& device, const Call& call, bool centered, int inputs) {

@@ -1,35 +1,36 @@
-// The launches of RMSNorm, add+RMSNorm and LayerNorm. `vec`: elements of an access, 1 where 16 bytes are not aligned.
+// The kernel instances and launches (launch.h) of RMSNorm, add+RMSNorm and LayerNorm. `vec`: elements per access; 1 where rows are not
+// aligned to 16 bytes.
 #pragma once
 #include "launch/launch.h"
 
 namespace liger::launch {
 
-// Floats of shared memory for sums of up to two values over rows of whole warps (RowWarps in gpu/row_warps.h): two buffers. In each a row
-// of a block has two for each of its warps, rounded up to eight: 64 for the eight rows of two warps of a block of 512 threads.
+// Floats of shared memory for sums of up to two values over rows of whole warps (RowWarps in gpu/row_warps.h): two buffers of 64. In each
+// buffer a row takes two floats per warp, rounded up to eight: 64 floats for a block of 512 threads with eight rows of two warps.
 constexpr int row_warps_floats = 2 * 64;
 
-constexpr int whole_warps = 1;  // an instance's `threads`: a row has any number of whole warps
+constexpr int whole_warps = 1;  // as an instance's `threads`: a row has any number of whole warps
 
 // The forward.
 struct NormForwardKind {
   bool centered;    // LayerNorm, which has a mean; else RMSNorm or add+RMSNorm
-  bool residual;    // two tensors are read, x and a residual
-  bool same_dtype;  // the weight, and LayerNorm's bias, are there and have the result's dtype. They get faster kernels
+  bool residual;    // the kernel reads two tensors, x and a residual
+  bool same_dtype;  // the weight, and LayerNorm's bias, are present and have the result's dtype. These calls get faster kernels
 };
-constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // the most vectors that a thread has in registers
-// Rows of a cluster: how many of its blocks a multiprocessor should hold. Four of LayerNorm, which loads weight and bias late; three of
-// RMSNorm, whose threads hold the weights in registers, too; two if two tensors are read, which a kernel for parameters of any dtype may
-// always do.
+constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // the most vectors that a thread holds in registers
+// The occupancy for rows of a cluster, in blocks per multiprocessor. Four for LayerNorm, which loads weight and bias late; three for
+// RMSNorm, whose threads also hold the weights in registers; two for a kernel that reads two tensors. A kernel for parameters of any dtype
+// may read a residual, so it also has two.
 constexpr int cluster_blocks(NormForwardKind kind) { return kind.centered ? 4 : kind.residual || !kind.same_dtype ? 2 : 3; }
 
-// 16-bit rows of RMSNorm whose vectors are far from a power of two: whole warps, with three vectors per thread, in blocks of a row each. A
-// multiprocessor should hold five blocks of the largest size: 48 registers are enough for a thread.
+// 16-bit rows of RMSNorm whose number of vectors is far from a power of two: one row per block, of whole warps with three vectors per
+// thread. 48 registers are enough for a thread, so that a multiprocessor holds five blocks of the largest size.
 constexpr int forward_warps_k = 3, forward_warps_bound = 256, forward_warps_blocks = 5;
-// 16-bit rows of RMSNorm of two vectors for each of eight threads, whose number the compiler knows: heads of queries and keys, of 128
-// columns. Three blocks of 512 threads: 40 registers.
+// 16-bit rows of RMSNorm with 128 columns (heads of queries and keys): eight threads with two vectors each, a compile-time constant. 40
+// registers are enough for a thread, so that a multiprocessor holds three blocks of 512 threads.
 constexpr int forward_lanes = 8, forward_lanes_k = 2, forward_lanes_bound = 512, forward_lanes_blocks = 3;
 
-// threads: the most threads of a block, which in clusters is cluster_block; or whole_warps, or forward_lanes.
+// threads: the launch bound, which for clusters is cluster_block; or whole_warps, or forward_lanes.
 inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{row_threads, 1, 4, row_threads},
                                                Instance{row_threads, wide, 1, row_threads}, Instance{row_threads, wide, 2, row_threads},
                                                Instance{row_threads, wide, 4, row_threads}, Instance{row_threads, wide, 8, row_threads},
@@ -37,7 +38,7 @@ inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{
                                                Instance{forward_lanes_bound, 8, forward_lanes_k, forward_lanes},
                                                Instance{cluster_block, wide, 8, cluster_block, true});
 inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
-// Is this instance compiled for this kind?
+// Returns whether this instance is compiled for this kind.
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& of) {
   if (of.threads == whole_warps || of.threads == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
   return of.vec > 1 || !kind.same_dtype;
@@ -48,35 +49,36 @@ Launch norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, N
 // The backward.
 struct NormBackwardKind {
   bool centered, mixed;  // centered: LayerNorm; mixed: dy, dsum and z do not all have one dtype
-  bool frozen;  // no parameter wants a gradient, and the weight is of z's type
-  int inputs;  // how many tensors are read: dy, z and perhaps dsum
+  bool frozen;  // no parameter needs a gradient, and the weight has z's dtype
+  int inputs;  // number of tensors that the kernel reads: dy, z and, if present, dsum
 };
 
-// Persistent blocks, whose registers hold sums over rows for their columns: one set (dweight), or two if centered (LayerNorm: dbias). Each
-// block, or cluster, writes one partial row.
+// Persistent blocks whose registers hold sums over rows, for their columns: dweight, and for LayerNorm (centered) dbias. Each block, or
+// cluster, writes one partial row.
 LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& = {});
 inline constexpr Kernel norm_backward_rows("NormBackwardRows", Instance{512, wide, 2}, Instance{512, wide, 4});
-// threads: of a row of a tile of columns, with a vector each. Four: 64 bytes, two sectors. Eight: half as many tiles.
+// threads: the threads that read a row of a tile of columns, one vector each. Four threads read 64 bytes, two sectors; with eight there are
+// half as many tiles.
 inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide, 2, 4}, Instance{512, wide, 2, 8},
                                           Instance{512, wide, 4, 4});
 constexpr int64_t few_tiles(int64_t cols, const Instance& of) { return ceil_div(cols, of.threads * of.vec); }
-// threads: of a row in a block, as far as the compiler knows them. 0: a part of a warp, or single elements; whole_warps: any number of
-// warps; 512: blocks of a cluster, or where there are none, blocks of long rows with four vectors per thread.
+// threads: the threads of a row in a block, as a template argument. 0: a part of a warp, or rows of single elements; whole_warps: any
+// number of warps; 512: a block of a cluster or, on devices without clusters, of a long row with four vectors per thread.
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
                                                 Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps, true},
                                                 Instance{512, wide, 2, 512}, Instance{512, wide, 4, 512});
-// Does this instance read each row twice from its ring in shared memory, where asynchronous copies bring the rows? LayerNorm's two sums for
-// each of 32 columns take so many registers that they do not hold the row, too.
+// Returns whether this instance reads each row twice from its pipeline stage in shared memory, where asynchronous copies fetch the rows.
+// LayerNorm's two sums for each of a thread's 32 columns leave too few registers to hold the row.
 constexpr bool norm_backward_reads_twice(bool centered, int vec, int k) { return centered && vec == 8 && k == 4; }
 inline constexpr Kernel norm_backward_means("NormBackwardMeans", Instance{row_threads, 1}, Instance{row_threads, wide});
 inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
 struct NormBackwardLaunches {
-  Launch means;  // NormBackwardMeans, which runs before NormBackwardTiles if dz is wanted
+  Launch means;  // NormBackwardMeans: runs before NormBackwardTiles if dz is requested
   Launch main;   // NormBackwardRows, NormBackwardFew or NormBackwardRegisters; NormBackwardTiles if plan.path is reread
 };
 NormBackwardLaunches norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind, const Knobs* = nullptr);
-// An upper bound of the partial rows that either path writes, at any alignment and with any knobs.
+// The most partial rows that either path writes, at any alignment and with any knobs.
 int64_t norm_partial_rows(const DeviceProfile&, int64_t rows, int64_t cols, bool centered);
 
 }  // namespace liger::launch

@@ -8,7 +8,7 @@
 namespace liger::launch {
 namespace {
 
-// Filled before main(), by the files of the ops.
+// Filled during static initialisation, by the constants in launch/<op>.cpp.
 std::vector<const Planned*>& all_planned() {
   static std::vector<const Planned*> all;
   return all;

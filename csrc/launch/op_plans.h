@@ -1,5 +1,5 @@
-// The launches of whole ops, for Python: the doctor shows them, tests ask whether they are legal and cover everything, both for GPUs that
-// nobody here has.
+// The launches of whole ops, for Python. The doctor shows them, and tests check that they are legal and cover all of the work, for any GPU,
+// whether or not it is available.
 #pragma once
 #include <functional>
 #include <map>
@@ -11,25 +11,25 @@
 
 namespace liger::launch {
 
-// A property of a call on which an op's launches depend, beside what every call has (Call): a number, or 0 and 1. Each is a constant in
+// A property of a call on which an op's launches depend, in addition to the fields of Call: a number, or 0 or 1. Each fact is a constant in
 // launch/<op>.cpp, or here if several ops use it.
 struct Fact {
   explicit Fact(const char* name, int64_t otherwise = 0);
   Fact(const Fact&) = delete;
 
   const char* const name;
-  const int64_t otherwise;  // the value for a call that does not state it
+  const int64_t otherwise;  // the default, for a call that does not set the fact
 };
 inline const Fact bias{"bias"};
-inline const Fact frozen{"frozen"};  // backward: no parameter wants a gradient, and the weight is of x's type
+inline const Fact frozen{"frozen"};  // backward: no parameter needs a gradient, and the weight has x's dtype
 
-// A call of an op, as far as its launches depend on it.
+// The properties of an op's call on which its launches depend.
 struct Call {
   int64_t rows = 1, cols = 1;  // of x, gate, logits; rope: positions and head_dim; fused loss: tokens and vocabulary
   int element_bytes = 2;
   bool aligned = true;  // 16-byte accesses fit all rows
   bool contiguous = true;  // no gaps between rows
-  Knobs knobs;  // for those of its launches that take knobs
+  Knobs knobs;  // for the launches that take knobs
   std::map<std::string, int64_t, std::less<>> facts;  // by their names
 
   int64_t operator[](const Fact& fact) const {
@@ -39,13 +39,13 @@ struct Call {
 };
 
 inline int wide_vec(const Call& call) { return 16 / call.element_bytes; }
-// Elements per access for a kernel whose rows must be whole vectors.
+// Elements per access for a kernel that uses vectors only if rows are aligned and consist of whole vectors.
 inline int row_vec(const Call& call) { return call.aligned && call.cols % wide_vec(call) == 0 ? wide_vec(call) : 1; }
 inline bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 
 using Launches = std::vector<Launch>;
 
-// Registers an op, or the backward of one, for the functions below: the function that makes its launches, and all kernels that they may
+// Registers an op, or an op's backward, for the functions below: the function that returns its launches, and all kernels that it may
 // launch. Each is a constant in launch/<op>.cpp.
 struct Planned {
   Planned(const char* op, Launches (*launches)(const DeviceProfile&, const Call&), std::vector<const Kernel*> kernels);
@@ -56,8 +56,8 @@ struct Planned {
   const std::vector<const Kernel*> kernels;
 };
 
-// The launches of an op, in order. Matmuls are not among them, since cuBLAS or hipBLAS launches them. Those of a fused loss are of its
-// first chunk. Throws std::invalid_argument for an unknown op or fact, with a list of those that exist.
+// Returns the launches of an op, in order, without matmuls, which cuBLAS or hipBLAS launches. The chunks of a fused loss between the first
+// and the last are equal and are listed once. Throws std::invalid_argument for an unknown op or fact, with a list of the known ones.
 Launches plans(std::string_view op, const DeviceProfile&, const Call&);
 std::vector<std::string> planned_ops();
 // All kernels, with their instances.

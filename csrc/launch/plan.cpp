@@ -13,7 +13,7 @@ int grid_of(int64_t blocks) {
 
 namespace {
 
-// How many clusters are on the device at a time, if each multiprocessor holds `blocks` of their blocks.
+// How many clusters are resident on the device, if each multiprocessor holds `blocks` of their blocks.
 int resident_clusters(const DeviceProfile& device, int64_t cluster, int blocks = 1) {
   for (int i = 0; i < 4; ++i)
     if (cluster == 1 << i) return device.resident_clusters[blocks - 1][i];
@@ -52,14 +52,14 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   plan.vec = tiling.vec;
   const int max_block = std::min(tiling.max_block, device.max_block_threads), bound = std::min(tiling.bound, device.max_block_threads);
   const int64_t vectors = std::max<int64_t>(1, ceil_div(cols, tiling.vec));
-  // At least as many threads as read 128 bytes together.
+  // At least as many threads as read 128 contiguous bytes.
   const int64_t coalesced = std::min<int64_t>(next_pow2(vectors), 8);
   const auto most_k = [&](int64_t threads) {
     return tiling.long_k > 0 && threads >= tiling.long_from ? std::min(tiling.long_k, tiling.max_k) : tiling.k;
   };
   int64_t threads = std::min<int64_t>(coalesced, max_block);
   while (threads < max_block && threads * most_k(threads) < vectors) threads *= 2;
-  // At least as many as hold the row, if a block can; at most one per vector.
+  // At least as many threads as hold the row, if a block can hold it; at most one per vector.
   const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
   const int64_t least = holding > bound ? std::min(tiling.min_block, bound) : std::max(coalesced, holding);
   threads = settled_pow2(threads, knobs.threads, least, std::min<int64_t>(next_pow2(vectors), bound));
@@ -81,7 +81,7 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
   const bool few = few_rows(device, rows);
   if (few) tiling.k = 1, tiling.long_k = 0, tiling.max_block = tiling.bound;
   LaunchPlan plan = plan_row(device, rows, cols, tiling, knobs);
-  const int blocks = plan.path != Path::regs || (!few && vectors >= cluster_from) ? 2 : 1;  // or more, if it takes more to hold the row
+  const int blocks = plan.path != Path::regs || (!few && vectors >= cluster_from) ? 2 : 1;  // clustered() takes more if the row needs more
   if (plan.path != Path::regs)
     plan = plan_row(device, rows, cols,
                     {.vec = tiling.vec, .max_k = tiling.max_k, .max_block = tiling.bound, .bound = tiling.bound, .k = tiling.max_k}, knobs);
@@ -147,7 +147,8 @@ RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_hea
   plan.q_slots = static_cast<int>(ceil_div(q_heads, heads_per_thread));
   plan.k_slots = static_cast<int>(ceil_div(k_heads, heads_per_thread));
   plan.launch.threads_per_row = plan.lanes * (plan.q_slots + plan.k_slots);
-  const int64_t most = ((int64_t{1} << 31) - plan.launch.block) / std::max(1, plan.launch.threads_per_row);  // the last block's, too
+  // Thread numbers fit 31 bits, also those of the last block's idle threads.
+  const int64_t most = ((int64_t{1} << 31) - plan.launch.block) / std::max(1, plan.launch.threads_per_row);
   plan.positions = std::clamp<int64_t>(most, 1, std::max<int64_t>(1, positions));
   plan.launch.grid = grid_of(ceil_div(plan.positions * plan.launch.threads_per_row, plan.launch.block));
   return plan;
@@ -167,7 +168,7 @@ LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, in
 LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash,
                        const Knobs& knobs) {
   constexpr int vectors_per_thread = 8, max_resident = 2;
-  // Small blocks overlap more rows on a multiprocessor; large ones where shared memory holds few rows, or there are few.
+  // Small blocks let a multiprocessor overlap more rows. Blocks are larger where shared memory holds few rows, or the call has few.
   const int max_threads = stash || few_rows(device, rows) ? 512 : rows < 4 * device.multiprocessors ? 256 : 128;
   LaunchPlan plan;
   plan.warp = device.warp;
@@ -185,7 +186,8 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   spread(max_threads);
   plan.k = 0;
   plan.smem = plan.shared_offset = shared_bytes;
-  // As many blocks on a multiprocessor as leave no more unstashed than the L2 holds; the last resort is one large block.
+  // As many blocks per multiprocessor as possible, while four fifths of the L2 hold all vectors that are not stashed. The last resort is
+  // one large block.
   for (int64_t resident = settled(max_resident, knobs.resident, 1, max_resident); stash && resident >= 1; --resident) {
     if (resident == 1 && plan.threads_per_row == max_threads) spread(2 * max_threads);
     const int64_t room = shared_room(device, resident) - shared_bytes;
@@ -207,7 +209,7 @@ LaunchPlan plan_block_sum(const DeviceProfile& device, int64_t n, int bytes) {
   plan.warp = device.warp;
   plan.block = static_cast<int>(std::min<int64_t>(std::max<int64_t>(next_pow2(ceil_div(n, 4)), 64), device.max_block_threads));
   plan.threads_per_row = plan.block;
-  plan.smem = 32 * bytes;  // of each warp
+  plan.smem = 32 * bytes;  // a block has up to 32 warps
   return plan;
 }
 

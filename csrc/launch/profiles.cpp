@@ -1,14 +1,14 @@
-// Sources.
+// The reference profiles, and the sources of their figures:
 //   CG   CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": warp 32, 1,024 threads a block, 65,536 registers
-//        a multiprocessor, 48 KB of shared memory a block without opting in, shared memory a multiprocessor, and a block's most: all
-//        of it on 7.x, 1 KB less from 8.0 on.
+//        a multiprocessor, 48 KB of shared memory a block without opting in, shared memory a multiprocessor, and the most that a block
+//        can have: all of the multiprocessor's on 7.x, 1 KB less from 8.0 on.
 //   WP   NVIDIA's whitepapers: Volta (V100), Turing and the T4 datasheet, Ampere GA100 (A100), Ampere GA102 (RTX 3070 in its appendix),
 //        Ada (RTX 4090) and the L4 datasheet, Hopper (H100), H200 datasheet, RTX Blackwell (RTX 5090).
-//   DQ   deviceQuery's output on such a GPU, as published: RTX 5090 (NVIDIA/nccl issue 1637), B200 (pytorch/ao pull request 4002).
+//   DQ   Published output of deviceQuery: RTX 5090 (NVIDIA/nccl issue 1637), B200 (pytorch/ao pull request 4002).
 //   AS   AMD's "GPU hardware specifications" (rocm.docs.amd.com, reference/gpu-arch-specs): compute units, wavefront, LDS, L2, registers.
-//   HI   what HIP reports: RX 7900 XT 42 processors of two compute units (ROCm/hip issue 3198), so for all of RDNA; MI300X 4 MB of L2,
-//        one die's (ROCm/ROCm issue 4203).
-// Memory is what is sold: a driver keeps a little of it.
+//   HI   Values that HIP reports: RX 7900 XT 42 processors of two compute units (ROCm/hip issue 3198), and likewise on all of RDNA;
+//        MI300X 4 MB of L2, the L2 of one die (ROCm/ROCm issue 4203).
+// Memory sizes are the vendors' figures; a driver reserves a little of the memory.
 #include "launch/profiles.h"
 
 #include <cctype>
@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t KiB = 1 << 10, MiB = 1 << 20, GiB = 1 << 30;
 
 struct Clusters {
-  int of[4] = {};  // of 1, 2, 4 and 8 blocks
+  int of[4] = {};  // clusters of 1, 2, 4 and 8 blocks
 };
 
 DeviceProfile named(const char* name, Vendor vendor, int arch, int multiprocessors, int64_t l2, int64_t memory) {
@@ -37,18 +37,18 @@ DeviceProfile named(const char* name, Vendor vendor, int arch, int multiprocesso
   return profile;
 }
 
-// CG for everything that the compute capability decides.
+// Source CG for everything that depends on the compute capability alone.
 DeviceProfile nvidia(const char* name, int arch, int multiprocessors, int64_t shared, int64_t l2, int64_t memory, Clusters clusters = {}) {
   DeviceProfile profile = named(name, Vendor::nvidia, arch, multiprocessors, l2, memory);
   profile.shared_per_multiprocessor = int(shared);
   profile.shared_per_block_optin = int(arch < 80 ? shared : shared - KiB);
-  for (int blocks = 1; blocks <= 3; ++blocks)  // at least as many times as many where a multiprocessor holds several blocks
+  for (int blocks = 1; blocks <= 3; ++blocks)  // with n blocks per multiprocessor the device holds at least n times as many clusters
     for (int i = 0; i < 4; ++i) profile.resident_clusters[blocks - 1][i] = blocks * clusters.of[i];
   return profile;
 }
 
-// AS: `registers` in KiB are a register file's bytes, a fourth as many registers. 64 KiB of LDS is what a group may have before gfx950,
-// and HIP has no opting in.
+// Source AS. `registers` are the bytes of a register file, four for each register. Before gfx950 a group may have 64 KiB of LDS; HIP has no
+// opting in to more.
 DeviceProfile amd(const char* name, int arch, int warp, int multiprocessors, int64_t lds, int64_t registers, int64_t l2, int64_t memory) {
   DeviceProfile profile = named(name, Vendor::amd, arch, multiprocessors, l2, memory);
   profile.warp = warp;
@@ -57,11 +57,11 @@ DeviceProfile amd(const char* name, int arch, int warp, int multiprocessors, int
   return profile;
 }
 
-// Clusters at a time. H200: cudaOccupancyMaxActiveClusters on one. The others are what every such chip has at least: a cluster lies in
-// one group of multiprocessors (GPC), groups consist of pairs, and the least clusters fit where as many groups as possible leave a
-// remainder. H100: 132 in 8 groups of at most 18 (WP), so 5 of 18 and 3 of 14. RTX 5090: 170 in 11 groups of at most 16 (WP), so 8 of
-// 16 and 3 of 14. B200: 148 in 8 groups of at most 20 (not confirmed), so 6 of 20 and 2 of 14 for clusters of 8, and 2 of 20 and 6 of
-// 18 for those of 4. A driver that counts more gives larger grids.
+// Resident clusters. H200: cudaOccupancyMaxActiveClusters on one H200. The others are lower bounds for every chip of the model. A cluster
+// lies in one group of multiprocessors (GPC), and a group consists of pairs of them. The fewest clusters fit if as many groups as possible
+// leave a remainder. H100: 132 multiprocessors in 8 groups of at most 18 (WP), at worst 5 of 18 and 3 of 14. RTX 5090: 170 in 11 groups of
+// at most 16 (WP), at worst 8 of 16 and 3 of 14. B200: 148 in 8 groups of at most 20 (not confirmed), at worst 6 of 20 and 2 of 14 for
+// clusters of 8, and 2 of 20 and 6 of 18 for clusters of 4. Where a driver counts more clusters, grids are larger.
 constexpr Clusters h100{{132, 66, 29, 13}}, h200{{132, 66, 32, 15}}, b200{{148, 74, 34, 14}}, rtx5090{{170, 85, 41, 19}};
 
 std::vector<DeviceProfile> all() {

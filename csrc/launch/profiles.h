@@ -1,4 +1,4 @@
-// Reference profiles: GPUs that plans are made, shown and tested for on machines that do not have them.
+// Reference profiles: profiles of common GPUs, for which plans are computed, shown and tested on machines without these GPUs.
 #pragma once
 #include <string_view>
 #include <vector>
@@ -7,10 +7,11 @@
 
 namespace liger::launch {
 
-// By age within a vendor; sources of the figures are in profiles.cpp.
+// All profiles, ordered by vendor and by age within a vendor. profiles.cpp names the sources of the figures.
 const std::vector<DeviceProfile>& reference_profiles();
 
-// The one of this name, whatever its case, spaces and dashes ("RTX 3070", "rtx3070"); std::invalid_argument lists the names there are.
+// The profile of this name, regardless of case, spaces and dashes ("RTX 3070", "rtx3070"). Throws std::invalid_argument, which lists the
+// known names, if there is none.
 const DeviceProfile& reference_profile(std::string_view name);
 
 }  // namespace liger::launch

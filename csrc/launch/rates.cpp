@@ -1,5 +1,6 @@
-// Operations and bytes per second of the data sheets, dense and with fp32 sums. Operations are multiplied by 0.875, the share that one H100
-// 80 GB (SXM5) reached under its power limit (docs/measurements.md): it is the only GPU whose rates were measured. CPU: two server cores.
+// The table of rates: operations per second (dense, with fp32 sums) and bytes per second of GPUs' data sheets. Operations are multiplied by
+// 0.875, the share that an H100 80 GB (SXM5) reached under its power limit (docs/measurements.md). No other GPU's rates were measured. The
+// CPU's rates are those of two server cores.
 #include "launch/rates.h"
 
 #include <cstdlib>
@@ -22,7 +23,7 @@ constexpr Sheet sheets[] = {
 };
 constexpr double reached = 0.875, launch_seconds = 4e-6;
 
-// How unlike two GPUs of one vendor are: by architecture, then by size.
+// The distance between two GPUs of one vendor: by architecture, then by size.
 int64_t distance(const DeviceProfile& a, const DeviceProfile& b) {
   return std::abs(int64_t{a.arch} - b.arch) * 10000 + std::abs(a.multiprocessors - b.multiprocessors) + (a.memory_bytes < b.memory_bytes);
 }

@@ -11,7 +11,7 @@ Launch relu_squared(const DeviceProfile& device, const Kernel& kernel, int64_t r
   return row_tiles(device, kernel, {rows, cols, vec, relu_squared_k, false, contiguous}, tunable, knobs);
 }
 
-// For op_plans.h.
+// The ops that op_plans.h lists.
 namespace {
 
 template <const Kernel& Of> Launches planned(const DeviceProfile& device, const Call& call) {

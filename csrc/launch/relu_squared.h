@@ -1,4 +1,4 @@
-// The launches of squared ReLU.
+// The kernel instances and launches of squared ReLU (launch.h).
 #pragma once
 #include "launch/launch.h"
 
@@ -11,7 +11,7 @@ inline constexpr Kernel relu_squared_forward("ReluSquaredForwardKernel", Instanc
 inline constexpr Kernel relu_squared_backward("ReluSquaredBackwardKernel", Instance{independent_threads, 1},
                                               Instance{independent_threads, wide});
 
-// `kernel` is one of the two kernels above. The other arguments are those of row_tiles (elementwise.h).
+// kernel: one of the two above. row_tiles (elementwise.h) explains the other arguments.
 Launch relu_squared(const DeviceProfile&, const Kernel& kernel, int64_t rows, int64_t cols, int vec, bool contiguous,
                     const Knobs* = nullptr);
 

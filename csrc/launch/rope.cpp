@@ -21,11 +21,11 @@ RopeLaunch rope(const DeviceProfile& device, const RopeShape& of, int64_t done, 
   return {{&kernel, kernel.instance(vec), plan.positions, of.head_dim, plan.launch, tunable}, plan.lanes, plan.q_slots, plan.k_slots};
 }
 
-// For op_plans.h.
+// The ops that op_plans.h lists.
 namespace {
 
 const Fact q_heads{"q_heads", 1}, k_heads{"k_heads", 1}, rotary_dim{"rotary_dim"},
-    interleaved{"interleaved"};  // rotary_dim 0: all of the head
+    interleaved{"interleaved"};  // rotary_dim 0: all columns of a head
 
 Launches rotary(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};

@@ -10,25 +10,23 @@ namespace {
 struct Direction {
   const Kernel &registers, &any_length;
   int k;       // the most vectors of each input in a thread's registers
-  int inputs;  // x; or dy and y
+  int inputs;  // number of tensors that the kernel reads: x; or dy and y
   Tunable tunable;
 };
 
-// A row of more vectors is given to several blocks. Forward, bf16, share of the copy on an H100: 4096x16384 (2,048 vectors) 0.99 in one
-// block and 0.98 in two, 4096x20000 0.975 and 0.98, 4096x24576 0.98 and 0.99.
+// Several blocks share rows of more vectors than this, which is then faster (docs/measurements.md).
 constexpr int64_t most_in_block = 2048;
-// The same in calls of few rows, which several blocks make faster: 8x8192 (1,024 vectors) 6.4 us in one block and in four, 8x16384 6.9
-// and 6.3.
+// The same for calls of few rows.
 constexpr int64_t most_in_block_of_few = 1024;
-// A row that is not whole vectors takes min_edge_threads threads, with four vectors each or more. Shorter ones are read element by
-// element.
+// A row that does not consist of whole vectors takes at least min_edge_threads threads with at least four vectors each. Shorter rows are
+// read element by element.
 constexpr int64_t least_with_edges = 4 * min_edge_threads;
 
-// The blocks that share a row: a power of two that the device has clusters of.
+// The number of blocks that share a row: 1, or the size of a cluster that the device supports.
 int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
   const bool few = few_rows(device, of.rows);
   const int64_t vectors = of.cols / of.vec;
-  // Blocks of 256 threads: as few as hold the row in registers or, if there are few rows, as many as leave each thread one vector.
+  // Blocks of 256 threads: as few as hold the row in registers or, for few rows, as many as give each thread one vector.
   const int64_t holding = next_pow2(ceil_div(vectors, 256 * k)), most = next_pow2(ceil_div(vectors, 256));
   const int64_t own = vectors <= (few ? most_in_block_of_few : most_in_block) ? 1 : few ? most : holding;
   const int64_t asked = knobs.wanted_blocks(own);
@@ -40,8 +38,8 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
   return blocks;
 }
 
-// Rows of which each has a block, or a part of one: four vectors per thread, and more where that would take more than 2,048 / k threads; in
-// calls of few rows one vector, if that is possible.
+// A row has a block, or shares one with other rows: four vectors per thread, and more where that would take more than 2,048 / k threads. In
+// calls of few rows one vector per thread, as far as a block has enough threads.
 LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
   const int preferred_block = static_cast<int>(most_in_block) / k;
   const bool few = few_rows(device, of.rows), large = few || of.vec == 1;
@@ -51,29 +49,29 @@ LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& of, in
   return plan;
 }
 
-// Any row: in registers, k vectors per thread, and in shared memory as far as there is some. The plan's k counts the vectors of both.
+// Any row: plan.k vectors per thread are in registers, and plan.slots in shared memory, as many as fit. The kernel reads the others twice
+// (path reread).
 LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, int k, int inputs, const Knobs& knobs) {
   const int64_t vectors = std::max<int64_t>(1, of.cols / of.vec), blocks = blocks_of_row(device, of, k, knobs);
   const bool few = few_rows(device, of.rows);
   int64_t threads;  // of a block for the row
   if (blocks > 1) {
-    // Four blocks of 256 threads on a multiprocessor overlap better than two of 512 (forward 4096x50257: 0.97 and 0.73), but not where
-    // shared memory would hold more than two vectors per thread (backward 4096x262144: 0.81 and 1.00). Few rows have nothing to overlap
-    // with.
+    // Four blocks of 256 threads on a multiprocessor overlap better than two of 512, except where shared memory would hold more than two
+    // vectors per thread. Few rows have nothing to overlap with.
     const bool small = vectors <= blocks * (few ? 512 : 256 * (k + 2));
     threads = settled_pow2(small ? 256 : 512, knobs.block, 256, 512);
   } else {
-    // As many vectors per thread as registers hold (forward 16384x4001: eight 0.96, four 0.93).
+    // As many vectors per thread as registers hold: fewer vectors in more threads are slower.
     const int64_t holding = std::clamp<int64_t>(next_pow2(ceil_div(vectors, k)), min_edge_threads, 1024);
     threads = settled_pow2(std::clamp<int64_t>(few ? next_pow2(vectors) : holding, holding, 1024), knobs.threads, holding, 1024);
   }
-  // The same threads and blocks as for rows of one vector per thread.
+  // plan_row chooses block and grid, as for rows with one vector per thread.
   const Knobs rows_of_block{.block = blocks > 1 ? 0 : knobs.block};
   LaunchPlan plan = plan_row(device, of.rows * blocks, threads * of.vec, {.vec = of.vec, .max_k = 1, .k = 1}, rows_of_block);
   plan.cluster = static_cast<int>(blocks);
   plan.threads_per_row = static_cast<int>(threads * blocks);
   plan.shared_offset = plan.smem = reduction_bytes(2, plan.cluster);
-  // A multiprocessor's shared memory is divided among as many blocks as its registers have room for: 1,024 threads of 64.
+  // A multiprocessor's shared memory is divided among the blocks that its registers have room for: 1,024 threads with 64 registers each.
   const int64_t slot = int64_t{plan.block} * inputs * 16, resident = std::max(1, 1024 / plan.block);
   const int64_t room = shared_room(device, resident) - plan.smem;
   const int64_t missing = std::max<int64_t>(0, ceil_div(vectors, plan.threads_per_row) - k);
@@ -112,7 +110,7 @@ Launch softmax_backward(const DeviceProfile& device, const SoftmaxShape& of, con
   return softmax(device, of, {softmax_backward_registers, softmax_backward_long, softmax_backward_k, 2, "softmax_backward"}, knobs);
 }
 
-// For op_plans.h.
+// The ops that op_plans.h lists.
 namespace {
 
 template <auto Of> Launches over_rows(const DeviceProfile& device, const Call& call) {

@@ -1,14 +1,15 @@
-// The launches of softmax.
+// The kernel instances and launches of softmax (launch.h).
 #pragma once
 #include "launch/launch.h"
 
 namespace liger::launch {
 
-// The most vectors of each input that a thread has in registers: eight of x, or four of dy and four of y. In clusters every thread
-// has that many.
+// The most vectors of each input that a thread holds in registers: eight of x, or four of dy and four of y. The instances for clusters
+// have exactly this many.
 constexpr int softmax_forward_k = 8, softmax_backward_k = 4;
 
-// Rows of whole vectors that registers hold; and rows of any length at any address, which have shared memory, too.
+// softmax_registers: rows of whole vectors that registers hold. softmax_long: rows of any length at any address, in registers and shared
+// memory. Likewise for the backward.
 inline constexpr Kernel softmax_registers("SoftmaxRegisters", Instance{row_threads, 1, 4}, Instance{row_threads, wide, 1},
                                           Instance{row_threads, wide, 2}, Instance{row_threads, wide, 4}, Instance{row_threads, wide, 8});
 inline constexpr Kernel softmax_long("SoftmaxLong", Instance{row_threads, 1, 4}, Instance{row_threads, wide, softmax_forward_k});
@@ -19,8 +20,8 @@ inline constexpr Kernel softmax_backward_long("SoftmaxBackwardLong", Instance{ro
 
 struct SoftmaxShape {
   int64_t rows, cols;
-  int vec;     // elements of 16 bytes, if all tensors' rows are equally far from a multiple of 16 bytes; else 1
-  bool whole;  // all rows are aligned to 16 bytes, and consist of whole vectors
+  int vec;     // elements per access: 16 bytes, if all tensors' rows start at the same offset from a multiple of 16 bytes; else 1
+  bool whole;  // all rows are aligned to 16 bytes and consist of whole vectors
 };
 Launch softmax_forward(const DeviceProfile&, const SoftmaxShape&, const Knobs* = nullptr);
 Launch softmax_backward(const DeviceProfile&, const SoftmaxShape&, const Knobs* = nullptr);

@@ -1,10 +1,10 @@
-// Activations, their derivatives, and softcap; one text for CPU vectors and GPU scalars.
+// Activations and their derivatives, as templates that CPU vectors and GPU scalars share.
 //
 // V is a float, a double or a SIMD vector of them. M is the backend's arithmetic, a struct of static functions on V:
 //   using scalar = float or double;   V exp(V);   V tanh(V);   V normal_cdf(V)   (Phi, the standard normal distribution)
-// so that a GPU can choose its fast instructions, and no function is looked up by accident.
-// Where a usual form subtracts nearly equal numbers for negative x (1 + tanh, 1 + erf), an equal one that does not is used.
-// `exact`: nor for positive x (1 - sigmoid), at the price of a few instructions, whose gain 16-bit results could not show.
+// So a GPU can choose its fast instructions, and overload resolution cannot choose another function by accident.
+// The usual formulas with 1 + tanh or 1 + erf subtract nearly equal numbers for negative x; equivalent formulas avoid this.
+// `exact` also avoids 1 - sigmoid for positive x, with a few more instructions. 16-bit results are too coarse to benefit from it.
 #pragma once
 #include "math/qualifiers.h"
 
@@ -19,7 +19,7 @@ template <class M, class V> LIGER_FN V sigmoid(V x) {
   return S(1) / (S(1) + M::exp(-x));
 }
 
-// x * sigmoid(v) and its derivative, where dv is that of v, times x; from the smaller one of sigmoid(v) and 1 - sigmoid(v).
+// x * sigmoid(v) and its derivative, computed from the smaller one of sigmoid(v) and 1 - sigmoid(v). dv: x times the derivative of v.
 template <class M, class V> LIGER_FN ValueAndSlope<V> sigmoid_times(V x, V v, V dv) {
   using S = typename M::scalar;
   const V e = M::exp(v < S(0) ? v : -v), smaller = e / (S(1) + e);
@@ -41,8 +41,8 @@ template <class M, bool exact> struct Silu {
   }
 };
 
-// 0.5 * x * (1 + tanh(u)), u = sqrt(2 / pi) * (x + 0.044715 * x^3); arXiv:1606.08415. Computed as x * sigmoid(2 * u), the same
-// function.
+// 0.5 * x * (1 + tanh(u)), u = sqrt(2 / pi) * (x + 0.044715 * x^3); arXiv:1606.08415. Computed as x * sigmoid(2 * u), which is the
+// same function.
 template <class M, bool exact> struct GeluTanh {
   using S = typename M::scalar;
   static constexpr S slope0 = S(1.5957691216057308), cubic = S(0.044715);  // 2 * sqrt(2 / pi)

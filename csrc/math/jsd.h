@@ -1,8 +1,9 @@
-// A column's part of the generalised Jensen-Shannon divergence (kernels/jsd.h), and of its gradient; one text for CPU vectors and GPU
-// scalars. V and M are those of math/activation.h; of M: exp(V), and log(V) of numbers from the smallest normal one to 0.8.
+// One column's term of the generalised Jensen-Shannon divergence (kernels/jsd.h) and of its gradient, as templates that CPU vectors and GPU
+// scalars share. V and M as in math/activation.h; M provides exp(V), and log(V) for arguments from the smallest normal number to 0.8.
 //
-// Nearly equal probabilities cancel in log M - y of the definition. Here the larger one is a factor: with t = |x - y|, and c the smaller
-// one's weight in M, log M is max(x, y) + log1p(c * expm1(-t)), whose second term has its own relative precision.
+// For nearly equal probabilities, y - log M in the definition cancels. Here log M is computed relative to the larger log-probability: with
+// t = |x - y|, and c the weight in M of the smaller probability, log M = max(x, y) + log1p(c * expm1(-t)). The second term keeps its full
+// relative precision.
 #pragma once
 #include "math/qualifiers.h"
 
@@ -13,23 +14,24 @@ constexpr Divergence divergence_of(double beta) {
   return beta == 0 ? Divergence::forward_kl : beta == 1 ? Divergence::reverse_kl : Divergence::mixture;
 }
 
-// The probability of a logarithm below this is 0 in any dtype. So nothing changes but that differences of -inf are finite; a NaN stays one.
+// The larger of v and -1e4, so that differences of -inf are finite. Results do not change, because the probability of a smaller logarithm
+// is 0 in any dtype. A NaN remains NaN.
 template <class M, class V> LIGER_FN V floored(V v) {
   const V floor = V{} + typename M::scalar(-1e4);
   return v < floor ? floor : v;
 }
 
-// beta and 1 - beta, each at least the smallest normal number: M is never 0 then.
+// beta and 1 - beta, each at least the smallest normal number, so that M is never 0.
 template <class S> struct JsdWeights {
   S p, q;
   explicit JsdWeights(double beta) : p(at_least_normal(S(beta))), q(at_least_normal(S(1 - beta))) {}
   static S at_least_normal(S v) { return v < S(1.2e-38) ? S(1.2e-38) : v; }
 };
 
-// Two log-probabilities, and their mixture M relative to the larger one: m = M / max(P, Q) and its logarithm.
+// The mixture M of two probabilities, relative to the larger one: m = M / max(P, Q) and its logarithm.
 template <class M, class V> struct JsdMixture {
   using S = typename M::scalar;
-  V top, t, c, e, m, log_m;  // e: exp(-t), the smaller one relative to the larger one
+  V top, t, c, e, m, log_m;  // top: max(x, y); e: exp(-t), the smaller probability relative to the larger one
   LIGER_FN JsdMixture(V x, V y, const JsdWeights<S>& weights) {
     const V d = x - y, p = V{} + weights.p, q = V{} + weights.q;
     top = d <= S(0) ? y : x;
@@ -42,8 +44,8 @@ template <class M, class V> struct JsdMixture {
   }
 };
 
-// log1p(c * expm1(-t)) in fp32, where e = exp(-t) and m = 1 - c + c * e. Polynomials fitted for relative error, 5e-9. What is not near is
-// computed always: a branch for each element would keep a GPU from computing several at once.
+// log1p(c * expm1(-t)) in fp32, where e = exp(-t) and m = 1 - c + c * e, by polynomials with a relative error of 5e-9. `far` is always
+// computed: with a branch per element, a GPU could not compute several elements at once.
 template <class M, class V> LIGER_FN V log_mixture(V m, V c, V t, V e) {
   const V far = M::log(m);
   const V small = ((((-1.12372e-3f * t + 8.19e-3f) * t - 4.163024e-2f) * t + 1.6666245e-1f) * t - 4.9999982e-1f) * t + 1.f;
@@ -52,20 +54,20 @@ template <class M, class V> LIGER_FN V log_mixture(V m, V c, V t, V e) {
       (((((3.3390906e-1f * u - 8.952039e-2f) * u + 2.1425246e-1f) * u - 2.4869019e-1f) * u + 3.3338976e-1f) * u - 4.999991e-1f) * u + 1.f;
   return u > -0.25f ? u * near : far;
 }
-// The same for numbers of 16 bits, whose differences are 0 or not as small: by the first terms of the series, and the logarithm itself.
+// The same for 16-bit log-probabilities, whose nonzero differences are larger: by the first terms of the series, or by the logarithm.
 template <class M, class V> LIGER_FN V short_log_mixture(V m, V rest, V c, V t) {
   const V far = M::log(m);
   const V near = c * t * (rest * t * (0.5f - t * (1.f / 6 - c * (1.f / 3))) - 1.f);
   return t < 0.0625f ? near : far;
 }
 
-// of > 0 ? of * log(of / to) : 0, of logarithms
+// of > 0 ? of * log(of / to) : 0, computed from log_of and log_to.
 template <class M, class V> LIGER_FN V kl_term(V log_of, V log_to) {
   const V of = M::exp(log_of);
   return of * (floored<M>(log_of) - (of > typename M::scalar(0) ? log_to : floored<M>(log_to)));
 }
 
-// What a column adds to its row's divergence.
+// The term that a column adds to its row's divergence.
 template <class M, Divergence divergence, class V> LIGER_FN V jsd_term(V x, V y, const JsdWeights<typename M::scalar>& weights) {
   if constexpr (divergence == Divergence::forward_kl) return kl_term<M>(y, x);
   else if constexpr (divergence == Divergence::reverse_kl) return kl_term<M>(x, y);

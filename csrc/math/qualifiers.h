@@ -1,4 +1,4 @@
-// LIGER_FN marks a formula that the CPU backend and GPU kernels share.
+// LIGER_FN: the qualifiers of the functions in math/, which CPU code and GPU kernels share.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__HIP__)

@@ -51,7 +51,7 @@ size_t trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& re
   of.dx = made.dx;
   of.dweight = made.dweight;
   of.dbias = made.dbias;
-  // Autograd passes the gradient of the loss: one number, or a copy with one number for each row.
+  // Autograd passes the upstream gradient: one number, or a tensor with one number for each row.
   const ScalarType loss_type = scalar_type(accumulator(call.compute));
   of.dloss = call.per_row ? tensor({call.rows}, loss_type) : tensor({}, loss_type);
   const bool sums = plan.gradients == launch::Gradients::accumulated || plan.gradients == launch::Gradients::overlaid;

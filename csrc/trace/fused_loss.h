@@ -1,4 +1,5 @@
-// A call of the fused loss, forward and backward, as a trace.
+// Traces a call of the fused loss: runs its forward and backward with tensors without data, and records their allocations, matmuls and
+// kernel launches (recorder.h).
 #pragma once
 #include <optional>
 
@@ -8,28 +9,28 @@
 
 namespace liger::trace {
 
-// The facts of a call on which its memory, its time and its launches depend.
+// The properties of a call on which its memory, time and launches depend.
 struct LossCall {
   int64_t rows = 1, hidden = 1, vocab = 1;
   Dtype compute = Dtype::bf16, x = Dtype::bf16, weight = Dtype::bf16;
-  std::optional<Dtype> bias, class_weight, sum;  // sum: of dweight over chunks; none: the accumulator's
-  bool dx = true, dweight = true, dbias = false;
+  std::optional<Dtype> bias, class_weight, sum;  // sum: dtype of the sum of dweight over chunks; none: the accumulator's
+  bool dx = true, dweight = true, dbias = false;  // requested gradients
   bool per_row = false;  // reduction "none"
   bool label_smoothing = false, softcap = false, token_scaling = false, z_loss = false, token_accuracy = false, predicted_tokens = false;
   bool moments = false, temperature = false;  // of log-probabilities
   bool wide_logits = false;  // logits are in the accumulator's dtype
-  bool in_place = true;  // the backward may make dweight in the memory that the forward returned
-  bool aligned = true;   // 16-byte accesses fit the tensors, as they do unless a caller's hooks move saved tensors
+  bool in_place = true;  // the backward may compute dweight in the memory that the forward returned
+  bool aligned = true;   // 16-byte accesses fit the tensors. false only if a caller's hooks move saved tensors
 };
 
-// How the gradients come about, and how many rows and classes of logits exist at a time (ops/fused_linear.h).
+// The strategy for the gradients, and the number of rows and classes of logits that exist at a time (ops/fused_linear.h).
 struct LossPlan {
   launch::Gradients gradients = launch::Gradients::none;
   int64_t rows = 1, classes = 1;
 };
 
-// Records the forward and, if a gradient is wanted, the backward. The arguments do not count as allocated. Returns how many kernels the
-// recorder lists for the forward.
+// Records the forward and, if a gradient is requested, the backward. The op's arguments do not count as allocated memory. Returns the
+// number of kernels that the recorder lists for the forward.
 size_t trace_fused_loss(const LossCall&, const LossPlan&, Recorder&);
 
 }  // namespace liger::trace

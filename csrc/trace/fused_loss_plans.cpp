@@ -1,4 +1,5 @@
-// For op_plans.h: the launches of the fused loss, read from its trace. Chunks between the first and the last are equal and are listed once.
+// The launches of the fused loss for op_plans.h, read from its trace. The chunks between the first and the last are equal and are listed
+// once.
 #include <algorithm>
 
 #include "launch/cross_entropy.h"
@@ -9,9 +10,9 @@
 namespace liger::launch {
 namespace {
 
-const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_classes"};  // 0: all at a time
-const Fact overlaid{"overlaid"};  // of the gradients of chunk_classes classes
-const Fact moments{"moments"};  // of log-probabilities: their entropy
+const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_classes"};  // chunk_*: 0 for a single chunk
+const Fact overlaid{"overlaid"};  // the strategy overlaid, which stores the gradients of chunk_classes classes
+const Fact moments{"moments"};  // of log-probabilities: the entropy
 
 trace::LossPlan plan_of(const Call& call, const trace::LossCall& of) {
   trace::LossPlan plan;
@@ -22,7 +23,7 @@ trace::LossPlan plan_of(const Call& call, const trace::LossCall& of) {
   return plan;
 }
 
-// All gradients are wanted.
+// Traces a call with all gradients, and returns the launches of its forward or of its backward.
 Launches traced(const DeviceProfile& device, const Call& call, bool backward) {
   trace::LossCall of{.rows = call.rows, .hidden = call[hidden], .vocab = call.cols};
   of.compute = of.x = of.weight = call.element_bytes == 2 ? Dtype::bf16 : Dtype::f32;

@@ -1,4 +1,4 @@
-// The kernels of the trace: each records what a call of it launches, how many bytes it moves, and how long that takes.
+// The kernel functions of the backend `trace`: each records its launch, if requested, and adds an estimate of its time.
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"
@@ -11,13 +11,13 @@ namespace {
 
 Recorder& recorder_of(Stream stream) { return *static_cast<Recorder*>(stream.handle); }
 
-// A pass over memory.
+// Records a pass over `bytes` bytes of memory.
 template <class Launch> void pass(Stream stream, int64_t bytes, Launch launch) {
   Recorder& recorder = recorder_of(stream);
   recorder.seconds += double(recorder.times) * pass_seconds(recorder.rates, double(bytes));
   if (recorder.lists && recorder.gpu) recorder.kernels.push_back({launch(*recorder.gpu, recorder.knobs), recorder.times});
 }
-// The launch of an op, with the recorder's knobs if it takes knobs.
+// Returns a function that computes the launch of an op, with the recorder's knobs if the op takes knobs.
 template <class Op> auto launch(const Op& op) {
   return [&op](const launch::DeviceProfile& device, const launch::Knobs* knobs) {
     if constexpr (requires { launch::launch_of(device, op, knobs); }) return launch::launch_of(device, op, knobs);
@@ -87,13 +87,13 @@ void gemm(const Gemm& op, Stream stream) {
   if (op.m == 0 || op.n == 0) return;
   Recorder& recorder = recorder_of(stream);
   const int64_t operand = size_of(op.a.dtype), result = size_of(op.c_dtype);
-  // An epilogue adds the bias to a result in 16 bits, where the library has one (gpu/gemm.cu).
+  // On a GPU an epilogue adds the bias to a 16-bit result (gpu/gemm.cu); otherwise C is filled with the bias first.
   if (op.bias && !(recorder.gpu && result == 2 && op.k > 0)) return gemm(with_bias_in_c(op, stream), stream);
   recorder.multiplications += recorder.times * op.m * op.n * op.k;
   const int64_t multiplied = op.all_bits && !recorder.gpu ? result : operand;  // cpu/gemm.cpp
   recorder.seconds +=
       double(recorder.times) * matmul_seconds(recorder.rates, double(op.m), double(op.n), double(op.k), multiplied, result, op.accumulate);
-  // On a CPU, torch copies 16-bit operands into the order in which they are read, in whole blocks.
+  // On a CPU, torch packs 16-bit operands into scratch buffers, in whole blocks.
   const auto blocks = [](int64_t n) { return launch::round_up(n, 64); };
   if (!recorder.gpu && operand == 2) recorder.scratch(2 * blocks(op.k) * (blocks(op.m) + blocks(op.n)) + (1 << 18));
   if (recorder.lists) recorder.matmuls.push_back({op.m, op.n, op.k, operand, result, op.accumulate, recorder.times});

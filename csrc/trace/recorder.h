@@ -1,7 +1,7 @@
-// Records the allocations, matmuls and kernel launches of an op without running it.
+// Recorder: the allocations, matmuls and kernel launches of an op, recorded without running it.
 //
-// The sources of ops/ for the fused loss are compiled a third time with tensors that have no data (trace/tensor.h) and kernels that record
-// their call (kernels.cpp). So the memory, the time and the launches of a plan follow from the code that runs it, on any machine.
+// The sources of ops/ for the fused loss are compiled a third time, with tensors without data (trace/tensor.h) and kernel functions that
+// record their call (kernels.cpp). So the memory, time and launches of a plan follow from the code that executes the plan, on any machine.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -13,10 +13,11 @@ namespace liger::trace {
 
 class Recorder {
  public:
-  // gpu: null for a CPU. lists: keep the lists below, too; without them a trace takes a few microseconds.
+  // gpu: null for a CPU. lists: also fill the lists `matmuls` and `kernels`; without them a trace takes a few microseconds.
   Recorder(const launch::DeviceProfile* gpu, const launch::Rates& rates, bool lists) : gpu(gpu), rates(rates), lists(lists) {}
 
-  // A matrix product [m, k] x [k, n]. The bytes are those of an element. accumulates: the product is added to the result's old values.
+  // A matrix product [m, k] x [k, n]. operand_bytes and result_bytes are of one element. accumulates: the product is added to the result's
+  // old values.
   struct Matmul {
     int64_t m, n, k, operand_bytes, result_bytes;
     bool accumulates;
@@ -35,11 +36,11 @@ class Recorder {
 
   int64_t live = 0, peak = 0;  // bytes
   int64_t multiplications = 0;  // of all matmuls: the sum of m * n * k
-  double seconds = 0;           // estimate
+  double seconds = 0;           // estimated time
   std::vector<Matmul> matmuls;
   std::vector<Kernel> kernels;
 
-  // Returns an address that nothing else has.
+  // Returns an address that no other allocation has.
   char* allocate(int64_t bytes) {
     if (counts) live += bytes, peak = live > peak ? live : peak;
     if (counts && rates.fresh > 0 && bytes >= from_the_system) seconds += double(times * bytes) / rates.fresh;
@@ -47,10 +48,11 @@ class Recorder {
     next_ += (bytes + 1023) / 512 * 512;
     return address;
   }
-  static constexpr int64_t from_the_system = 32 << 20;  // smaller memory is reused by a CPU's allocator
+  static constexpr int64_t from_the_system = 32 << 20;  // a CPU's allocator reuses memory for smaller allocations
   void release(int64_t bytes) { live -= bytes; }
-  bool counts = true;  // false: what is allocated is an argument of the call, which the caller has already
-  int64_t offset = 0;  // of every address; 0: addresses are aligned
+  bool counts = true;  // false while the arguments of the call are allocated: their memory does not count
+  int64_t offset = 0;  // bytes added to every address; 0: addresses are aligned
+  // Counts a scratch buffer that is freed at once.
   void scratch(int64_t bytes) { peak = live + bytes > peak ? live + bytes : peak; }
 
  private:

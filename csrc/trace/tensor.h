@@ -1,4 +1,5 @@
-// A tensor without data, for ops/tensor.h: sizes, strides, and memory that a Recorder counts. It has the names of ops/torch.h.
+// The trace's tensor for ops/tensor.h: sizes, strides, and a size of memory that a Recorder counts, without data. This header declares the
+// same names as ops/torch.h, which it replaces in the trace.
 #pragma once
 #include <array>
 #include <initializer_list>
@@ -11,7 +12,7 @@
 
 namespace liger::trace {
 
-enum class ScalarType { f32, bf16, f16, f64, Long };  // the first ones as in Dtype
+enum class ScalarType { f32, bf16, f16, f64, Long };  // all but Long have the values of Dtype
 
 class Tensor {
  public:
@@ -55,7 +56,8 @@ class Scope {
   const char* op() const { return op_; }
   Recorder& recorder() const { return recorder_; }
 
-  // The second of a row of equal ranges is recorded for all that are as long; the first, and a shorter one at the end, for themselves.
+  // for_each_range (ops/tensor.h) runs the second of its ranges for all later ones of equal length: `count` of them. It runs the first
+  // range, and a shorter one at the end, for one each.
   struct Repeated {
     Recorder& recorder;
     int64_t count, before = recorder.times;
