@@ -42,7 +42,7 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
 // rows is a multiple of 64, so that matmuls begin aligned. A 16-bit sum has dweight's dtype, so that it is not rounded again.
 inline Dtype sum_dtype(const HeadDtypes& dtypes, Dtype weight) { return dtypes.accum == weight ? weight : dtypes.acc; }
 template <class Size> struct SumSizes {
-  Size rows, memory, rest;  // rows of the sum in dweight's memory; elements of dweight's memory and of the rest
+  Size rows, memory, rest;  // rows of the sum in dweight's memory; elements, of the sum's dtype, of dweight's memory and the rest
 
   SumSizes(const Size& vocab, const Size& hidden, Dtype sum, Dtype weight)
       : rows(sum == weight ? vocab : vocab / ratio(sum, weight) / Size(64) * Size(64)),
