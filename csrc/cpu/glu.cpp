@@ -1,4 +1,4 @@
-// Gated activations (SwiGLU, GeGLU) on the CPU: elementwise, bound by memory in 32 bits and by the exponential in 16.
+// Gated activations (SwiGLU, GeGLU) on the CPU: elementwise. Memory bounds 32-bit dtypes, the exponential bounds 16-bit dtypes.
 #include "kernels/glu.h"
 
 #include <type_traits>

@@ -1,3 +1,4 @@
+// Translates C++ exceptions into Python's for boxed.h, without Python's headers.
 #include "ops/boxed.h"
 
 #include <dlfcn.h>
