@@ -167,7 +167,7 @@ _rates: dict[str, _C.Rates] = {}  # by the device's name: the measured ones
 
 def rates_of(profile: _C.DeviceProfile) -> _C.Rates:
     """Those that were measured on such a GPU, or from a data sheet."""
-    return _rates.get(profile.name) or _C.rates_of(profile)
+    return _rates.get(profile.name) or _C.device_rates(profile)
 
 
 def described(rates: Rates | _C.Rates) -> str:
@@ -179,9 +179,9 @@ def source(profile: _C.DeviceProfile) -> str:
     """Where ``rates_of`` has them from."""
     if profile.name in _rates:
         return "measured"
-    bandwidth = _C.rates_of(profile).bandwidth  # no two GPUs of a vendor have the same
+    bandwidth = _C.device_rates(profile).bandwidth  # no two GPUs of a vendor have the same
     sheets = (known for known in _C.profiles() if known.vendor == profile.vendor)
-    return f"from the data sheet of {next(p.name for p in sheets if _C.rates_of(p).bandwidth == bandwidth)}"
+    return f"from the data sheet of {next(p.name for p in sheets if _C.device_rates(p).bandwidth == bandwidth)}"
 
 
 def _for_library(rates: Rates) -> _C.Rates:

@@ -66,8 +66,8 @@ inline void check_cross_entropy_backward(const Tensor& dloss, const Tensor& logi
   check_loss_options(op, reduction, label_smoothing, softcap);
   const Dtype made = check_logits(op, logits, target, weight);
   check_loss_gradient(op, dloss, reduction, logits.size(0), logits, "logits");
-  check_made(op, lse, "lse", {2, logits.size(0)}, made, logits, "logits");
-  check_made(op, counts, "counts", {CrossEntropyCounts::slots}, made, logits, "logits");
+  check_forward_result(op, lse, "lse", {2, logits.size(0)}, made, logits, "logits");
+  check_forward_result(op, counts, "counts", {CrossEntropyCounts::slots}, made, logits, "logits");
 }
 
 }  // namespace liger::LIGER_BACKEND

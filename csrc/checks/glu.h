@@ -37,7 +37,7 @@ inline void check_glu_backward_with_h(const Tensor& dh, const Tensor& gate, cons
 
 inline void check_halves(const char* op, const Tensor& gate_up, int64_t activation) {
   check_rows(op, gate_up, "gate_up");
-  require(cols_of(gate_up) % 2 == 0, op, ": gate_up has ", cols_of(gate_up), " columns, expected an even number (gate, then up)");
+  require(column_count(gate_up) % 2 == 0, op, ": gate_up has ", column_count(gate_up), " columns, expected an even number (gate, then up)");
   check_activation(op, activation);
 }
 
@@ -50,8 +50,8 @@ inline void check_glu_packed_backward(const Tensor& dh, const Tensor& gate_up, i
   const char* op = "glu_packed_backward";
   check_halves(op, gate_up, activation);
   check_device(op, dh, "dh", gate_up, "gate_up");
-  require(dh.dim() >= 1 && rows_of(dh) == rows_of(gate_up) && cols_of(dh) * 2 == cols_of(gate_up), op, ": dh has shape ", shape_text(dh),
-          ", expected that of gate_up, ", shape_text(gate_up), ", with half its columns");
+  require(dh.dim() >= 1 && rows_of(dh) == rows_of(gate_up) && column_count(dh) * 2 == column_count(gate_up), op, ": dh has shape ",
+          shape_text(dh), ", expected that of gate_up, ", shape_text(gate_up), ", with half its columns");
   check_same_dtype(op, dh, "dh", gate_up, "gate_up");
 }
 

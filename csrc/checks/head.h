@@ -32,8 +32,8 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
           ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
   require(dtypes.logits == dtypes.acc || dtypes.logits == dtypes.compute, op, ": logits_dtype is ", dtype_name(scalar_type(dtypes.logits)),
           ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
-  require(size_of(dtypes.acc) >= size_of(dtype_of(weight, "weight")), op, ": compute_dtype is ", dtype_name(scalar_type(dtypes.compute)),
-          ", expected float64 for a weight of float64");
+  require(dtype_bytes(dtypes.acc) >= dtype_bytes(dtype_of(weight, "weight")), op, ": compute_dtype is ",
+          dtype_name(scalar_type(dtypes.compute)), ", expected float64 for a weight of float64");
   check_parameter(op, bias, "bias", weight.size(0), x, "x");
   return dtypes;
 }
@@ -48,12 +48,12 @@ template <class Size> struct SumSizes {
       : rows(sum == weight ? vocab : vocab / ratio(sum, weight) / Size(64) * Size(64)),
         memory((vocab * hidden + ratio(sum, weight) - Size(1)) / ratio(sum, weight)),
         rest((vocab - rows) * hidden) {}
-  static Size ratio(Dtype sum, Dtype weight) { return Size(int64_t(size_of(sum) / size_of(weight))); }
+  static Size ratio(Dtype sum, Dtype weight) { return Size(int64_t(dtype_bytes(sum) / dtype_bytes(weight))); }
 };
 
 // The room of a class in dweight's memory, in elements of the gradient of logits (launch/chunks.h).
 template <class Size> Size overlaid_room(const Size& hidden, Dtype weight, Dtype compute) {
-  return hidden * Size(int64_t(size_of(weight) / size_of(compute)));
+  return hidden * Size(int64_t(dtype_bytes(weight) / dtype_bytes(compute)));
 }
 
 // Returns whether the forward sums dx. It does if chunks of rows are accumulated. It also does if the gradient of the logits is stored and
@@ -107,7 +107,7 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
   const Dtype weight_dtype = dtype_of(weight, "weight");
   const auto way = launch::Gradients(gradients);
   if (need_dx && sums_dx(way, weight_dtype, dtypes.compute, stored >= vocab))
-    check_made(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
+    check_forward_result(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
   switch (way) {
     case launch::Gradients::none:
     case launch::Gradients::recomputed:
@@ -119,17 +119,18 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
               dtype_name(scalar_type(dtypes.compute)));
       return;
     case launch::Gradients::overlaid:
-      check_made(op, saved, "saved", {launch::overlaid_rest(rows, overlaid_room(hidden, weight_dtype, dtypes.compute), vocab, stored)},
-                 dtypes.compute, x, "x");
-      check_made(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
+      check_forward_result(op, saved, "saved",
+                           {launch::overlaid_rest(rows, overlaid_room(hidden, weight_dtype, dtypes.compute), vocab, stored)},
+                           dtypes.compute, x, "x");
+      check_forward_result(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
       return;
     case launch::Gradients::accumulated: {
-      if (need_dbias) check_made(op, dbias, "dbias", {vocab}, dtypes.acc, x, "x");
+      if (need_dbias) check_forward_result(op, dbias, "dbias", {vocab}, dtypes.acc, x, "x");
       if (!need_dweight) return;
       const Dtype sum = sum_dtype(dtypes, weight_dtype);
       const SumSizes<Size> sizes(vocab, hidden, sum, weight_dtype);
-      check_made(op, saved, "saved", {sizes.rest}, sum, x, "x");
-      check_made(op, dweight, "dweight", {sizes.memory}, sum, x, "x");
+      check_forward_result(op, saved, "saved", {sizes.rest}, sum, x, "x");
+      check_forward_result(op, dweight, "dweight", {sizes.memory}, sum, x, "x");
     }
   }
 }

@@ -18,7 +18,7 @@ inline void check_statistic(const char* op, const Tensor& t, const char* name, c
 inline void check_rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double offset, int64_t casting_mode) {
   const char* op = "rms_norm";
   check_rows(op, x, "x");
-  check_parameter(op, weight, "weight", cols_of(x), x, "x");
+  check_parameter(op, weight, "weight", column_count(x), x, "x");
   check_casting_mode(op, casting_mode);
 }
 
@@ -27,7 +27,7 @@ inline void check_add_rms_norm(const Tensor& x, const Tensor& residual, const Op
   const char* op = "add_rms_norm";
   check_rows(op, x, "x");
   check_like(op, residual, "residual", x, "x");
-  check_parameter(op, weight, "weight", cols_of(x), x, "x");
+  check_parameter(op, weight, "weight", column_count(x), x, "x");
   check_casting_mode(op, casting_mode);
 }
 
@@ -36,7 +36,7 @@ inline void check_rms_norm_backward(const Tensor& dy, const Tensor& x, const Opt
   const char* op = "rms_norm_backward";
   check_rows(op, x, "x");
   check_like(op, dy, "dy", x, "x");
-  check_parameter(op, weight, "weight", cols_of(x), x, "x");
+  check_parameter(op, weight, "weight", column_count(x), x, "x");
   check_statistic(op, rstd, "rstd", x, "x");
 }
 
@@ -47,15 +47,15 @@ inline void check_add_rms_norm_backward(const OptionalTensor& dy, const Optional
   require(dy || dsum, op, ": dy and dsum are None, expected at least one of them");
   if (dy) check_like(op, *dy, "dy", sum, "sum");
   if (dsum) check_like(op, *dsum, "dsum", sum, "sum");
-  check_parameter(op, weight, "weight", cols_of(sum), sum, "sum");
+  check_parameter(op, weight, "weight", column_count(sum), sum, "sum");
   check_statistic(op, rstd, "rstd", sum, "sum");
 }
 
 inline void check_layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   const char* op = "layer_norm";
   check_rows(op, x, "x");
-  check_parameter(op, weight, "weight", cols_of(x), x, "x");
-  check_parameter(op, bias, "bias", cols_of(x), x, "x");
+  check_parameter(op, weight, "weight", column_count(x), x, "x");
+  check_parameter(op, bias, "bias", column_count(x), x, "x");
 }
 
 inline void check_layer_norm_backward(const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& mean,
@@ -64,7 +64,7 @@ inline void check_layer_norm_backward(const Tensor& dy, const Tensor& x, const O
   const char* op = "layer_norm_backward";
   check_rows(op, x, "x");
   check_like(op, dy, "dy", x, "x");
-  check_parameter(op, weight, "weight", cols_of(x), x, "x");
+  check_parameter(op, weight, "weight", column_count(x), x, "x");
   check_statistic(op, mean, "mean", x, "x");
   check_statistic(op, rstd, "rstd", x, "x");
   if (bias_dtype) check_dtype(op, *bias_dtype, "bias_dtype", x);

@@ -13,7 +13,7 @@ struct VocabularyShard : FusedLoss {
   Tensor logits, statistics, best_class, kept;
 };
 
-// For each op, the members in the order of its schema (Named).
+// For each op, the members in the order of its schema (NamedArguments).
 struct ShardStatisticsOrder {
   using F = VocabularyShard;
   static constexpr std::tuple fields{&F::x,
@@ -136,13 +136,13 @@ inline void check_vocabulary_shard_losses(const VocabularyShard& a) {
   require(a.statistics.dim() == 3 && a.statistics.size(0) >= 1, op, ": statistics has shape ", shape_text(a.statistics),
           ", expected (shards, slots, rows)");
   const Size shards = a.statistics.size(0), rows = a.x.size(0);
-  const int64_t slots = CrossEntropyStatistics::slots_of(a.wants_moments());
-  check_made(op, a.statistics, "statistics", {shards, slots, rows}, dtypes.acc, a.x, "x");
+  const int64_t slots = CrossEntropyStatistics::slot_count(a.wants_moments());
+  check_forward_result(op, a.statistics, "statistics", {shards, slots, rows}, dtypes.acc, a.x, "x");
   const bool predictions = a.return_token_accuracy || a.return_predicted_tokens;
   check_device(op, a.best_class, "best_class", a.x, "x");
   check_shape(op, a.best_class, "best_class", {predictions ? shards : Size(0), rows});
   require(type_of(a.best_class) == ScalarType::Long && a.best_class.is_contiguous(), op, ": best_class is not what the forward returned");
-  if (a.normalizer) check_made(op, *a.normalizer, "normalizer", {1}, dtypes.acc, a.x, "x");
+  if (a.normalizer) check_forward_result(op, *a.normalizer, "normalizer", {1}, dtypes.acc, a.x, "x");
 }
 
 // Checks the arguments of both backwards. Returns whether there is a stored gradient of the logits.
@@ -151,8 +151,8 @@ inline bool check_shard_gradients(const VocabularyShard& a) {
   const HeadDtypes dtypes = check_shard(op, a);
   const Size rows = a.x.size(0);
   check_loss_gradient(op, a.dloss, a.reduction, rows, a.x, "x");
-  check_made(op, a.counts, "counts", {CrossEntropyCounts::slots}, dtypes.acc, a.x, "x");
-  check_made(op, a.kept, "kept", {launch::kept_for_gradients(rows, a.use_token_scaling)}, dtypes.acc, a.x, "x");
+  check_forward_result(op, a.counts, "counts", {CrossEntropyCounts::slots}, dtypes.acc, a.x, "x");
+  check_forward_result(op, a.kept, "kept", {launch::gradient_state_size(rows, a.use_token_scaling)}, dtypes.acc, a.x, "x");
   require(a.chunk_rows >= Size(1), op, ": chunk_rows is ", a.chunk_rows, ", expected at least 1");
   return check_shard_logits(op, a.saved, "saved", a.x, a.weight, dtypes.compute);
 }

@@ -76,7 +76,7 @@ inline void check_rows(const char* op, const Tensor& t, const char* name) {
   require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected at least one");
   check_dtype(op, t, name);
 }
-inline Size cols_of(const Tensor& t) { return t.size(t.dim() - 1); }
+inline Size column_count(const Tensor& t) { return t.size(t.dim() - 1); }
 inline Size rows_of(const Tensor& t) {
   Size rows = 1;
   for (int64_t i = 0; i + 1 < t.dim(); ++i) rows = rows * t.size(i);
@@ -107,8 +107,8 @@ inline void check_parameter(const char* op, const OptionalTensor& parameter, con
 }
 
 // Requires a tensor as the forward returned it: of this shape and dtype, contiguous.
-inline void check_made(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape, Dtype dtype,
-                       const Tensor& like, const char* like_name) {
+inline void check_forward_result(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape, Dtype dtype,
+                                 const Tensor& like, const char* like_name) {
   check_device(op, t, name, like, like_name);
   check_shape(op, t, name, shape);
   require(type_of(t) == scalar_type(dtype) && t.is_contiguous(), op, ": ", name, " is not what the forward returned");

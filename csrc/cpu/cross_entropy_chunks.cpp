@@ -21,7 +21,7 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
         for (int64_t i = begin; i < end; ++i) {
           const auto put = [&](Slots::Slot slot, double value) { static_cast<A*>(a.statistics)[slot * of.rows + i] = A(value); };
           if (of.target[i] == of.options.ignore_index) {  // the merge skips this row
-            for (int slot = 0; slot < Slots::slots_of(a.moments); ++slot) put(Slots::Slot(slot), 0);
+            for (int slot = 0; slot < Slots::slot_count(a.moments); ++slot) put(Slots::Slot(slot), 0);
             if (a.best_class != nullptr) a.best_class[i] = 0;
             continue;
           }
@@ -58,7 +58,7 @@ template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
     using Slots = CrossEntropyStatistics;
     const Formula<A> formula(a.row, a.row.vocab);
     const RowResults<A> results{a.row};
-    const int64_t slots = Slots::slots_of(a.row.moments());
+    const int64_t slots = Slots::slot_count(a.row.moments());
     for (int64_t i = begin; i < end; ++i) {
       if (a.row.target[i] == a.row.options.ignore_index) {
         results.ignored(i);

@@ -47,7 +47,7 @@ template <class A, bool capped, bool scaled = false> struct Softcap {
   }
 };
 
-// Calls f(softcap_of), where softcap_of(i) is the Softcap of row i. Of: CrossEntropyRows or CrossEntropyBackward.
+// Calls f(softcap_of), where softcap_of(i) is the Softcap of row i. Loss: CrossEntropyRows or CrossEntropyBackward.
 template <class A, class Of, class F> LIGER_INLINE void with_softcap(const Of& of, F&& f) {
   const A cap = A(of.options.softcap), scale = A(of.options.logit_scale);
   const A* const temperature = static_cast<const A*>(of.temperature);
@@ -187,7 +187,7 @@ template <class A> struct Formula {
   double z(const LogSumExp& lse, double x_target) const {
     return options.lse_square_scale != 0 ? token_scale(lse, x_target) * options.lse_square_scale * lse.value() * lse.value() : 0.0;
   }
-  // token: the row's token_scale. of: the upstream gradients of its two losses.
+  // token: the row's token_scale. upstream: the upstream gradients of its two losses.
   Slopes slopes(int64_t y, const LogSumExp& lse, double token, const LossFactors& of) const {
     const double ce = of.ce * token;
     const double z = options.lse_square_scale != 0 ? of.z * token * 2 * options.lse_square_scale * lse.value() : 0.0;

@@ -92,7 +92,7 @@ void parallel_items(const Args& args, int64_t items, int64_t elements_per_item, 
 // The same matrix from element `from` on, with another stride.
 template <class Matrix> Matrix reshaped(Matrix of, int64_t from, int64_t stride) {
   using Byte = std::conditional_t<std::is_same_v<Matrix, Rows>, const char, char>;
-  return {static_cast<Byte*>(of.data) + from * size_of(of.dtype), stride, of.dtype};
+  return {static_cast<Byte*>(of.data) + from * dtype_bytes(of.dtype), stride, of.dtype};
 }
 
 // Runs an elementwise kernel, whose matrices are these members of args. Short rows without gaps are cut anew into rows of 4096 elements and

@@ -96,7 +96,7 @@ template <bool Interleaved, class T, class A>
 
 // Returns whether the output is large and every vector of every head aligned, so that stores may bypass the caches.
 bool heads_stream(const Rope& a, const RopeHeads& heads) {
-  const int64_t size = size_of(a.dtype), half = a.rotary_dim / 2;
+  const int64_t size = dtype_bytes(a.dtype), half = a.rotary_dim / 2;
   const MutableRows rows{heads.out, heads.out_head, a.dtype};
   return streams(rows, a.batch * a.seq * heads.heads, a.head_dim) && heads.out_seq * size % vector_bytes == 0 &&
          heads.out_batch * size % vector_bytes == 0 && half * size % vector_bytes == 0;

@@ -12,7 +12,7 @@
 //                                 store. Lanes past the end are loaded as 0 and not stored
 //   sum_columns<A, N>(cols, f)    N sums at once of the terms[N] that f(j, n, terms) computes; fixed order, in groups
 //   max_columns<A>(cols, f)       likewise; ignores NaN (a sum of exponentials does not)
-//   only(n, v, other)             v in lanes before the end, `other` past it
+//   masked(n, v, other)           v in lanes before the end, `other` past it
 //   round_to(out, v), round_as<T>(v)   v after a store to `out` (as T) and a load
 //   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp, sqrt
 //   dispatch(dtype, f)            calls f(T{}); accumulator_of<T> is its A
@@ -92,11 +92,12 @@ template <> struct Out<any> {
 };
 
 template <class T> LIGER_INLINE In<T> row(const Rows& rows, int64_t i) {
-  if constexpr (std::is_same_v<T, any>) return {static_cast<const char*>(rows.data) + i * rows.stride * size_of(rows.dtype), rows.dtype};
+  if constexpr (std::is_same_v<T, any>)
+    return {static_cast<const char*>(rows.data) + i * rows.stride * dtype_bytes(rows.dtype), rows.dtype};
   else return {static_cast<const T*>(rows.data) + i * rows.stride};
 }
 template <class T> LIGER_INLINE Out<T> row(const MutableRows& rows, int64_t i, bool stream = false) {
-  if constexpr (std::is_same_v<T, any>) return {static_cast<char*>(rows.data) + i * rows.stride * size_of(rows.dtype), rows.dtype};
+  if constexpr (std::is_same_v<T, any>) return {static_cast<char*>(rows.data) + i * rows.stride * dtype_bytes(rows.dtype), rows.dtype};
   else return {static_cast<T*>(rows.data) + i * rows.stride, stream};
 }
 template <class T> LIGER_INLINE In<T> param(const Vector& v) { return row<T>(Rows{v.data, 0, v.dtype}, 0); }
@@ -155,7 +156,7 @@ template <class T, class N> LIGER_INLINE void store(const Out<T>& out, int64_t j
 
 // Stores past the caches are faster if the output does not fit the caches. Every whole vector has to be aligned.
 LIGER_INLINE bool streams(const MutableRows& out, int64_t rows, int64_t cols) {
-  const int64_t element = size_of(out.dtype);
+  const int64_t element = dtype_bytes(out.dtype);
   return rows * cols * element > last_level_cache_bytes() && reinterpret_cast<uintptr_t>(out.data) % vector_bytes == 0 &&
          (rows == 1 || out.stride * element % vector_bytes == 0);
 }

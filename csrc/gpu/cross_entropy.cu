@@ -103,7 +103,7 @@ template <class T, int N, bool Full, bool Tokens> struct Backward {
 void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = launch::is_full(op);
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const launch::Launch made = launch::op_launch(device_profile(stream.device), op);
   const ForwardArgs args{logit_rows(op, op.vocab, made.plan, stream), row_outputs(op)};
   with_logits<launch::cross_entropy_forward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     launch<Forward<T, I.vec, Full, I.threads>>(made, args, stream);
@@ -114,8 +114,8 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   require(op.dlogits.dtype == op.logits.dtype, op.op, ": the gradient of the logits must have their dtype");
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = launch::is_full(op);
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
-  const bool tokens = launch::is_of_tokens(op);
+  const launch::Launch made = launch::op_launch(device_profile(stream.device), op);
+  const bool tokens = launch::needs_tokens(op);
   const auto launch_it = [&]<class T, int N, bool Full, bool Tokens>() {
     launch<Backward<T, N, Full, Tokens>>(made,
                                          {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),

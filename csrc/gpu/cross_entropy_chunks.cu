@@ -84,7 +84,7 @@ struct Merge {
     const LogitRows& a = args.rows;
     const LogitRow<float, true> row(a, block_id() * block_threads() + thread_id(), true, false);
     if (!row.live) return;
-    const int64_t slots = Slots::slots_of(a.moments);
+    const int64_t slots = Slots::slot_count(a.moments);
     const auto of = [&](int64_t chunk, Slots::Slot slot) { return args.statistics[(chunk * slots + slot) * a.rows + row.row]; };
     float max = minus_infinity(), target = 0, best = minus_infinity();
     int64_t best_class = INT_MAX;
@@ -125,7 +125,7 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   if (row.rows == 0) return;
   const bool full = launch::is_full(op);
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const launch::Launch made = launch::op_launch(device_profile(stream.device), op);
   with_logits<launch::statistics_kernel>(made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     LogitRows rows = logit_rows(row, op.classes.all, made.plan, stream);
     rows.moments = op.moments;
@@ -133,14 +133,14 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
       launch<Statistics<T, I.vec, Full || Tokens, Tokens>>(made, {rows, op.classes, static_cast<float*>(op.statistics), op.best_class},
                                                            stream);
     };
-    if (Full && launch::is_of_tokens(op)) launch_it.template operator()<true>();
+    if (Full && launch::needs_tokens(op)) launch_it.template operator()<true>();
     else launch_it.template operator()<false>();
   });
 }
 
 void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
   if (op.row.rows == 0) return;
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const launch::Launch made = launch::op_launch(device_profile(stream.device), op);
   LogitRows rows = logit_rows(op.row, op.row.vocab, made.plan, stream);
   rows.moments = op.row.moments();
   launch<Merge>(

@@ -135,7 +135,7 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   if (row.rows == 0 || row.vocab == 0) return;
   const bool full = launch::is_full(row);
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const launch::Launch made = launch::op_launch(device_profile(stream.device), op);
   const InPlaceArgs common = in_place_args(row, row.vocab, op.gradient_scale, made, stream);
   if (made.is(launch::in_place_kernel)) {
     const SlotArgs args{common, made.plan.slots};
@@ -145,23 +145,23 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const HeldArgs args{common, load_at_once_from(op.batch_rows)};
   dispatch(row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr auto whole = [](const Instance& of) { return fits<T>(of) && of.k != launch::held_of_chunks; };
+    constexpr auto whole = [](const Instance& of) { return fits<T>(of) && of.k != launch::held_with_chunks; };
     with_instance<launch::in_place_held, whole>(
-        made, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, I.k == launch::held_of_full, false>>(made, args, stream); });
+        made, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, I.k == launch::held_with_options, false>>(made, args, stream); });
   });
 }
 
 bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  return launch::launch_of(device_profile(stream.device), op).has_value();
+  return launch::op_launch(device_profile(stream.device), op).has_value();
 }
 
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op).value();
+  const launch::Launch made = launch::op_launch(device_profile(stream.device), op).value();
   if (made.is(launch::in_place_tokens)) return log_probs_in_place(op, made, stream);
   const HeldChunksArgs args = held_chunks_args(op, made, stream);
   dispatch(op.row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr auto in_chunks = [](const Instance& of) { return fits<T>(of) && of.k == launch::held_of_chunks; };
+    constexpr auto in_chunks = [](const Instance& of) { return fits<T>(of) && of.k == launch::held_with_chunks; };
     if constexpr (sizeof(T) == 2)
       with_instance<launch::in_place_held, in_chunks>(
           made, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, false, true>>(made, args, stream); });

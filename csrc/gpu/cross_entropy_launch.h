@@ -116,7 +116,9 @@ inline RowOutputs row_outputs(const CrossEntropyRows& op) {
           static_cast<float*>(op.log_sum_sq)};
 }
 
-template <class T, bool Full> constexpr bool logits_fit(const launch::Instance& of) { return fits<T>(of) && launch::logits_have(Full, of); }
+template <class T, bool Full> constexpr bool logits_fit(const launch::Instance& of) {
+  return fits<T>(of) && launch::compiled_for_options(Full, of);
+}
 // Calls f.operator()<T, Full, I>() with the type of the logits and the kernel instance of the launch.
 template <const launch::Kernel& Of, class F> void with_logits(const launch::Launch& made, Dtype dtype, bool full, F f) {
   dispatch(dtype, [&](auto tag) {

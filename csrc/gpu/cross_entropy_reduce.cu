@@ -198,11 +198,11 @@ CountTargets::Args args_of(const CrossEntropyCounts& op) {
 }  // namespace
 
 void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) {
-  launch<CountTargets>(launch::launch_of(device_profile(stream.device), op), args_of(op), stream);
+  launch<CountTargets>(launch::op_launch(device_profile(stream.device), op), args_of(op), stream);
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const launch::Launch made = launch::op_launch(device_profile(stream.device), op);
   const auto *ce = static_cast<const float*>(op.ce), *z = static_cast<const float*>(op.z);
   auto *loss = static_cast<float*>(op.loss), *z_loss = static_cast<float*>(op.z_loss);
   if (op.reduction == Reduction::none) {

@@ -55,7 +55,7 @@ template <class T, bool Full, bool Tokens = false> struct LogitRow {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
-  // For a chunk of the vocabulary: the range of classes `of`. `target` becomes a column of the chunk; it lies outside of the chunk's
+  // For a chunk of the vocabulary: the range `classes`. `target` becomes a column of the chunk; it lies outside of the chunk's
   // columns if the chunk lacks the class (here() is false). Then the logit of column 0 is loaded instead, as an anchor.
   LIGER_DEVICE LogitRow(const LogitRows& a, const Classes& of, int64_t row, bool reports, bool reads_logit) : row(row), live(row < a.rows) {
     data = opaque(static_cast<const T*>(a.logits) + row * a.stride);
@@ -325,8 +325,8 @@ template <class T, bool Tokens = false> struct RowGradient {
     scale *= over_sum * exp.correction(base);
   }
 
-  // Includes the gradient of the entropy, so that of() returns factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j == target]) *
-  // dx'[j] / dx[j]. The base must be lse. stored: of() reads factor * (p[j] - [j == target]) instead of logits.
+  // Includes the gradient of the entropy, so that compute() returns factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j ==
+  // target]) * dx'[j] / dx[j]. The base must be lse. stored: compute() reads factor * (p[j] - [j == target]) instead of logits.
   LIGER_DEVICE void take(const float* mix, float factor, bool stored) {
     const float of_exp = stored ? factor : factor * exp.correction(lse);
     if (stored) of_stored = 1 / factor, lse = mix[3];

@@ -70,7 +70,7 @@ struct AllClasses {
   template <class T>
   LIGER_DEVICE explicit AllClasses(const TokenSums<T>& own)
       : base(own.base() * own.factor), sum(own.sum), moment(ln_2 * own.moment), squares(own.squares), shift(1) {}
-  // Adds the other classes; of(slot): their statistics.
+  // Adds the other classes; statistic(slot): their statistics.
   template <class F> LIGER_DEVICE void join(float own_max, bool moments, F of) {
     const float others_max = of(Slots::maximum);
     const float top = fmaxf(own_max == minus_infinity() ? own_max : base, others_max);

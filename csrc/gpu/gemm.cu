@@ -160,7 +160,7 @@ uint32_t alignment(const void* data) {
 
 // Queues a product of 16-bit matrices with a bias. Returns false if there is no cublasLt, or if it has no algorithm for this product.
 bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, Stream stream) {
-  if (!lt || size_of(op.c_dtype) != 2 || op.k == 0) return false;
+  if (!lt || dtype_bytes(op.c_dtype) != 2 || op.k == 0) return false;
   const int type = type_of(op.c_dtype);
   const auto layout = [&](const Matrix& x, int64_t rows, int64_t cols) {
     return Descriptor(lt.destroy_layout, lt.create_layout, type, uint64_t(x.transposed ? rows : cols), uint64_t(x.transposed ? cols : rows),
@@ -194,25 +194,26 @@ bool split(const Gemm& op, Gemm& first, Gemm& second) {
   constexpr int64_t multiple = 8, worthwhile = 1024;
   const auto unaligned = [](int64_t size) { return size > worthwhile && size % multiple != 0; };
   const auto whole = [](int64_t size) { return size / multiple * multiple; };
-  if (size_of(op.a.dtype) != 2 || op.a.stride % multiple != 0 || op.b.stride % multiple != 0 || op.c_stride % multiple != 0) return false;
+  if (dtype_bytes(op.a.dtype) != 2 || op.a.stride % multiple != 0 || op.b.stride % multiple != 0 || op.c_stride % multiple != 0)
+    return false;
   first = second = op;
   if (unaligned(op.n)) {  // C is contiguous along n
     first.n = whole(op.n);
     second.n = op.n - first.n;
-    second.b = tile_of(op.b, 0, first.n);
+    second.b = tile_at(op.b, 0, first.n);
     second.c = at(op.c, first.n, op.c_dtype);
     second.bias = at(op.bias, first.n, op.c_dtype);
   } else if (op.a.transposed && unaligned(op.m)) {
     first.m = whole(op.m);
     second.m = op.m - first.m;
-    second.a = tile_of(op.a, first.m, 0);
+    second.a = tile_at(op.a, first.m, 0);
     second.c = at(op.c, first.m * op.c_stride, op.c_dtype);
   } else if (!op.a.transposed && unaligned(op.k) && !op.bias) {  // the few terms first, since a 16-bit C rounds the first result
     second.k = whole(op.k);
     second.accumulate = true;
     first.k = op.k - second.k;
-    first.a = tile_of(op.a, 0, second.k);
-    first.b = tile_of(op.b, second.k, 0);
+    first.a = tile_at(op.a, 0, second.k);
+    first.b = tile_at(op.b, second.k, 0);
   } else {
     return false;
   }

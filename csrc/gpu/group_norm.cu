@@ -12,12 +12,12 @@ launch::GroupNormRows rows_of(const GroupNormShape& shape) { return {shape.rows(
 
 // Elements per access. In the forward a vector may lie in two channels, but not in three; in the backward it lies in one.
 int forward_vec(const GroupNormForward& a) {
-  const int vec = 16 / int(size_of(a.x.dtype));
+  const int vec = 16 / int(dtype_bytes(a.x.dtype));
   const int64_t cols = a.shape.cols(), channel = a.shape.channel;
   return aligned(a.x, cols) && aligned(a.y, cols) && (channel % vec == 0 || channel > vec) ? vec : 1;
 }
 int backward_vec(const GroupNormBackward& a) {
-  const int vec = 16 / int(size_of(a.x.dtype));
+  const int vec = 16 / int(dtype_bytes(a.x.dtype));
   const int64_t cols = a.shape.cols();
   return aligned(a.dy, cols) && aligned(a.x, cols) && aligned(a.dx, cols) && a.shape.channel % vec == 0 ? vec : 1;
 }

@@ -94,7 +94,7 @@ template <class T, int VEC, int K> struct GroupNormBackwardRegisters {
       const Vec<float, 2> pair = sums_of(dy[k], x[k], mean, rstd);
       sums[0] += weight[k] * pair[0];
       sums[1] += weight[k] * pair[1];
-      if (a.partial) channels.pairs[(group.group * K + k) * threads + index] = pair;
+      if (a.partial) channels.pairs[(group.row_in_block * K + k) * threads + index] = pair;
     }
     if (a.dx) {
       group.sum(sums);
@@ -106,7 +106,7 @@ template <class T, int VEC, int K> struct GroupNormBackwardRegisters {
       write_gradient(a, columns, dy, x, row, sums, mean, rstd, weight);
     }
     if (a.partial == nullptr) return;
-    const int64_t first_row = row - group.group, rows_left = a.rows - first_row;
+    const int64_t first_row = row - group.row_in_block, rows_left = a.rows - first_row;
     const int lines = rows_left < group.rows_per_block() ? int(rows_left) : group.rows_per_block();
     channels.total(lines, K * threads, int(a.of.channels), int(a.of.channel / VEC), begin / VEC,
                    (begin + share < cols ? begin + share : cols) / VEC, [&](int line, int nth, const float (&totals)[2]) {

@@ -41,7 +41,7 @@ inline InPlaceArgs in_place_args(const CrossEntropyRows& row, int64_t vocab, dou
 }
 inline float load_at_once_from(int64_t batch_rows) { return float(batch_rows) * 15 / 16; }
 
-// Arguments for rows in several matrices. made: the launch of InPlaceHeld or of InPlaceTokens.
+// Arguments for rows in several matrices. config: the launch of InPlaceHeld or of InPlaceTokens.
 inline HeldChunksArgs held_chunks_args(const CrossEntropyInChunks& op, const launch::Launch& made, Stream stream) {
   const CrossEntropyRows& row = op.row;
   HeldChunksArgs args{{in_place_args(row, op.classes, op.gradient_scale, made, stream), load_at_once_from(op.batch_rows)},
@@ -52,7 +52,7 @@ inline HeldChunksArgs held_chunks_args(const CrossEntropyInChunks& op, const lau
   for (int i = 0; i < op.count; ++i) {
     const MutableRows& logits = op.chunks[i].logits;
     args.chunks.end[i] = i + 1 < op.count ? int(op.chunks[i + 1].first) : INT_MAX;
-    args.chunks.begin[i] = static_cast<char*>(logits.data) - op.chunks[i].first * size_of(logits.dtype);
+    args.chunks.begin[i] = static_cast<char*>(logits.data) - op.chunks[i].first * dtype_bytes(logits.dtype);
     args.chunks.stride[i] = logits.stride;
   }
   return args;

@@ -149,15 +149,15 @@ template <class T, int N> struct JsdBackwardKernel {
 };
 
 JsdArgs args_of(const JsdRows& in, const launch::LaunchPlan& plan) {
-  return {in, math::JsdWeights<float>(in.beta), math::divergence_of(in.beta), plan.threads_per_row};
+  return {in, math::JsdWeights<float>(in.beta), math::divergence_kind(in.beta), plan.threads_per_row};
 }
 
 // Returns the elements per access: 16 bytes of them if the rows of all tensors have the same offset modulo 16 bytes, else 1.
-int vec_of(const JsdRows& in, std::initializer_list<Rows> others) {
+int access_elements(const JsdRows& in, std::initializer_list<Rows> others) {
   require(in.vocab <= int64_t{1} << 30, "jsd: log_q has ", in.vocab, " columns, vocab_size, more than the GPU kernels address (2^30)");
   for (const Rows& other : others)
     if (!equally_aligned(in.log_q, other)) return 1;
-  return 16 / int(size_of(in.log_q.dtype));
+  return 16 / int(dtype_bytes(in.log_q.dtype));
 }
 
 }  // namespace
@@ -166,7 +166,7 @@ void jsd_forward(const JsdForward& op, Stream stream) {
   dispatch(op.in.log_q.dtype, [&](auto tag) {
     using T = decltype(tag);
     const launch::Launch made =
-        launch::jsd_forward(device_profile(stream.device), op.in.rows, op.in.vocab, int(sizeof(T)), vec_of(op.in, {op.in.log_p}));
+        launch::jsd_forward(device_profile(stream.device), op.in.rows, op.in.vocab, int(sizeof(T)), access_elements(op.in, {op.in.log_p}));
     with_instance<launch::jsd_forward_kernel, fits<T>>(made, [&]<Instance I>() {
       launch<JsdForwardKernel<T, I.vec>>(made, {args_of(op.in, made.plan), static_cast<float*>(op.losses), static_cast<float*>(op.counts)},
                                          stream);
@@ -179,7 +179,7 @@ void jsd_backward(const JsdBackward& op, Stream stream) {
   dispatch(op.in.log_q.dtype, [&](auto tag) {
     using T = decltype(tag);
     const launch::Launch made =
-        launch::jsd_backward(device_profile(stream.device), op.in.rows, op.in.vocab, vec_of(op.in, {op.in.log_p, out}));
+        launch::jsd_backward(device_profile(stream.device), op.in.rows, op.in.vocab, access_elements(op.in, {op.in.log_p, out}));
     with_instance<launch::jsd_backward_kernel, fits<T>>(made, [&]<Instance I>() {
       launch<JsdBackwardKernel<T, I.vec>>(
           made, {Tiles(made), args_of(op.in, made.plan), static_cast<const float*>(op.counts), op.grad, op.dlog_q}, stream);

@@ -54,11 +54,11 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
   // order; they overwrite the ring buffers there, which are no longer needed.
   template <class Group> LIGER_DEVICE void store(const NormBackwardArgs& a, const Group& group, const Columns<VEC, K>& columns) const {
     const int width = int(Centered ? 2 * a.cols : a.cols), groups = group.rows_per_block();
-    float* const partial = a.partial + group.team() * width;
+    float* const partial = a.partial + group.cluster_index() * width;
     if (groups == 1) return store_own(opaque(partial), a, columns);
     const Shared<float> all = shared<float>(Group::template shared_bytes<2>());  // [groups][width]
     block_barrier();
-    store_own(&all[group.group * width], a, columns);
+    store_own(&all[group.row_in_block * width], a, columns);
     block_barrier();
     constexpr int N = VEC > 1 ? 4 : 1;
     for (int col = thread_id() * N; col < width; col += block_threads() * N) {
@@ -291,7 +291,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   // Returns the end of this thread's rows. Threads that meet at a shuffle or a barrier must execute the same number of iterations. With
   // own_pace these are the threads of a row. Otherwise they are all threads of the block: its first row decides, and its other rows may be
   // past the last one.
-  LIGER_DEVICE static int64_t end_of_rows(int64_t rows, const Group& group) { return own_pace ? rows : rows + group.group; }
+  LIGER_DEVICE static int64_t end_of_rows(int64_t rows, const Group& group) { return own_pace ? rows : rows + group.row_in_block; }
   LIGER_DEVICE static RowSteps<inputs> steps(const Args& a, int64_t row) {
     if constexpr (Residual) return {row, a.row_step, a.rows, a.cols, {a.dy, a.z, a.dsum}};
     else return {row, a.row_step, a.rows, a.cols, {a.dy, a.z}};

@@ -352,7 +352,7 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& of, Stre
   if (a.rows == 0 || a.cols == 0) return;
   const bool wide = aligned(a.x, a.cols) && aligned(a.residual, a.cols) && aligned(a.sum, a.cols) && aligned(a.y, a.cols) &&
                     aligned(a.weight, a.cols) && aligned(a.bias, a.cols);
-  const int wide_vec = 16 / int(size_of(a.y.dtype)), vec = wide && a.cols % wide_vec == 0 ? wide_vec : 1;
+  const int wide_vec = 16 / int(dtype_bytes(a.y.dtype)), vec = wide && a.cols % wide_vec == 0 ? wide_vec : 1;
   const auto has_dtype = [&](const Vector& parameter) { return parameter.data && parameter.dtype == a.y.dtype; };
   const bool same_dtype = vec > 1 && has_dtype(a.weight) && (!Centered || has_dtype(a.bias));
   const NormForwardKind kind{.centered = Centered, .residual = a.residual.data != nullptr, .same_dtype = same_dtype};

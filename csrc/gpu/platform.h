@@ -325,7 +325,7 @@ struct Elementwise {
   bool contiguous;
 };
 template <class... All> Elementwise elementwise(int64_t rows, int64_t cols, Dtype dtype, const All&... tensors) {
-  return {(aligned(tensors, cols) && ...) ? 16 / int(size_of(dtype)) : 1, ((tensors.stride == cols || rows == 1) && ...)};
+  return {(aligned(tensors, cols) && ...) ? 16 / int(dtype_bytes(dtype)) : 1, ((tensors.stride == cols || rows == 1) && ...)};
 }
 
 }  // namespace liger::gpu

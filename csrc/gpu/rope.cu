@@ -243,7 +243,7 @@ bool whole_vectors(const void* data, int64_t vec, std::initializer_list<int64_t>
 
 void rope(const Rope& a, Stream stream) {
   if (a.batch * a.seq * a.head_dim * (a.q.heads + a.k.heads) == 0) return;
-  const int64_t wide = 16 / size_of(a.dtype);
+  const int64_t wide = 16 / dtype_bytes(a.dtype);
   const auto whole = [&](const RopeHeads& h) {
     return h.heads == 0 || (whole_vectors(h.in, wide, {h.in_batch, h.in_head, h.in_seq}) &&
                             whole_vectors(h.out, wide, {h.out_batch, h.out_head, h.out_seq}));

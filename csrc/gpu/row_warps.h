@@ -14,7 +14,7 @@ namespace liger::gpu {
 
 template <bool OneRow> struct RowWarps {
   static constexpr bool whole_warps = true;
-  // index: this thread's number in its row. groups: the rows of the block. group: the number of this thread's row among them.
+  // index: this thread's number in its row. rows_in_block: the rows of the block. row_in_block: the number of this thread's row among them.
   int threads_per_row, warps, group, groups, index, turn = 0;
 
   LIGER_DEVICE explicit RowWarps(int threads) : threads_per_row(threads), warps(threads / warp_width()) {

@@ -20,10 +20,10 @@ namespace liger::gpu {
 //                then reserves all 16 barriers for the block, so that at most four blocks fit on a multiprocessor.
 template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupOf {
   static constexpr bool whole_warps = Threads >= 64;    // no warp, of up to 64 lanes (CDNA), has threads of two rows
-  // index: this thread's number in its row. groups: the rows of the block. group: the number of this thread's row among them.
+  // index: this thread's number in its row. rows_in_block: the rows of the block. row_in_block: the number of this thread's row among them.
   // turn: the number of reductions so far; its lowest bit selects the buffer.
   int threads_per_row, index, group, groups, turn = 0;
-  bool entering = false;                                // true: other blocks of the cluster may not have started yet
+  bool entering = false;  // true: other blocks of the cluster may not have started yet
   // Bytes of dynamic shared memory that reductions of up to N values take. First come two mbarriers (platform_cuda.h: counters of the
   // messages that have arrived, one for each buffer), then two buffers of N floats per warp of the block, or of the cluster.
   static constexpr int mbarrier_bytes = 2 * int(sizeof(Mbarrier));
@@ -44,8 +44,8 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
   LIGER_DEVICE int rows_per_block() const { return groups; }
   // The number of lanes of a warp that share a row.
   LIGER_DEVICE int lanes() const { return whole_warps || threads_per_row > warp_width() ? warp_width() : threads_per_row; }
-  // team(): the number of this thread's block or cluster. teams(): how many blocks or clusters the grid has. Each of them processes one
-  // row, or several short rows, at a time.
+  // cluster_index(): the number of this thread's cluster, or block if it has no cluster. cluster_count(): how many the grid has. Each of
+  // them processes one row, or several short rows, at a time.
   LIGER_DEVICE int64_t team() const { return in_cluster() ? block_id() >> log2_of(cluster_blocks()) : block_id(); }
   LIGER_DEVICE int64_t teams() const { return in_cluster() ? grid_blocks() >> log2_of(cluster_blocks()) : grid_blocks(); }
   LIGER_DEVICE int64_t first_row() const { return team() * groups + group; }

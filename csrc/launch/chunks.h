@@ -25,7 +25,7 @@ constexpr int64_t equal_chunks(int64_t rows, int64_t most) {
 enum class Gradients { none, deferred, accumulated, recomputed, overlaid };
 // The strategy of a call. input: dx is requested. parameters: dweight or dbias is requested. at_once: all logits certainly exist at a time.
 // per_row: reduction "none".
-constexpr Gradients gradients_of(bool input, bool parameters, bool at_once, bool per_row) {
+constexpr Gradients gradient_strategy(bool input, bool parameters, bool at_once, bool per_row) {
   if (!parameters) return input ? Gradients::accumulated : Gradients::none;
   if (at_once) return Gradients::deferred;
   return per_row ? Gradients::recomputed : Gradients::accumulated;
@@ -60,7 +60,7 @@ template <class Size> constexpr Size overlaid_rest(const Size& rows, const Size&
 }
 // The chunk size, in classes, with which the forward computes the statistics of classes that it does not store. A chunk's logits lie in
 // dweight's memory.
-constexpr int64_t overlaid_at_a_time(int64_t rows, int64_t room, int64_t vocab) {
+constexpr int64_t overlaid_statistics_classes(int64_t rows, int64_t room, int64_t vocab) {
   return std::max<int64_t>(64, vocab * room / std::max<int64_t>(1, rows) / 64 * 64);
 }
 
@@ -142,7 +142,7 @@ inline OverlaidLayout best_overlaid_layout(int64_t rows, int64_t room, int64_t h
 
 // How many numbers the forward saves for gradients that the backward recomputes. Per row: the log-sum-exp in two parts, and, for token
 // scaling, the probability of the target.
-template <class Size> Size kept_for_gradients(const Size& rows, bool token_scaling) { return rows * Size(token_scaling ? 3 : 2); }
+template <class Size> Size gradient_state_size(const Size& rows, bool token_scaling) { return rows * Size(token_scaling ? 3 : 2); }
 
 // The number of rows of the sum of dx (dtype of the accumulator) that the memory of dx holds; 0 if dx is narrower than the sum and the
 // spare holds the whole sum.
@@ -152,6 +152,6 @@ constexpr int64_t overlaid_sum_rows(int64_t rows, int64_t hidden, int64_t dx_byt
 
 // The sum of dweight in fp32 is rounded to a 16-bit dweight in place. The first rows would overwrite themselves, so this many of them go
 // through a scratch buffer.
-constexpr int64_t narrowed_elsewhere = 64;
+constexpr int64_t first_narrowed_rows = 64;
 
 }  // namespace liger::launch

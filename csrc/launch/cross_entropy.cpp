@@ -20,16 +20,16 @@ std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, i
   const int64_t vectors = of.vocab / of.vec;
   const bool clusters = device.resident_clusters[0][3] > 0;
   if (of.vec == 1 || of.rows > int64_t{1} << 30 || vectors < int64_t{8} * min_edge_threads) return std::nullopt;
-  if (registers < held_of_chunks && (!clusters || of.element_bytes != 2)) return std::nullopt;
-  LaunchPlan plan =
-      plan_row_forward(device, of.rows, vectors * of.vec, {.vec = of.vec, .max_k = most, .max_block = 512, .k = 4}, knobs, two_blocks_from);
+  if (registers < held_with_chunks && (!clusters || of.element_bytes != 2)) return std::nullopt;
+  LaunchPlan plan = plan_row_forward(device, of.rows, vectors * of.vec, {.vec = of.vec, .max_k = most, .max_block = 512, .k = 4}, knobs,
+                                     cluster_min_vectors);
   if (clusters && vectors > int64_t{8} * 256 * most) {
     // Clusters of eight blocks. With four blocks of 256 threads per multiprocessor they fill a group of 18 multiprocessors.
     plan.path = Path::regs;
     plan.cluster = 8;
     plan.block = 256;
     plan.threads_per_row = plan.cluster * plan.block;
-    plan.grid = grid_of(std::max<int64_t>(1, of.rows) * plan.cluster);
+    plan.grid = checked_grid(std::max<int64_t>(1, of.rows) * plan.cluster);
   }
   plan.k = registers;
   plan.slots = static_cast<int>(std::max<int64_t>(0, ceil_div(vectors, plan.threads_per_row) - registers));
@@ -64,7 +64,7 @@ Launch cross_entropy_backward(const DeviceProfile& device, const LogitsShape& of
 
 Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& of, bool plain, const Knobs* given) {
   const Knobs knobs = in_place_knobs(device, of, given);
-  if (const auto made = held(device, of, plain ? held_in_registers : held_of_full, knobs)) return *made;
+  if (const auto made = held(device, of, plain ? held_in_registers : held_with_options, knobs)) return *made;
   return {&in_place_kernel, in_place_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, true, knobs), in_place};
 }
 
@@ -72,7 +72,7 @@ std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile& device, const
                                               const Knobs* given) {
   if (of.element_bytes != 2 || chunks > most_vocabulary_chunks) return std::nullopt;
   const Knobs knobs = in_place_knobs(device, of, given);
-  return tokens ? held(device, of, held_of_tokens, knobs, in_place_tokens) : held(device, of, held_of_chunks, knobs);
+  return tokens ? held(device, of, held_with_tokens, knobs, in_place_tokens) : held(device, of, held_with_chunks, knobs);
 }
 
 Launch cross_entropy_statistics(const DeviceProfile& device, const LogitsShape& of) {

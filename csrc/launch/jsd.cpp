@@ -22,18 +22,18 @@ Launch jsd_backward(const DeviceProfile& device, int64_t rows, int64_t vocab, in
 namespace {
 
 // The kernels do not require whole vectors or an aligned start of a row.
-int vec_of(const Call& call) { return call.aligned ? wide_vec(call) : 1; }
+int access_elements(const Call& call) { return call.aligned ? wide_vec(call) : 1; }
 
 Launches divergence(const DeviceProfile& device, const Call& call) {
   Launches made;
-  if (!empty(call)) made.push_back(jsd_forward(device, call.rows, call.cols, call.element_bytes, vec_of(call), &call.knobs));
+  if (!empty(call)) made.push_back(jsd_forward(device, call.rows, call.cols, call.element_bytes, access_elements(call), &call.knobs));
   made.push_back(sum_losses(device, call.rows));
   return made;
 }
 
 Launches gradient(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
-  return {jsd_backward(device, call.rows, call.cols, vec_of(call), &call.knobs)};
+  return {jsd_backward(device, call.rows, call.cols, access_elements(call), &call.knobs)};
 }
 
 const Planned forward{"jsd", divergence, {&jsd_forward_kernel, &sum_losses_kernel}};

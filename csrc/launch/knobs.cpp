@@ -34,7 +34,7 @@ void set_knobs(const KnobEntry* entries, size_t count) {
   if (count > 0) kept.push_back(std::move(table));
 }
 
-Knobs knobs_of(const DeviceProfile& device, const KnobKey& call) {
+Knobs tuned_knobs(const DeviceProfile& device, const KnobKey& call) {
   const Table* const table = in_use.load(std::memory_order_acquire);
   if (table == nullptr) return {};
   for (const KnobKey& wanted : {of_class(call), of_class({every_tunable.id})}) {

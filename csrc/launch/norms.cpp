@@ -39,7 +39,7 @@ LaunchPlan plan_whole_warps(const DeviceProfile& device, int64_t rows, int64_t v
   plan.vec = vec;
   plan.k = forward_warps_k;
   plan.block = plan.threads_per_row = static_cast<int>(round_up(ceil_div(vectors, forward_warps_k), device.warp));
-  plan.grid = grid_of(rows);
+  plan.grid = checked_grid(rows);
   plan.smem = row_warps_floats * int{sizeof(float)};
   return plan;
 }
@@ -51,7 +51,7 @@ int64_t most_rows_of_block(const DeviceProfile& device, int64_t cols, bool cente
 }
 
 // The number of resident blocks of the persistent backward per multiprocessor.
-int64_t resident_blocks(const LaunchPlan& plan, const Knobs& knobs) { return settled(plan.block <= 256 ? 2 : 1, knobs.resident, 1, 4); }
+int64_t resident_blocks(const LaunchPlan& plan, const Knobs& knobs) { return with_knob(plan.block <= 256 ? 2 : 1, knobs.resident, 1, 4); }
 
 // The plan of rows of whole warps. Several rows share a block of up to 512 threads, or of 256 on devices without bulk copies.
 LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
@@ -63,7 +63,7 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
-  plan.threads_per_row = static_cast<int>(settled(warps, ceil_div(knobs.threads, device.warp), warps, most_warps) * device.warp);
+  plan.threads_per_row = static_cast<int>(with_knob(warps, ceil_div(knobs.threads, device.warp), warps, most_warps) * device.warp);
   plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
   // Two blocks of up to 256 threads in place of one of 512, if they hold as many rows and a row has fewer than 256 threads. That is faster,
   // except for 256 threads per row (equal) and three vectors per thread (slower; docs/measurements.md).
@@ -73,9 +73,9 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
       std::min<int64_t>({15, most_rows_of_block(device, cols, centered), 512 / plan.threads_per_row, std::max<int64_t>(1, rows)});
   const int64_t threads = device.bulk_copies && !pairs ? 512 : 256;
   const int64_t own = std::clamp<int64_t>(std::min(threads / plan.threads_per_row, ceil_div(rows, device.multiprocessors)), 1, most);
-  const int64_t groups = settled(own, ceil_div(knobs.block, plan.threads_per_row), 1, most);
+  const int64_t groups = with_knob(own, ceil_div(knobs.block, plan.threads_per_row), 1, most);
   plan.block = static_cast<int>(groups * plan.threads_per_row);
-  plan.grid = grid_of(ceil_div(rows, groups));
+  plan.grid = checked_grid(ceil_div(rows, groups));
   return plan;
 }
 
@@ -119,7 +119,7 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind ki
   const int room = shared_room(device, resident) - plan.shared_offset;
   const int most = std::max(1, device.bulk_copies ? room / stage : std::min(room / stage, async_stages));
   const int own = std::min(ring_stages(device, plan, kind, rounds, 96 * 1024 / resident, stage), most);
-  plan.stages = static_cast<int>(settled(own, stages, 1, most));
+  plan.stages = static_cast<int>(with_knob(own, stages, 1, most));
   plan.smem = plan.shared_offset + plan.stages * stage;
 }
 
@@ -220,15 +220,15 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
                            .k = few ? 1 : k};
     plan = plan_row(device, rows, cols, tiling, knobs);
   }
-  plan = clustered(device, plan, rows, cols, k, 512, knobs.wanted_blocks(1));
+  plan = with_cluster(device, plan, rows, cols, k, 512, knobs.wanted_blocks(1));
   plan.k = std::max(plan.k, k);
   // `resident` blocks or clusters fill the device. The grid is the smallest one with the same number of rounds: it is as fast and leaves
   // fewer partial rows.
   const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
                                             : int64_t{device.multiprocessors} * resident_blocks(plan, knobs);
   const int64_t teams = plan.grid / plan.cluster;
-  plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
-  plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
+  plan.partial_rows = checked_grid(ceil_div(teams, ceil_div(teams, resident)));
+  plan.grid = checked_grid(int64_t{plan.partial_rows} * plan.cluster);
   return plan;
 }
 

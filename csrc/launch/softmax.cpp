@@ -31,7 +31,7 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
   const int64_t own = vectors <= (few ? most_in_block_of_few : most_in_block) ? 1 : few ? most : holding;
   const int64_t asked = knobs.wanted_blocks(own);
   if (of.vec == 1 || (asked == 1 && (own == 1 || vectors <= 1024 * k))) return 1;
-  const int64_t wanted = settled_pow2(own, asked, holding, most);
+  const int64_t wanted = with_knob_pow2(own, asked, holding, most);
   int64_t blocks = 1;
   for (int i = 1; i < 4; ++i)
     if (device.resident_clusters[0][i] > 0 && 1 << i <= wanted) blocks = 1 << i;
@@ -59,11 +59,11 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, 
     // Four blocks of 256 threads on a multiprocessor overlap better than two of 512, except where shared memory would hold more than two
     // vectors per thread. Few rows have nothing to overlap with.
     const bool small = vectors <= blocks * (few ? 512 : 256 * (k + 2));
-    threads = settled_pow2(small ? 256 : 512, knobs.block, 256, 512);
+    threads = with_knob_pow2(small ? 256 : 512, knobs.block, 256, 512);
   } else {
     // As many vectors per thread as registers hold: fewer vectors in more threads are slower.
     const int64_t holding = std::clamp<int64_t>(next_pow2(ceil_div(vectors, k)), min_edge_threads, 1024);
-    threads = settled_pow2(std::clamp<int64_t>(few ? next_pow2(vectors) : holding, holding, 1024), knobs.threads, holding, 1024);
+    threads = with_knob_pow2(std::clamp<int64_t>(few ? next_pow2(vectors) : holding, holding, 1024), knobs.threads, holding, 1024);
   }
   // plan_row chooses block and grid, as for rows with one vector per thread.
   const Knobs rows_of_block{.block = blocks > 1 ? 0 : knobs.block};

@@ -10,7 +10,7 @@
 namespace liger::math {
 
 enum class Divergence { mixture, forward_kl, reverse_kl };
-constexpr Divergence divergence_of(double beta) {
+constexpr Divergence divergence_kind(double beta) {
   return beta == 0 ? Divergence::forward_kl : beta == 1 ? Divergence::reverse_kl : Divergence::mixture;
 }
 
@@ -61,7 +61,7 @@ template <class M, class V> LIGER_FN V short_log_mixture(V m, V rest, V c, V t) 
   return t < 0.0625f ? near : far;
 }
 
-// of > 0 ? of * log(of / to) : 0, computed from log_of and log_to.
+// a > 0 ? a * log(a / b) : 0, computed from log_of and log_to.
 template <class M, class V> LIGER_FN V kl_term(V log_of, V log_to) {
   const V of = M::exp(log_of);
   return of * (floored<M>(log_of) - (of > typename M::scalar(0) ? log_to : floored<M>(log_to)));

@@ -13,7 +13,7 @@ CrossEntropyRows rows_of(const Scope& scope, const RowsView& logits, const Tenso
   args.vocab = logits.cols;
   args.logits = logits;
   args.target = static_cast<const int64_t*>(target.data_ptr());
-  args.class_weight = vector_of(weight);
+  args.class_weight = as_vector(weight);
   args.counts = counts.data_ptr();
   args.options = options;
   args.op = scope.op();

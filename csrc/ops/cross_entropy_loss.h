@@ -15,8 +15,8 @@ inline void copy_values(const Head& head, int64_t values, int64_t rows, const vo
 }
 
 // Tensors of log-probabilities, each for all rows and each optional: the temperatures; `mix`, the gradient of the entropy
-// (CrossEntropyBackward::mix); and `kept`, memory in which the forward saves log-sum-exps for the backward. moments: statistics include
-// moments, whichever results are requested.
+// (CrossEntropyBackward::mix); and `gradient_state`, memory in which the forward saves log-sum-exps for the backward. moments: statistics
+// include moments, whichever results are requested.
 struct Tokens {
   OptionalTensor temperature, mix, kept;
   bool moments = false;
@@ -59,8 +59,8 @@ class CrossEntropyLoss {
   }
 
   // The same for rows that lie in several matrices, one for each chunk of the first `classes` classes, in their order. Returns false, and
-  // does nothing, if no kernel takes them. If the vocabulary has other classes: `others` are their statistics, and `kept` the memory for
-  // the numbers from which the backward recomputes their gradient (VocabularyChunks).
+  // does nothing, if no kernel takes them. If the vocabulary has other classes: `others` are their statistics, and `gradient_state` the
+  // memory for the numbers from which the backward recomputes their gradient (VocabularyChunks).
   bool in_chunks(Range rows, const std::vector<LogitsChunk>& chunks, int64_t classes, const void* others, const Tensor& counts,
                  const LossRows* results, const OptionalTensor& kept) const {
     CrossEntropyRows args = rows_of(rows, {0, classes}, {}, counts);
@@ -81,9 +81,9 @@ class CrossEntropyLoss {
   // gradient() for each chunk.
   class VocabularyChunks {
    public:
-    // chunks: the largest number of chunks. kept: the numbers per row that merge() stores and gradient() reads; a caller of gradient()
-    // alone passes them. statistics, best_class: likewise the input of merge() (kernels/cross_entropy.h). Tensors that are not passed are
-    // allocated here.
+    // chunks: the largest number of chunks. gradient_state: the numbers per row that merge() stores and gradient() reads; a caller of
+    // gradient() alone passes them. statistics, best_class: likewise the input of merge() (kernels/cross_entropy.h). Tensors that are not
+    // passed are allocated here.
     VocabularyChunks(const CrossEntropyLoss& loss, Range rows, int64_t chunks, const Tensor& counts, const LossRows* results,
                      const OptionalTensor& kept = {}, const OptionalTensor& statistics = {}, const OptionalTensor& best_class = {})
         : loss_(loss), rows_(rows), counts_(counts), results_(loss.rows_of(rows, {0, loss.shard_.all}, {}, counts)) {
@@ -93,7 +93,7 @@ class CrossEntropyLoss {
       statistics_ = statistics ? *statistics : allocate(head.scope, {chunks, slots(), rows.count}, head.acc, loss.target);
       best_class_ = best_class ? *best_class : allocate(head.scope, {predictions ? chunks : 0, rows.count}, ScalarType::Long, loss.target);
       kept_ =
-          kept ? *kept : allocate(head.scope, {launch::kept_for_gradients(rows.count, loss.options.token_scaling)}, head.acc, loss.target);
+          kept ? *kept : allocate(head.scope, {launch::gradient_state_size(rows.count, loss.options.token_scaling)}, head.acc, loss.target);
       of_chunk_ = !kept && results;
       results_.lse = kept_.data_ptr();
     }
@@ -123,7 +123,7 @@ class CrossEntropyLoss {
     Range in_vocabulary(Range classes) const { return {loss_.shard_.first + classes.first, classes.count}; }
     Classes classes_of(Range classes) const { return {in_vocabulary(classes).first, loss_.shard_.all}; }
     bool moments() const { return loss_.tokens_.moments || results_.moments(); }
-    int64_t slots() const { return CrossEntropyStatistics::slots_of(moments()); }
+    int64_t slots() const { return CrossEntropyStatistics::slot_count(moments()); }
     int64_t* best_classes() const { return best_class_.numel() ? static_cast<int64_t*>(best_class_.data_ptr()) : nullptr; }
     void* token() const { return loss_.options.token_scaling ? at(kept_.data_ptr(), 2 * rows_.count, loss_.head_.acc) : nullptr; }
 
@@ -132,7 +132,7 @@ class CrossEntropyLoss {
     const Tensor& counts_;
     CrossEntropyRows results_;
     Tensor statistics_, best_class_, kept_;
-    bool of_chunk_;  // kept_ was allocated here by a forward, for these rows alone
+    bool of_chunk_;  // gradient_state_ was allocated here by a forward, for these rows alone
   };
 
   // Replaces the stored gradient of all rows' logits of some classes by the gradient with Tokens::mix. There must be no softcap.
@@ -158,7 +158,7 @@ class CrossEntropyLoss {
   bool by_statistics(const LossRows* results) const {
     return tokens_.temperature || options.logit_scale != 1 || (results && results->moments.any());
   }
-  // Copies the log-sum-exps of a chunk's rows into Tokens::kept.
+  // Copies the log-sum-exps of a chunk's rows into Tokens::gradient_state.
   void keep(const Tensor& of_rows, Range rows) const {
     copy_values(head_, 2, rows.count, of_rows.data_ptr(), rows.count, at(tokens_.kept->data_ptr(), rows.first, head_.acc), head_.rows);
   }
@@ -170,7 +170,7 @@ class CrossEntropyLoss {
     args.first_row = rows.first;
     args.logits = readable(logits);
     args.target = static_cast<const int64_t*>(target.data_ptr()) + rows.first;
-    args.class_weight = vector_of(class_weight);
+    args.class_weight = as_vector(class_weight);
     args.class_weight.data = at(args.class_weight.data, classes.first, head_.acc);
     args.counts = counts.data_ptr();
     if (tokens_.temperature) args.temperature = at(tokens_.temperature->data_ptr(), rows.first, head_.acc);
@@ -184,14 +184,14 @@ class CrossEntropyLoss {
   const Classes shard_;
 };
 
-// The loss in a backward, whose forward has merged the statistics: it overwrites logits by their gradient. kept: the numbers of all rows
-// (VocabularyChunks).
+// The loss in a backward, whose forward has merged the statistics: it overwrites logits by their gradient. gradient_state: the numbers of
+// all rows (VocabularyChunks).
 class MergedLoss : public CrossEntropyLoss {
  public:
   MergedLoss(const CrossEntropyLoss& loss, const Head& head, const Tensor& kept, int64_t chunk_rows)
       : CrossEntropyLoss(loss),
         head_(head),
-        values_(launch::kept_for_gradients(int64_t{1}, options.token_scaling)),
+        values_(launch::gradient_state_size(int64_t{1}, options.token_scaling)),
         kept_(kept),
         of_chunk_(allocate(head.scope, {values_, chunk_rows}, head.acc, target)) {}
 

@@ -39,7 +39,7 @@ MutableRows Overlaid::where(const launch::OverlaidChunk& chunk, const Tensor& dw
 
 void Overlaid::input_gradient(const Tensor& dx) const {
   const int64_t in_dx =
-      launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(size_of(head_.compute)), int64_t(size_of(head_.acc)), 0);
+      launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(dtype_bytes(head_.compute)), int64_t(dtype_bytes(head_.acc)), 0);
   InputGradientSum sum(head_, dx, in_dx, allocate(head_.scope, {head_.rows - in_dx, head_.hidden}, head_.acc, dx), nullptr);
   for_each_stored([&](Range classes, const MutableRows& gradient) { sum.add(classes, readable(gradient)); });
   sum.finish({});
@@ -127,15 +127,15 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const Ten
   dweight = in_place_ ? memory : new_dweight();
   const Overlaid overlaid(head_, schedule_, memory, rest);
   const Range all = head_.all_rows();
-  const auto elements = [&](int64_t bytes) { return bytes / int64_t(size_of(head_.compute)); };
+  const auto elements = [&](int64_t bytes) { return bytes / int64_t(dtype_bytes(head_.compute)); };
 
   // The sum of dx lies in the spare; if the spare is too small, its first rows lie in the memory that becomes dx. If some gradients are
   // recomputed, they need the spare before dx is complete: then the rows that dx's memory does not hold lie in `apart`.
-  const int64_t spare_bytes = overlaid.layout.spare * int64_t(size_of(head_.compute));
-  const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(size_of(dtype_of(dx))), int64_t(size_of(head_.acc)),
-                                                  overlaid.all_stored() ? spare_bytes : 0);
+  const int64_t spare_bytes = overlaid.layout.spare * int64_t(dtype_bytes(head_.compute));
+  const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(dtype_bytes(dtype_of(dx))),
+                                                  int64_t(dtype_bytes(head_.acc)), overlaid.all_stored() ? spare_bytes : 0);
   const bool sums_dx = schedule_.dx && dx_sum.numel() == 0;
-  const int64_t dx_rest = sums_dx ? (head_.rows - in_dx) * head_.hidden * int64_t(size_of(head_.acc)) : 0;
+  const int64_t dx_rest = sums_dx ? (head_.rows - in_dx) * head_.hidden * int64_t(dtype_bytes(head_.acc)) : 0;
   const int64_t spare_elements = elements(spare_bytes);
   const Tensor apart = allocate(head_.scope, {overlaid.all_stored() ? 0 : elements(dx_rest)}, head_.compute, scales_);
   const Tensor spare =

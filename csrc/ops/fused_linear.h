@@ -175,14 +175,14 @@ class Overlaid {
 
   bool all_stored() const { return stored_ == head_.vocab; }
 
-  // Stores the losses of all rows in `results`, and computes the stored gradient of the logits. kept: memory for the numbers from which the
-  // backward recomputes the other gradients (Loss::VocabularyChunks).
+  // Stores the losses of all rows in `results`, and computes the stored gradient of the logits. gradient_state: memory for the numbers from
+  // which the backward recomputes the other gradients (Loss::VocabularyChunks).
   template <class Loss>
   void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results, const OptionalTensor& kept) const {
     if (head_.wide_logits()) return make_rounded(loss, counts, results);
     const Range all = head_.all_rows();
     // The logits of the other classes lie in the memory that the stored classes use afterwards.
-    const int64_t at_a_time = launch::overlaid_at_a_time(head_.rows, head_.overlaid_room(), head_.vocab);
+    const int64_t at_a_time = launch::overlaid_statistics_classes(head_.rows, head_.overlaid_room(), head_.vocab);
     const int64_t others = all_stored() ? 0 : (head_.vocab - stored_ + at_a_time - 1) / at_a_time;
     const auto is_stored = [](const launch::OverlaidChunk& chunk) { return !chunk.again; };
     const int64_t stored = std::count_if(layout.chunks.begin(), layout.chunks.end(), is_stored);

@@ -9,7 +9,7 @@ namespace {
 // The numbers from which the backward recomputes gradients of logits: the forward stores them behind the counts, in the same tensor.
 OptionalTensor kept_of(const Tensor& counts) {
   const int64_t kept = counts.numel() - CrossEntropyCounts::slots;
-  return kept > 0 ? OptionalTensor(part_of(counts, 0, CrossEntropyCounts::slots, kept)) : OptionalTensor();
+  return kept > 0 ? OptionalTensor(narrow_view(counts, 0, CrossEntropyCounts::slots, kept)) : OptionalTensor();
 }
 
 Schedule loss_schedule(const Head& head, const FusedLoss& a) {
@@ -25,7 +25,7 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   const Schedule schedule = loss_schedule(head, a);
 
   const bool overlaid = schedule.gradients == Gradients::overlaid;
-  const int64_t kept = keeps_lse(a, schedule.classes, head.vocab) ? launch::kept_for_gradients(head.rows, a.use_token_scaling) : 0;
+  const int64_t kept = keeps_lse(a, schedule.classes, head.vocab) ? launch::gradient_state_size(head.rows, a.use_token_scaling) : 0;
   const Tensor target = contiguous(scope, a.target);
   const OptionalTensor class_weight = contiguous(scope, a.ce_weight);
   const Counts counts = counts_of(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, kept);
@@ -43,12 +43,12 @@ FusedLossResults fused_loss(const FusedLoss& a) {
                            : allocate(scope, {summed.dweight ? sizes.memory : 0}, head.sum, a.x);
   // The sum uses whole multiples of 64 rows; the end of the memory is unused.
   const int64_t whole = sizes.rows * head.hidden;
-  if (summed.dweight && whole < sizes.memory) zero({part_of(memory, 0, whole, sizes.memory - whole)});
+  if (summed.dweight && whole < sizes.memory) zero({narrow_view(memory, 0, whole, sizes.memory - whole)});
   GradientSums sums(head, summed, memory);
   Tensor& saved = sums.rest;
   if (deferred) {
     saved = allocate(scope, {head.rows, schedule.stride()}, head.compute, a.x);
-    zero({part_of(saved, 1, head.vocab, schedule.stride() - head.vocab)});
+    zero({narrow_view(saved, 1, head.vocab, schedule.stride() - head.vocab)});
   }
   if (overlaid) {
     saved = allocate(scope, {launch::overlaid_rest(head.rows, head.overlaid_room(), head.vocab, schedule.classes)}, head.compute, a.x);

@@ -24,7 +24,7 @@ Halves packed(const Scope& scope, const Tensor& gate_up) {
 
 Tensor forward(const Scope& scope, const Tensor& shape_of, const Halves& in, int64_t activation, double gate_multiplier,
                double down_multiplier) {
-  auto sizes = sizes_of(shape_of);
+  auto sizes = tensor_sizes(shape_of);
   sizes.back() = in.gate.cols;
   Tensor h = allocate(scope, sizes, in.gate.view.dtype, shape_of);
   if (h.numel() > 0)

@@ -15,7 +15,7 @@ struct NormGradients {
     need_dweight = need_dweight && weight;
     need_dbias = need_dbias && bias_dtype;
     wanted = need_dx || need_dweight || need_dbias;
-    dx = allocate(scope, need_dx ? sizes_of(x) : std::vector<int64_t>{0}, type_of(x), x);
+    dx = allocate(scope, need_dx ? tensor_sizes(x) : std::vector<int64_t>{0}, type_of(x), x);
     dweight = allocate(scope, {need_dweight ? channels : 0}, type_of(weight ? *weight : x), x);
     dbias = allocate(scope, {need_dbias ? channels : 0}, bias_dtype.value_or(type_of(x)), x);
   }
@@ -39,7 +39,7 @@ void norm_gradients(const Scope& scope, const Tensor& dy, const OptionalTensor& 
                               .dy = dy_rows,
                               .dsum = dsum_rows,
                               .z = rows,
-                              .weight = vector_of(weight),
+                              .weight = as_vector(weight),
                               .mean = mean ? mean->data_ptr() : nullptr,
                               .rstd = rstd.data_ptr(),
                               .dz = out.dx.numel() > 0 ? mutable_rows(out.dx) : MutableRows{},

@@ -10,7 +10,7 @@ namespace {
 Tensor output_like(const Scope& scope, const Tensor& t) {
   if (!keeps_strides(t)) return allocate_like(scope, t);
   const auto strides = t.strides();
-  return allocate(scope, sizes_of(t), {strides.begin(), strides.end()}, dtype_of(t), t);
+  return allocate(scope, tensor_sizes(t), {strides.begin(), strides.end()}, dtype_of(t), t);
 }
 
 Tensor readable(const Scope& scope, const Tensor& t) { return contiguous_heads(t) ? t : contiguous(scope, t); }

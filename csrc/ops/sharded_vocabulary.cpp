@@ -29,7 +29,7 @@ StatisticsResult statistics_op(const VocabularyShard& a) {
   const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   const CrossEntropyLoss loss = loss_of(head, a);
   const Schedule schedule = schedule_of(head, false, false, false, int64_t(Gradients::none), a.chunk_rows, head.vocab);
-  const int64_t slots = CrossEntropyStatistics::slots_of(a.wants_moments());
+  const int64_t slots = CrossEntropyStatistics::slot_count(a.wants_moments());
   const Tensor nothing = allocate(scope, {0}, head.compute, a.x);
   const Tensor statistics = allocate(scope, {1, slots, head.rows}, head.acc, a.x);
   Tensor best_class = allocate(scope, {a.predictions ? 1 : 0, head.rows}, ScalarType::Long, a.x);
@@ -41,7 +41,7 @@ StatisticsResult statistics_op(const VocabularyShard& a) {
     const Range rows{first, std::min(schedule.rows, head.rows - first)};
     const MutableRows made{logits.data_ptr(), schedule.stride(), head.logits_dtype};
     head.logits(rows, head.all_classes(), made);
-    CrossEntropyLoss::VocabularyChunks(loss, rows, 1, nothing, nullptr, nothing, of_chunk, part_of(best_class, 1, first, rows.count))
+    CrossEntropyLoss::VocabularyChunks(loss, rows, 1, nothing, nullptr, nothing, of_chunk, narrow_view(best_class, 1, first, rows.count))
         .statistics(0, head.all_classes(), made);
     copy_values(head, slots, rows.count, of_chunk.data_ptr(), rows.count, at(statistics.data_ptr(), first, head.acc), head.rows);
   }
@@ -58,7 +58,7 @@ LossesResult losses_op(const VocabularyShard& a) {
   cross_entropy_counts(counts.how, scope);
   LossRows losses(scope, a.x, head.rows, head.acc, loss.options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens,
                   {a.return_entropy, a.return_mean_logits, a.return_log_sum_sq});
-  const Tensor kept = allocate(scope, {launch::kept_for_gradients(head.rows, a.use_token_scaling)}, head.acc, a.x);
+  const Tensor kept = allocate(scope, {launch::gradient_state_size(head.rows, a.use_token_scaling)}, head.acc, a.x);
   if (head.rows > 0) {
     const int64_t count = a.statistics.size(0);
     const CrossEntropyLoss::VocabularyChunks shards(loss, head.all_rows(), count, counts.values, &losses, kept, a.statistics, a.best_class);

@@ -6,7 +6,7 @@ namespace liger::LIGER_BACKEND {
 
 Dtype dtype_of(const Tensor& t) { return kernel_dtype(type_of(t)).value(); }
 
-std::vector<int64_t> sizes_of(const Tensor& t) {
+std::vector<int64_t> tensor_sizes(const Tensor& t) {
   const auto sizes = t.sizes();
   return {sizes.begin(), sizes.end()};
 }
@@ -41,10 +41,10 @@ Tensor contiguous(const Scope& scope, const Tensor& t) {
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like) {
   return allocate(scope, sizes, scalar_type(dtype), like);
 }
-Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype) { return allocate(scope, sizes_of(like), dtype, like); }
-Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, sizes_of(like), type_of(like), like); }
+Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype) { return allocate(scope, tensor_sizes(like), dtype, like); }
+Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, tensor_sizes(like), type_of(like), like); }
 Tensor allocate_statistics(const Scope& scope, const Tensor& like, Dtype dtype) {
-  auto leading = sizes_of(like);
+  auto leading = tensor_sizes(like);
   leading.pop_back();
   return allocate(scope, leading, accumulator(dtype), like);
 }
@@ -76,7 +76,7 @@ RowsView as_rows(const Scope& scope, const Tensor& t) {
 
 MutableRows mutable_rows(const Tensor& t) { return {t.data_ptr(), t.dim() == 0 ? 1 : t.size(t.dim() - 1), dtype_of(t)}; }
 MutableVector mutable_vector(const Tensor& t) { return t.numel() > 0 ? MutableVector{t.data_ptr(), dtype_of(t)} : MutableVector{}; }
-Vector vector_of(const OptionalTensor& t) { return t ? Vector{t->data_ptr(), dtype_of(*t)} : Vector{}; }
+Vector as_vector(const OptionalTensor& t) { return t ? Vector{t->data_ptr(), dtype_of(*t)} : Vector{}; }
 
 OptionalTensor contiguous(const Scope& scope, const OptionalTensor& t) { return t ? OptionalTensor(contiguous(scope, *t)) : t; }
 

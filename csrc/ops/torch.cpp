@@ -42,10 +42,10 @@ int64_t element_bytes(ScalarType type) {
 // Out of memory has its own exception type: callers catch it and retry with less. After a failed kernel every allocation fails, too; then
 // the error states the kernel's failure.
 [[noreturn]] void throw_failed_allocation(const char* op, double bytes) {
-  std::string cause = torch_said();
+  std::string cause = torch_error_text();
   if (cause.empty()) cause = device_failure();
   const std::string tried = text("liger_ext::", op, " tried to allocate ", int64_t(bytes / (1 << 20)), " MiB");
-  if (!cause.empty() && !says_out_of_memory(cause)) throw std::runtime_error(text(tried, ", which failed: ", cause));
+  if (!cause.empty() && !is_memory_error(cause)) throw std::runtime_error(text(tried, ", which failed: ", cause));
   throw OutOfMemory(text(has_streams ? "CUDA out of memory. " : "out of memory: ", tried, cause.empty() ? "" : "; torch: ", cause));
 }
 

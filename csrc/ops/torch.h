@@ -50,7 +50,7 @@ class Scope {
 // throws with its cause.
 Tensor allocate_strided(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
                         const Tensor& like);
-inline Tensor part_of(Tensor t, int64_t dim, int64_t start, int64_t length) { return torch::stable::narrow(t, dim, start, length); }
+inline Tensor narrow_view(Tensor t, int64_t dim, int64_t start, int64_t length) { return torch::stable::narrow(t, dim, start, length); }
 inline void copy_into(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 void zero(std::initializer_list<Tensor> tensors);
 

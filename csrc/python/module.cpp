@@ -117,7 +117,7 @@ void bind_knobs(py::module_& m) {
          std::array<int, 3> heads) {
         const std::string_view bytes = table;
         set_knobs(reinterpret_cast<const KnobEntry*>(bytes.data()), bytes.size() / sizeof(KnobEntry));
-        const Knobs found = knobs_of(device, {tunable_id(kernel), vec, rows, cols, heads[0], heads[1], heads[2]});
+        const Knobs found = tuned_knobs(device, {tunable_id(kernel), vec, rows, cols, heads[0], heads[1], heads[2]});
         set_knobs(nullptr, 0);
         return found;
       },
@@ -203,7 +203,7 @@ void bind_plans(py::module_& m) {
       .value("accumulated", Gradients::accumulated)
       .value("recomputed", Gradients::recomputed)
       .value("overlaid", Gradients::overlaid);
-  m.def("gradients_of", &gradients_of, py::arg("input"), py::arg("parameters"), py::arg("at_once"), py::arg("per_row"));
+  m.def("gradient_strategy", &gradient_strategy, py::arg("input"), py::arg("parameters"), py::arg("at_once"), py::arg("per_row"));
   py::class_<OverlaidChunk>(m, "OverlaidChunk", "See csrc/launch/chunks.h.")
       .def_readonly("first", &OverlaidChunk::first)
       .def_readonly("classes", &OverlaidChunk::classes)

@@ -15,7 +15,7 @@ size_t trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& re
     return tensor({call.vocab}, scalar_type(*dtype));
   };
   recorder.counts = false;
-  recorder.offset = call.aligned ? 0 : size_of(call.x);
+  recorder.offset = call.aligned ? 0 : dtype_bytes(call.x);
   FusedLoss of;
   of.x = tensor({call.rows, call.hidden}, scalar_type(call.x));
   of.weight = tensor({call.vocab, call.hidden}, scalar_type(call.weight));

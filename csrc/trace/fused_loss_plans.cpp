@@ -19,7 +19,7 @@ trace::LossPlan plan_of(const Call& call, const trace::LossCall& of) {
   plan.rows = call[chunk_rows] > 0 ? call[chunk_rows] : std::max<int64_t>(1, call.rows);
   plan.classes = call[chunk_classes] > 0 ? call[chunk_classes] : call.cols;
   if (call[overlaid] && call.rows > 0) plan.gradients = Gradients::overlaid;
-  else plan.gradients = gradients_of(of.dx, of.dweight, call.rows <= plan.rows && call.cols <= plan.classes, of.per_row);
+  else plan.gradients = gradient_strategy(of.dx, of.dweight, call.rows <= plan.rows && call.cols <= plan.classes, of.per_row);
   return plan;
 }
 
@@ -32,7 +32,7 @@ Launches traced(const DeviceProfile& device, const Call& call, bool backward) {
   of.softcap = call[full] != 0;
   of.moments = call[moments] != 0;
   of.aligned = call.aligned;
-  const Rates rates = rates_of(&device);
+  const Rates rates = device_rates(&device);
   trace::Recorder recorder(&device, rates, true);
   recorder.knobs = &call.knobs;
   const size_t of_forward = trace_fused_loss(of, plan_of(call, of), recorder);

@@ -31,7 +31,7 @@ class Tensor {
   Recorder& recorder() const;
 
  private:
-  friend Tensor part_of(Tensor t, int64_t dim, int64_t start, int64_t length);
+  friend Tensor narrow_view(Tensor t, int64_t dim, int64_t start, int64_t length);
   struct Memory;
   std::shared_ptr<Memory> memory_;
   int64_t offset_ = 0;  // bytes
@@ -41,7 +41,7 @@ class Tensor {
 };
 
 constexpr bool has_streams = false;
-constexpr int64_t size_of_type(ScalarType type) { return type == ScalarType::Long ? 8 : size_of(Dtype(type)); }
+constexpr int64_t type_bytes(ScalarType type) { return type == ScalarType::Long ? 8 : dtype_bytes(Dtype(type)); }
 const char* dtype_name(ScalarType type);
 inline ScalarType type_of(const Tensor& t) { return t.scalar_type(); }
 inline ScalarType scalar_type(Dtype dtype) { return ScalarType(dtype); }

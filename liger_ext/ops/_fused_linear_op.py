@@ -137,7 +137,7 @@ def _fake(*args):
         saved, dweight = x.new_empty(rest, dtype=summed), x.new_empty(memory, dtype=summed)
     sums_dx = _C.sums_dx(of.gradients, weight.dtype, compute, holds(stored >= vocab))
     wanted = of.reduction, of.return_z_loss, of.return_token_accuracy, of.return_predicted_tokens
-    kept = _C.kept_for_gradients(rows, of.use_token_scaling) if kept or of.return_entropy else 0
+    kept = _C.gradient_state_size(rows, of.use_token_scaling) if kept or of.return_entropy else 0
     moments = of.return_entropy, of.return_mean_logits, of.return_log_sum_sq
     return (
         *fake_results(x, rows, acc, *wanted),

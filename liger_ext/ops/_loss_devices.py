@@ -31,7 +31,7 @@ def device_of(device: torch.device) -> int:
 @functools.cache
 def device_with(profile: _C.DeviceProfile | None) -> int:
     """A GPU of this profile, which need not be here; None: a CPU."""
-    DEVICES.append(Device(profile, _C.rates_of(None) if profile is None else _tuned.rates_of(profile)))
+    DEVICES.append(Device(profile, _C.device_rates(None) if profile is None else _tuned.rates_of(profile)))
     return len(DEVICES) - 1
 
 

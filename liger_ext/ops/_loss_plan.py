@@ -275,7 +275,7 @@ def in_chunks(call: Call, rows: int, classes: int) -> Plan:
 
 @assume_constant_result
 def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
-    return int(_C.gradients_of(need_dx, need_parameters, at_once, per_row))
+    return int(_C.gradient_strategy(need_dx, need_parameters, at_once, per_row))
 
 
 def check_memory(memory: object) -> None:

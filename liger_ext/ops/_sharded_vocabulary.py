@@ -256,7 +256,7 @@ def _fake_losses(logits, statistics, best_class, x, weight, target, *others):
         *fake_results(x, rows, acc, reduction, z_loss, accuracy, predicted),
         *(x.new_empty(rows if moment else 0, dtype=acc) for moment in (entropy, mean, squares)),
         x.new_empty(_C.cross_entropy_counts, dtype=acc),
-        x.new_empty(_C.kept_for_gradients(rows, token_scaling), dtype=acc),
+        x.new_empty(_C.gradient_state_size(rows, token_scaling), dtype=acc),
     )
 
 

@@ -66,10 +66,10 @@ class Machine {
     warp_ = warp_width();
     check(plan);
     KnownKernel& known = known_kernels()[kernel.known];
-    ++known.launches;
-    launched += text(plan.grid, " ", plan.block, " ", plan.smem, " ", known.name, "\n");
+    ++registered.launches;
+    launched += text(plan.grid, " ", plan.block, " ", plan.smem, " ", registered.name, "\n");
     fibres_.make_stacks();
-    memory::begin_launch(known.name, kernel.args, kernel.args_bytes, fibres_.stacks(), Fibres::stacks_bytes(), warp_, plan.smem);
+    memory::begin_launch(registered.name, kernel.args, kernel.args_bytes, fibres_.stacks(), Fibres::stacks_bytes(), warp_, plan.smem);
     struct End {
       ~End() { memory::end_launch(); }
     } end;
@@ -121,7 +121,7 @@ class Machine {
     memory::begin_thread(id);
   }
   std::string described(const std::string& finding) const {
-    return text("host target: ", finding, "\n  kernel ", known_kernels()[kernel_->known].name, "\n  block ", place.block, " of ",
+    return text("host target: ", finding, "\n  kernel ", known_kernels()[kernel_->index].name, "\n  block ", place.block, " of ",
                 place.grid, ", thread ", place.thread, " of ", place.block_threads, " (warp ", place.thread / warp_, ", lane ",
                 place.thread % warp_, ")\n  after ",
                 since_.line() == 0 ? "the start of the block" : "the block barrier of " + site(since_));

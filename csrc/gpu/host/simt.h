@@ -61,7 +61,7 @@ template <class K> struct Known {
 };
 
 struct Kernel {
-  int known;   // its index from know()
+  int known;   // its index from register_kernel()
   int max_threads;
   void (*run)(const void* args);
   const void* args;

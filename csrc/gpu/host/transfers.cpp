@@ -113,7 +113,7 @@ void reserve(int block, const void* to, int64_t bytes, uint32_t transfer, const 
     cell.transfer = transfer;
   }
 }
-// Sends `bytes` on their way to shared memory of `block`; mbarrier number `of` counts them.
+// Sends `bytes` on their way to shared memory of `block`; mbarrier number `mbarrier_number` counts them.
 void bring(int of, bool is_message, int block, unsigned char* to, const void* from, int64_t bytes, const void* code) {
   Mbarrier& m = mbarriers[of];
   if (ended[block]) report(code, text("ends: a message to a block of the cluster whose threads have returned"));

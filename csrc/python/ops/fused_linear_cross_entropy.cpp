@@ -16,7 +16,7 @@ const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::modu
   });
   m.def("overlaid_classes", &launch::overlaid_classes<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"));
   m.def("overlaid_rest", &launch::overlaid_rest<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"), py::arg("stored"));
-  m.def("kept_for_gradients", &launch::kept_for_gradients<Size>, py::arg("rows"), py::arg("token_scaling"));
+  m.def("gradient_state_size", &launch::gradient_state_size<Size>, py::arg("rows"), py::arg("token_scaling"));
   m.def(
       "sums_dx",
       [](int64_t gradients, const ScalarType& weight, const ScalarType& compute, bool stored) {

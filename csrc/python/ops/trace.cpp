@@ -50,7 +50,8 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
       .def_readwrite("launch", &Rates::launch)
       .def_readwrite("fresh", &Rates::fresh)
       .def_readwrite("measured", &Rates::measured);
-  m.def("rates_of", &launch::rates_of, py::arg("gpu").none(true), "The rates of a device, or of the nearest known device; None: a CPU.");
+  m.def("device_rates", &launch::device_rates, py::arg("gpu").none(true),
+        "The rates of a device, or of the nearest known device; None: a CPU.");
   m.def("matmul_seconds", &trace::matmul_seconds, py::arg("rates"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("operand_bytes"),
         py::arg("result_bytes"), py::arg("accumulates"), "The estimated time of a matmul (csrc/trace/cost.h).");
   py::class_<LossCall>(m, "LossCall", "The properties of a fused loss call that its plan depends on (csrc/trace/fused_loss.h).")

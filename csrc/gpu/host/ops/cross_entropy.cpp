@@ -91,7 +91,7 @@ void cross_entropy_in_chunks(const CrossEntropyInChunks& a, Stream stream) {
                               out("entropy", row.entropy, row.rows, f32),
                               out("mean", row.mean, row.rows, f32),
                               out("log_sum_sq", row.log_sum_sq, row.rows, f32),
-                              optional(in("others", a.others, CrossEntropyStatistics::slots_of(row.moments()) * row.rows, f32))};
+                              optional(in("others", a.others, CrossEntropyStatistics::slot_count(row.moments()) * row.rows, f32))};
   for (int i = 0; i < a.count; ++i) {
     const int64_t end = i + 1 < a.count ? a.chunks[i + 1].first : row.vocab;
     Buffer chunk = matrix("chunk", a.chunks[i].logits, row.rows, end - a.chunks[i].first, Content::both);
@@ -105,7 +105,7 @@ void cross_entropy_in_chunks(const CrossEntropyInChunks& a, Stream stream) {
 
 void cross_entropy_statistics(const CrossEntropyStatistics& a, Stream stream) {
   const Buffers buffers = logit_buffers(a.row, a.classes, {}, nullptr, {}, {},
-                                        out("statistics", a.statistics, CrossEntropyStatistics::slots_of(a.moments) * a.row.rows, f32),
+                                        out("statistics", a.statistics, CrossEntropyStatistics::slot_count(a.moments) * a.row.rows, f32),
                                         out("best class", a.best_class, a.row.rows, i64));
   gpu::cross_entropy_statistics(a, stream);
   gpu::raise_reported_targets();
@@ -113,7 +113,7 @@ void cross_entropy_statistics(const CrossEntropyStatistics& a, Stream stream) {
 
 void cross_entropy_merge(const CrossEntropyMerge& a, Stream stream) {
   using Slots = CrossEntropyStatistics;
-  const int64_t slots = Slots::slots_of(a.row.moments());
+  const int64_t slots = Slots::slot_count(a.row.moments());
   const auto unread = [rows = a.row.rows, slots, predictions = a.best_class != nullptr](int64_t at) {
     const int64_t slot = at / rows % slots;  // a moment is not read where the sum is 0
     return slot == Slots::moment || (slot == Slots::best && !predictions);
