@@ -70,8 +70,8 @@ inline Launch op_launch(const DeviceProfile& device, const FillRows& op) {
 inline Launch op_launch(const DeviceProfile& device, const ColumnSum& op) {
   return partial_columns(device, op.rows, op.cols, aligned(op.in, 0) ? matrix_vec : 1);
 }
-inline int64_t column_sum_bytes(const Launch& made) {
-  return made.plan.partial_rows * round_up(made.cols, matrix_vec) * int64_t{sizeof(float)};
+inline int64_t column_sum_bytes(const Launch& config) {
+  return config.plan.partial_rows * round_up(config.cols, matrix_vec) * int64_t{sizeof(float)};
 }
 inline Launch op_launch(const DeviceProfile& device, const ScalarProduct& op) { return product(device, op.factors.data ? op.rows : 1); }
 

@@ -69,33 +69,34 @@ struct OverlaidLayout {
   int64_t spare;  // the size of the spare: the dweight of the first chunk, and at least the gradient of 64 classes
 };
 
-// set_aside: the size of the first chunk, in classes. All chunks are multiples of 64 classes, except for the vocabulary's last one.
-inline OverlaidLayout overlaid_layout(int64_t rows, int64_t room, int64_t vocab, int64_t stored, int64_t set_aside) {
+// first_chunk_classes: the size of the first chunk, in classes. All chunks are multiples of 64 classes, except for the vocabulary's last
+// one.
+inline OverlaidLayout overlaid_layout(int64_t rows, int64_t room, int64_t vocab, int64_t stored, int64_t first_chunk_classes) {
   using Place = OverlaidChunk::Place;
   const int64_t inside = overlaid_classes(rows, room, vocab), rest = overlaid_rest(rows, room, vocab, stored);
   // Classes in dweight's memory besides the first chunk. With fewer rows than room, rounding may cost the space of up to 64 classes.
-  const int64_t others = std::max<int64_t>(0, inside - std::max<int64_t>(set_aside, rows < room ? 128 : 64)) / 64 * 64;
-  OverlaidLayout made;
-  made.spare = std::max((inside > 0 ? inside - others : 0) * room, rows * 64);
-  if (inside > 0) made.chunks.push_back({others, inside - others, Place::dweight, 0, false});
+  const int64_t others = std::max<int64_t>(0, inside - std::max<int64_t>(first_chunk_classes, rows < room ? 128 : 64)) / 64 * 64;
+  OverlaidLayout layout;
+  layout.spare = std::max((inside > 0 ? inside - others : 0) * room, rows * 64);
+  if (inside > 0) layout.chunks.push_back({others, inside - others, Place::dweight, 0, false});
   // These lie at the end of the memory, so that as much as possible is free in front of them.
   const int64_t begin = (vocab * room - others * rows) / 64 * 64;
   for (int64_t done = 0; done < others;) {
     const int64_t offset = begin + done * rows, fit = (offset / room - done) / 64 * 64;
     if (fit < 64) throw std::logic_error("a chunk of the fused loss has no place");
-    made.chunks.push_back({done, std::min(fit, others - done), Place::dweight, offset, false});
-    done += made.chunks.back().classes;
+    layout.chunks.push_back({done, std::min(fit, others - done), Place::dweight, offset, false});
+    done += layout.chunks.back().classes;
   }
-  if (inside < stored) made.chunks.push_back({inside, stored - inside, Place::rest, 0, false});
+  if (inside < stored) layout.chunks.push_back({inside, stored - inside, Place::rest, 0, false});
   for (int64_t first = stored; first < vocab;) {
     const int64_t left = vocab - first, behind = left * room / (rows + room) / 64 * 64;
-    const int64_t in_rest = rest / rows, in_spare = made.spare / rows / 64 * 64, most = std::max({behind, in_rest, in_spare});
+    const int64_t in_rest = rest / rows, in_spare = layout.spare / rows / 64 * 64, most = std::max({behind, in_rest, in_spare});
     const Place place = most == in_rest ? Place::rest : most == in_spare ? Place::spare : Place::dweight;
     const int64_t classes = std::min(most, left);
-    made.chunks.push_back({first, classes, place, place == Place::dweight ? (vocab * room - classes * rows) / 64 * 64 : 0, true});
+    layout.chunks.push_back({first, classes, place, place == Place::dweight ? (vocab * room - classes * rows) / 64 * 64 : 0, true});
     first += classes;
   }
-  return made;
+  return layout;
 }
 
 // An estimate of the time of the matmuls that write and read the chunks: waves of tiles of 128 x 256 over an H200's multiprocessors, and a
@@ -127,15 +128,15 @@ inline OverlaidLayout best_overlaid_layout(int64_t rows, int64_t room, int64_t h
   constexpr double as_good = 1.004;  // the smallest size whose cost is at most this times the least cost is chosen
   const int64_t most = std::max<int64_t>(1, (stored < vocab ? vocab / 29 : vocab * 23 / 200) / 64), least = (most + 3) / 4;
   const int64_t step = std::max<int64_t>(1, (most - least) / tried);
-  std::vector<OverlaidLayout> made;
+  std::vector<OverlaidLayout> layouts;
   std::vector<double> costs;
   for (int64_t n = least + (most - least) % step; n <= most; n += step) {
-    made.push_back(overlaid_layout(rows, room, vocab, stored, n * 64));
-    costs.push_back(overlaid_cost(rows, hidden, made.back().chunks));
+    layouts.push_back(overlaid_layout(rows, room, vocab, stored, n * 64));
+    costs.push_back(overlaid_cost(rows, hidden, layouts.back().chunks));
   }
   const double least_cost = *std::ranges::min_element(costs);
   const auto chosen = std::ranges::find_if(costs, [&](double cost) { return cost <= as_good * least_cost; });
-  best = std::move(made[size_t(chosen - costs.begin())]);
+  best = std::move(layouts[size_t(chosen - costs.begin())]);
   last = asked;
   return best;
 }

@@ -20,7 +20,7 @@ struct LogitsShape {
   bool full = false;  // the call has options that cost instructions per element
 };
 // Returns whether this instance is compiled for calls with these options (full), or for calls without them.
-constexpr bool compiled_for_options(bool full, const Instance& of) { return full ? of.threads <= 0 : of.vec > 1; }
+constexpr bool compiled_for_options(bool full, const Instance& instance) { return full ? instance.threads <= 0 : instance.vec > 1; }
 
 // threads: the threads of a row, which has its block to itself, as a compile-time constant; 0: the number is a run-time argument.
 // after_counts: the launch depends on no earlier kernel except the one that counts targets.

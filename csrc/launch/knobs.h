@@ -24,7 +24,7 @@ struct Knobs {
   // Returns whether a knob sets how a row is spread over threads and blocks.
   bool spread_rows() const { return threads > 0 || block > 0 || cluster > 0; }
   // The number of blocks that should share a row. `choice` is the planner's. A knob for a row's threads alone means a single block.
-  int64_t wanted_blocks(int64_t own) const { return cluster > 0 ? cluster : threads > 0 ? 1 : own; }
+  int64_t wanted_blocks(int64_t choice) const { return cluster > 0 ? cluster : threads > 0 ? 1 : choice; }
   auto operator<=>(const Knobs&) const = default;
 };
 
@@ -66,8 +66,8 @@ void set_knobs(const KnobEntry* entries, size_t count);
 // Returns the table's knobs for a call on this device, and rounds the key's rows up to a power of two. Without a table it costs one load.
 Knobs tuned_knobs(const DeviceProfile&, const KnobKey&);
 // Returns the knobs that were passed for the call, or the table's if `passed_knobs` is null.
-inline Knobs chosen_knobs(const Knobs* given, const DeviceProfile& device, const KnobKey& call) {
-  return given ? *given : tuned_knobs(device, call);
+inline Knobs chosen_knobs(const Knobs* passed_knobs, const DeviceProfile& device, const KnobKey& call) {
+  return passed_knobs ? *passed_knobs : tuned_knobs(device, call);
 }
 
 }  // namespace liger::launch

@@ -67,8 +67,8 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   plan.path = k <= tiling.max_k ? Path::regs : Path::reread;
   plan.k = static_cast<int>(std::min<int64_t>(k, tiling.max_k));
   plan.threads_per_row = static_cast<int>(threads);
-  const int64_t own_block = std::max<int64_t>(threads, std::min(tiling.min_block, max_block));
-  const int64_t block = plan.path == Path::reread ? threads : with_knob_pow2(own_block, knobs.block, threads, bound);
+  const int64_t preferred_block = std::max<int64_t>(threads, std::min(tiling.min_block, max_block));
+  const int64_t block = plan.path == Path::reread ? threads : with_knob_pow2(preferred_block, knobs.block, threads, bound);
   plan.block = static_cast<int>(round_up(block, device.warp));
   const int64_t rows_per_block = plan.block / plan.threads_per_row;
   plan.grid = checked_grid(ceil_div(rows, rows_per_block));
@@ -179,8 +179,8 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   auto spread = [&](int limit) {
     limit = std::min(limit, device.max_block_threads);
     const int64_t bound = std::min(std::max(limit, 512), device.max_block_threads);
-    const int64_t own = std::clamp<int64_t>(next_pow2(ceil_div(vectors, vectors_per_thread)), min_edge_threads, limit);
-    const int64_t threads = with_knob_pow2(own, knobs.threads, min_edge_threads, std::min(next_pow2(vectors), bound));
+    const int64_t preferred = std::clamp<int64_t>(next_pow2(ceil_div(vectors, vectors_per_thread)), min_edge_threads, limit);
+    const int64_t threads = with_knob_pow2(preferred, knobs.threads, min_edge_threads, std::min(next_pow2(vectors), bound));
     plan.threads_per_row = static_cast<int>(threads);
     plan.block = static_cast<int>(with_knob_pow2(std::max<int64_t>(threads, 128), knobs.block, std::max<int64_t>(threads, 64), bound));
   };

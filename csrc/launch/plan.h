@@ -21,12 +21,12 @@ constexpr int64_t next_pow2(int64_t n) {
 
 // The last step of each choice of a planner: a knob, clamped to the legal range from `least` to `most`, replaces the planner's choice
 // (`choice`). If least > most, the knob becomes `least`.
-constexpr int64_t with_knob(int64_t own, int64_t knob, int64_t least, int64_t most) {
-  return knob > 0 ? std::clamp(knob, least, std::max(least, most)) : own;
+constexpr int64_t with_knob(int64_t choice, int64_t knob, int64_t least, int64_t most) {
+  return knob > 0 ? std::clamp(knob, least, std::max(least, most)) : choice;
 }
 // The same for a choice that must be a power of two. The bounds are powers of two.
-constexpr int64_t with_knob_pow2(int64_t own, int64_t knob, int64_t least, int64_t most) {
-  return with_knob(own, knob > 0 ? next_pow2(knob) : 0, least, most);
+constexpr int64_t with_knob_pow2(int64_t choice, int64_t knob, int64_t least, int64_t most) {
+  return with_knob(choice, knob > 0 ? next_pow2(knob) : 0, least, most);
 }
 
 // regs: the threads of a row hold it in registers (and shared memory), so that the kernel reads it once. reread: a two-pass kernel reads
