@@ -16,7 +16,8 @@ inline void check_loss_options(const char* op, int64_t reduction, double label_s
 inline void check_labels(const char* op, const Tensor& labels, const char* name, const Size& rows, const Tensor& like,
                          const char* like_name) {
   check_device(op, labels, name, like, like_name);
-  require(type_of(labels) == ScalarType::Long, op, ": ", name, " has dtype ", dtype_name(type_of(labels)), ", expected torch.int64");
+  require(tensor_type(labels) == ScalarType::Long, op, ": ", name, " has dtype ", dtype_name(tensor_type(labels)),
+          ", expected torch.int64");
   check_shape(op, labels, name, {rows});
 }
 
@@ -26,8 +27,8 @@ inline void check_targets(const char* op, const Tensor& target, const OptionalTe
   if (!weight) return;
   check_device(op, *weight, weight_name, like, like_name);
   check_shape(op, *weight, weight_name, {vocab});
-  require(type_of(*weight) == scalar_type(accumulator), op, ": ", weight_name, " has dtype ", dtype_name(type_of(*weight)), ", expected ",
-          dtype_name(scalar_type(accumulator)));
+  require(tensor_type(*weight) == scalar_type(accumulator), op, ": ", weight_name, " has dtype ", dtype_name(tensor_type(*weight)),
+          ", expected ", dtype_name(scalar_type(accumulator)));
 }
 
 inline void check_loss_gradient(const char* op, const Tensor& dloss, int64_t reduction, const Size& rows, const Tensor& like,

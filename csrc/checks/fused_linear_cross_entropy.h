@@ -108,7 +108,7 @@ inline void check_fused_linear_cross_entropy(const FusedLoss& a) {
   const HeadDtypes dtypes = check_fused_loss(op, a);
   if (!a.normalizer) return;
   check_device(op, *a.normalizer, "normalizer", a.x, "x");
-  require(a.normalizer->numel() == 1 && type_of(*a.normalizer) == scalar_type(dtypes.acc), op,
+  require(a.normalizer->numel() == 1 && tensor_type(*a.normalizer) == scalar_type(dtypes.acc), op,
           ": normalizer has another size or dtype, expected one number of dtype ", dtype_name(scalar_type(dtypes.acc)));
 }
 

@@ -32,7 +32,7 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
           ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
   require(dtypes.logits == dtypes.acc || dtypes.logits == dtypes.compute, op, ": logits_dtype is ", dtype_name(scalar_type(dtypes.logits)),
           ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
-  require(dtype_bytes(dtypes.acc) >= dtype_bytes(dtype_of(weight, "weight")), op, ": compute_dtype is ",
+  require(dtype_bytes(dtypes.acc) >= dtype_bytes(tensor_dtype(weight, "weight")), op, ": compute_dtype is ",
           dtype_name(scalar_type(dtypes.compute)), ", expected float64 for a weight of float64");
   check_parameter(op, bias, "bias", weight.size(0), x, "x");
   return dtypes;
@@ -68,7 +68,7 @@ inline bool sums_dx(launch::Gradients gradients, Dtype weight, Dtype compute, bo
 inline void check_overlaid(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, const Size& chunk_rows,
                            const Size& chunk_classes, bool need_dweight) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
-  const Dtype weight_dtype = dtype_of(weight, "weight");
+  const Dtype weight_dtype = tensor_dtype(weight, "weight");
   require(need_dweight && (weight_dtype == dtypes.compute || weight_dtype == dtypes.acc), op,
           ": gradients is 4 (overlaid), expected need_dweight and a weight in the dtype of the matmuls or of their sums");
   require(hidden >= 1 && rows >= 1 && (dtypes.wide_logits() || chunk_rows >= rows), op,
@@ -104,7 +104,7 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
                                 const Size& stored, const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                                 bool need_dx, bool need_dweight, bool need_dbias) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
-  const Dtype weight_dtype = dtype_of(weight, "weight");
+  const Dtype weight_dtype = tensor_dtype(weight, "weight");
   const auto way = launch::Gradients(gradients);
   if (need_dx && sums_dx(way, weight_dtype, dtypes.compute, stored >= vocab))
     check_forward_result(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
@@ -115,7 +115,7 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
     case launch::Gradients::deferred:
       check_device(op, saved, "saved", x, "x");
       check_shape(op, saved, "saved", {rows, (vocab + Size(63)) / Size(64) * Size(64)});
-      require(type_of(saved) == scalar_type(dtypes.compute), op, ": saved has dtype ", dtype_name(type_of(saved)), ", expected ",
+      require(tensor_type(saved) == scalar_type(dtypes.compute), op, ": saved has dtype ", dtype_name(tensor_type(saved)), ", expected ",
               dtype_name(scalar_type(dtypes.compute)));
       return;
     case launch::Gradients::overlaid:

@@ -123,7 +123,7 @@ inline bool check_shard_logits(const char* op, const Tensor& t, const char* name
   check_device(op, t, name, x, "x");
   if (t.numel() == Size(0)) return false;
   check_shape(op, t, name, {x.size(0), weight.size(0)});
-  require(type_of(t) == scalar_type(compute) && t.stride(1) == 1 && t.stride(0) >= weight.size(0), op, ": ", name,
+  require(tensor_type(t) == scalar_type(compute) && t.stride(1) == 1 && t.stride(0) >= weight.size(0), op, ": ", name,
           " is not what the forward returned");
   return true;
 }
@@ -141,7 +141,8 @@ inline void check_vocabulary_shard_losses(const VocabularyShard& a) {
   const bool predictions = a.return_token_accuracy || a.return_predicted_tokens;
   check_device(op, a.best_class, "best_class", a.x, "x");
   check_shape(op, a.best_class, "best_class", {predictions ? shards : Size(0), rows});
-  require(type_of(a.best_class) == ScalarType::Long && a.best_class.is_contiguous(), op, ": best_class is not what the forward returned");
+  require(tensor_type(a.best_class) == ScalarType::Long && a.best_class.is_contiguous(), op,
+          ": best_class is not what the forward returned");
   if (a.normalizer) check_forward_result(op, *a.normalizer, "normalizer", {1}, dtypes.acc, a.x, "x");
 }
 

@@ -41,10 +41,12 @@ inline Dtype check_dtype(const char* op, const ScalarType& type, const char* nam
           float64 ? ", or float64" : " (float64 works on the CPU only)");
   return *found;
 }
-inline Dtype check_dtype(const char* op, const Tensor& t, const char* name) { return check_dtype(op, type_of(t), name, t, " has dtype "); }
+inline Dtype check_dtype(const char* op, const Tensor& t, const char* name) {
+  return check_dtype(op, tensor_type(t), name, t, " has dtype ");
+}
 
 // The dtype of a tensor that has passed a check.
-inline Dtype dtype_of(const Tensor& t, const char* name) { return check_dtype("liger_ext", t, name); }
+inline Dtype tensor_dtype(const Tensor& t, const char* name) { return check_dtype("liger_ext", t, name); }
 
 // torch's dispatcher accepts None for a tensor.
 inline void check_defined(const char* op, const Tensor& t, const char* name) {
@@ -65,7 +67,7 @@ inline void check_shape(const char* op, const Tensor& t, const char* name, std::
 }
 
 inline void check_same_dtype(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
-  const ScalarType found = type_of(t), expected = type_of(like);
+  const ScalarType found = tensor_type(t), expected = tensor_type(like);
   require(found == expected, op, ": ", name, " has dtype ", dtype_name(found), ", expected that of ", like_name, ", ",
           dtype_name(expected));
 }
@@ -111,7 +113,7 @@ inline void check_forward_result(const char* op, const Tensor& t, const char* na
                                  const Tensor& like, const char* like_name) {
   check_device(op, t, name, like, like_name);
   check_shape(op, t, name, shape);
-  require(type_of(t) == scalar_type(dtype) && t.is_contiguous(), op, ": ", name, " is not what the forward returned");
+  require(tensor_type(t) == scalar_type(dtype) && t.is_contiguous(), op, ": ", name, " is not what the forward returned");
 }
 
 }  // namespace liger::LIGER_BACKEND

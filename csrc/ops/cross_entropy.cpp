@@ -60,7 +60,7 @@ Tensor cross_entropy_backward_op(Tensor dloss, Tensor logits, Tensor target, Opt
   if (rows.rows == 0) return dlogits;
   dloss = contiguous(scope, dloss);
   CrossEntropyBackward args = backward_of(rows_of(scope, rows, target, weight, counts, options), lse, mutable_rows(dlogits));
-  args.grad = {dloss.data_ptr(), per_row ? 1 : 0, dtype_of(dloss)};
+  args.grad = {dloss.data_ptr(), per_row ? 1 : 0, tensor_dtype(dloss)};
   cross_entropy_backward(args, scope);
   return dlogits;
 }

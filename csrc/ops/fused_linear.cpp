@@ -82,13 +82,13 @@ Backward::Backward(const Head& head, const Schedule& schedule, const Tensor& x, 
   const auto output = [&](bool wanted, const std::vector<int64_t>& sizes, ScalarType type) {
     return allocate(head.scope, wanted ? sizes : std::vector<int64_t>{0}, type, x);
   };
-  dx = output(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? scalar_type(head.acc) : type_of(x));
-  dbias = output(schedule.dbias, {head.vocab}, bias ? type_of(*bias) : scalar_type(head.acc));
+  dx = output(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? scalar_type(head.acc) : tensor_type(x));
+  dbias = output(schedule.dbias, {head.vocab}, bias ? tensor_type(*bias) : scalar_type(head.acc));
 
-  if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, dtype_of(dloss_)};
+  if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, tensor_dtype(dloss_)};
   // alpha = [grad_output *] scale * factor: one number in device memory, the scale of every result. Per row, two more.
   scales_ = allocate(head.scope, {per_row_ ? 3 : 1}, head.acc, x);
-  const Vector grad = per_row_ ? Vector{} : Vector{dloss_.data_ptr(), dtype_of(dloss_)};
+  const Vector grad = per_row_ ? Vector{} : Vector{dloss_.data_ptr(), tensor_dtype(dloss_)};
   scalar_product({grad, scale, factor, head.acc, scales_.data_ptr(), row_grad_, head.rows}, head.scope);
 }
 
@@ -104,7 +104,7 @@ void Backward::from_saved_gradient(const Tensor& saved, const Tensor& dx_sum) {
     scale(dx_sum, dx, alpha(), row_grad_);
   } else if (schedule_.dx) {
     // Rows that are scaled afterwards stay in the matmuls' dtype: a narrower one would round them twice.
-    const bool apart = per_row_ && !schedule_.dx_is_term && dtype_of(dx) != head_.compute;
+    const bool apart = per_row_ && !schedule_.dx_is_term && tensor_dtype(dx) != head_.compute;
     const Tensor made = apart ? allocate(head_.scope, {head_.rows, head_.hidden}, head_.compute, scales_) : dx;
     into(made, [&](const MutableRows& out) { head_.input_gradient(head_.all_rows(), head_.all_classes(), gradient, out, alpha(), false); });
     if (per_row_) scale(made, dx, nullptr, row_grad_);
@@ -132,7 +132,7 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const Ten
   // The sum of dx lies in the spare; if the spare is too small, its first rows lie in the memory that becomes dx. If some gradients are
   // recomputed, they need the spare before dx is complete: then the rows that dx's memory does not hold lie in `apart`.
   const int64_t spare_bytes = overlaid.layout.spare * int64_t(dtype_bytes(head_.compute));
-  const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(dtype_bytes(dtype_of(dx))),
+  const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(dtype_bytes(tensor_dtype(dx))),
                                                   int64_t(dtype_bytes(head_.acc)), overlaid.all_stored() ? spare_bytes : 0);
   const bool sums_dx = schedule_.dx && dx_sum.numel() == 0;
   const int64_t dx_rest = sums_dx ? (head_.rows - in_dx) * head_.hidden * int64_t(dtype_bytes(head_.acc)) : 0;

@@ -13,8 +13,8 @@ GroupNormShape shape_of(const Tensor& x, int64_t num_groups) {
   return shape;
 }
 
-Rows groups_of(const Tensor& t, const GroupNormShape& shape) { return {t.data_ptr(), shape.cols(), dtype_of(t)}; }
-MutableRows mutable_groups(const Tensor& t, const GroupNormShape& shape) { return {t.data_ptr(), shape.cols(), dtype_of(t)}; }
+Rows groups_of(const Tensor& t, const GroupNormShape& shape) { return {t.data_ptr(), shape.cols(), tensor_dtype(t)}; }
+MutableRows mutable_groups(const Tensor& t, const GroupNormShape& shape) { return {t.data_ptr(), shape.cols(), tensor_dtype(t)}; }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_op(Tensor x, OptionalTensor weight, OptionalTensor bias, int64_t num_groups, double eps) {
   const Scope scope("group_norm", x);
@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_op(Tensor x, OptionalTensor weight
   bias = contiguous(scope, bias);
 
   Tensor y = allocate_like(scope, x);
-  const Dtype stats = accumulator(dtype_of(x));
+  const Dtype stats = accumulator(tensor_dtype(x));
   Tensor mean = allocate(scope, {shape.batch, shape.groups}, stats, x), rstd = allocate(scope, {shape.batch, shape.groups}, stats, x);
   if (x.numel() == 0) {  // channels may have no elements
     zero({mean, rstd});

@@ -15,9 +15,9 @@ struct NormGradients {
     need_dweight = need_dweight && weight;
     need_dbias = need_dbias && bias_dtype;
     wanted = need_dx || need_dweight || need_dbias;
-    dx = allocate(scope, need_dx ? tensor_sizes(x) : std::vector<int64_t>{0}, type_of(x), x);
-    dweight = allocate(scope, {need_dweight ? channels : 0}, type_of(weight ? *weight : x), x);
-    dbias = allocate(scope, {need_dbias ? channels : 0}, bias_dtype.value_or(type_of(x)), x);
+    dx = allocate(scope, need_dx ? tensor_sizes(x) : std::vector<int64_t>{0}, tensor_type(x), x);
+    dweight = allocate(scope, {need_dweight ? channels : 0}, tensor_type(weight ? *weight : x), x);
+    dbias = allocate(scope, {need_dbias ? channels : 0}, bias_dtype.value_or(tensor_type(x)), x);
   }
 
   // Returns whether there is nothing to compute. Without elements, dweight and dbias become 0.

@@ -18,7 +18,7 @@ namespace liger::LIGER_BACKEND {
 using OptionalTensor = std::optional<Tensor>;
 using Size = int64_t;  // python/tensor.h has another one, for checks
 
-Dtype dtype_of(const Tensor& t);      // of a tensor that was checked, or allocated here
+Dtype tensor_dtype(const Tensor& t);      // of a tensor that was checked, or allocated here
 
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like);
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like);

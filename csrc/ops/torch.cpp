@@ -62,7 +62,7 @@ std::optional<Dtype> kernel_dtype(ScalarType type) {
     if (of_kernels[i] == type) return Dtype(i);
   return {};
 }
-ScalarType type_of(const Tensor& t) {
+ScalarType tensor_type(const Tensor& t) {
   try {
     return t.scalar_type();
   } catch (const std::exception&) {  // a dtype without a name in the stable ABI

@@ -21,7 +21,7 @@ using torch::stable::Tensor;
 constexpr bool has_streams = LIGER_IS_GPU;
 
 const char* dtype_name(ScalarType type);
-ScalarType type_of(const Tensor& t);  // Undefined for a dtype without a name in the stable ABI
+ScalarType tensor_type(const Tensor& t);  // Undefined for a dtype without a name in the stable ABI
 ScalarType scalar_type(Dtype dtype);
 std::optional<Dtype> kernel_dtype(ScalarType type);
 bool same_device(const Tensor& t, const Tensor& like);

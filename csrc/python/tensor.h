@@ -87,7 +87,7 @@ class Tensor {
 };
 using OptionalTensor = std::optional<Tensor>;
 
-inline ScalarType type_of(const Tensor& t) { return t.type(); }
+inline ScalarType tensor_type(const Tensor& t) { return t.type(); }
 inline bool same_device(const Tensor& t, const Tensor& like) { return t.device().equal(like.device()); }
 inline bool takes_float64(const Tensor& t) { return std::string(py::str(t.device().attr("type"))) != "cuda"; }
 

@@ -9,11 +9,11 @@
 namespace liger::trace {
 namespace {
 
-Recorder& recorder_of(Stream stream) { return *static_cast<Recorder*>(stream.handle); }
+Recorder& stream_recorder(Stream stream) { return *static_cast<Recorder*>(stream.handle); }
 
 // Records a pass over `bytes` bytes of memory.
 template <class Launch> void pass(Stream stream, int64_t bytes, Launch launch) {
-  Recorder& recorder = recorder_of(stream);
+  Recorder& recorder = stream_recorder(stream);
   recorder.seconds += double(recorder.times) * pass_seconds(recorder.rates, double(bytes));
   if (recorder.lists && recorder.gpu) recorder.kernels.push_back({launch(*recorder.gpu, recorder.knobs), recorder.times});
 }
@@ -43,7 +43,7 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
 }
 
 bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  const Recorder& recorder = recorder_of(stream);
+  const Recorder& recorder = stream_recorder(stream);
   return recorder.gpu && launch::op_launch(*recorder.gpu, op, recorder.knobs).has_value();
 }
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
@@ -71,7 +71,7 @@ void fill_rows(const FillRows& op, Stream stream) {
   if (op.rows * op.cols > 0) pass(stream, op.rows * op.cols * dtype_bytes(op.matrix.dtype), launch(op));
 }
 int64_t column_sum_workspace(const ColumnSum& op, Stream stream) {
-  const Recorder& recorder = recorder_of(stream);
+  const Recorder& recorder = stream_recorder(stream);
   return recorder.gpu ? launch::column_sum_bytes(launch::op_launch(*recorder.gpu, op)) : 0;
 }
 void column_sum(const ColumnSum& op, Stream stream) {
@@ -85,7 +85,7 @@ void scalar_product(const ScalarProduct& op, Stream stream) { pass(stream, 0, la
 
 void gemm(const Gemm& op, Stream stream) {
   if (op.m == 0 || op.n == 0) return;
-  Recorder& recorder = recorder_of(stream);
+  Recorder& recorder = stream_recorder(stream);
   const int64_t operand = dtype_bytes(op.a.dtype), result = dtype_bytes(op.c_dtype);
   // On a GPU an epilogue adds the bias to a 16-bit result (gpu/gemm.cu); otherwise C is filled with the bias first.
   if (op.bias && !(recorder.gpu && result == 2 && op.k > 0)) return gemm(with_bias_in_c(op, stream), stream);

@@ -43,7 +43,7 @@ class Tensor {
 constexpr bool has_streams = false;
 constexpr int64_t type_bytes(ScalarType type) { return type == ScalarType::Long ? 8 : dtype_bytes(Dtype(type)); }
 const char* dtype_name(ScalarType type);
-inline ScalarType type_of(const Tensor& t) { return t.scalar_type(); }
+inline ScalarType tensor_type(const Tensor& t) { return t.scalar_type(); }
 inline ScalarType scalar_type(Dtype dtype) { return ScalarType(dtype); }
 inline std::optional<Dtype> kernel_dtype(ScalarType type) { return type == ScalarType::Long ? std::optional<Dtype>() : Dtype(type); }
 inline bool same_device(const Tensor&, const Tensor&) { return true; }
