@@ -15,7 +15,7 @@
 //   masked(n, v, other)           v in lanes before the end, `other` past it
 //   round_to(out, v), round_as<T>(v)   v after a store to `out` (as T) and a load
 //   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp, sqrt
-//   dispatch(dtype, f)            calls f(T{}); accumulator_of<T> is its A
+//   dispatch(dtype, f)            calls f(T{}); accumulator_type<T> is its A
 //   dispatch_same({dtypes…}, f)   calls f(T{}, A{}), with T = any when the dtypes differ
 //   with_param<T>(vector, fill, f)   calls f(In<…>) for a parameter of dtype T, of another one, or absent (all `fill`)
 //   streams(out, rows, cols)      whether stores to `out` should bypass the caches. Pass it to row<T>(out, i, …), and end the
@@ -104,7 +104,7 @@ template <class T> LIGER_INLINE In<T> param(const Vector& v) { return row<T>(Row
 template <class T> LIGER_INLINE Out<T> param(const MutableVector& v) { return row<T>(MutableRows{v.data, 0, v.dtype}, 0); }
 
 template <class A, class T, class N> LIGER_INLINE vec<A> load(const T* from, N n) {
-  using V = vector<bits_of<T>, lanes<A>>;
+  using V = vector<bits_type<T>, lanes<A>>;
   if constexpr (std::is_same_v<N, Whole>) return decode<A, T>(load_bytes<V>(from));
   else {
     V v{};
@@ -178,7 +178,7 @@ template <class A, class T> LIGER_INLINE vec<A> round_to(const Out<T>& like, vec
 template <class T, class F> LIGER_INLINE void with_param(const Vector& v, double fill, F&& f) {
   if (v.data == nullptr) return f(In<constant>{fill});
   if constexpr (!std::is_same_v<T, any>)
-    if (v.dtype == dtype_of<T>) return f(param<T>(v));
+    if (v.dtype == dtype_constant<T>) return f(param<T>(v));
   f(param<any>(v));
 }
 
@@ -191,8 +191,8 @@ template <class A, class F> LIGER_INLINE void columns(int64_t begin, int64_t end
 }
 template <class A, class F> LIGER_INLINE void columns(int64_t cols, F&& f) { columns<A>(0, cols, f); }
 
-template <class A> LIGER_INLINE vec<A> only(Whole, vec<A> v, A) { return v; }
-template <class A> LIGER_INLINE vec<A> only(Part n, vec<A> v, A other) {
+template <class A> LIGER_INLINE vec<A> masked(Whole, vec<A> v, A) { return v; }
+template <class A> LIGER_INLINE vec<A> masked(Part n, vec<A> v, A other) {
   for (int i = 0; i < lanes<A>; ++i) v[i] = i < n.n ? v[i] : other;
   return v;
 }
@@ -265,7 +265,7 @@ LIGER_INLINE Results<A, N> reduce_columns(int64_t cols, A neutral, Combine combi
   columns<A>(j, cols, [&](int64_t at, auto n) {
     vec<A> terms[N];
     f(at, n, terms);
-    for (int i = 0; i < N; ++i) total[i] = combine(total[i], only<A>(n, terms[i], neutral));
+    for (int i = 0; i < N; ++i) total[i] = combine(total[i], masked<A>(n, terms[i], neutral));
   });
   Results<A, N> out;
   for (int i = 0; i < N; ++i) out.value[i] = fold<A, lanes<A>>(total[i], combine);
