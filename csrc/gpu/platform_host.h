@@ -141,7 +141,7 @@ LIGER_DEVICE void publish_to_host() {}
 
 template <class K> void launch(const launch::Launch& made, const typename K::Args& args, Stream) {
   const auto run = [](const void* a) { K::run(*static_cast<const typename K::Args*>(a)); };
-  simt::run({simt::Known<K>::index, K::max_threads, run, &args, sizeof(args)}, made);
+  simt::run({simt::Registered<K>::index, K::max_threads, run, &args, sizeof(args)}, made);
 }
 
 }  // namespace liger::gpu
