@@ -8,8 +8,8 @@ namespace {
 
 // The numbers from which the backward recomputes gradients of logits: the forward stores them behind the counts, in the same tensor.
 OptionalTensor kept_of(const Tensor& counts) {
-  const int64_t kept = counts.numel() - CrossEntropyCounts::slots;
-  return kept > 0 ? OptionalTensor(narrow_view(counts, 0, CrossEntropyCounts::slots, kept)) : OptionalTensor();
+  const int64_t state_size = counts.numel() - CrossEntropyCounts::slots;
+  return state_size > 0 ? OptionalTensor(narrow_view(counts, 0, CrossEntropyCounts::slots, state_size)) : OptionalTensor();
 }
 
 Schedule loss_schedule(const Head& head, const FusedLoss& a) {
@@ -25,10 +25,10 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   const Schedule schedule = loss_schedule(head, a);
 
   const bool overlaid = schedule.gradients == Gradients::overlaid;
-  const int64_t kept = keeps_lse(a, schedule.classes, head.vocab) ? launch::gradient_state_size(head.rows, a.use_token_scaling) : 0;
+  const int64_t state_size = keeps_lse(a, schedule.classes, head.vocab) ? launch::gradient_state_size(head.rows, a.use_token_scaling) : 0;
   const Tensor target = contiguous(scope, a.target);
   const OptionalTensor class_weight = contiguous(scope, a.ce_weight);
-  const Counts counts = counts_of(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, kept);
+  const Counts counts = counts_of(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, state_size);
   const CrossEntropyLoss loss(head, options, target, class_weight, {}, {a.temperature, {}, kept_of(counts.values)});
   cross_entropy_counts(counts.how, scope);
   LossRows losses(scope, a.x, head.rows, head.acc, options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens,

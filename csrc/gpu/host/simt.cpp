@@ -59,9 +59,9 @@ class Machine {
   Place place{};
   std::string launched;  // a line for each launch
 
-  void run(const Kernel& kernel, const launch::Launch& made) {
+  void run(const Kernel& kernel, const launch::Launch& config) {
     const std::lock_guard lock(mutex_);
-    const launch::LaunchPlan& plan = made.plan;
+    const launch::LaunchPlan& plan = config.plan;
     kernel_ = &kernel;
     warp_ = warp_width();
     check(plan);
@@ -76,7 +76,7 @@ class Machine {
     block_threads_ = plan.block;
     blocks_ = plan.cluster;
     for (first_block_ = 0; first_block_ < plan.grid; first_block_ += blocks_) run_blocks();
-    memory::check_launch(made.rows, made.cols);
+    memory::check_launch(config.rows, config.cols);
   }
 
   // Called by the running thread: returns to the scheduler until the thread is resumed.
@@ -366,7 +366,7 @@ void Machine::run_kernels() {
 Place place() { return machine.place; }
 unsigned char* shared_memory() { return memory::shared(); }
 void report(const void* code, const std::string& finding) { machine.report(code, finding); }
-void run(const Kernel& kernel, const launch::Launch& made) { machine.run(kernel, made); }
+void run(const Kernel& kernel, const launch::Launch& config) { machine.run(kernel, config); }
 
 void block_barrier(const std::source_location& where) { machine.suspend(Stop::block_barrier, where); }
 void group_barrier(int group, int threads, const std::source_location& where) { machine.group_barrier(group, threads, where); }
