@@ -47,9 +47,9 @@ inline Dtype check_classes(const char* op, const Tensor& t, const char* name) {
 }
 
 inline Dtype check_logits(const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
-  const Dtype made = accumulator(check_classes(op, logits, "logits"));
-  check_targets(op, target, weight, "weight", logits.size(0), logits.size(1), made, logits, "logits");
-  return made;
+  const Dtype accumulator_dtype = accumulator(check_classes(op, logits, "logits"));
+  check_targets(op, target, weight, "weight", logits.size(0), logits.size(1), accumulator_dtype, logits, "logits");
+  return accumulator_dtype;
 }
 
 inline void check_cross_entropy(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, int64_t ignore_index,
@@ -65,10 +65,10 @@ inline void check_cross_entropy_backward(const Tensor& dloss, const Tensor& logi
                                          double label_smoothing, double lse_square_scale, const std::optional<double>& softcap) {
   const char* op = "cross_entropy_backward";
   check_loss_options(op, reduction, label_smoothing, softcap);
-  const Dtype made = check_logits(op, logits, target, weight);
+  const Dtype accumulator_dtype = check_logits(op, logits, target, weight);
   check_loss_gradient(op, dloss, reduction, logits.size(0), logits, "logits");
-  check_forward_result(op, lse, "lse", {2, logits.size(0)}, made, logits, "logits");
-  check_forward_result(op, counts, "counts", {CrossEntropyCounts::slots}, made, logits, "logits");
+  check_forward_result(op, lse, "lse", {2, logits.size(0)}, accumulator_dtype, logits, "logits");
+  check_forward_result(op, counts, "counts", {CrossEntropyCounts::slots}, accumulator_dtype, logits, "logits");
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -11,7 +11,7 @@ inline void check_casting_mode(const char* op, int64_t mode) {
 // A statistic of each row that the forward returned: mean or rstd.
 inline void check_statistic(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
   check_device(op, t, name, like, like_name);
-  require(t.numel() == rows_of(like) && tensor_type(t) == scalar_type(accumulator(tensor_dtype(like, like_name))), op, ": ", name,
+  require(t.numel() == row_count(like) && tensor_type(t) == scalar_type(accumulator(tensor_dtype(like, like_name))), op, ": ", name,
           " is not what the forward returned for ", like_name, " of shape ", shape_text(like));
 }
 

@@ -4,13 +4,13 @@
 
 namespace liger::LIGER_BACKEND {
 
-constexpr const char* of_a_shard = "fused_linear_cross_entropy";  // the function that calls them
+constexpr const char* shard_op = "fused_linear_cross_entropy";  // the function that calls them
 
 // weight, bias: the shard's. statistics, best_class: of all shards. logits, saved: the shard's, of all rows, or empty.
 struct VocabularyShard : FusedLoss {
   int64_t first_class = 0, vocab_size = 1;
   bool predictions = false, keep_logits = false;
-  Tensor logits, statistics, best_class, kept;
+  Tensor logits, statistics, best_class, gradient_state;
 };
 
 // For each op, the members in the order of its schema (NamedArguments).
@@ -77,7 +77,7 @@ struct ShardBackwardOrder {
                                      &F::temperature,
                                      &F::mix,
                                      &F::counts,
-                                     &F::kept,
+                                     &F::gradient_state,
                                      &F::saved,
                                      &F::ignore_index,
                                      &F::reduction,
@@ -110,7 +110,7 @@ inline HeadDtypes check_shard(const char* op, const VocabularyShard& a) {
 }
 
 inline void check_vocabulary_shard_statistics(const VocabularyShard& a) {
-  const char* op = of_a_shard;
+  const char* op = shard_op;
   const HeadDtypes dtypes = check_shard(op, a);
   require(!a.keep_logits || !dtypes.wide_logits(), op,
           ": keep_logits is true, expected false, since the dtype of logits is not that of the matmuls");
@@ -129,7 +129,7 @@ inline bool check_shard_logits(const char* op, const Tensor& t, const char* name
 }
 
 inline void check_vocabulary_shard_losses(const VocabularyShard& a) {
-  const char* op = of_a_shard;
+  const char* op = shard_op;
   const HeadDtypes dtypes = check_shard(op, a);
   check_shard_logits(op, a.logits, "logits", a.x, a.weight, dtypes.compute);
   check_defined(op, a.statistics, "statistics");
@@ -148,26 +148,26 @@ inline void check_vocabulary_shard_losses(const VocabularyShard& a) {
 
 // Checks the arguments of both backwards. Returns whether there is a stored gradient of the logits.
 inline bool check_shard_gradients(const VocabularyShard& a) {
-  const char* op = of_a_shard;
+  const char* op = shard_op;
   const HeadDtypes dtypes = check_shard(op, a);
   const Size rows = a.x.size(0);
   check_loss_gradient(op, a.dloss, a.reduction, rows, a.x, "x");
   check_forward_result(op, a.counts, "counts", {CrossEntropyCounts::slots}, dtypes.acc, a.x, "x");
-  check_forward_result(op, a.kept, "kept", {launch::gradient_state_size(rows, a.use_token_scaling)}, dtypes.acc, a.x, "x");
+  check_forward_result(op, a.gradient_state, "kept", {launch::gradient_state_size(rows, a.use_token_scaling)}, dtypes.acc, a.x, "x");
   require(a.chunk_rows >= Size(1), op, ": chunk_rows is ", a.chunk_rows, ", expected at least 1");
   return check_shard_logits(op, a.saved, "saved", a.x, a.weight, dtypes.compute);
 }
 
 inline void check_vocabulary_shard_backward(const VocabularyShard& a) {
   const bool saved = check_shard_gradients(a);
-  require(!a.mix || !saved, of_a_shard, ": saved has ", a.saved.numel(),
+  require(!a.mix || !saved, shard_op, ": saved has ", a.saved.numel(),
           " elements, expected none, since there is a gradient of the entropy (mix)");
 }
 
 // The op overwrites saved.
 inline void check_vocabulary_shard_backward_in_place(const VocabularyShard& a) {
   const bool saved = check_shard_gradients(a);
-  require(a.mix && !a.softcap && (saved || a.x.size(0) == Size(0)), of_a_shard,
+  require(a.mix && !a.softcap && (saved || a.x.size(0) == Size(0)), shard_op,
           ": expected mix, saved and no softcap: the op computes"
           " no other gradient in place");
 }

@@ -79,7 +79,7 @@ inline void check_rows(const char* op, const Tensor& t, const char* name) {
   check_dtype(op, t, name);
 }
 inline Size column_count(const Tensor& t) { return t.size(t.dim() - 1); }
-inline Size rows_of(const Tensor& t) {
+inline Size row_count(const Tensor& t) {
   Size rows = 1;
   for (int64_t i = 0; i + 1 < t.dim(); ++i) rows = rows * t.size(i);
   return rows;

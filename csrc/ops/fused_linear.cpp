@@ -2,7 +2,7 @@
 
 namespace liger::LIGER_BACKEND {
 
-Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes) {
+Schedule build_schedule(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes) {
   return {dx,
           dweight,
           dbias && head.has_bias(),
@@ -47,8 +47,8 @@ void Overlaid::input_gradient(const Tensor& dx) const {
 
 GradientSums::GradientSums(const Head& head, const Schedule& schedule, const Tensor& dweight)
     : dweight(dweight), head_(head), schedule_(schedule) {
-  const auto sum = [&](bool of, std::vector<int64_t> sizes, Dtype dtype) {
-    return allocate(head.scope, of ? sizes : std::vector<int64_t>{0}, dtype, head.x());
+  const auto sum = [&](bool requested, std::vector<int64_t> sizes, Dtype dtype) {
+    return allocate(head.scope, requested ? sizes : std::vector<int64_t>{0}, dtype, head.x());
   };
   dx = sum(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? head.acc : head.compute);
   rest = sum(schedule.dweight, {head.sum_sizes().rest}, head.sum);
@@ -105,9 +105,10 @@ void Backward::from_saved_gradient(const Tensor& saved, const Tensor& dx_sum) {
   } else if (schedule_.dx) {
     // Rows that are scaled afterwards stay in the matmuls' dtype: a narrower one would round them twice.
     const bool apart = per_row_ && !schedule_.dx_is_term && tensor_dtype(dx) != head_.compute;
-    const Tensor made = apart ? allocate(head_.scope, {head_.rows, head_.hidden}, head_.compute, scales_) : dx;
-    into(made, [&](const MutableRows& out) { head_.input_gradient(head_.all_rows(), head_.all_classes(), gradient, out, alpha(), false); });
-    if (per_row_) scale(made, dx, nullptr, row_grad_);
+    const Tensor unscaled = apart ? allocate(head_.scope, {head_.rows, head_.hidden}, head_.compute, scales_) : dx;
+    into(unscaled,
+         [&](const MutableRows& out) { head_.input_gradient(head_.all_rows(), head_.all_classes(), gradient, out, alpha(), false); });
+    if (per_row_) scale(unscaled, dx, nullptr, row_grad_);
   }
   if (schedule_.dweight) {
     const Tensor scaled = scaled_x_buffer(head_.rows);

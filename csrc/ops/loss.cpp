@@ -2,8 +2,8 @@
 
 namespace liger::LIGER_BACKEND {
 
-Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
-                 int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more) {
+Counts allocate_counts(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
+                       int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more) {
   const Tensor values = allocate(scope, {CrossEntropyCounts::slots + more}, accumulator, target);
   return {values,
           {target.size(0), vocab, static_cast<const int64_t*>(target.data_ptr()), as_vector(class_weight),
@@ -52,7 +52,7 @@ void LossRows::finish(const Counts& counts, bool counted) {
       {rows_, ce_.data_ptr(), has_z_ ? z_.data_ptr() : nullptr,
        return_accuracy_ ? static_cast<const float*>(accuracy_.data_ptr()) : nullptr, counts.values.data_ptr(), options_.reduction,
        accumulator_, loss.data_ptr(), return_z_ ? z_loss.data_ptr() : nullptr,
-       return_accuracy_ && !per_row ? static_cast<float*>(token_accuracy.data_ptr()) : nullptr, counted ? nullptr : &counts.how},
+       return_accuracy_ && !per_row ? static_cast<float*>(token_accuracy.data_ptr()) : nullptr, counted ? nullptr : &counts.arguments},
       scope_);
 }
 

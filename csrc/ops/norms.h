@@ -29,11 +29,12 @@ struct NormGradients {
 
 // Computes the gradients of a norm over rows. z: the rows that the forward normalised.
 template <bool Centered>
-void norm_gradients(const Scope& scope, const Tensor& dy, const OptionalTensor& dsum, const Tensor& z, const OptionalTensor& given_weight,
-                    const OptionalTensor& given_mean, const Tensor& given_rstd, double offset, const NormGradients& out) {
+void norm_gradients(const Scope& scope, const Tensor& dy, const OptionalTensor& dsum, const Tensor& z,
+                    const OptionalTensor& weight_argument, const OptionalTensor& mean_argument, const Tensor& rstd_argument, double offset,
+                    const NormGradients& out) {
   const RowsView dy_rows = as_rows(scope, dy), dsum_rows = dsum ? as_rows(scope, *dsum) : RowsView{}, rows = as_rows(scope, z);
-  const OptionalTensor weight = contiguous(scope, given_weight), mean = contiguous(scope, given_mean);
-  const Tensor rstd = contiguous(scope, given_rstd);
+  const OptionalTensor weight = contiguous(scope, weight_argument), mean = contiguous(scope, mean_argument);
+  const Tensor rstd = contiguous(scope, rstd_argument);
   NormBackward<Centered> args{.rows = rows.rows,
                               .cols = rows.cols,
                               .dy = dy_rows,

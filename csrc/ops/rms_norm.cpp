@@ -7,8 +7,8 @@ namespace {
 
 // The forward of both ops: y and rstd of x, or of x + residual, which is stored in `sum`.
 std::tuple<Tensor, Tensor> forward(const Scope& scope, const Tensor& x, const RowsView& rows, const Rows& residual, const MutableRows& sum,
-                                   Dtype dtype, const OptionalTensor& given, double eps, double offset, int64_t casting_mode) {
-  const OptionalTensor weight = contiguous(scope, given);
+                                   Dtype dtype, const OptionalTensor& weight_argument, double eps, double offset, int64_t casting_mode) {
+  const OptionalTensor weight = contiguous(scope, weight_argument);
   Tensor y = allocate_like(scope, x, dtype), rstd = allocate_statistics(scope, x, dtype);
   if (x.numel() > 0)
     norm_forward(RmsNormForward{.rows = rows.rows,

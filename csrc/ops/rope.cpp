@@ -15,7 +15,7 @@ Tensor output_like(const Scope& scope, const Tensor& t) {
 
 Tensor readable(const Scope& scope, const Tensor& t) { return contiguous_heads(t) ? t : contiguous(scope, t); }
 
-RopeHeads heads_of(const Tensor& in, const Tensor& out) {
+RopeHeads rope_heads(const Tensor& in, const Tensor& out) {
   return {in.data_ptr(), out.data_ptr(), in.size(1), in.stride(0), in.stride(1), in.stride(2), out.stride(0), out.stride(1), out.stride(2)};
 }
 
@@ -36,8 +36,8 @@ std::tuple<Tensor, Tensor> run(const char* op, Tensor q, OptionalTensor k, Tenso
         .head_dim = q.size(3),
         .rotary_dim = half_tables ? 2 * cos.size(2) : cos.size(2),
         .dtype = tensor_dtype(q),
-        .q = heads_of(q, q_out),
-        .k = k ? heads_of(*k, k_out) : RopeHeads{},
+        .q = rope_heads(q, q_out),
+        .k = k ? rope_heads(*k, k_out) : RopeHeads{},
         .cos = cos.data_ptr(),
         .sin = sin.data_ptr(),
         .table_dtype = tensor_dtype(cos),

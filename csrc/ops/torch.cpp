@@ -33,7 +33,7 @@ constexpr std::pair<ScalarType, const char*> names[] = {
     {ScalarType::ComplexFloat, "torch.complex64"},
     {ScalarType::ComplexDouble, "torch.complex128"},
 };
-constexpr ScalarType of_kernels[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Double};  // as in Dtype
+constexpr ScalarType kernel_types[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Double};  // as in Dtype
 
 int64_t element_bytes(ScalarType type) {
   return type == ScalarType::Double || type == ScalarType::Long ? 8 : type == ScalarType::Float || type == ScalarType::Int ? 4 : 2;
@@ -56,10 +56,10 @@ const char* dtype_name(ScalarType type) {
     if (named == type) return name;
   return "an unsupported dtype";
 }
-ScalarType scalar_type(Dtype dtype) { return of_kernels[static_cast<int>(dtype)]; }
+ScalarType scalar_type(Dtype dtype) { return kernel_types[static_cast<int>(dtype)]; }
 std::optional<Dtype> kernel_dtype(ScalarType type) {
-  for (int i = 0; i < int(std::size(of_kernels)); ++i)
-    if (of_kernels[i] == type) return Dtype(i);
+  for (int i = 0; i < int(std::size(kernel_types)); ++i)
+    if (kernel_types[i] == type) return Dtype(i);
   return {};
 }
 ScalarType tensor_type(const Tensor& t) {
