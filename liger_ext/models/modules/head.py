@@ -57,7 +57,7 @@ def heads_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def device_of(head: nn.Module) -> torch.device | None:
-    """Returns the device of the weight of `used_linear(head)`; does not compute a parametrized weight. None: unknown."""
+    """Returns the device of the weight of `used_linear(head)`, without computing that weight; None if not known."""
     # FSDP1 may leave a module without parameters, and store a view of its own buffer as the attribute `weight`.
     linear = used_linear(head)
     weight = next(linear.parameters(), vars(linear).get("weight"))
@@ -107,7 +107,7 @@ def _takes_a_loss(module: nn.Module) -> bool:
 
 
 def _hands_on(module: nn.Module) -> bool:
-    """Returns whether the instance has no `forward`, or one that accelerate puts around the class's for its own hooks."""
+    """Returns whether the instance has no `forward`, or accelerate's, which wraps the class's for its own hooks."""
     if "forward" not in module.__dict__:
         return True
     hook, inner = getattr(module, "_hf_hook", None), module.__dict__.get("_old_forward")

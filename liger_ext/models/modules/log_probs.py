@@ -186,8 +186,8 @@ def _of_logits(
     """Computes `functional.linear_log_probs` from logits, with the same options and results; [rows]."""
     if logits_dtype not in (None, logits.dtype):
         raise ValueError(
-            f"return_log_probs=True: logits_dtype is {logits_dtype!r}, but here the head itself computes the logits, in "
-            f"{logits.dtype}: leave it out (skip_logits=False and heads that are more than a linear layer lack it)"
+            f"return_log_probs=True: logits_dtype is {logits_dtype!r}, but here the head itself computes the logits, "
+            f"in {logits.dtype}: leave it out (with skip_logits=False, or a head that is more than a linear layer)"
         )
     if not is_plain_tensor(logits):
         raise ValueError(
