@@ -237,8 +237,8 @@ def _shown(value: object) -> str:
 
 
 def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
-    """Returns the modules that `patch` applies to. These are only MLPs whose activation has an op, only decoder layers
-    whose norm is patched or can be, and no nn.LayerNorm of a user's subclass."""
+    """Returns the modules that `patch` applies to. It leaves out MLPs whose activation has no op, decoder layers whose
+    norm cannot be patched, and users' subclasses of nn.LayerNorm."""
     stock = stock_class(patch)
     taken = [module for module in modules if isinstance(module, stock)]
     if patch is LayerNorm:

@@ -1,7 +1,7 @@
 """The patches of Llama's classes: subclasses that `liger_ext.models.patching.swap` assigns to modules.
 
-A patch replaces the transformers class of the same name as the class of an instance. It is importable under that name:
-a patched model can be pickled, and is saved with the names of the original classes.
+A patch has the name of the transformers class that it replaces, and is importable under it: a patched model can be
+pickled, and is saved with the names of the original classes.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The model types with their own `apply_liger_kernel_to_<type>`: its arguments, and their folders in transformers.
+"""Tables of the model types that have a function `apply_liger_kernel_to_<type>`: arguments, parts, and folders.
 
 `liger_ext.models.families.patch_function` builds the functions from these tables. The tables do not decide which
 modules are patched: recognition reads the code of a model's classes.

@@ -102,7 +102,7 @@ def _recognise_once(cls: type[nn.Module], code: tuple, of_loss: tuple) -> Recogn
 def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, object], ...]) -> type[nn.Module]:
     if cls.__module__.startswith(REMOTE):  # `save_pretrained` copies the file of this module next to the weights
         namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    else:  # pickle finds the class through this module's `__getattr__`
+    else:  # pickle finds the class through the `__getattr__` of that module
         namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls)}
     if hasattr(kind, "forward"):
         arguments = [*inspect.signature(cls.forward).parameters][1:]

@@ -45,7 +45,8 @@ _HOOKS_ARE_CHECKPOINTED = any(
 class DecoderLayer(Mixin):
     """Adds the attention's output to the residual stream and normalises the sum in one op.
 
-    Where the linear layers are plain ones, a training step runs `models.training.nodes`, which keep less memory.
+    If the linear layers are plain ones, a training step runs the autograd nodes of `models.training.nodes`, which save
+    less memory.
     """
 
     liger_memory = "auto"

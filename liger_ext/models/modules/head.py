@@ -103,7 +103,7 @@ def _takes_a_loss(module: nn.Module) -> bool:
     if any(not _is_from(hook, _KNOWN_HOOKS) for kind in hooks_of(module) for hook in kind.values()):
         return False
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    return getattr(getattr(state, "_mp_policy", None), "output_dtype", None) is None  # it would cast the loss
+    return getattr(getattr(state, "_mp_policy", None), "output_dtype", None) is None  # a dtype would cast the loss
 
 
 def _hands_on(module: nn.Module) -> bool:

@@ -123,7 +123,7 @@ for _name in CACHES:
 
 
 def _not_made(name: str) -> property:
-    """Returns the property of a value that was not computed. It can be set: users set logits to None after use."""
+    """Returns a property that raises when it is read before it is set. (Users set logits to None after use.)"""
 
     def read(output: ModelOutput) -> object:
         if name in output.__dict__:

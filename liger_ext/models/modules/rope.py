@@ -1,4 +1,4 @@
-"""Replacements of transformers' functions that apply rotary embeddings: `functional.rope` with each one's arguments.
+"""Replacements of transformers' functions that apply rotary embeddings: `functional.rope` with their signatures.
 
 Families differ in the columns that form a pair, in the width of the cos and sin tables, and in the arguments of the
 function. `liger_ext.models.recognise` has the table of known functions.

@@ -19,7 +19,7 @@ from liger_ext.ops._compile import assume_constant_result
 
 
 def is_exported() -> bool:
-    """Returns whether torch.export traces. (Before torch 2.14 `torch.compiler.is_exporting()` is True in any graph.)"""
+    """Returns whether torch.export traces. (`torch.compiler.is_exporting()` is True in any graph before torch 2.14.)"""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 

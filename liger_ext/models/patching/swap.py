@@ -1,4 +1,4 @@
-"""How a model is patched: the class of a module is swapped for a subclass, and swapped back.
+"""Patches a module by swapping its class for a subclass, and swaps it back.
 
 Why classes and not bound methods or module globals:
 
@@ -10,12 +10,13 @@ Why classes and not bound methods or module globals:
 Models built later are patched by the same swap, at the end of their constructor (`on_construction`): `Class(config)`,
 `from_config` and `from_pretrained` all come through it, in every version of transformers.
 
-Other code replaces things, too, and what it does is kept or named (`patching.forwards` looks at functions):
+Other libraries replace functions, too. Their code keeps running, or a warning names it (`patching.forwards` finds it):
 
-- A `forward` or a global that it has put in place of transformers' own is not hidden by ours: that patch is not made.
-- A wrapper that it has put on an instance's `forward` follows when the class is swapped, if it can be seen through.
+- If other code has replaced a `forward` or a global of transformers, our patch would hide it, and is not applied.
+- If other code has wrapped an instance's `forward`, the class is swapped, and a copy of the wrapper calls the new
+  class's `forward`. If the wrapper cannot be followed, the module is not patched.
 
-Other libraries swap classes as well, FSDP2 among them: `patching.classes` says how a patch goes below theirs.
+Other libraries swap classes as well, FSDP2 among them: `patching.classes` inserts a patch below theirs.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Autograd nodes that each run half a decoder layer, or a linear layer with LoRA, and decide which tensors they save.
 
-torch's linear layers save their inputs. In a Llama these are the norms' outputs and h = silu(gate) * up: a third of the
-tensors that a training step saves. Both are cheap to recompute. The norms' outputs take one pass over the norms'
+torch's linear layers save their inputs. Among these are the norms' outputs and h = silu(gate) * up: in a Llama a third
+of the memory that a forward saves. Both are cheap to recompute. The norms' outputs take one pass over the norms'
 inputs. The backward of the gated activation reads gate and up anyway, and writes h in place of h's gradient. `memory`
 decides which tensors a node saves:
 
@@ -192,7 +192,7 @@ class _NormMLP(torch.autograd.Function):
         return None, None, None, None, dattention, dstream, *others
 
 
-# Whether each of (the norm's output, gate, up, h) is saved for the backward, at each level.
+# The tensors that are saved for the backward at each level, of (the norm's output, gate, up, h).
 _KEPT = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
 
 

@@ -2,7 +2,7 @@
 
 Linear layers save their inputs: the norms' outputs, and the MLP's h = silu(gate) * up. Two functions avoid this:
 
-- `recomputed`, under torch.compile, puts the op that computes such an input into a checkpoint.
+- `recomputed`, under torch.compile, puts the op that computes the input into a checkpoint.
 - `remade`, without torch.compile, is for linear layers that must be called as modules (LoRA, quantised weights, hooks).
   Saved-tensor hooks around the call recognise the input, whichever op saves it, and store the function that computes it
   instead. (Plain linear layers run in `training.nodes`, which save less by themselves.)
@@ -57,7 +57,7 @@ def remade(
     first of their backwards calls it.
 
     `make` must return the same bits again. The context has no effect in three cases: `tensor` is not part of a graph
-    (else the graph's nodes save the arguments anyway); other saved-tensor hooks are active (offloading, non-reentrant
+    (the nodes of a graph save the arguments anyway); other saved-tensor hooks are active (offloading, non-reentrant
     checkpoints), which must receive every tensor; or hooks are disabled.
     """
     if module.liger_memory == "fast" or torch.compiler.is_compiling() or not _saved_tensors_hooks_is_enabled():
