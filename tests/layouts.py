@@ -136,8 +136,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def rows_are_aligned(t: Tensor) -> bool:
     """Returns whether kernels may read the rows of t in vectors of 16 bytes. Kernels read rows of the last dimension
     that have one common stride in place, and all others from a contiguous copy, which is aligned (``as_rows`` in
-    csrc/ops/tensor.cpp). A row of a contiguous tensor may span several dimensions (GroupNorm), so only the address of
-    its first element counts."""
+    csrc/ops/tensor.cpp). A row of a contiguous tensor may span several dimensions (GroupNorm); a copy has the same
+    rows, so only the address of the first element counts."""
     if t.dim() == 0 or not t.numel() or (t.shape[-1] > 1 and t.stride(-1) != 1):
         return True
     if t.is_contiguous():
