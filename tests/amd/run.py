@@ -32,8 +32,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=objects.BUILT)
     parser.add_argument("--all", action="store_true", help="every case, in both orders of the waves")
-    parser.add_argument("--only", default="", help="only the cases whose text, as in a report, matches this regular
-    expression")
+    parser.add_argument("--only", default="", help="only cases whose text matches this regular expression")
     parser.add_argument("--json", type=Path, help="output file: a JSON object per line for each op and dtype")
     parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)  # of a child process
     return parser.parse_args()

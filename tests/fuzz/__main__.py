@@ -19,8 +19,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ops", nargs="+", default=OPS, choices=OPS, metavar="OP", help=", ".join(OPS))
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--judge-every", type=int, default=4, help="compare the results of every n-th call with
-    float64")
+    parser.add_argument("--judge-every", type=int, default=4, help="compare every n-th call with float64")
     parser.add_argument("--progress", type=float, default=30, help="seconds between lines of progress")
     parser.add_argument("--crash-at", type=int, default=-1, help=argparse.SUPPRESS)  # for tests/test_fuzz.py
     for name in ("--worker", "--first", "--step", "--current"):

@@ -3,18 +3,14 @@
 * ``EXAMPLES``: small calls with each of an op's options, for the tests of gradients, opcheck, compile, threads and
   sanitizers; one of them has the defaults and the op's name;
 * ``kernel_cases(dtype)``: (op, name, part of a quick run?, function that returns the inputs, frozen inputs ...): small,
-odd
-  and large calls that run every kernel at least once, on the host target and in an emulator;
+  odd and large calls that run every kernel at least once, on the host target and in an emulator;
 * ``DRAWS``: for each op a function that draws a random call of it, for the tests of layouts and the fuzz test;
 * ``BAD``: (op, name, arguments that it rejects, parts of the error text: argument, value, expectation; the first part
-is
-  TypeError if it is no ValueError); a tuple among the arguments is the shape of a tensor;
+  is TypeError if it is no ValueError); a tuple among the arguments is the shape of a tensor;
 * ``LARGE``: for each op a function of two matrices of the same shape and a vector of their columns, or None. It calls
-the
-  op with them as inputs and parameter, as far as the op takes them, and returns one result;
+  the op with them as inputs and parameter, as far as the op takes them, and returns one result;
 * ``PROMISED``: for an op whose result is not one tensor like its first argument, a function of its arguments that
-returns
-  the shape and the dtype (None: any) of each result, by name;
+  returns the shape and the dtype (None: any) of each result, by name;
 * ``exact_cases()``: (name, op, inputs) in fp32, large enough that the largest error is reproducible;
 * ``PLAN_MODELS``: for each kernel a function that checks which elements a launch processes (tests/plan_model.py);
 * ``MODULES``: an instance of each of its modules, if it has any;
