@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AROUND = (
-    16  # elements before and after a tensor: whole vectors of 16 bytes in every dtype, which keeps the alignment
-)
+AROUND = 16  # elements before and after a tensor: whole vectors of 16 bytes in every dtype, which keeps the alignment
 
 
 @dataclass(frozen=True)

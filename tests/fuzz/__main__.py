@@ -39,9 +39,7 @@ def main() -> int:
         case = worker.draw_case(args.seed, args.only, args.ops, args.device)
         print(case.call, *case.notes, sep="\n  ", flush=True)
         found = worker.one_call(args.seed, args.only, args.ops, args.device, 1)
-        print(
-            f"{found['kind']}: {found['text']}\n  {found['call']}\n  {found['notes']}" if found else "no finding"
-        )
+        print(f"{found['kind']}: {found['text']}\n  {found['call']}\n  {found['notes']}" if found else "no finding")
         return found is not None
     report = driver.drive(args, lambda line: print(line, flush=True))
     print(report)
