@@ -46,7 +46,7 @@ def test_trainer(installed, tmp_path, monkeypatch):
     from transformers import Trainer, TrainingArguments
 
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # the state, with its autocast, outlives a Trainer
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # the state outlives a Trainer
 
     rows = [{name: t[0] for name, t in batch_of("cpu", rows=1, seq=12).items()} for _ in range(8)]
 
