@@ -2,9 +2,8 @@
 
     PYTHONPATH=. python tests/liger_names.py <the folder liger_kernel of its sources>
 
-The command lists the names that Liger-Kernel's files
-define or import from one another, without its other backends and its tests.
-tests/test_liger_kernel.py compares the page with the modules of liger_ext.
+The command lists the names that Liger-Kernel's files define or import from one another, without its other backends and
+its tests. tests/test_liger_kernel.py compares the page with the modules of liger_ext.
 """
 
 import ast
