@@ -1,5 +1,4 @@
-"""The GPUs of this machine as liger_ext sees them, and whether its library has code for them. Torch and the driver
-know the rest."""
+"""Lists the GPUs of this machine, and the code that liger_ext's GPU library has for each, for the doctor and tune."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from . import _C, _fit, _load
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU that torch can use. ``code``: what the build holds for it: "machine code", "PTX" or "nothing"."""
+    """A GPU that torch can use. ``code``: the code that liger_ext's build has for it: "machine code", "PTX" or
+    "nothing"."""
 
     index: int
     name: str
@@ -25,7 +25,7 @@ class Device:
 
 
 def running_profile(index: int) -> _C.DeviceProfile | None:
-    """What the library has read from the driver, from which it makes its plans."""
+    """The device profile that the GPU library reads from the driver and plans launches for; None without a library."""
     library = _load.gpu_kernels()
     if library is None:
         return None
