@@ -39,8 +39,7 @@ ROUNDINGS: dict[str, Mapping[str, Roundings]] = {name: record.roundings for name
 
 
 def roundings_of(op: str, what: str) -> Roundings:
-    """Returns the roundings of a result. Raises ValueError, with the known names, for an op or result without a bound.
-    """
+    """Returns the roundings of a result. Raises ValueError, with the known names, if the op or result has no bound."""
     found = ROUNDINGS.get(op, {}).get(what)
     if found is None:
         known = ", ".join(ROUNDINGS.get(op, ROUNDINGS))
