@@ -46,7 +46,7 @@ class Call(NamedTuple):
     ``moments``: the call returns the entropy, the mean logit or the sum of squares. ``temperature``: the logits are
     divided by temperatures or scaled. ``wide_logits``: the logits are in float32, the operands of the matmuls in 16
     bits. ``overlays``: the gradient of the logits may be stored in the memory that becomes dweight. ``all_rows``: the
-    rows of x from which ``rows`` are gathered, or 0. ``copies``: bytes of the arguments' copies in a layout that matmuls
+    rows of x from which ``rows`` are gathered, or 0. ``copies``: bytes of the arguments' copies in layouts that matmuls
     can read. ``free``: bytes beside the gradients that the call may use without raising the peak, since other code
     needs them at another time.
     """

@@ -1,4 +1,4 @@
-"""The ops ``cross_entropy`` of logits and integer targets: functions, module, fake implementation and autograd."""
+"""Cross entropy of logits and integer targets: functions, module, fake implementation and autograd formula."""
 
 from __future__ import annotations
 

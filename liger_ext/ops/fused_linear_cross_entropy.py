@@ -42,8 +42,8 @@ def fused_linear_cross_entropy(
 ) -> Tensor | CrossEntropyOutput:
     """Computes ``cross_entropy(x @ weight.T + bias, target)`` in chunks, without storing all logits at once.
 
-    The formula is that of :func:`cross_entropy`. The matmuls run in the promoted dtype of x and weight, or in autocast's
-    dtype; everything else is computed in float32 (float64 for float64). A gradient is computed only if its input
+    The formula is that of :func:`cross_entropy`. The matmuls run in the promoted dtype of x and weight, or in the dtype
+    of autocast; everything else is computed in float32 (float64 for float64). A gradient is computed only if its input
     requires one: none under ``no_grad``, none of a frozen head, none of a frozen backbone.
 
     Args:
