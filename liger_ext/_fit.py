@@ -1,7 +1,7 @@
 """Checks whether a GPU library fits this machine's torch, driver and GPU, by comparing their versions.
 
-``misfit`` takes numbers and names only, so that a table of cases can test it. Nothing here loads a GPU library of
-liger_ext or initialises a GPU.
+``misfit`` takes numbers and names only, so that a table of cases can test it. No function of this file loads a library
+of liger_ext or initialises a GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def this_machine() -> Machine:
 
 
 def gpu_driver() -> str:
-    """The kernel driver's name and version: NVIDIA's or AMD's, or "none"."""
+    """Returns the kernel driver's name and version: NVIDIA's or AMD's, or "none"."""
     nvidia, amd = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
     if nvidia.exists():
         number = re.search(r"\b\d{3,}\.\d+(\.\d+)?", nvidia.read_text())

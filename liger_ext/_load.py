@@ -30,28 +30,28 @@ _folder: Path
 
 
 def library_folder() -> Path:
-    """The folder from which the libraries are loaded."""
+    """Returns the folder from which the libraries are loaded."""
     return Path(os.environ.get("LIGER_EXT_LIB") or Path(__file__).parent / "lib").resolve()
 
 
 def gpu_library() -> Path:
-    """The path of the GPU library for torch's build, whether the file exists or not."""
+    """Returns the path of the GPU library for torch's build, whether the file exists or not."""
     return library_folder() / f"libliger_ext_{'hip' if torch.version.hip else 'cuda'}.so"
 
 
 def gpu_available() -> bool:
-    """Whether the GPU library is loaded. It may be loaded on a machine without a GPU."""
+    """Returns whether the GPU library is loaded. It may be loaded on a machine without a GPU."""
     return _gpu_error is None
 
 
 def gpu_status() -> str:
-    """A sentence that names the loaded GPU library, or explains why none is loaded and names the remedy."""
+    """Returns a sentence that names the loaded GPU library, or explains why none is loaded and names the remedy."""
     return f"loaded {gpu_library()}" if _gpu_error is None else _gpu_error
 
 
 def gpu_kernels() -> ctypes.CDLL | None:
-    """The loaded library that launches GPU kernels: the GPU library, or the host target if it replaces the CPU library
-    (CONTRIBUTING.md). None without either."""
+    """Returns the loaded library that launches GPU kernels: the GPU library, or the host target if it replaces the CPU
+    library (CONTRIBUTING.md). None without either."""
     library = ctypes.CDLL(str(gpu_library() if gpu_available() else _folder / "libliger_ext_cpu.so"))
     return library if hasattr(library, "liger_ext_gpu_profile") else None
 

@@ -13,7 +13,7 @@ from .ops._loss_devices import device_with
 from .ops._loss_plan import LEVELS, Call, Choice, choose, device, front
 from .tune import DTYPES
 
-REDUCTIONS = ("mean", "sum", "none")  # a sum costs what a mean does
+REDUCTIONS = ("mean", "sum", "none")  # a sum takes as much time and memory as a mean
 _MOST = 10**9  # of rows, columns or classes
 
 

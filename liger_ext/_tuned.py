@@ -74,7 +74,7 @@ class Rates:
 
 
 def path() -> Path:
-    """The path of the user's file, whether it exists or not."""
+    """Returns the path of the user's file, whether it exists or not."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "liger_ext" / "tuned.json"
 
 

@@ -1,5 +1,5 @@
-"""The ops as ``nn.Module`` classes with Liger-Kernel's constructor arguments and parameter names, which its checkpoints
-need."""
+"""The ops as ``nn.Module`` classes, with Liger-Kernel's constructor arguments and with its parameter names, so that its
+checkpoints load."""
 
 from torch.nn import Module as _Module
 

@@ -1,4 +1,4 @@
-"""Layers whose `forward` replaces that of modules of transformers, for the package `kernels`.
+"""Layers with which the package `kernels` replaces the `forward` of transformers' modules.
 
 `kernels` binds a layer's `forward` to a module of transformers: `self` is that module, and `type(self)` is its class.
 If `liger_ext.models.recognise` knows the class's code, the layer computes the same with liger_ext's ops; otherwise it

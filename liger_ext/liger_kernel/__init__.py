@@ -81,7 +81,7 @@ _installed = 0  # the number of active handles
 
 
 def install() -> PatchHandle:
-    """See `liger_ext.compat.install`."""
+    """Implements `liger_ext.compat.install`."""
     global _installed
     if not _installed:
         found = importlib.util.find_spec(NAME)

@@ -18,7 +18,7 @@ REDUCTIONS: Mapping[object, int] = {name: int(code) for name, code in _C.Reducti
 
 ROPE_LAYOUTS: Mapping[object, int] = {name: int(code) for name, code in _C.RopeLayout.__members__.items()}
 
-# The integers are for upstream's callers.
+# Liger-Kernel's functions also accept the integers.
 CASTING_MODES: Mapping[object, int] = {"llama": 0, "gemma": 1, "none": -1, 0: 0, 1: 1, -1: -1}
 
 
@@ -61,7 +61,8 @@ def check_integer(op: str, expected: str = "an integer", /, **arguments: object)
 
 
 def check_classes(op: str, name: str, t: Tensor) -> None:
-    """Raises ValueError for a tensor without classes, and prints the user's shape: the op gets a reshaped tensor."""
+    """Raises ValueError for a tensor without classes. The message has the user's shape; the op's own check would print
+    the reshaped one."""
     if t.dim() < 1 or t.shape[-1] == 0:
         raise ValueError(f"{op}: {name} has shape {shape_text(t)}, expected (..., vocab_size) with vocab_size > 0")
 

@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: int, **facts: object) -> Call:
-        """A call whose tensors have one dtype."""
+        """Returns a call whose tensors all have the same dtype."""
         return cls(rows, hidden, vocab, dtype, dtype, dtype, device, **facts)
 
 

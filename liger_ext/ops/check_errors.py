@@ -1,4 +1,4 @@
-"""Raises errors that GPU kernels found asynchronously, while the host had already gone on: ``check_errors``."""
+"""``check_errors`` raises errors that kernels found on a GPU after the host had left the call."""
 
 from __future__ import annotations
 

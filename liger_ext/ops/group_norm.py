@@ -30,7 +30,7 @@ def group_norm(
             tensor is copied.
         num_groups: a divisor of ``channels``.
         weight, bias: ``(channels,)`` or None; their dtypes may differ from that of ``x``.
-        eps: added to the variance. Its default is upstream's; that of ``torch.nn.functional.group_norm`` is 1e-5.
+        eps: added to the variance. The default is Liger-Kernel's; ``torch.nn.functional.group_norm`` has 1e-5.
 
     Returns:
         ``y`` with the shape and dtype of ``x``, contiguous.

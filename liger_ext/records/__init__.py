@@ -1,7 +1,7 @@
 """The table ``RECORDS``: a record (``Record``) of each op with its formula, error bounds, example inputs and costs.
 
 The doctor, tune, numerics, the tests and the benchmarks loop over ``RECORDS`` and contain no op's name. Each module of
-this folder has the records of one family of ops. For a new op, add such a module; it is found by itself.
+this folder has the records of one family of ops. A new op needs such a module; ``RECORDS`` is built from all of them.
 """
 
 from __future__ import annotations
