@@ -1,4 +1,4 @@
-"""Checks whether a GPU library fits this machine's torch, driver and GPU, by comparing their versions.
+"""Checks whether a GPU library fits this machine's torch, driver and GPU, by comparing versions and architectures.
 
 ``misfit`` takes numbers and names only, so that a table of cases can test it. No function of this file loads a library
 of liger_ext or initialises a GPU.

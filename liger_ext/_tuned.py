@@ -131,8 +131,7 @@ _in_use = b""
 
 
 def install(table: bytes) -> None:
-    """Installs a table of ``pack`` in the library, which takes its plans' knobs from it. It replaces an earlier
-    table."""
+    """Installs a table of ``pack``, from which the library reads the knobs of its plans, in place of an earlier table."""
     global _in_use
     library = _load.gpu_kernels()
     if library is None:

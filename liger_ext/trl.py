@@ -56,7 +56,7 @@ def install() -> PatchHandle:
         return handle
     reason = _reason_against(found)
     if reason is not None:
-        warnings.warn(f"liger_ext.trl.install: {reason}; TRL runs as it is", stacklevel=2)
+        warnings.warn(f"liger_ext.trl.install: {reason}; TRL runs unchanged", stacklevel=2)
         return handle
     handle.replace(utils, _NAME, _LogProbs(found))
     return handle

@@ -49,8 +49,8 @@ class Case:
     def tunable(
         self, name: str, profile: _C.DeviceProfile, dtype: torch.dtype, knobs: _C.Knobs | None = None
     ) -> tuple[_tuned.Call, _C.NamedLaunch] | None:
-        """Returns the launch of ``name`` (the op or its backward) that has knobs, behind the class of calls that share
-        these knobs; None if no launch has knobs."""
+        """Returns a class of calls that share knobs, and the launch of ``name`` (the op or its backward) that has these
+        knobs. None if no launch has knobs."""
         for launch in RECORDS[self.op].plans(profile, self.size, dtype, name, knobs, self.options):
             if launch.tunable:
                 rows, cols, heads = self.size.batch * self.size.rows, self.size.cols, self.size.heads
@@ -253,8 +253,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not found:
             there = torch.cuda.device_count() if torch.cuda.is_available() else 0
             print(
-                f"liger_ext tune: there is nothing to measure on. It needs a GPU that torch can use (device "
-                f"{arguments.device}; there are {there}) and liger_ext's GPU library ({_load.gpu_status()}). "
+                f"liger_ext tune: no GPU can be measured. It needs a GPU that torch can use (device "
+                f"{arguments.device}; torch finds {there}) and liger_ext's GPU library ({_load.gpu_status()}). "
                 "--dry-run --profile NAME lists the candidates for a GPU that is not here.",
                 file=sys.stderr,
             )
@@ -264,7 +264,7 @@ def run(arguments: argparse.Namespace) -> int:
         shapes = arguments.shapes or [()]
         cases = [case_of(op, profile, *shape) for op in arguments.ops or OPS for shape in shapes]
         todo = list(jobs(cases, profile, arguments.dtype))
-    except ValueError as error:  # no launch on this GPU is as large
+    except ValueError as error:  # a shape is too large for any launch on this GPU
         if not arguments.shapes:
             raise
         arguments.parser.error(f"--shapes: {error}")

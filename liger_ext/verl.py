@@ -85,7 +85,7 @@ def install() -> PatchHandle:
         return handle
     reason = _reason_against(found, stock)
     if reason is not None:
-        warnings.warn(f"liger_ext.verl.install: {reason}; verl runs as it is", stacklevel=2)
+        warnings.warn(f"liger_ext.verl.install: {reason}; verl runs unchanged", stacklevel=2)
         return handle
     handle.replace(module, _NAME, _or_stock(found))
     return handle

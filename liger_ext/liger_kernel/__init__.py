@@ -115,8 +115,8 @@ class _Finder(importlib.metadata.DistributionFinder):
         if name.partition(".")[0] != NAME:
             return None
         if name not in MODULES:
-            # `name=NAME` instead of the missing name: `from module import missing` would suppress an error with that.
-            raise ModuleNotFoundError(f"{_WE} no {name}. docs/liger_kernel_names.md lists what it has.", name=NAME)
+            # `name=NAME`, since `from module import missing` suppresses an error whose name is the missing module's.
+            raise ModuleNotFoundError(f"{_WE} no {name}. docs/liger_kernel_names.md lists its names.", name=NAME)
         spec = importlib.machinery.ModuleSpec(name, _Loader(), origin="liger_ext.compat", is_package=True)
         spec.submodule_search_locations = []
         return spec
@@ -170,9 +170,9 @@ def _find(module: str, name: str) -> object:
 
 
 def _absent(module: str, name: str) -> type:
-    advice = "Call what PyTorch has in its place. If a trainer has called it, set its use_liger_kernel to False"
+    advice = "Call PyTorch's function instead. If a trainer has called it, set the trainer's use_liger_kernel to False"
     if name.startswith("apply_"):
-        advice = "liger_ext.apply_liger_kernel_to_instance(model) patches what is known of any model"
+        advice = "liger_ext.apply_liger_kernel_to_instance(model) patches the known parts of any model"
 
     def refuse(*_, **__):
         raise NotImplementedError(f"{_WE} no {name}. {advice}")

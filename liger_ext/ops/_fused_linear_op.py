@@ -43,7 +43,7 @@ _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
 )
 
 
-TENSORS = 7  # the op's first arguments are tensors
+TENSORS = 7  # the number of the op's tensor arguments, which come first
 ENTROPY = 4  # the index of the entropy in the op's results
 
 
@@ -255,8 +255,8 @@ def _backward(ctx, saved, dloss, *others):
         if dentropy is not None:
             dloss, mix = mixed(dloss, dentropy, loss, entropy)
             if not (in_place and of.gradients == _OVERLAID and of.softcap is None):
-                # Others may see the stored gradient of the logits, or it holds no probabilities. So the backward
-                # recomputes the logits.
+                # The stored gradient of the logits may not be overwritten, or contains no probabilities. So the
+                # backward recomputes the logits.
                 in_place, of = False, _recomputed(of, x, weight)
         dloss = scaled(dloss, temperature, of.logit_scale)
         inputs = x, weight, target, bias, ce_weight, temperature, mix

@@ -49,7 +49,7 @@ class NormModule(nn.Module):
                     parameter.fill_(value)
 
     def _absent(self, affine: str) -> str:
-        """Returns, for extra_repr, the constructor argument due to which parameters are absent."""
+        """Returns the text of extra_repr that names the constructor argument that omits parameters."""
         if self.weight is None:
             return f", {affine}=False"
         return ", with_bias=False" if self.bias is None else ""

@@ -217,7 +217,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
                 return op(*args)
         except NotImplementedError as error:
             failed = error
-        check(*args)  # raises an error that names an argument that is None: then the dispatcher may find no device
+        check(*args)  # raises an error that names an argument that is None, which the dispatcher's error does not
         raise failed
 
     return call
@@ -264,8 +264,8 @@ def _refuse_transforms(op: str) -> Callable:
     def kernel(*args):
         raise RuntimeError(
             f"liger_ext::{op} does not work under torch.func transforms (grad, vmap, jvp, ...). Use torch.autograd; "
-            "instead of vmap a loop, or, where the op takes any shape (..., n) and treats each row alone, one call "
-            "with another leading dimension"
+            "replace vmap by a loop, or, if the op takes any shape (..., n) and processes each row separately, by one "
+            "call with another leading dimension"
         )
 
     return kernel

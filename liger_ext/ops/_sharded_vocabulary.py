@@ -192,7 +192,7 @@ class _ShardedLoss(torch.autograd.Function):
             dloss, mix = mixed(dloss, dentropy, loss, entropy)
             kept = kept and ctx.own_logits and of.softcap is None and not _get_current_graph_task_keep_graph()
             if not kept:
-                # Other code may read the stored gradient, or it holds no probabilities. The backward recomputes logits.
+                # The stored gradient may not be overwritten, or contains no probabilities: recompute the logits.
                 logits, rows = logits.new_empty(0), min(rows, rows_again(weight, of.wide_logits(x, weight)))
         dloss = scaled(dloss, temperature, of.logit_scale)
         options = of.ignore_index, of.reduction, of.label_smoothing, of.lse_square_scale, of.softcap, of.logit_scale
