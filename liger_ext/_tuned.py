@@ -131,7 +131,7 @@ _in_use = b""
 
 
 def install(table: bytes) -> None:
-    """Installs a table of ``pack``, from which the library reads the knobs of its plans, in place of an earlier table."""
+    """Installs a table of ``pack``: the library then reads its plans' knobs from it instead of an earlier table."""
     global _in_use
     library = _load.gpu_kernels()
     if library is None:
