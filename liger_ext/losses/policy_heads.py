@@ -28,9 +28,9 @@ class LigerFusedLinearGRPOLoss(HeadLoss):
     The head's matmuls leave out masked tokens and, if ``beta`` is 0, tokens with advantage 0.
 
     Args:
-        beta, epsilon_low, epsilon_high, loss_type, max_completion_length, importance_sampling_level,
-            sapo_temperature_pos, sapo_temperature_neg, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos,
-            vespo_k_neg, vespo_lambda_neg: as in :func:`grpo_loss`.
+        beta, epsilon_low, epsilon_high, loss_type, max_completion_length: as in :func:`grpo_loss`.
+        importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, delta: as in :func:`grpo_loss`.
+        use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: likewise.
         temperature: of the logits, as in linear_log_probs.
         use_ref_model: whether forward takes a reference; otherwise the policy itself is the reference, with divergence
             0.
