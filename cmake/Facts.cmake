@@ -1,5 +1,5 @@
-# What each library was built from and for: a line of JSON inside the library (csrc/build_facts.cpp.in), which Python finds there without
-# loading it (liger_ext/_fit.py). The version is the package's.
+# Records in each library how it was built: a line of JSON (csrc/build_facts.cpp.in), which Python reads without loading the library
+# (liger_ext/_fit.py). The version is the package's.
 set(cxx "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
 function(liger_build_facts target backend compiler architectures)
   set(facts "${CMAKE_BINARY_DIR}/facts/${target}.cpp")

@@ -1,5 +1,5 @@
-# The HIP build of the GPU library. The kernels are the same csrc/gpu/*.cu, compiled by clang (ROCm's amdclang++, or a distribution's
-# clang with its device libraries); everything else is the same plain C++ as for CUDA.
+# Builds the GPU library for HIP. clang compiles the kernels, the same csrc/gpu/*.cu as for CUDA (ROCm's amdclang++, or a distribution's
+# clang with its device libraries). Everything else is the same plain C++ as for CUDA.
 set(LIGER_EXT_HIP_COMPILER "" CACHE FILEPATH "clang++ that compiles HIP (empty: amdclang++ of ROCm, else clang++-19, clang++)")
 set(LIGER_EXT_HIP_FLAGS "" CACHE STRING "more flags for it, e.g. '--rocm-path=/opt/rocm'")
 
@@ -17,7 +17,7 @@ endif()
 set(hip_flags -x hip -std=c++20 -O3 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -DLIGER_BACKEND=gpu)
 separate_arguments(more_flags UNIX_COMMAND "${LIGER_EXT_HIP_FLAGS}")
 list(APPEND hip_flags ${more_flags})
-# The default has what the compiler has: gfx950 is newer than clang 19.
+# By default the library has the architectures that the compiler supports: gfx950 is newer than clang 19.
 execute_process(COMMAND "${hip_compiler}" --version OUTPUT_VARIABLE hip_version ERROR_QUIET)
 string(REGEX MATCH "clang version [0-9.]+" hip_version "${hip_version}")
 set(archs "")
@@ -41,8 +41,8 @@ foreach(arch ${archs})
 endforeach()
 list(JOIN archs " " architectures)
 
-# ROCm's compiler finds its own device libraries. A distribution's may be older than some of the targets: then a folder of links
-# gives each missing target the file of its nearest relative, which differs in nothing that these kernels use.
+# ROCm's compiler finds its own device libraries. A distribution's may be older than some of the targets. Then a folder of links provides,
+# for each missing target, the file of its nearest relative. These files differ in nothing that the kernels use.
 find_path(LIGER_ROCM_BITCODE ocml.bc HINTS $ENV{ROCM_PATH}/amdgcn/bitcode /opt/rocm/amdgcn/bitcode
           PATHS /usr/lib/${CMAKE_LIBRARY_ARCHITECTURE}/amdgcn/bitcode /usr/lib/x86_64-linux-gnu/amdgcn/bitcode /usr/amdgcn/bitcode)
 if(LIGER_ROCM_BITCODE AND LIGER_ROCM_BITCODE MATCHES "^/usr/")
@@ -62,10 +62,10 @@ if(LIGER_ROCM_BITCODE AND LIGER_ROCM_BITCODE MATCHES "^/usr/")
   list(APPEND hip_flags --rocm-path=/usr --rocm-device-lib-path=rocm_bitcode)   # relative, so that checkouts can share a compiler cache
 endif()
 
-# One command a file, with the compiler's own dependency list, so that touching one file rebuilds one object.
+# One command per file, with the compiler's own dependency list, so that a changed file rebuilds one object.
 file(MAKE_DIRECTORY "${CMAKE_BINARY_DIR}/hip")
 set(hip_cache ${LIGER_COMPILER_CACHE})
-if(hip_cache AND LIGER_ROCM_BITCODE)   # the compiler reads the device libraries by itself
+if(hip_cache AND LIGER_ROCM_BITCODE)   # clang reads the device libraries itself, unseen by ccache
   list(PREPEND hip_cache "${CMAKE_COMMAND}" -E env "CCACHE_EXTRAFILES=${LIGER_ROCM_BITCODE}/ocml.bc")
 endif()
 set(hip_objects "")
@@ -82,8 +82,8 @@ foreach(source ${gpu_sources})
 endforeach()
 set_source_files_properties(${hip_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
 
-# libamdhip64 is not linked: its symbols resolve through libtorch_hip's own dependency, so one library serves every ROCm major.
-# The stub has that dependency where there is a libamdhip64, so that the library can be loaded beside it.
+# libamdhip64 is not linked: its symbols resolve through libtorch_hip's own dependency, so one library serves every ROCm major. If there is
+# a libamdhip64, the stub depends on it, so that the library can be loaded with the stub.
 find_library(LIGER_AMDHIP amdhip64 HINTS $ENV{ROCM_PATH}/lib /opt/rocm/lib)
 liger_gpu_library(hip torch_hip "${hip_version}" "${architectures}" $<$<BOOL:${LIGER_AMDHIP}>:${LIGER_AMDHIP}>)
 target_sources(liger_ext_hip PRIVATE ${hip_objects})

@@ -1,6 +1,6 @@
-# What Python asks of C++: liger_ext_plans (device profiles and launch plans), which knows nothing of Python, and over it liger_ext._C, one
-# small module for each Python. Both are free of torch, so that they work, and explain what is missing, where torch's libraries do not load.
-# The trace: the fused loss's ops, compiled for tensors without data.
+# Builds the C++ code that Python calls: liger_ext_plans (device profiles and launch plans), which is free of Python, and over it
+# liger_ext._C, one small module for each Python. Both are free of torch. So they work, and explain what is missing, if torch's libraries do
+# not load. First the trace: the ops of the fused loss, compiled for tensors without data.
 file(GLOB trace_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/trace/*.cpp")
 set(traced_ops tensor loss head row_sum fused_linear fused_linear_cross_entropy)
 list(TRANSFORM traced_ops REPLACE "(.+)" "${CMAKE_SOURCE_DIR}/csrc/ops/\\1.cpp")
@@ -35,7 +35,7 @@ function(liger_python_module python)
     message(FATAL_ERROR "${python} has no headers: ${include}/Python.h does not exist. Install them (Debian, Ubuntu: apt install python3-dev).")
   endif()
   string(MAKE_C_IDENTIFIER "_C${suffix}" target)
-  # One compilation for all ops: what they include takes longer than they do.
+  # All ops are compiled as one file: their includes take longer to compile than they do.
   file(GLOB ops CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/python/ops/*.cpp")
   set_source_files_properties(${ops} PROPERTIES UNITY_GROUP ops)
   add_library(${target} MODULE csrc/python/module.cpp ${ops})
@@ -43,7 +43,8 @@ function(liger_python_module python)
   target_include_directories(${target} SYSTEM PRIVATE "${pybind11_include}" "${include}")
   target_compile_definitions(${target} PRIVATE LIGER_BACKEND=python)
   target_link_libraries(${target} PRIVATE liger_ext_plans)
-  # pybind11's templates are most of it: for size it is compiled in two thirds of the time, and with a sanitizer otherwise takes minutes.
+  # Most of the code is pybind11's templates, which compile faster for size than for speed (docs/measurements.md). With a sanitizer,
+  # optimising them takes minutes.
   if(LIGER_EXT_SANITIZE)
     target_compile_options(${target} PRIVATE -O0)
   else()

@@ -1,5 +1,5 @@
-# torch's headers and libraries, asked of the Python that builds. Only the stable ABI is used: every other torch header
-# refuses to compile under TORCH_TARGET_VERSION, so compiling is the check.
+# Finds torch's headers and libraries with the Python that builds. Only the stable ABI is used. Under TORCH_TARGET_VERSION every other torch
+# header refuses to compile, so compiling is the check.
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c "import torch, os; print(os.path.dirname(torch.__file__)); print(torch.__version__)"
   OUTPUT_VARIABLE torch_facts OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE torch_missing ERROR_QUIET)

@@ -1,4 +1,4 @@
-"""``python -m liger_ext``: what is installed, and what will run on this machine; ``doctor`` and ``tune``."""
+"""The command ``python -m liger_ext``: a report of the installation and this machine, and ``doctor`` and ``tune``."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-// Broken kernels as any GPU has them: see broken_kernels.h.
+// Broken kernels for any GPU: see broken_kernels.h.
 #include "broken_kernels.h"
 
 namespace {
@@ -164,7 +164,7 @@ struct MisalignedVector : Base {
   }
 };
 
-// Each block copies `in` to its row: found when the launch, or the op, has ended.
+// Each block copies `in` to its row; the host target reports these when the launch, or the op, ends.
 struct Copy : Base {
   static constexpr bool covers = true;
   static LIGER_DEVICE void run(const Args& a) { a.row()[thread_id()] = a.in[thread_id()]; }
@@ -190,7 +190,7 @@ struct OtherMatrixDeclared : Copy {
   static void change(liger::launch::Launch& made, bool ok) { made.rows = blocks, made.cols = ok ? threads : row_floats; }
 };
 
-// Launches that no GPU of this warp width would take.
+// Launches that no GPU of this warp width accepts.
 struct TooManyThreads : Base {
   static constexpr int max_threads = 64;
   static void change(liger::launch::Launch& made, bool ok) { made.plan.block = ok ? 64 : threads; }

@@ -1,9 +1,9 @@
-// What broken_kernels.cu and broken_transfers.cu have in common: small kernels, each broken in one way that a GPU would mostly let pass;
-// test_host_target.py asks the host target to find it.
-//   broken_kernels            the names
-//   broken_kernels NAME       runs the broken kernel:  prints what was found
-//   broken_kernels NAME ok    runs the kernel as it should be: prints nothing
-// What is broken is broken in block 1 alone, if a block can be blamed.
+// The program of broken_kernels.cu and broken_transfers.cu: small kernels, each with one error that a GPU would mostly not report.
+// test_host_target.py checks that the host target reports it.
+//   broken_kernels            prints the names
+//   broken_kernels NAME       runs the broken kernel: prints the report
+//   broken_kernels NAME ok    runs the correct kernel: prints nothing
+// The error is in block 1 alone, if it can be attributed to a block.
 #pragma once
 #include <cxxabi.h>
 
@@ -34,8 +34,8 @@ struct KernelArgs {
 struct Base {
   using Args = KernelArgs;
   static constexpr int max_threads = threads;
-  static constexpr bool covers = false;  // does it read all of `in` and write all of `out`?
-  static constexpr bool declares_rows = false;  // does `change` say which rows of `out` the launch has?
+  static constexpr bool covers = false;  // whether it reads all of `in` and writes all of `out`
+  static constexpr bool declares_rows = false;  // whether `change` declares the launch's rows of `out`
   static constexpr int cluster = 1;
   static void change(liger::launch::Launch&, bool /*ok*/) {}
 };
@@ -48,7 +48,7 @@ template <class K> void start(bool ok) {
   constexpr int64_t bytes = sizeof(float), row = row_floats * bytes;
   const auto any = [](int64_t) { return true; };
   const auto optional = K::covers ? nullptr : std::function<bool(int64_t)>(any);
-  // A launch's matrix is `out` if the kernel declares rows of it; else its elements are known at the op's end.
+  // If the kernel declares rows of `out`, each launch is compared with them; otherwise its elements are checked when the op ends.
   const int64_t each = K::declares_rows;
   const simt::Buffers buffers{{"in", in.get(), threads * bytes, simt::Content::input, {}, bytes, 0, 0, optional},
                               {"out", out, threads * bytes, simt::Content::output, {{blocks, row}}, bytes, row, each, optional},
@@ -63,7 +63,7 @@ template <class K> void start(bool ok) {
   launch<K>(made, {in.get(), out, both, ok}, {});
 }
 
-// Runs the kernel if its name is asked for; prints all names if none is.
+// Runs the kernel if the program's argument is its name; prints the name if there is no argument.
 template <class K> void consider(int count, char** arguments) {
   const std::unique_ptr<char, void (*)(void*)> full(abi::__cxa_demangle(typeid(K).name(), nullptr, nullptr, nullptr), std::free);
   const char* const name = std::strrchr(full.get(), ':') + 1;

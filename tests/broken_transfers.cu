@@ -1,4 +1,4 @@
-// Broken kernels of GPUs with clusters and copies to shared memory (csrc/gpu/host/transfers.h): see broken_kernels.h.
+// Broken kernels for GPUs with clusters and copies to shared memory (csrc/gpu/host/transfers.h): see broken_kernels.h.
 #include "broken_kernels.h"
 
 namespace {
@@ -11,7 +11,7 @@ LIGER_DEVICE Shared<Mbarrier> one_mbarrier() {
   block_barrier();
   return mbarrier;
 }
-// `in`, announced as so many bytes.
+// Copies `in`, announced as `announced` bytes.
 LIGER_DEVICE void request(const KernelArgs& a, Shared<Mbarrier> mbarrier, int announced = bytes) {
   if (thread_id() != 0) return;
   expect_bytes(mbarrier, announced);
@@ -54,7 +54,7 @@ struct WaitForTheOtherParity : Base {
   static LIGER_DEVICE void run(const Args& a) {
     const Shared<Mbarrier> mbarrier = one_mbarrier();
     if (thread_id() == 0) expect_bytes(mbarrier, bytes);
-    wait_for_phase(mbarrier, 1);  // of the phase before the first one: nothing to wait for
+    wait_for_phase(mbarrier, 1);  // the phase before the first one has ended: returns at once
     block_barrier();
     if (thread_id() == 0) bulk_copy(shared<float>(0), a.in, bytes, mbarrier);
     if (!a.broken()) wait_for_phase(mbarrier, 0);
@@ -121,7 +121,7 @@ struct EndBeforeAsynchronousCopies : Base {
 // Blocks of a cluster of two that send each other a float, round after round.
 struct Exchange : Base {
   static constexpr int cluster = 2;
-  // own_wait: does this block wait before it sends? buffers: how many are used in turn. rounds: that this block takes part in.
+  // own_wait: whether this block waits before it sends. buffers: the number used in turn. rounds: those in which this block takes part.
   static LIGER_DEVICE void run(const Args& a, bool own_wait, int buffers, int rounds) {
     const Shared<Mbarrier> mbarriers = shared<Mbarrier>(bytes);
     if (thread_id() == 0)

@@ -1,4 +1,4 @@
-// What clang's CUDA headers lack of nvcc's words, for tests/compile_cuda12.sh alone.
+// The names of nvcc that clang's CUDA headers lack, for tests/compile_cuda12.sh alone.
 #pragma once
 #define __CUDA_ARCH_LIST__ 700, 750, 800, 860, 890, 900
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Compiles every .cu with CUDA 12.9 into build/compile-cuda12/<architecture>/*.cubin, device side only. PyPI has no nvcc of CUDA 12, but
-# its assembler, device library and headers: clang-19 compiles and ptxas 12.9, as in a build by nvcc 12.9, assembles. clang-19 has no
+# Compiles every .cu with CUDA 12.9 into build/compile-cuda12/<architecture>/*.cubin, device side only. PyPI has no nvcc of CUDA 12, but has
+# its assembler, device library and headers. So clang-19 compiles, and ptxas 12.9 assembles, as in a build with nvcc 12.9. clang-19 has no
 # Blackwell; PTX 8.5 is the newest that it writes.
-#   tests/compile_cuda12.sh           pip comes from the PATH: that of .venv, if it is there
+#   tests/compile_cuda12.sh           pip comes from .venv, if it exists, else from the PATH
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv ] && PATH=$PWD/.venv/bin:$PATH
@@ -22,7 +22,7 @@ if [ ! -e "$build/toolkit/ready" ]; then
   touch "$build/toolkit/include/curand_mtgp32_kernel.h" "$build/toolkit/ready"   # clang includes it; nothing here uses it
 fi
 
-# Like nvcc, clang shall inline every function: an array whose address is passed would lie in local memory.
+# clang must inline every function, as nvcc does: otherwise an array whose address is passed lies in local memory.
 compile() {
   $cache clang++-19 -x cuda --cuda-gpu-arch="$2" --cuda-device-only --cuda-path="$1/toolkit" -include tests/clang_cuda.h \
     -Wno-unknown-cuda-version -Wno-unknown-attributes -O3 -mllvm -inline-threshold=100000 -std=c++20 -DLIGER_BACKEND=gpu -Icsrc \
@@ -33,5 +33,5 @@ export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 CCACHE_EXTRAFILES=$build/toolkit/b
 cache=$(command -v ccache || true)
 mkdir -p "${archs[@]/#/$build/}"
 for arch in "${archs[@]}"; do printf "$arch %s\n" csrc/gpu/*.cu; done | xargs -P "$(nproc)" -L 1 bash -c 'compile "$0" "$@"' "$build"
-touch "$build/done"   # pytest looks at the cubins of a complete run
+touch "$build/done"   # pytest reads the cubins of a complete run
 echo "$(ls "$build"/sm_*/*.cubin | wc -l) of $((${#archs[@]} * $(ls csrc/gpu/*.cu | wc -l))) cubins with CUDA 12.9, ${archs[*]}, $SECONDS s"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Compiles every .cu for MI355X (gfx950) into build/compile-gfx950/*.co, device side only. Debian's clang-19 does not know gfx950
-# well enough and ROCm 7's does: here the clang 22 of the PyPI package ziglang stands in for it, with Debian's device libraries.
-#   tests/compile_gfx950.sh           pip comes from the PATH: that of .venv, if it is there
+# Compiles every .cu for MI355X (gfx950) into build/compile-gfx950/*.co, device side only. Debian's clang-19 does not support gfx950
+# well enough; ROCm 7's clang does. In its place, this script uses clang 22 of the PyPI package ziglang, with Debian's device libraries.
+#   tests/compile_gfx950.sh           pip comes from .venv, if it exists, else from the PATH
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv ] && PATH=$PWD/.venv/bin:$PATH
@@ -22,8 +22,8 @@ if [ ! -x "$build/bin/clang" ]; then
   chmod +x "$build/bin/lld" "$build/bin/clang"
 fi
 
-# Code object 6 wants newer device libraries than Debian's; Debian's HIP headers want a macro, and clang 22 wants to be told of two
-# of the device libraries.
+# Code object 6 requires newer device libraries than Debian's. Debian's HIP headers require a macro, and clang 22 requires two of the device
+# libraries as arguments.
 compile() {
   PATH=$PWD/$build/bin:$PATH $cache clang -x hip --offload-arch=gfx950 --cuda-device-only --no-gpu-bundle-output \
     -mcode-object-version=5 -O3 -std=c++20 -fvisibility=hidden -D__AMDGCN_WAVEFRONT_SIZE=64 -DLIGER_BACKEND=gpu -Icsrc \
@@ -35,5 +35,5 @@ export -f compile
 export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 CCACHE_COMPILERCHECK="string:$packages" CCACHE_EXTRAFILES=$build/bitcode/ocml.bc cache
 cache=$(command -v ccache || true)
 printf '%s\n' csrc/gpu/*.cu | xargs -P "$(nproc)" -I{} bash -c 'compile {}'
-touch "$build/done"   # pytest looks at the code objects of a complete run
+touch "$build/done"   # pytest reads the code objects of a complete run
 echo "$(ls "$build"/*.co | wc -l) of $(ls csrc/gpu/*.cu | wc -l) files compiled for gfx950, $SECONDS s"

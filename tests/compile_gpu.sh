@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the GPU library alone, on a machine that needs no GPU, in build/compile-<vendor>:
 #   tests/compile_gpu.sh hip                      with clang-19 and AMD's device libraries, for every supported architecture
-#   tests/compile_gpu.sh cuda "8.0;10.0;12.0"     with nvcc, for these
-# cmake, ninja and a python3 with torch come from the PATH: those of .venv, if it is there.
+#   tests/compile_gpu.sh cuda "8.0;10.0;12.0"     with nvcc, for these architectures
+# cmake, ninja and a python3 with torch come from .venv, if it exists, else from the PATH.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 vendor=${1:?hip or cuda}

@@ -1,5 +1,5 @@
-// Stands in for the CUDA runtime of a machine with GPUs of different kinds, so that a test can ask what device.cu makes of it without
-// any. As with the real one, a kernel's code and its clusters are those of the current device, and a failed call leaves its error behind.
+// Replaces the CUDA runtime by that of a machine with several kinds of GPUs, so that a test can check device.cu without a GPU. As with the
+// real one, a kernel's code and its clusters are those of the current device, and a failed call leaves its error for cudaGetLastError.
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
@@ -22,7 +22,7 @@ bool is_hopper(int device) { return device != ampere; }
 #pragma GCC visibility push(default)
 extern "C" {
 
-// For the test.
+// Functions that the test calls.
 int fake_current_device() { return machine.current; }
 int fake_last_error() { return machine.last_error; }
 void fake_end_of_trouble() { machine.in_trouble = false; }
@@ -67,14 +67,14 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int bytes) {
   return bytes > (is_hopper(machine.current) ? 227 << 10 : 163 << 10) ? failed(cudaErrorInvalidValue) : cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t* config) {
-  *count = -1;  // of a failure nothing may be left
+  *count = -1;  // the caller must not use it after a failure
   if (!is_hopper(machine.current) || machine.current == hopper_without_counts) return failed(cudaErrorInvalidClusterSize);
   const int blocks = int((228 << 10) / (config->dynamicSmemBytes + 1024));
   *count = 120 / int(config->gridDim.x) * blocks;
   return cudaSuccess;
 }
 
-// What a CUDA object calls when it is loaded.
+// Functions that a CUDA object calls when it is loaded.
 void** __cudaRegisterFatBinary(void*) {
   static void* handle;
   return &handle;

@@ -1,6 +1,6 @@
-"""The table of `docs/families.md`, made by running a training step of a small model of each family:
-`PYTHONPATH=tests python -m family_table` prints it. `test_families.py` compares. What is said of Liger-Kernel was read
-in its version 0.8.2."""
+"""Computes the table of `docs/families.md` from a training step of a small model of each family. `PYTHONPATH=tests
+python -m family_table` prints it; `test_families.py` compares it with the page. The column of Liger-Kernel describes
+the source of its version 0.8.2."""
 
 import torch
 from cases import RecordCalls
@@ -12,7 +12,7 @@ HEAD = """\
 | `model_type` | norms | sum and norm | rope | unit | halves as nodes | loss | left as it is | Liger-Kernel |
 |---|---|---|---|---|---|---|---|---|"""
 
-# Of the classes that stay transformers' own: why.
+# Why classes of a family stay unpatched.
 LEFT = {
     "apertus": "MLP: xIELU, an activation with parameters",
     "bailing_hybrid": "linear attention: no rotary embedding",
@@ -27,7 +27,7 @@ LEFT = {
     "olmo3": "layer: what is added is normalised, not the sum",
     "olmo_hybrid": "layers of attention: what is added is normalised, not the sum",
 }
-# What Liger-Kernel's functions patch by default, of (norms, rope, unit, loss).
+# Which of (norms, rope, unit, loss) Liger-Kernel's functions patch by default.
 _WHOLE = """
     gemma gemma2 gemma3_text hunyuan_v1_dense hunyuan_v1_moe llama llama4_text ministral mistral mixtral olmo2 olmo3
     phi3 qwen2 qwen3 qwen3_moe smollm3 exaone4
@@ -67,7 +67,7 @@ def row(family: str) -> str:
 
 
 def _names_of_nodes(result: torch.Tensor) -> set[str]:
-    """Of the graph of autograd."""
+    """Returns the names of the nodes in the autograd graph of a result."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:
         node = waiting.pop()

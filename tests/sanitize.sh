@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests of ops on the CPU with the CPU library and _C built with clang-19's sanitizers:
-#   tests/sanitize.sh address,undefined    memory errors, and what C++ leaves undefined; also in launch plans
+#   tests/sanitize.sh address,undefined    memory errors and undefined behaviour; also in launch plans
 #   tests/sanitize.sh thread               data races: between the threads of an op, and between calls at once
-# A finding ends the run and is shown. Further arguments go to pytest. With the first of them "fuzz", tests/fuzz runs in place of the
-# tests, with the other arguments: tests/sanitize.sh address,undefined fuzz --calls 200000. The build, beside links to the package's
+# A finding ends the run and is printed. Further arguments go to pytest. If the first of them is "fuzz", tests/fuzz runs instead of the
+# tests, with the other arguments: tests/sanitize.sh address,undefined fuzz --calls 200000. The build, with links to the package's
 # Python files, is in build/sanitize-<first sanitizer>/liger_ext.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,7 +25,7 @@ for name in sanitizer threads bad_input checks gradients fused_loss_memory fused
   files+=("$PWD/tests/test_$name.py")
 done
 case $sanitizers in
-  address*)   # its library serves UndefinedBehaviorSanitizer, too
+  address*)   # its runtime library serves UndefinedBehaviorSanitizer, too
     runtime=asan
     files+=("$PWD/tests/test_plans.py" "$PWD/tests/test_library.py::test_every_instruction_set")
     ;;
@@ -33,21 +33,21 @@ case $sanitizers in
   *) echo "no such sanitizers: $sanitizers"; exit 1 ;;
 esac
 
-# Python is not built with the sanitizer, so its library is loaded first; reports go to files, since pytest keeps what is printed.
-# setarch -R: with addresses that are not random, since some kernels' random ones are outside what the sanitizers can map.
+# Python is not built with the sanitizer, so its library is loaded first. Reports go to files, since pytest captures output. setarch -R
+# makes addresses fixed, since some kernels' random ones are outside the range that the sanitizers can map.
 rm -f "$build"/report.*
 report=log_path=$build/report
-# A size that no machine has is an error that the library must tell, not one of the program.
+# A size that no machine has is an error that the library must report, not a finding.
 limits=allocator_may_return_null=1:max_allocation_size_mb=4000
 export ASAN_OPTIONS=detect_leaks=0:malloc_context_size=3:quarantine_size_mb=32:$limits:$report UBSAN_OPTIONS=print_stacktrace=1:$report
 export TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1:$report
-export OMP_WAIT_POLICY=passive   # torch's threads sleep while they wait: spinning, they slow some tests to a fifth of their speed
+export OMP_WAIT_POLICY=passive   # torch's threads sleep while they wait: spinning, they slow some tests down (docs/measurements.md)
 watched_python() {
   LD_PRELOAD="$(clang++-19 -print-file-name="libclang_rt.$runtime-$(uname -m).so") $(clang++-19 -print-file-name=libstdc++.so.6)" \
     setarch -R python3 "$@"
 }
-cd "$build"   # Python finds liger_ext here before the one of the sources
-if [ $runtime = tsan ]; then   # a planted race (thread_sanitizer.cpp) must end the run with a report; else the tests below show nothing
+cd "$build"   # Python finds this liger_ext first
+if [ $runtime = tsan ]; then   # a planted race (thread_sanitizer.cpp) must end the run with a report; else the tests below prove nothing
   if watched_python -c "import ctypes, torch; ctypes.CDLL('liger_ext/lib/libliger_ext_cpu.so').liger_ext_planted_race()" ||
     ! grep -qs "data race" report.*; then
     echo "ThreadSanitizer has not found the planted race" && exit 1

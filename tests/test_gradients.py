@@ -109,7 +109,7 @@ def test_torch_func_is_refused(device, example):
     with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.grad(function)(constants[name])
     with pytest.raises(
-        RuntimeError, match=r"a loop, or, where the op takes any shape \(\.\.\., n\) and treats each row alone"
+        RuntimeError, match=r"a loop, or, if the op takes any shape \(\.\.\., n\) and processes each row separately"
     ):
         torch.func.vmap(function)(constants[name][None])
 

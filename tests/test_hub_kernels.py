@@ -176,7 +176,7 @@ def test_what_is_not_known_runs_as_it_is(registered, monkeypatch, new_look, edit
     assert ("glu" in called) == (edit not in ("activation", "hook of the activation"))
     told = [str(w.message) for w in caught if "OtherRMSNorm" in str(w.message)]
     assert told == (
-        ["OtherRMSNorm: no layer of liger_ext is for this code, and its own forward runs"] * (edit == "forward")
+        ["OtherRMSNorm: liger_ext has no layer for this code, so the class's own forward runs"] * (edit == "forward")
     )
 
 

@@ -95,7 +95,7 @@ def test_what_trainers_import_and_may_not_use(trainer):
         assert placeholder is import_from(module, name)  # one class
         derived = type("Own", (placeholder,), {})
         for call in (placeholder, placeholder.apply, derived, derived.apply):
-            with pytest.raises(NotImplementedError, match=rf"has no {name}\. Call what PyTorch has"):
+            with pytest.raises(NotImplementedError, match=rf"has no {name}\. Call PyTorch's function"):
                 call(torch.ones(2), beta=0.1)
 
 

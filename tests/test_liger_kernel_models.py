@@ -141,7 +141,7 @@ def test_what_axolotl_replaces():
         original = getattr(steps, name)
         assert original.__name__ == name
         setattr(steps, name, functools.wraps(original)(torch.compiler.disable(original)))
-        with pytest.raises(NotImplementedError, match=rf"{name} is there to be replaced"):
+        with pytest.raises(NotImplementedError, match=rf"{name} exists only to be replaced"):
             getattr(steps, name)(torch.ones(1))
 
     batch, model = batch_of("cpu"), build().train()

@@ -115,7 +115,7 @@ def test_of_several_patches_of_a_class_the_last_counts():
     assert state(build()) == state(patched(STOCK))
     second.revert()
     assert global_state() == before
-    with pytest.raises(ValueError, match="There is none for a model that was built under a patch of its class"):
+    with pytest.raises(ValueError, match="A model that was built under a patch of its class, or a copy, has no handle"):
         apply_liger_kernel_to_llama(model=model)
 
 

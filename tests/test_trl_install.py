@@ -139,7 +139,7 @@ def test_installed_and_reverted():
 def test_another_trl_runs_as_it_is(monkeypatch, change, reason):
     change(monkeypatch)
     before = getattr(utils, "_ChunkedLogProbFunction", None)
-    with pytest.warns(UserWarning, match=f"{reason}.*; TRL runs as it is"):
+    with pytest.warns(UserWarning, match=f"{reason}.*; TRL runs unchanged"):
         install().revert()
     assert getattr(utils, "_ChunkedLogProbFunction", None) is before
 
@@ -174,7 +174,7 @@ def test_another_result_is_found(monkeypatch):
     monkeypatch.setattr(
         liger_ext.trl, "linear_log_probs", lambda *a, **k: ours(*a, **k)._replace(mean_logits=torch.zeros(5))
     )
-    with pytest.warns(UserWarning, match="disagree on a small example; TRL runs as it is"):
+    with pytest.warns(UserWarning, match="disagree on a small example; TRL runs unchanged"):
         install()
     assert utils._ChunkedLogProbFunction is STOCK
 

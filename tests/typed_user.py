@@ -1,4 +1,4 @@
-"""A user's code, correct and wrong, which `make lint` checks with mypy --strict. Nobody runs it."""
+"""Correct and wrong user code, which `make lint` checks with mypy --strict; it is never executed."""
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ def train(name: str) -> None:
 
 
 def mistakes(x: Tensor, model: nn.Module, handle: PatchHandle) -> int:
-    """mypy reports an ignored error that is none."""
+    """Each line must be a type error: mypy reports an ignore comment without an error."""
     apply_liger_kernel_to_gemma2(swiglu=True)  # type: ignore[call-arg]
     apply_liger_kernel_to_instance(model, rope=x)  # type: ignore[arg-type]
     LF.rms_norm(x, x, epsilon=1e-6)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-// Arguments of cross_entropy, and what fused_linear_cross_entropy shares with it.
+// Checks of the arguments of cross_entropy; fused_linear_cross_entropy shares some of them.
 #pragma once
 #include "checks/tensor.h"
 #include "kernels/cross_entropy.h"
@@ -12,7 +12,7 @@ inline void check_loss_options(const char* op, int64_t reduction, double label_s
           ", expected None or a number from 1e-18 to 1e18");
 }
 
-// One for each row.
+// Labels or targets: one for each row.
 inline void check_labels(const char* op, const Tensor& labels, const char* name, const Size& rows, const Tensor& like,
                          const char* like_name) {
   check_device(op, labels, name, like, like_name);
@@ -38,7 +38,7 @@ inline void check_loss_gradient(const char* op, const Tensor& dloss, int64_t red
   check_dtype(op, dloss, "dloss");
 }
 
-// Rows of what is there for each class.
+// A matrix with a row per token and a column per class: logits or log-probabilities.
 inline Dtype check_classes(const char* op, const Tensor& t, const char* name) {
   check_defined(op, t, name);
   require(t.dim() == 2 && t.size(1) > 0, op, ": ", name, " has shape ", shape_text(t), ", expected (rows, vocab_size) with vocab_size > 0");

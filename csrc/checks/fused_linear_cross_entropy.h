@@ -1,4 +1,4 @@
-// Arguments of fused_linear_cross_entropy and of its two backwards.
+// Checks of the arguments of fused_linear_cross_entropy and of its two backwards.
 #pragma once
 #include "checks/cross_entropy.h"
 #include "checks/head.h"
@@ -6,8 +6,8 @@
 
 namespace liger::LIGER_BACKEND {
 
-// The members of the last line are those of the backwards alone: the gradient of the loss, and results of the forward; and mix, from the
-// gradient of the entropy (kernels/cross_entropy.h).
+// The arguments of the three ops. The backwards alone have `mix`, from the gradient of the entropy (kernels/cross_entropy.h), and the
+// members of the last line: the gradient of the loss, and results of the forward.
 struct FusedLoss {
   Tensor x, weight, target;
   OptionalTensor bias, ce_weight, normalizer, temperature, mix;
@@ -27,7 +27,7 @@ struct FusedLoss {
   bool wants_moments() const { return return_entropy || return_mean_logits || return_log_sum_sq; }
 };
 
-// The members in the order of each op's schema (Named).
+// For each op, the members in the order of its schema (Named).
 struct ForwardOrder {
   using F = FusedLoss;
   static constexpr std::tuple fields{&F::x,
@@ -77,7 +77,7 @@ struct BackwardInPlaceOrder {
                                                 BackwardOrder::options);
 };
 
-// What log-probabilities of tokens have beside a loss.
+// Checks the arguments that log-probabilities of tokens have and a loss has not.
 inline void check_tokens(const char* op, const FusedLoss& a, Dtype accumulator) {
   require(a.logit_scale > 0 && a.logit_scale < 1e18, op, ": logit_scale is ", a.logit_scale, ", expected a number above 0, below 1e18");
   const Size rows = a.x.size(0);
@@ -89,7 +89,7 @@ inline void check_tokens(const char* op, const FusedLoss& a, Dtype accumulator) 
           ": temperature, logit_scale, mix and return_entropy, _mean_logits, _log_sum_sq need reduction 0 (none), no label_smoothing, no"
           " lse_square_scale, no use_token_scaling and no ce_weight");
 }
-// Does the forward keep each row's log-sum-exp for the backward?
+// Returns whether the forward saves each row's log-sum-exp for the backward.
 inline bool keeps_lse(const FusedLoss& a, const Size& stored, const Size& vocab) {
   return a.return_entropy || (launch::Gradients(a.gradients) == launch::Gradients::overlaid && stored < vocab);
 }
@@ -108,8 +108,8 @@ inline void check_fused_linear_cross_entropy(const FusedLoss& a) {
   const HeadDtypes dtypes = check_fused_loss(op, a);
   if (!a.normalizer) return;
   check_device(op, *a.normalizer, "normalizer", a.x, "x");
-  require(a.normalizer->numel() == 1 && type_of(*a.normalizer) == scalar_type(dtypes.acc), op, ": normalizer must be one number of dtype ",
-          dtype_name(scalar_type(dtypes.acc)));
+  require(a.normalizer->numel() == 1 && type_of(*a.normalizer) == scalar_type(dtypes.acc), op,
+          ": normalizer has another size or dtype, expected one number of dtype ", dtype_name(scalar_type(dtypes.acc)));
 }
 
 inline void check_fused_loss_gradients(const char* op, const FusedLoss& a) {
@@ -131,14 +131,14 @@ inline void check_fused_linear_cross_entropy_backward(const FusedLoss& a) {
           ", expected 3 (recomputed), since there is a gradient of the entropy (mix)");
 }
 
-// dweight, a result of the forward, becomes the gradient; saved may be overwritten.
+// The op overwrites dweight, a result of the forward, by the gradient; it may overwrite saved.
 inline void check_fused_linear_cross_entropy_backward_in_place(const FusedLoss& a) {
   const char* op = "fused_linear_cross_entropy_backward_";
   check_fused_loss_gradients(op, a);
   const auto way = launch::Gradients(a.gradients);
   require((way == launch::Gradients::accumulated || way == launch::Gradients::overlaid) && a.need_dweight, op, ": gradients is ",
           a.gradients, " and need_dweight ", a.need_dweight,
-          ", expected 2 (accumulated) or 4 (overlaid), and true: nothing else makes dweight where it is");
+          ", expected 2 (accumulated) or 4 (overlaid), and true: only these compute dweight in place");
   require(!a.mix || (way == launch::Gradients::overlaid && !a.softcap), op, ": gradients is ", a.gradients,
           ", expected 4 (overlaid) and no softcap, since there is a gradient of the entropy (mix)");
 }

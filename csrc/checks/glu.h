@@ -1,4 +1,4 @@
-// Arguments of glu and glu_packed.
+// Checks of the arguments of glu and glu_packed.
 #pragma once
 #include "checks/tensor.h"
 
@@ -8,7 +8,7 @@ inline void check_activation(const char* op, int64_t code) {
   require(code >= 0 && code <= 2, op, ": activation is ", code, ", expected 0 (silu), 1 (gelu by tanh) or 2 (exact gelu)");
 }
 
-// What the op is called in Python.
+// Returns the op's name in Python.
 inline const char* called(int64_t activation, const char* swiglu, const char* geglu) { return activation == 0 ? swiglu : geglu; }
 
 inline void check_gate_and_up(const char* op, const Tensor& gate, const Tensor& up, int64_t activation) {

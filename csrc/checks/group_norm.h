@@ -1,4 +1,4 @@
-// Arguments of group_norm.
+// Checks of the arguments of group_norm.
 #pragma once
 #include "checks/tensor.h"
 

@@ -1,4 +1,4 @@
-// Arguments of ops with a language-model head (ops/head.h), whose logits go through in chunks (ops/fused_linear.h).
+// Checks of the arguments of ops with a language-model head (ops/head.h), and the sizes of the tensors that they save (ops/fused_linear.h).
 #pragma once
 #include "checks/tensor.h"
 #include "launch/chunks.h"
@@ -38,11 +38,11 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
   return dtypes;
 }
 
-// The sum of dweight over chunks: its first rows, a multiple of 64 lest a matmul begin unaligned, lie in as many elements as dweight takes,
-// the others in a rest. A sum in 16 bits is of dweight's own dtype, lest it be rounded once more.
+// The sum of dweight over chunks. Its first rows lie in dweight's memory, the others in a further tensor, the rest. The number of first
+// rows is a multiple of 64, so that matmuls begin aligned. A 16-bit sum has dweight's dtype, so that it is not rounded again.
 inline Dtype sum_dtype(const HeadDtypes& dtypes, Dtype weight) { return dtypes.accum == weight ? weight : dtypes.acc; }
 template <class Size> struct SumSizes {
-  Size rows, memory, rest;  // rows of the sum in dweight's memory; elements of the sum's dtype
+  Size rows, memory, rest;  // rows of the sum in dweight's memory; elements, of the sum's dtype, of dweight's memory and the rest
 
   SumSizes(const Size& vocab, const Size& hidden, Dtype sum, Dtype weight)
       : rows(sum == weight ? vocab : vocab / ratio(sum, weight) / Size(64) * Size(64)),
@@ -51,14 +51,14 @@ template <class Size> struct SumSizes {
   static Size ratio(Dtype sum, Dtype weight) { return Size(int64_t(size_of(sum) / size_of(weight))); }
 };
 
-// The room that dweight has for each class, in elements of the gradient of logits (launch/chunks.h).
+// The room of a class in dweight's memory, in elements of the gradient of logits (launch/chunks.h).
 template <class Size> Size overlaid_room(const Size& hidden, Dtype weight, Dtype compute) {
   return hidden * Size(int64_t(size_of(weight) / size_of(compute)));
 }
 
-// Does the forward sum dx? It does where chunks of rows are accumulated. It also does where a stored gradient of the logits would leave dx
-// to the backward, and the matmuls read a copy of the weight in their own dtype: the backward would have to make that copy again. stored:
-// is the gradient of all logits stored?
+// Returns whether the forward sums dx. It does if chunks of rows are accumulated. It also does if the gradient of the logits is stored and
+// the matmuls read a converted copy of the weight: to compute dx, the backward would convert the weight again. stored: whether the gradient
+// of all logits is stored.
 inline bool sums_dx(launch::Gradients gradients, Dtype weight, Dtype compute, bool stored) {
   using launch::Gradients;
   const bool keeps_gradient = gradients == Gradients::deferred || (gradients == Gradients::overlaid && stored);
@@ -70,15 +70,15 @@ inline void check_overlaid(const char* op, const Tensor& x, const Tensor& weight
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
   const Dtype weight_dtype = dtype_of(weight, "weight");
   require(need_dweight && (weight_dtype == dtypes.compute || weight_dtype == dtypes.acc), op,
-          ": gradients is 4 (overlaid), for which a gradient of weight has to be wanted, in the dtype of the matmuls or of their sums");
+          ": gradients is 4 (overlaid), expected need_dweight and a weight in the dtype of the matmuls or of their sums");
   require(hidden >= 1 && rows >= 1 && (dtypes.wide_logits() || chunk_rows >= rows), op,
-          ": gradients is 4 (overlaid), for which x must not be empty, nor have more than ", chunk_rows,
-          " rows (chunk_rows), but has shape ", shape_text(x));
+          ": gradients is 4 (overlaid), expected an x that is not empty and has at most ", chunk_rows, " rows (chunk_rows); its shape is ",
+          shape_text(x));
   if (chunk_classes >= vocab) return;
   const Size room = overlaid_room(hidden, weight_dtype, dtypes.compute), inside = launch::overlaid_classes(rows, room, vocab);
   require(chunk_classes % Size(64) == Size(0) && chunk_classes >= inside && vocab * room >= rows * Size(64), op,
           ": gradients is 4 (overlaid) and chunk_classes ", chunk_classes, ", expected a multiple of 64, at least ", inside,
-          ", whose gradients dweight holds, and it has to hold those of 64 classes");
+          ", the classes whose gradients dweight's memory holds, and a dweight that holds the gradients of 64 classes");
 }
 
 inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, int64_t gradients,
@@ -90,7 +90,7 @@ inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight
   const auto way = launch::Gradients(gradients);
   const bool overlaid = way == launch::Gradients::overlaid;
   require(chunk_classes >= (overlaid ? 0 : 1), op, ": chunk_classes is ", chunk_classes, ", expected at least 1");
-  // Wide logits exist a chunk at a time, beside the gradient of all.
+  // Wide logits exist for a chunk at a time, beside the gradient of all.
   require(way != launch::Gradients::deferred || ((dtypes.wide_logits() || chunk_rows >= rows) && chunk_classes >= vocab), op,
           ": gradients is 1 (deferred), for which all logits have to exist at a time, not ", chunk_rows, " of ", rows, " rows and ",
           chunk_classes, " of ", vocab, " classes");
@@ -99,7 +99,7 @@ inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight
           ", which does not fit need_dx ", need_dx, ", need_dweight ", need_dweight, " and need_dbias ", need_dbias);
 }
 
-// What the forward made for the backward.
+// Checks the tensors that the forward returned for the backward.
 inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, int64_t gradients,
                                 const Size& stored, const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                                 bool need_dx, bool need_dweight, bool need_dbias) {

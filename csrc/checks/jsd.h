@@ -1,4 +1,4 @@
-// Arguments of jsd.
+// Checks of the arguments of jsd.
 #pragma once
 #include "checks/cross_entropy.h"
 

@@ -1,4 +1,4 @@
-// An op's many arguments as one struct. A schema is flat, so an order lists the struct's members as the schema has them.
+// Passes an op's many arguments as one struct. A schema is flat, so an Order lists the struct's members in the order of the schema.
 #pragma once
 #include <tuple>
 #include <type_traits>
@@ -6,8 +6,8 @@
 
 namespace liger {
 
-// run(arguments...) calls `function` with an Order::F whose members Order::fields, a tuple of member pointers, have these values. They may
-// be a base's.
+// run(arguments...) stores the arguments in the members Order::fields of an Order::F, and calls `function` with it. Order::fields is a
+// tuple of member pointers, which may be those of a base class.
 template <class Order, auto function, class Fields = std::remove_cvref_t<decltype(Order::fields)>> struct Named;
 template <class Order, auto function, class... Structs, class... Members> struct Named<Order, function, std::tuple<Members Structs::*...>> {
   static auto run(Members... arguments) {

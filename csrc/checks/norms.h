@@ -1,4 +1,4 @@
-// Arguments of rms_norm, add_rms_norm and layer_norm.
+// Checks of the arguments of rms_norm, add_rms_norm and layer_norm.
 #pragma once
 #include "checks/tensor.h"
 
@@ -8,7 +8,7 @@ inline void check_casting_mode(const char* op, int64_t mode) {
   require(mode >= -1 && mode <= 1, op, ": casting_mode is ", mode, ", expected 0 (llama), 1 (gemma) or -1 (none)");
 }
 
-// What the forward found of each row.
+// A statistic of each row that the forward returned: mean or rstd.
 inline void check_statistic(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
   check_device(op, t, name, like, like_name);
   require(t.numel() == rows_of(like) && type_of(t) == scalar_type(accumulator(dtype_of(like, like_name))), op, ": ", name,
@@ -44,7 +44,7 @@ inline void check_add_rms_norm_backward(const OptionalTensor& dy, const Optional
                                         const OptionalTensor& weight, const Tensor& rstd, double offset, bool need_dx, bool need_dweight) {
   const char* op = "add_rms_norm_backward";
   check_rows(op, sum, "sum");
-  require(dy || dsum, op, ": neither dy nor dsum is given");
+  require(dy || dsum, op, ": dy and dsum are None, expected at least one of them");
   if (dy) check_like(op, *dy, "dy", sum, "sum");
   if (dsum) check_like(op, *dsum, "dsum", sum, "sum");
   check_parameter(op, weight, "weight", cols_of(sum), sum, "sum");

@@ -1,4 +1,4 @@
-// Arguments of relu_squared.
+// Checks of the arguments of relu_squared.
 #pragma once
 #include "checks/rows.h"
 

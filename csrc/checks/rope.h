@@ -1,4 +1,4 @@
-// Arguments of rope, whose backward takes the gradients of q and k for them, and the strides of its outputs.
+// Checks of the arguments of rope, and the strides of its outputs. The backward has the gradients of q and k in their place.
 #pragma once
 #include <utility>
 #include <vector>
@@ -48,7 +48,7 @@ inline void check_rope_backward(const Tensor& dq, const OptionalTensor& dk, cons
   check_rope_heads("rope_backward", dq, "dq", dk, "dk", cos, sin, layout, half_tables);
 }
 
-// Do the strides place every element in its own slot with no gaps, in some order of dimensions? Then an output can have them.
+// Returns whether the strides of the dimensions, in some order, are those of a contiguous tensor: an output can have such strides.
 inline bool dense(const Tensor& t) {
   std::vector<std::pair<Size, Size>> dims;  // stride, size
   for (int64_t i = 0; i < t.dim(); ++i)
@@ -62,14 +62,14 @@ inline bool dense(const Tensor& t) {
   return true;
 }
 
-// Kernels take the columns of a head one after the other.
+// Returns whether the columns of a head are contiguous, as kernels require.
 inline bool contiguous_heads(const Tensor& t) {
   const int64_t last = t.dim() - 1;
   return t.size(last) <= 1 || t.stride(last) == 1;
 }
 
-// Has the output the input's strides? Where they are dense and the kernels can write them (Hugging Face's transposed layout); else it is
-// contiguous.
+// Returns whether the output has the input's strides: if they are dense and the kernels can write them (Hugging Face's transposed layout).
+// Otherwise the output is contiguous.
 inline bool keeps_strides(const Tensor& t) { return !t.is_contiguous() && contiguous_heads(t) && dense(t); }
 
 }  // namespace liger::LIGER_BACKEND

@@ -1,4 +1,4 @@
-// Arguments of ops of one tensor of rows, whose backward has dy and the tensor that was kept.
+// Checks of the arguments of ops on one tensor of rows. The backward has dy and the saved tensor.
 #pragma once
 #include "checks/tensor.h"
 

@@ -1,4 +1,4 @@
-// Arguments of the ops on a shard of the vocabulary.
+// Checks of the arguments of the ops on a shard of the vocabulary (ops/sharded_vocabulary.cpp).
 #pragma once
 #include "checks/fused_linear_cross_entropy.h"
 
@@ -6,14 +6,14 @@ namespace liger::LIGER_BACKEND {
 
 constexpr const char* of_a_shard = "fused_linear_cross_entropy";  // the function that calls them
 
-// weight, bias: the shard's. statistics, best_class: of all shards. logits, saved: the shard's, of all rows, or nothing.
+// weight, bias: the shard's. statistics, best_class: of all shards. logits, saved: the shard's, of all rows, or empty.
 struct VocabularyShard : FusedLoss {
   int64_t first_class = 0, vocab_size = 1;
   bool predictions = false, keep_logits = false;
   Tensor logits, statistics, best_class, kept;
 };
 
-// The members in the order of each op's schema (Named).
+// For each op, the members in the order of its schema (Named).
 struct ShardStatisticsOrder {
   using F = VocabularyShard;
   static constexpr std::tuple fields{&F::x,
@@ -118,7 +118,7 @@ inline void check_vocabulary_shard_statistics(const VocabularyShard& a) {
           " and keep_logits ", a.keep_logits, ", expected at least 1, and all ", a.x.size(0), " rows where they are kept");
 }
 
-// Logits of all rows, or their gradient; or nothing.
+// Checks the logits of all rows, or their gradient. Returns false if the tensor is empty.
 inline bool check_shard_logits(const char* op, const Tensor& t, const char* name, const Tensor& x, const Tensor& weight, Dtype compute) {
   check_device(op, t, name, x, "x");
   if (t.numel() == Size(0)) return false;
@@ -145,7 +145,7 @@ inline void check_vocabulary_shard_losses(const VocabularyShard& a) {
   if (a.normalizer) check_made(op, *a.normalizer, "normalizer", {1}, dtypes.acc, a.x, "x");
 }
 
-// Is there a stored gradient of the logits?
+// Checks the arguments of both backwards. Returns whether there is a stored gradient of the logits.
 inline bool check_shard_gradients(const VocabularyShard& a) {
   const char* op = of_a_shard;
   const HeadDtypes dtypes = check_shard(op, a);
@@ -163,12 +163,12 @@ inline void check_vocabulary_shard_backward(const VocabularyShard& a) {
           " elements, expected none, since there is a gradient of the entropy (mix)");
 }
 
-// saved is overwritten.
+// The op overwrites saved.
 inline void check_vocabulary_shard_backward_in_place(const VocabularyShard& a) {
   const bool saved = check_shard_gradients(a);
   require(a.mix && !a.softcap && (saved || a.x.size(0) == Size(0)), of_a_shard,
-          ": expected mix, saved and no softcap: nothing else is"
-          " made where it is");
+          ": expected mix, saved and no softcap: the op computes"
+          " no other gradient in place");
 }
 
 }  // namespace liger::LIGER_BACKEND

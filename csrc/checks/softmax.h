@@ -1,4 +1,4 @@
-// Arguments of softmax.
+// Checks of the arguments of softmax.
 #pragma once
 #include "checks/rows.h"
 

@@ -1,4 +1,4 @@
-// Arguments of stream_copy.
+// Checks of the arguments of stream_copy.
 #pragma once
 #include "checks/tensor.h"
 
@@ -8,7 +8,7 @@ inline void check_stream_copy(const Tensor& x, int64_t per_thread) {
   const char* op = "stream_copy";
   check_defined(op, x, "x");
   require(x.numel() * size_of(check_dtype(op, x, "x")) % 16 == 0 && x.is_contiguous(), op,
-          ": x must be contiguous and a multiple of 16 bytes long");
+          ": x is not contiguous or has another size, expected a contiguous tensor of a multiple of 16 bytes");
   require(per_thread == 1 || per_thread == 2 || per_thread == 4 || per_thread == 8, op, ": per_thread is ", per_thread,
           ", expected 1, 2, 4 or 8");
 }

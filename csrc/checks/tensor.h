@@ -1,8 +1,8 @@
-// The checks of arguments, once for each op: checks/<op>.h has a function of the op's own arguments, which runs before the op (boxed in
-// ops/boxed.h) and before its fake implementation (register in liger_ext/ops/_register.py). A tensor is torch's there, and here one of
-// Python's without data, whose sizes may be symbols: ops/tensor.h and python/tensor.h have the same names for both.
+// The checks of arguments that ops share. checks/<op>.h has a function of the op's arguments. It runs before the op (boxed in ops/boxed.h),
+// where tensors are torch's, and before the fake implementation (register in liger_ext/ops/_register.py), where they are tensors of Python
+// without data, whose sizes may be symbols. ops/tensor.h and python/tensor.h declare the same names for both.
 //
-// A check throws std::invalid_argument, which names the argument, what it is and what was expected. One that holds makes no text.
+// A check throws std::invalid_argument, which names the argument, its value and the expected value. A check that passes builds no text.
 #pragma once
 #ifdef LIGER_IS_GPU
 #include "ops/tensor.h"
@@ -17,7 +17,7 @@
 
 namespace liger::LIGER_BACKEND {
 
-// Prints as "(2, 3)", when it is printed.
+// A shape that becomes the text "(2, 3)" if a message is built.
 struct ShapeText {
   const Tensor& tensor;
 };
@@ -33,7 +33,7 @@ inline void append(std::string& text, const ShapeText& shape) {
 }
 inline ShapeText shape_text(const Tensor& t) { return {t}; }
 
-// The dtype of a tensor, or of an argument that is a dtype itself. Throws if kernels do not take it on the device of `like`.
+// The dtype of a tensor, or of an argument that is a dtype itself. Throws if kernels do not support it on the device of `like`.
 inline Dtype check_dtype(const char* op, const ScalarType& type, const char* name, const Tensor& like, const char* is = " is ") {
   const std::optional<Dtype> found = kernel_dtype(type);
   const bool float64 = takes_float64(like);
@@ -43,10 +43,10 @@ inline Dtype check_dtype(const char* op, const ScalarType& type, const char* nam
 }
 inline Dtype check_dtype(const char* op, const Tensor& t, const char* name) { return check_dtype(op, type_of(t), name, t, " has dtype "); }
 
-// The dtype of a tensor that a check has passed.
+// The dtype of a tensor that has passed a check.
 inline Dtype dtype_of(const Tensor& t, const char* name) { return check_dtype("liger_ext", t, name); }
 
-// torch's dispatcher lets None pass for a tensor.
+// torch's dispatcher accepts None for a tensor.
 inline void check_defined(const char* op, const Tensor& t, const char* name) {
   require(t.defined(), op, ": ", name, " is None, expected a tensor");
 }
@@ -70,7 +70,7 @@ inline void check_same_dtype(const char* op, const Tensor& t, const char* name, 
           dtype_name(expected));
 }
 
-// Rows over the last dimension, in a dtype of kernels.
+// Requires rows over the last dimension, in a dtype that kernels support.
 inline void check_rows(const char* op, const Tensor& t, const char* name) {
   check_defined(op, t, name);
   require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected at least one");
@@ -83,7 +83,7 @@ inline Size rows_of(const Tensor& t) {
   return rows;
 }
 
-// The device and the shape of another tensor; any dtype of kernels.
+// Requires the device and the shape of `like`, and a dtype that kernels support.
 inline void check_like(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
   check_device(op, t, name, like, like_name);
   const auto sizes = t.sizes(), expected = like.sizes();
@@ -91,13 +91,13 @@ inline void check_like(const char* op, const Tensor& t, const char* name, const 
           ", expected that of ", like_name, ", ", shape_text(like));
   check_dtype(op, t, name);
 }
-// The dtype, too.
+// Requires the dtype of `like`, too.
 inline void check_same(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
   check_like(op, t, name, like, like_name);
   check_same_dtype(op, t, name, like, like_name);
 }
 
-// An optional vector of parameters, in any dtype of kernels.
+// An optional vector of parameters, in any dtype that kernels support.
 inline void check_parameter(const char* op, const OptionalTensor& parameter, const char* name, const Size& size, const Tensor& like,
                             const char* like_name) {
   if (!parameter) return;
@@ -106,7 +106,7 @@ inline void check_parameter(const char* op, const OptionalTensor& parameter, con
   check_dtype(op, *parameter, name);
 }
 
-// What only a forward makes.
+// Requires a tensor as the forward returned it: of this shape and dtype, contiguous.
 inline void check_made(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape, Dtype dtype,
                        const Tensor& like, const char* like_name) {
   check_device(op, t, name, like, like_name);

@@ -1,15 +1,14 @@
-// Cross entropy of rows of logits: a row is read once for its loss, and once more for its gradient.
+// Cross entropy of rows of logits, and its gradient, on the CPU. The loss reads a row once, and the gradient reads it once more.
 //
-// The bound is memory for fp32 and the exponential for 16-bit logits, so each element's exponential is taken once per reading and
-// nothing waits for the row's maximum. A row goes by in blocks that fit the L1 cache: a block adds up exp(x' - shift) and finds
-// its own maximum in one pass, with a shift that is known before: the maximum of the row's first elements. Only where a block
-// rises more than `slack` above the shift is the shift raised to that block's maximum, the sum so far rescaled and the block done
-// again. The slack is small, so that x' - shift keeps the precision that a subtraction of the true maximum would have.
-// Sums are fp32 within a block and fp64 across blocks; everything that happens once per row is fp64.
+// Memory bounds fp32 logits, the exponential bounds 16-bit logits. So each pass computes one exponential per element, and no pass waits for
+// the row's maximum. The loss processes a row in blocks that fit the L1 cache. One pass over a block adds up exp(x' - shift) and finds the
+// block's maximum. The first shift is the maximum of the row's first elements. If a block's maximum exceeds the shift by more than `slack`,
+// it becomes the new shift: the sum so far is rescaled, and the block is processed again. The slack is small, so x' - shift is as precise
+// as x' minus the row's maximum. Sums are fp32 within a block and fp64 across blocks; all arithmetic per row is fp64.
 //
-// In place (the fused loss), the gradient's pass follows its row's first pass at once: the row is in the L2 cache still.
+// In place (the fused loss), a row's gradient is computed right after its loss, while the row is in the L2 cache.
 //
-// -inf logits are classes of probability 0. NaN and +inf make the row's sum NaN, and with it the loss and gradient.
+// A logit of -inf is a class of probability 0. NaN and +inf make the row's sum NaN, and so its loss and gradient.
 #include "cpu/cross_entropy_rows.h"
 
 namespace liger::cpu::LIGER_ISA {
@@ -19,8 +18,9 @@ template <class A, class T> LIGER_INLINE void write_zeros(const Out<T>& out, int
   columns<A>(cols, [&](int64_t j, auto n) { store(out, j, n, vec<A>{}); });
 }
 
-// out may be the logits' own memory; the target may be beside its columns. What lse has beyond A's precision is in the factor of the
-// probabilities. mixes: there is a gradient of the entropy. Not inlined, as sum_row.
+// Writes the gradient of a row. `out` may be the memory of the logits. A target outside [0, vocab) belongs to another chunk. lse.low goes
+// into the factor of the probabilities, since A cannot hold lse.high + lse.low. mixes: the entropy has a gradient. Not inlined, for the
+// same reason as sum_row.
 template <class A, bool mixes = false, class T, class Cap, class W>
 [[gnu::noinline, gnu::flatten]] void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap,
                                                     const LogSumExp& lse, const Slopes& slopes, const In<W>& weight) {
@@ -43,7 +43,8 @@ template <class A, bool mixes = false, class T, class Cap, class W>
   columns<A>(after, vocab, without_target);
 }
 
-// Of stored probabilities, less 1 at the target's, times gradient_scale. A logarithm is taken of one number at a time.
+// Replaces a stored gradient (CrossEntropyBackward::stored), which is scale * (p[j] - [j == target]), by the gradient with `mix`. Computes
+// the logarithms one element at a time.
 template <class A, class T>
 [[gnu::noinline, gnu::flatten]] void mix_stored(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const A* mix, A scale) {
   const A inverse = 1 / scale, p_target = A(__builtin_exp(mix[3]));
@@ -56,8 +57,8 @@ template <class A, class T>
   });
 }
 
-// The loss of each row, into the arrays that are wanted; after it, while the row is in the cache, then(…), or ignored(i) for a row
-// that does not count, whose logits are not read.
+// Stores the losses of each row in the arrays that are not null, then calls then(…) while the row is in the cache. For an ignored row it
+// reads no logits and calls ignored(i) instead.
 template <class A, class T, class Ignored, class Then>
 LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t end, Ignored&& ignored, Then&& then) {
   const Formula<A> formula(a, a.vocab);
@@ -84,7 +85,7 @@ LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t
   });
 }
 
-// One number per row (stride 1), or one for all (stride 0).
+// The upstream gradient of row i: one number per row (stride 1), or one for all rows (stride 0).
 double grad_of(const Rows& grad, int64_t i) {
   return dispatch(grad.dtype, [&](auto t) { return double(element<double>(row<decltype(t)>(grad, i), 0)); });
 }

@@ -1,6 +1,6 @@
-// Cross entropy of a vocabulary that is cut into chunks (ranges of classes): the statistics of each row in one chunk, which are bound by
-// what bounds cross_entropy.cpp's first pass, and their merge, which reads a few numbers per row. The gradient is made by
-// cross_entropy.cpp.
+// Cross entropy of a vocabulary in chunks (ranges of classes), on the CPU: the statistics of each row in one chunk, and the merge of all
+// chunks' statistics into losses. The statistics have the bound of the loss's pass in cross_entropy.cpp; the merge reads a few numbers per
+// row. cross_entropy.cpp computes the gradient.
 #include "cpu/cross_entropy_rows.h"
 
 namespace liger::cpu::LIGER_ISA {
@@ -20,7 +20,7 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
       with_class_weight<A>(of.class_weight, of.options, [&](const auto& weight) {
         for (int64_t i = begin; i < end; ++i) {
           const auto put = [&](Slots::Slot slot, double value) { static_cast<A*>(a.statistics)[slot * of.rows + i] = A(value); };
-          if (of.target[i] == of.options.ignore_index) {  // nothing of it is read again
+          if (of.target[i] == of.options.ignore_index) {  // the merge skips this row
             for (int slot = 0; slot < Slots::slots_of(a.moments); ++slot) put(Slots::Slot(slot), 0);
             if (a.best_class != nullptr) a.best_class[i] = 0;
             continue;
@@ -90,7 +90,7 @@ template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
       if (a.row.moments()) results.moments(i, merged);
       if (a.token != nullptr) static_cast<A*>(a.token)[i] = A(formula.token_scale(lse, target));
       if (!results.want_prediction()) continue;
-      A best = of(0, Slots::best);  // NaN is the largest, and of equal ones the first
+      A best = of(0, Slots::best);  // NaN is the largest value; of equal values, the first class counts
       int64_t best_class = a.best_class[i];
       for (int64_t chunk = 1; chunk < a.chunks; ++chunk) {
         const A other = of(chunk, Slots::best);

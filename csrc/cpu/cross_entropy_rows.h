@@ -1,4 +1,5 @@
-// What the passes over logits on the CPU share: the sums of a row, the formulas that follow from them, where results go.
+// Functions that cross_entropy.cpp and cross_entropy_chunks.cpp share: the sums over a row of logits, the formulas of loss and gradient,
+// and the stores of a row's results.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -19,8 +20,8 @@ template <class F> LIGER_INLINE void with_flag(bool flag, F&& f) {
   else f(std::false_type{});
 }
 
-// x as it was rounded: the product that made it never becomes part of a multiply-add. So a row's largest x', from which the shift is made,
-// has a distance of 0 from it. (clang contracts inside of one expression alone.)
+// Returns x, and keeps the compiler from contracting the product that computed x and a later subtraction into a multiply-add. So x' - shift
+// is exactly 0 for the element whose x' is the shift. (clang contracts within one expression only, so it needs no barrier.)
 template <class V> LIGER_INLINE V rounded(V x) {
 #if __has_builtin(__builtin_assoc_barrier)
   return __builtin_assoc_barrier(x);
@@ -29,7 +30,7 @@ template <class V> LIGER_INLINE V rounded(V x) {
 #endif
 }
 
-// x' of x, and what the gradient multiplies by on the way back. scaled: x' = softcap(scale * x) * over_temperature.
+// Computes x' from x. chain() multiplies a gradient by the derivative of softcap. scaled: x' = softcap(scale * x) * over_temperature.
 template <class A, bool capped, bool scaled = false> struct Softcap {
   A cap, scale = 1, over_temperature = 1;
   LIGER_INLINE vec<A> operator()(vec<A> x) const {
@@ -59,7 +60,8 @@ template <class A, class Of, class F> LIGER_INLINE void with_softcap(const Of& o
 
 template <class A, class T> LIGER_INLINE A element(const In<T>& x, int64_t j) { return load<A>(x, j, Part{1})[0]; }
 
-// log(sum(exp(x'))): in A's precision, and what is beyond it. Where the logits are large, all of the sum's logarithm may be.
+// log(sum(exp(x'))) as two numbers: `high`, rounded to A, and the remainder `low`. With large logits, `low` may hold the whole logarithm of
+// the sum of exp(x' - shift).
 struct LogSumExp {
   double high, low;
   double value() const { return high + low; }
@@ -70,9 +72,9 @@ template <class A> struct RowSums {
   A max = -std::numeric_limits<A>::infinity();  // of x, not of x': the prediction is exact where softcap saturates
   int64_t max_block = 0;                        // the first block that holds max
   A shift = std::numeric_limits<A>::lowest();
-  double exponentials = 0;  // of x' - shift
+  double exponentials = 0;  // sum of exp(x' - shift)
   double weighted = 0;      // sum of w * (x' - anchor), for label smoothing
-  double moment = 0, squares = 0, total = 0;  // sums of exp(x' - shift) * (x' - shift), its square, and x'
+  double moment = 0, squares = 0, total = 0;  // sums of exp(x' - shift) * (x' - shift), exp(2 * (x' - shift)), x'
 
   LogSumExp lse() const {
     const double log_sum = __builtin_log(exponentials), high = A(shift + log_sum);
@@ -80,9 +82,9 @@ template <class A> struct RowSums {
   }
 };
 
-// terms: 1, 2 with label smoothing, or 4 with moments. Label smoothing's sum of logits alone may overflow: differences to one of them, the
-// anchor, are summed. NaN may be lost to `max`, but not to the sum of exponentials. Not inlined, so that kernels share its code: one call
-// for each row.
+// Computes the sums of a row. terms: 1, 2 with label smoothing, or 4 with moments. A sum of logits may overflow, so label smoothing sums
+// their differences from one logit, the anchor. `max` may miss a NaN; the sum of exponentials never does. Not inlined, so that kernels
+// share its code: one call for each row.
 template <class A, int terms, class T, class Cap, class W>
 [[gnu::noinline, gnu::flatten]] RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, A anchor) {
   constexpr A least = -std::numeric_limits<A>::infinity();
@@ -125,7 +127,7 @@ template <class A, int terms, class T, class Cap, class W>
   return r;
 }
 
-// With label smoothing, with moments, or without either.
+// Selects the terms: with moments, with label smoothing, or with neither.
 template <class A, class T, class Cap, class W>
 LIGER_INLINE RowSums<A> sum_row(const CrossEntropyOptions& options, const In<T>& row, int64_t vocab, const Cap& softcap,
                                 const In<W>& weight, A anchor, bool moments = false) {
@@ -134,7 +136,7 @@ LIGER_INLINE RowSums<A> sum_row(const CrossEntropyOptions& options, const In<T>&
   return sum_row<A, 1>(row, vocab, softcap, In<constant>{1}, anchor);
 }
 
-// As torch.argmax: the first of equal values, and NaN is the greatest.
+// Returns the class that torch.argmax returns: the first of equal values; NaN is the greatest value.
 template <class A, class T> int64_t argmax(const In<T>& row, int64_t vocab, const RowSums<A>& r) {
   if (r.exponentials != r.exponentials)
     for (int64_t j = 0; j < vocab; ++j)
@@ -144,23 +146,24 @@ template <class A, class T> int64_t argmax(const In<T>& row, int64_t vocab, cons
   return 0;
 }
 
-// dx'[j] = p[j] * (probability + entropy * log(p[j])) - weight * w[j] - (j == y ? target : 0)
+// The coefficients of a row's gradient: dx'[j] = p[j] * (probability + entropy * log(p[j])) - weight * w[j] - (j == y ? target : 0)
 struct Slopes {
   double probability, weight, target, entropy = 0;
 };
 
-// The gradients of a row's two losses.
+// The upstream gradients of a row's two losses.
 struct LossFactors {
   double ce, z;
 
-  // Relative to the scale of all gradients, which is that of ce unless class weights make it 0.
+  // The factors of a gradient without reduction, relative to counts[scale], which is ce_scale unless class weights make that 0.
   template <class A> static LossFactors unreduced(const A* counts, double gradient_scale) {
     const double ce_scale = counts[CrossEntropyCounts::ce_scale], z_scale = counts[CrossEntropyCounts::z_scale];
     return {ce_scale != 0 ? gradient_scale : 0.0, gradient_scale * (ce_scale != 0 ? z_scale / ce_scale : 1.0)};
   }
 };
 
-// The header's formulas for one row. Args: CrossEntropyRows or CrossEntropyBackward. y: among the classes of its class weights.
+// The formulas of kernels/cross_entropy.h for one row. Args: CrossEntropyRows or CrossEntropyBackward. y: the target's index in
+// class_weight.
 template <class A> struct Formula {
   template <class Args>
   Formula(const Args& a, int64_t classes)
@@ -175,7 +178,7 @@ template <class A> struct Formula {
     return options.token_scaling ? __builtin_exp(-lse.minus(x_target)) : 1.0;
   }
 
-  // What label smoothing sums logits relative to: the target's, if that is a number.
+  // The anchor of label smoothing (sum_row): the target's logit, or 0 if that is not finite.
   static double anchor(double x_target) { return __builtin_isfinite(x_target) ? x_target : 0.0; }
   double ce(int64_t y, const LogSumExp& lse, double x_target, double weighted) const {
     const double spread = smooth != 0 ? smooth * (weight_sum() * lse.minus(anchor(x_target)) - weighted) : 0.0;
@@ -184,7 +187,7 @@ template <class A> struct Formula {
   double z(const LogSumExp& lse, double x_target) const {
     return options.lse_square_scale != 0 ? token_scale(lse, x_target) * options.lse_square_scale * lse.value() * lse.value() : 0.0;
   }
-  // token: the row's token_scale. Factors: the gradients of its two losses.
+  // token: the row's token_scale. of: the upstream gradients of its two losses.
   Slopes slopes(int64_t y, const LogSumExp& lse, double token, const LossFactors& of) const {
     const double ce = of.ce * token;
     const double z = options.lse_square_scale != 0 ? of.z * token * 2 * options.lse_square_scale * lse.value() : 0.0;
@@ -197,13 +200,13 @@ template <class A> struct Formula {
   double smooth;
 };
 
-// The class weights that label smoothing spreads the target over: all ones, or as given.
+// Calls f with the class weights over which label smoothing spreads the target; all are 1 if there are none.
 template <class A, class F> LIGER_INLINE void with_class_weight(const Vector& v, const CrossEntropyOptions& options, F&& f) {
   if (v.data == nullptr || options.label_smoothing == 0) f(In<constant>{1});
   else f(param<A>(v));
 }
 
-// Where the results of rows go: the arrays that are wanted.
+// Stores the results of a row in the arrays of `a` that are not null.
 template <class A> struct RowResults {
   const CrossEntropyRows& a;
 

@@ -1,4 +1,5 @@
-// Which instruction set runs, and how large the caches are.
+// Selects the instruction set of the CPU kernels, reads the size of the last-level cache, and maps the memory of large outputs before
+// kernels write it.
 #include "cpu/dispatch.h"
 
 #include <cstdlib>
@@ -51,7 +52,8 @@ void throw_no_kernels() {
                            ", the best of this machine or LIGER_EXT_CPU_ISA. Build every instruction set: make build");
 }
 
-// What one output may take of the last-level cache before it is written around it. Some virtual machines report no size.
+// The size of the last-level cache. Kernels store larger outputs past the caches (streams() in simd.h). Some virtual machines report no
+// size.
 int64_t last_level_cache_bytes() {
   static const int64_t bytes = [] {
     int64_t size = 0;
@@ -68,7 +70,7 @@ Written::Written(const MutableRows& out, int64_t rows, int64_t cols, int64_t row
       bytes_(((rows - 1) * out.stride + cols) * size_of(out.dtype)),
       item_bytes_(rows_per_item * out.stride * size_of(out.dtype)) {
   constexpr int64_t fresh = 32 << 20, ahead = 512 << 10;
-  const bool dense = out.stride <= 2 * cols;  // two halves of one tensor at most, no gaps that nobody touches
+  const bool dense = out.stride <= 2 * cols;  // rows of a whole tensor or of its halves: larger gaps would be mapped and never written
   if (out.data != nullptr && rows > 0 && dense && bytes_ >= fresh) step_ = std::max<int64_t>(1, ahead / std::max<int64_t>(1, item_bytes_));
 }
 
@@ -77,11 +79,11 @@ void Written::map([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) 
   static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
   const uintptr_t first = (data_ + uintptr_t(begin * item_bytes_)) / page * page;
   const uintptr_t last = (data_ + uintptr_t(std::min(bytes_, end * item_bytes_))) / page * page;
-  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_POPULATE_WRITE);  // refused, pages fault as ever
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_POPULATE_WRITE);  // on failure, the first access maps a page
 #endif
 }
 
 }  // namespace liger::cpu
 
-// For Python (ctypes): the name of the instruction set that runs.
+// Returns the name of the selected instruction set; Python calls it through ctypes.
 extern "C" __attribute__((visibility("default"))) const char* liger_ext_cpu_isa() { return liger::cpu::isa_names[int(liger::cpu::isa())]; }

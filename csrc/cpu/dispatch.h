@@ -1,4 +1,5 @@
-// Threads and the choice of instruction set, for dispatch*.cpp: baseline code, the only place that sees both torch and kernels.
+// Runs CPU kernels on torch's threads, in the selected instruction set. dispatch*.cpp and gemm.cpp include it: they are compiled for the
+// baseline, and only they include torch's headers.
 //
 // A kernel file defines, in its build's namespace (liger::cpu::baseline, avx2, avx512),
 //   template <> void run(const Args& args, int64_t begin, int64_t end)   // items begin … end-1; must not throw
@@ -18,10 +19,10 @@ namespace liger::cpu {
 
 enum class Isa { baseline, avx2, avx512 };
 
-// The best that this machine has; LIGER_EXT_CPU_ISA=baseline|avx2|avx512 lowers it. Decided once.
+// The best instruction set of this machine, or a lower one that LIGER_EXT_CPU_ISA=baseline|avx2|avx512 sets. Selected at the first call.
 Isa isa();
 
-// A build for one machine (LIGER_EXT_CPU_NATIVE) has kernels of its instruction set alone.
+// A build for one machine (LIGER_EXT_CPU_NATIVE) has the kernels of one instruction set. Throws if isa() is another one.
 [[noreturn]] void throw_no_kernels();
 
 namespace baseline {
@@ -49,18 +50,19 @@ template <class Args> Kernel<Args>* kernel() {
   throw_no_kernels();
 }
 
-// Splits [0, items) among torch's threads; one thread gets at least this many elements, since waking another takes microseconds.
+// parallel_items splits [0, items) among torch's threads. A thread gets at least this many elements, since waking a thread takes
+// microseconds.
 constexpr int64_t elements_per_task = 32768;
 
-// A matrix that a kernel fills, for the pages that lie ahead of it. Memory of a tensor of 32 MiB is fresh from the system at each call
-// (glibc maps every block from there on), and faulting it in page by page takes longer than a row op's arithmetic. Asking for half a
-// megabyte just before it is written saves a quarter of that; pages that are there already cost nearly nothing.
+// An output matrix whose pages are mapped shortly before a kernel writes them. glibc maps a new block for every tensor of 32 MiB or more,
+// so the pages of large outputs are new at each call. Faulting them in one by one takes longer than a row op's arithmetic. Mapping half a
+// megabyte at a time is faster (docs/measurements.md), and costs almost nothing if the pages are mapped already.
 class Written {
  public:
-  // Item i writes rows i * rows_per_item and following.
+  // Item i writes rows_per_item rows, from row i * rows_per_item on.
   Written(const MutableRows& out, int64_t rows, int64_t cols, int64_t rows_per_item = 1);
-  Written(const Rows&, int64_t, int64_t) {}  // an input
-  // How many items lie on half a megabyte; 0: this memory is not mapped ahead.
+  Written(const Rows&, int64_t, int64_t) {}  // an input: nothing to map
+  // The number of items that write half a megabyte; 0: this memory is not mapped ahead.
   int64_t step() const { return step_; }
   void map(int64_t begin, int64_t end) const;
 
@@ -87,14 +89,14 @@ void parallel_items(const Args& args, int64_t items, int64_t elements_per_item, 
   });
 }
 
-// The same matrix as rows of another length, or from another element on.
+// The same matrix from element `from` on, with another stride.
 template <class Matrix> Matrix reshaped(Matrix of, int64_t from, int64_t stride) {
   using Byte = std::conditional_t<std::is_same_v<Matrix, Rows>, const char, char>;
   return {static_cast<Byte*>(of.data) + from * size_of(of.dtype), stride, of.dtype};
 }
 
-// Elementwise work on these matrices of args. Short rows without gaps are one, of which threads and vectors have equal shares however it is
-// shaped: rows of another length, and what is left over.
+// Runs an elementwise kernel, whose matrices are these members of args. Short rows without gaps are cut anew into rows of 4096 elements and
+// a remainder, so that threads and vectors get equal shares for any shape.
 template <auto... Matrices, class Args> void parallel_elements(const Args& args) {
   constexpr int64_t cols = 4096;
   const auto over_rows = [](const Args& a) { parallel_items(a, a.rows, a.cols, {Written(a.*Matrices, a.rows, a.cols)...}); };

@@ -1,4 +1,5 @@
-// Threads, errors and the small sums of cross entropy and its companions (elementwise.h).
+// Cross entropy and the passes of kernels/elementwise.h on the CPU: checks targets, runs the kernels on threads, and computes the sums over
+// rows.
 #include <algorithm>
 #include <cmath>
 
@@ -10,7 +11,7 @@
 namespace liger::cpu {
 namespace {
 
-// Kernels index by the target, so every one is looked at before the first row is.
+// Kernels use targets as indices, so all targets are checked before the first row is read.
 template <class Args> void check_targets(const Args& a, int64_t classes) {
   for (int64_t i = 0; i < a.rows; ++i) {
     const int64_t y = a.target[i];
@@ -23,13 +24,13 @@ void check_gradient_dtype(const char* op, Dtype gradient, Dtype logits) {
   require(gradient == logits, op, ": the gradient of the logits has another dtype than the logits");
 }
 
-// f(float{}) or f(double{})
+// Calls f(float{}) or f(double{}).
 template <class F> void with_accumulator(Dtype dtype, const F& f) {
   if (dtype == Dtype::f64) f(double{});
   else f(float{});
 }
 
-// In blocks, so that a million terms lose no more than a thousand would; the order is fixed.
+// Sums blocks of 1024 terms, in a fixed order: the rounding error of a million terms is that of about a thousand.
 template <class F> double blocked_sum(int64_t n, const F& term) {
   double total = 0;
   for (int64_t first = 0; first < n; first += 1024) {
@@ -49,7 +50,7 @@ double load_number(const void* data, Dtype dtype) {
     default:
       break;
   }
-  // 16-bit: by the kernels' conversion.
+  // A 16-bit number is converted by the kernels' code.
   float number;
   scale_cast({1, 1, {data, 1, dtype}, {&number, 1, Dtype::f32}, nullptr, {}}, {});
   return number;
@@ -129,7 +130,7 @@ void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
       }
       return;
     }
-    // Without a valid row every term is 0, and so are the scales.
+    // Without a valid row, all terms and both scales are 0.
     const auto sum = [&](const auto* terms) { return blocked_sum(a.rows, [&](int64_t i) { return double(terms[i]); }); };
     const double ce_sum = counts[CrossEntropyCounts::ce_scale] * sum(ce);
     const double z_sum = z != nullptr ? counts[CrossEntropyCounts::z_scale] * sum(z) : 0.0;
@@ -169,7 +170,7 @@ void scalar_product(const ScalarProduct& a, Stream) {
       largest = std::fmax(largest, std::fabs(load_number(factor, a.factors.dtype)));
     }
     int above = 0;
-    if (std::isfinite(largest) && std::frexp(largest, &above) == 0.5) above -= 1;  // itself a power of two
+    if (std::isfinite(largest) && std::frexp(largest, &above) == 0.5) above -= 1;  // `largest` is a power of two
     const double power = std::exp2(std::clamp(above, -100, 100));
     out[1] = A(product * power);
     out[2] = A(1 / power);

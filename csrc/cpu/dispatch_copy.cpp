@@ -1,4 +1,4 @@
-// A copy by all threads; the C library's memcpy writes around the cache when the block is large.
+// Copies memory with all threads. The C library's memcpy stores large blocks past the caches.
 #include <torch/csrc/stable/ops.h>
 
 #include <cstring>

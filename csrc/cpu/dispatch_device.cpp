@@ -1,4 +1,4 @@
-// For the CPU library and the host target: a CPU fails at once, and its kernels raise what is wrong with a target themselves.
+// Device errors of the CPU library and the host target: ops throw every error at once, also a bad target's, so none is reported later.
 #include "kernels/device.h"
 
 namespace liger::cpu {

@@ -1,3 +1,4 @@
+// GroupNorm on the CPU: runs the kernels on threads, and adds the samples' partial rows of dweight and dbias.
 #include "cpu/dispatch.h"
 #include "cpu/partials.h"
 #include "kernels/group_norm.h"
@@ -10,7 +11,8 @@ void group_norm_forward(const GroupNormForward& a, Stream) {
   parallel_items(a, rows, cols, {{a.y, rows, cols}});
 }
 
-// A partial row for each sample: dweight's, then dbias's. Written also where neither is wanted: it is small against x.
+// One partial row per sample: dweight's elements, then dbias's. The kernel writes it even if neither is requested: it is small compared
+// with x.
 int64_t group_norm_backward_workspace(const GroupNormBackward& a, Stream) {
   return a.shape.batch * 2 * a.shape.all_channels() * size_of(accumulator(a.x.dtype));
 }

@@ -1,3 +1,5 @@
+// The generalised Jensen-Shannon divergence on the CPU: runs the kernels on threads. Without labels every row counts, and the forward
+// stores the counts.
 #include "cpu/dispatch.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/jsd.h"

@@ -1,3 +1,4 @@
+// Squared ReLU on the CPU: runs the kernels on threads.
 #include "cpu/dispatch.h"
 #include "kernels/relu_squared.h"
 

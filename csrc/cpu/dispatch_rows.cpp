@@ -1,4 +1,4 @@
-// The row ops: how each is cut into items for the threads.
+// The row ops on the CPU (norms, gated activations, rope, softmax): cuts each op into items and runs its kernel on threads.
 #include "cpu/dispatch.h"
 #include "cpu/partials.h"
 #include "kernels/glu.h"
@@ -19,8 +19,9 @@ void sum_partials(const void* partials, int64_t blocks, int64_t stride, int64_t 
   parallel_items(sum, ceil_div(cols, partial_columns), blocks * partial_columns);
 }
 
-// About 128 blocks: enough for the threads of a large machine, while partial rows stay few against the rows they sum. Small problems are
-// one block. No more than 32 rows: rounding errors grow with the rows that are added one after the other.
+// The rows of a block, which share a partial row. About 128 blocks suffice for the threads of a large machine, and keep the partial rows
+// few compared with the rows. A small problem is one block. A block has at most 32 rows: rounding errors grow with the number of rows that
+// are added in sequence.
 int64_t rows_per_block(int64_t rows, int64_t cols) {
   const int64_t enough = std::max({int64_t{4}, ceil_div(rows, 128), ceil_div(elements_per_task, std::max<int64_t>(1, cols))});
   return std::min<int64_t>(enough, 32);
@@ -30,7 +31,7 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& a, Strea
   parallel_items(a, a.rows, a.cols, {{a.y, a.rows, a.cols}, {a.sum, a.rows, a.cols}});
 }
 
-// A block's partial rows: dweight's, then dbias's.
+// The partial rows of a block: dweight's, then dbias's.
 template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>& a, Stream) {
   if (!a.dweight.data && !a.dbias.data) return 0;
   return ceil_div(a.rows, rows_per_block(a.rows, a.cols)) * (Centered ? 2 : 1) * a.cols * size_of(accumulator(a.z.dtype));

@@ -1,4 +1,4 @@
-// Small passes over rows: bound by memory.
+// CPU kernels of the passes in kernels/elementwise.h: conversion with a scale, fill, column sums. All are bound by memory.
 #include "kernels/elementwise.h"
 
 #include <algorithm>
@@ -37,8 +37,8 @@ template <> [[gnu::flatten]] void run(const FillRows& a, int64_t begin, int64_t 
   });
 }
 
-// Columns begin … end-1. A band of columns goes down all rows with its sums in the L1 cache: first over 256 rows, then those
-// partial sums into the total, so that rounding errors grow with the number of row blocks only.
+// Sums columns begin … end-1. A band of columns is summed over all rows, with its sums in the L1 cache: blocks of 256 rows are added up,
+// then added to the total. So rounding errors grow with the number of row blocks only.
 template <> [[gnu::flatten]] void run(const ColumnSum& a, int64_t begin, int64_t end) {
   constexpr int64_t band = 512, block_rows = 256;
   dispatch_same({a.in.dtype}, [&](auto t, auto acc) {

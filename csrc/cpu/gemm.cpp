@@ -1,15 +1,14 @@
-// Matrix products with torch's CPU GEMM, called through its C shim: that calls at::cpu:: directly, so no dispatcher, no
-// autograd and no autocast stands between.
+// Matrix products with torch's CPU GEMM, called through torch's C shim. The shim calls at::cpu:: directly: no dispatcher, no autograd and
+// no autocast runs.
 //
-// fp32 and fp64 are one call. What 16-bit operands cost depends on the CPU: where it multiplies the type in hardware, torch's
-// GEMM is faster than the fp32 one (bf16 on two Zen 4 cores: 425 against 185 GFLOP/s); where it does not, torch is slower by
-// one to three orders of magnitude (fp16 on the same machine: 1 to 20 GFLOP/s). So there are three ways:
+// fp32 and fp64 are one call. The speed of 16-bit operands depends on the CPU. If it multiplies the type in hardware, torch's GEMM is
+// faster than the fp32 one; if not, it is slower by orders of magnitude (docs/measurements.md). So there are three strategies:
 //   direct   hardware, and C has the operands' type: one call;
-//   split    bf16 in hardware, C in fp32: the product rounded to bf16, then a second product that yields what the rounding
-//            lost (A B - high, also bf16): together 16 bits of mantissa, and added to C in fp32;
-//   widen    no hardware, fp16 with fp32 C (a product may leave fp16's range), or all_bits: tiles of the operands are converted
-//            to fp32 and multiplied there. A 16-bit C is rounded once, after all of k.
-// The choice follows from the CPU's features, not from a timing, so that the same input gives the same bits in every run.
+//   split    bf16 in hardware, C in fp32: the product rounded to bf16, then a second product that yields the rounding error (A B - high,
+//            also bf16): together 16 bits of mantissa, and added to C in fp32;
+//   widen    no hardware, fp16 with fp32 C (a product may leave fp16's range), or all_bits: tiles of the operands are converted to fp32
+//            and multiplied there. A 16-bit C is rounded once, after all of k.
+// The CPU's features select the strategy, not a timing, so that the same input gives the same bits in every run.
 #include "kernels/gemm.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -84,17 +83,17 @@ class Operand {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// out = alpha * a b + beta * self; beta == 0 reads nothing of self.
+// out = alpha * a b + beta * self; with beta == 0, self is not read.
 void addmm(const Operand& out, const Operand& self, const Operand& a, const Operand& b, double beta, double alpha) {
   check(aoti_torch_cpu_addmm_out(out, self, a, b, beta, alpha), "aoti_torch_cpu_addmm_out");
 }
 
-// to = from in to's dtype; both as they are stored.
+// Converts `from` to the dtype of `to`. rows, cols: of the stored matrices, before any transposition.
 void convert(const Matrix& from, const Matrix& to, int64_t rows, int64_t cols) {
   scale_cast({rows, cols, {from.data, from.stride, from.dtype}, {const_cast<void*>(to.data), to.stride, to.dtype}, nullptr, {}}, {});
 }
 
-// One fp32 tile of a 16-bit matrix at a time; asking again for the tile it holds costs nothing.
+// One fp32 tile of a 16-bit matrix at a time. A request for the tile that it holds converts nothing.
 class WidenedTiles {
  public:
   WidenedTiles(const Matrix& source, int64_t rows, int64_t cols)
@@ -116,7 +115,7 @@ class WidenedTiles {
   int64_t row_ = -1, col_ = -1;
 };
 
-// f(row, col, rows, cols) for every tile of an m x n matrix.
+// Calls f(row, col, rows, cols) for every tile of an m x n matrix.
 template <class F> void for_each_tile(int64_t m, int64_t n, const F& f) {
   for (int64_t col = 0; col < n; col += tile_size)
     for (int64_t row = 0; row < m; row += tile_size) f(row, col, std::min(tile_size, m - row), std::min(tile_size, n - col));
@@ -165,9 +164,9 @@ void gemm_split(const Gemm& g, const Matrix& c, double alpha) {
   });
 }
 
-// For products in 16 bits by hardware. oneDNN's kernels for AMX (3.12, in torch 2.13) load the rows of A up to the next multiple of 32
-// columns and multiply what stands behind the last one by zero: where that is a NaN or an infinity, of the next row or of memory that
-// nobody has written, the result is NaN. Such rows are multiplied from a copy that ends in zeros; calls f(g) for some rows at a time.
+// For 16-bit products in hardware: calls f(g), or f for some rows at a time, with A copied to rows that end in zeros. oneDNN's kernels for
+// AMX (3.12, in torch 2.13) load the rows of A up to the next multiple of 32 columns, and multiply the elements behind the last column by
+// zero. If one of them is NaN or infinite, in the next row or in uninitialised memory, the result is NaN.
 template <class F> void with_padded_rows(const Gemm& g, const F& f) {
   constexpr int64_t multiple = 32, scratch_size = 1 << 24;
   if (g.a.transposed || g.k % multiple == 0) return f(g);

@@ -1,4 +1,4 @@
-// Gated linear units on the CPU: elementwise, bound by memory in 32 bits and by the exponential in 16.
+// Gated activations (SwiGLU, GeGLU) on the CPU: elementwise. Memory bounds 32-bit dtypes, the exponential bounds 16-bit dtypes.
 #include "kernels/glu.h"
 
 #include <type_traits>
@@ -41,7 +41,7 @@ template <class T, class A, template <class, bool> class Activation>
   if (stream_gate || stream_up) stream_fence();
 }
 
-// f with the element type, the accumulator and the activation.
+// Calls f with the element type, the accumulator and the activation.
 template <class Args, class F> LIGER_INLINE void with_activation(const Args& a, F&& f) {
   dispatch(a.gate.dtype, [&](auto t) {
     using T = decltype(t);
@@ -66,8 +66,8 @@ template <> void run(const GluForward& a, int64_t begin, int64_t end) {
 template <> void run(const GluBackward& a, int64_t begin, int64_t end) {
   with_activation(a, [&]<class T, class A, template <class, bool> class Of>() {
     if (!a.h.data) return backward<T, A, Of>(a, begin, end);
-    // The forward itself gives h its bits, a row at a time: gate and up are still in the cache, and this row of dh, which may be h's
-    // memory, is done with.
+    // The forward's code recomputes h, so it has the forward's bits. It runs row by row: gate and up are still in the cache, and the
+    // backward has read this row of dh, whose memory may be h's.
     const GluForward again{a.rows, a.cols, a.gate, a.up, a.h, a.activation, a.gate_multiplier, a.down_multiplier};
     for (int64_t i = begin; i < end; ++i) {
       backward<T, A, Of>(a, i, i + 1);

@@ -1,6 +1,6 @@
-// GroupNorm on the CPU: bound by memory. An item is a group of one sample, whose channels lie one after another in memory: the variance
-// is that of the centred group, a second pass, and each channel has one weight and one bias. The backward adds up dy and dy * (x - mean)
-// of each channel; the group's sums are those, times the weights. A sample has a partial row of dweight and dbias.
+// GroupNorm on the CPU: bound by memory. An item is a group of one sample, whose channels are contiguous. A second pass over the group
+// computes the variance of the centred values. Each channel has one weight and one bias. The backward sums dy and dy * (x - mean) over each
+// channel; these sums, times the weights, add up to the sums of the group. Each sample has a partial row of dweight and dbias.
 #include "kernels/group_norm.h"
 
 #include "cpu/simd.h"
@@ -8,7 +8,7 @@
 namespace liger::cpu::LIGER_ISA {
 namespace {
 
-// One value of any type.
+// One element, of a dtype known at run time.
 template <class A> LIGER_INLINE A value(const In<any>& in, int64_t at) { return load<A>(in, at, Part{1})[0]; }
 template <class A> LIGER_INLINE A channel_value(const Vector& parameter, int64_t channel, A missing) {
   return parameter.data ? value<A>(param<any>(parameter), channel) : missing;

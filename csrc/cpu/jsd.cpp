@@ -1,5 +1,5 @@
-// The generalised Jensen-Shannon divergence on the CPU: both directions read a row of the student and of the teacher once, and are bound
-// by the exponentials and the logarithm of each element.
+// The generalised Jensen-Shannon divergence on the CPU. Forward and backward each read a row of the student and of the teacher once. Both
+// are bound by the exponentials and the logarithm of each element.
 #include "kernels/jsd.h"
 
 #include <type_traits>
@@ -16,7 +16,7 @@ using math::Divergence;
 template <class A> struct JsdMath;
 
 template <> struct JsdMath<float> : Math<float> {
-  // Of normal numbers below 1: x = m * 2^n with m from sqrt(1/2) to sqrt(2), ln 2 in two parts; 1 ulp.
+  // The logarithm of normal numbers below 1, to 1 ulp: x = m * 2^n with m from sqrt(1/2) to sqrt(2), and ln 2 in two parts.
   static LIGER_INLINE V log(V x) {
     using I = vector<int32_t, lanes<float>>;
     constexpr int32_t root = 0x3f3504f3;
@@ -34,13 +34,13 @@ template <> struct JsdMath<double> : Math<double> {
   static LIGER_INLINE V log_mixture(V m, V, V c, V t, V) {
     for (int i = 0; i < lanes<double>; ++i) {
       const double u = c[i] * __builtin_expm1(-t[i]);
-      t[i] = u < -0.5 ? __builtin_log(m[i]) : __builtin_log1p(u);  // m has what c of nearly 1 lacks
+      t[i] = u < -0.5 ? __builtin_log(m[i]) : __builtin_log1p(u);  // near c = 1, m has digits that 1 + u lacks
     }
     return t;
   }
 };
 
-// f with the element type, the accumulator and the divergence.
+// Calls f with the element type, the accumulator and the divergence.
 template <class F> LIGER_INLINE void with_divergence(const JsdRows& rows, F&& f) {
   dispatch(rows.log_q.dtype, [&](auto t) {
     const auto run = [&]<Divergence D>() { f.template operator()<decltype(t), accumulator_of<decltype(t)>, D>(); };

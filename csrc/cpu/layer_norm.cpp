@@ -1,5 +1,5 @@
-// LayerNorm on the CPU: bound by memory; shaped as rms_norm.cpp. The variance is that of the centred row, a second pass over a
-// row that lies in L1 or L2: no cancellation when the mean is large.
+// LayerNorm on the CPU: bound by memory, with the passes of rms_norm.cpp. The variance is that of the centred row, in a second pass over a
+// row that is in L1 or L2. So a large mean causes no cancellation.
 #include "cpu/partials.h"
 #include "cpu/simd.h"
 #include "kernels/norms.h"

@@ -1,5 +1,5 @@
-// Adds partial rows of parameter gradients. A group of columns at a time, so that the running sums stay in L1 and each partial
-// row is read in runs of a kilobyte. In batches of partial rows, so that rounding errors grow with the number of batches.
+// Adds the partial rows of parameter gradients (partials.h). It sums a group of columns at a time: the running sums stay in L1, and each
+// partial row is read in runs of a kilobyte. It sums batches of partial rows, so that rounding errors grow with the number of batches.
 #include "cpu/partials.h"
 
 #include "cpu/simd.h"

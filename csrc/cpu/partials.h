@@ -1,6 +1,6 @@
-// Gradients of parameters are sums over rows. To be the same bits with any number of threads, rows are grouped into blocks by
-// the shape alone: each block adds its rows in order into a partial row of its own, then the partial rows are added in order.
-// Plain declarations only: this header is seen by baseline code and by every instruction set.
+// Partial rows of parameter gradients, which are sums over rows. The result has the same bits with any number of threads: the shape alone
+// groups rows into blocks, each block adds its rows in order into its partial row, and the partial rows are added in order. This header
+// holds plain declarations only, since baseline code and the code of every instruction set include it.
 #pragma once
 #include "kernels/types.h"
 
@@ -16,7 +16,7 @@ struct SumPartials {
   MutableVector out;
 };
 constexpr int64_t partial_columns = 256;
-// By all threads; nothing where out is absent. dispatch_rows.cpp
+// Adds the partial rows with all threads; does nothing if `out` is absent. dispatch_rows.cpp
 void sum_partials(const void* partials, int64_t blocks, int64_t stride, int64_t cols, Dtype accumulator, MutableVector out);
 
 }  // namespace liger::cpu

@@ -1,6 +1,6 @@
-// RMSNorm on the CPU: bound by memory. A row is read twice, once for the sum of squares and once to be normalised; the second
-// read comes from L1 or L2, and while it runs, the next row is prefetched, so that memory never waits for the first pass.
-// The backward is the same with two inputs; dweight goes to one partial row per block of rows (cpu/partials.h).
+// RMSNorm on the CPU: bound by memory. The forward reads a row twice: for the sum of squares, and to normalise it. The second pass reads
+// the row from L1 or L2 and prefetches the next row, so that memory is busy during both passes. The backward has the same two passes over
+// two inputs. Each block of rows sums dweight in one partial row (cpu/partials.h).
 #include "cpu/partials.h"
 #include "cpu/simd.h"
 #include "kernels/norms.h"

@@ -1,6 +1,6 @@
-// Rotary embedding on the CPU: bound by memory. An item is one position of the sequence: its row of cos and sin is converted once,
-// into a buffer that stays in L1, and then used by all heads of q and k. Rotary dimensions beyond the buffer are taken in slices.
-// Interleaved pairs come and go through buffers as well.
+// Rotary embedding on the CPU: bound by memory. An item is one position of a sequence. Its row of cos and sin is converted once, into a
+// buffer in L1, and all heads of q and k use it. Rotary dimensions that exceed the buffer are processed in slices. Interleaved pairs are
+// split and joined in buffers as well.
 #include "kernels/rope.h"
 
 #include "cpu/simd.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t slice = 256;  // columns of half a row
 
-// Values for `slice` pairs: [0] those for their first elements, [1] those for their second ones.
+// Values for `slice` pairs: [0] for their first elements, [1] for their second elements.
 template <class A> struct Pairs {
   alignas(vector_bytes) A of[2][slice];
   A* operator[](int i) { return of[i]; }
@@ -20,7 +20,7 @@ template <class A> struct Table {
   Pairs<A> cos, sin;
 };
 
-// `count` pairs from the element at `at` on, interleaved.
+// split() reads and join() writes `count` interleaved pairs, from element `at` on.
 template <class A, class T> LIGER_INLINE void split(Pairs<A>& to, const In<T>& from, int64_t at, int64_t count) {
   alignas(vector_bytes) A row[2 * slice];
   columns<A>(2 * count, [&](int64_t j, auto n) { store<A>(row + j, n, load<A>(from, at + j, n)); });
@@ -31,7 +31,7 @@ template <class A, class T> LIGER_INLINE void join(const Out<T>& to, const Pairs
   for (int64_t j = 0; j < count; ++j) row[2 * j] = from[0][j], row[2 * j + 1] = from[1][j];
   columns<A>(2 * count, [&](int64_t j, auto n) { store(to, at + j, n, load<A>(row + j, n)); });
 }
-// Two runs of `count` elements, `apart` from each other.
+// Reads two runs of `count` elements: from `at`, and from `at + apart`.
 template <class A, class T> LIGER_INLINE void copy(Pairs<A>& to, const In<T>& from, int64_t at, int64_t apart, int64_t count) {
   columns<A>(count, [&](int64_t j, auto n) {
     store<A>(to[0] + j, n, load<A>(from, at + j, n));
@@ -39,10 +39,11 @@ template <class A, class T> LIGER_INLINE void copy(Pairs<A>& to, const In<T>& fr
   });
 }
 
-// The transpose swaps sin between the halves and negates it: with that done here, both directions are one formula.
+// Fills the buffer with the cos and sin of a slice. The backward's transpose swaps sin between the halves and negates it. This is done
+// here, so that forward and backward share one formula.
 template <class A>
 [[gnu::flatten]] void fill(Table<A>& table, const Rope& a, int64_t batch, int64_t position, int64_t first, int64_t count) {
-  if (count == 0) return;  // a table without columns has no address
+  if (count == 0) return;  // a table without columns may have no memory
   dispatch(a.table_dtype, [&](auto t) {
     const auto pairs = [&](Pairs<A>& to, const void* data, int64_t of_batch, int64_t of_seq) {
       const In<decltype(t)> from{static_cast<const decltype(t)*>(data) + batch * of_batch + position * of_seq};
@@ -63,7 +64,7 @@ template <class A>
 template <bool Interleaved, class T, class A>
 [[gnu::flatten]] void rotate(const Table<A>& table, const Rope& a, const RopeHeads& heads, int64_t batch, int64_t position, int64_t first,
                              int64_t count, bool stream) {
-  if (heads.heads == 0) return;  // no memory either
+  if (heads.heads == 0) return;  // q or k may be absent
   const int64_t half = a.rotary_dim / 2;
   const T* in = static_cast<const T*>(heads.in) + batch * heads.in_batch + position * heads.in_seq;
   T* out = static_cast<T*>(heads.out) + batch * heads.out_batch + position * heads.out_seq;
@@ -93,7 +94,7 @@ template <bool Interleaved, class T, class A>
   }
 }
 
-// Is every vector of every head aligned, so that a large output may be written around the caches?
+// Returns whether the output is large and every vector of every head aligned, so that stores may bypass the caches.
 bool heads_stream(const Rope& a, const RopeHeads& heads) {
   const int64_t size = size_of(a.dtype), half = a.rotary_dim / 2;
   const MutableRows rows{heads.out, heads.out_head, a.dtype};
@@ -108,7 +109,7 @@ template <bool Interleaved, class T, class A> void run_positions(const Rope& a, 
   for (int64_t item = begin; item < end; ++item) {
     const int64_t batch = item / a.seq, position = item % a.seq;
     int64_t first = 0;
-    do {  // once also when rotary_dim is 0: everything is copied
+    do {  // runs once if rotary_dim is 0, to copy the heads
       const int64_t count = half - first < slice ? half - first : slice;
       fill(table, a, batch, position, first, count);
       rotate<Interleaved, T>(table, a, a.q, batch, position, first, count, stream_q);

@@ -1,26 +1,26 @@
 // Vectors, conversions and loops for the CPU kernels: one source for every instruction set, by the compiler's vector
-// extensions. Included only by files that are compiled once per instruction set (cmake/Cpu.cmake), and everything here lives in
-// that build's namespace, liger::cpu::LIGER_ISA: an inline function shared by two builds would be merged by the linker, and an
-// AVX-512 copy could run on a machine that has none.
+// extensions. Only files that are compiled once per instruction set (cmake/Cpu.cmake) include it. Everything here is in that build's
+// namespace, liger::cpu::LIGER_ISA: the linker would merge an inline function that two builds share, and the AVX-512 copy could run
+// on a machine without AVX-512.
 //
 //   vec<A>                        lanes<A> values of the compute type A = float or double; + - * / ?: as on scalars
 //   bf16, f16, float, double      element types in memory
-//   row<T>(rows, i)               In<T> (Rows) or Out<T> (MutableRows): one row.  T = any: the dtype is known at run time only
+//   row<T>(rows, i)               In<T> (Rows) or Out<T> (MutableRows): one row. T = any: the dtype is known at run time only
 //   param<T>(vector)              In<T> of a Vector
 //   load<A>(in, j, n)             elements j, j+1, … as vec<A>;   store(out, j, n, v)  rounds to the element type, once
 //   columns<A>(cols, f)           calls f(j, n) for each vector of a row. n is Whole, or Part at the end: pass it on to load and
 //                                 store. Lanes past the end are loaded as 0 and not stored
-//   sum_columns<A, N>(cols, f)    N sums at once over what f(j, n, terms) puts into terms[N]; fixed order, in groups
+//   sum_columns<A, N>(cols, f)    N sums at once of the terms[N] that f(j, n, terms) computes; fixed order, in groups
 //   max_columns<A>(cols, f)       likewise; ignores NaN (a sum of exponentials does not)
 //   only(n, v, other)             v in lanes before the end, `other` past it
-//   round_to(out, v), round_as<T>(v)   what storing there (as T) and loading again gives
+//   round_to(out, v), round_as<T>(v)   v after a store to `out` (as T) and a load
 //   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp, sqrt
-//   dispatch(dtype, f)            f(T{}); accumulator_of<T> is its A
-//   dispatch_same({dtypes…}, f)   f(T{}, A{}), with T = any when the dtypes differ
-//   with_param<T>(vector, fill, f)   f(In<…>) of a parameter: dtype T, another one, or absent (all `fill`)
-//   streams(out, rows, cols)      may and should `out` be written around the caches? Pass it to row<T>(out, i, …), and end the
+//   dispatch(dtype, f)            calls f(T{}); accumulator_of<T> is its A
+//   dispatch_same({dtypes…}, f)   calls f(T{}, A{}), with T = any when the dtypes differ
+//   with_param<T>(vector, fill, f)   calls f(In<…>) for a parameter of dtype T, of another one, or absent (all `fill`)
+//   streams(out, rows, cols)      whether stores to `out` should bypass the caches. Pass it to row<T>(out, i, …), and end the
 //                                 kernel with stream_fence()
-//   prefetch(in, j)               brings the line of element j near
+//   prefetch(in, j)               prefetches the cache line of element j
 //
 // A kernel is a specialisation of  template <class Args> void run(const Args&, int64_t begin, int64_t end)  for its arguments'
 // type (see cpu/dispatch.h); mark it [[gnu::flatten]], so that the lambdas in it are inlined.
@@ -51,8 +51,8 @@ template <class F> LIGER_INLINE decltype(auto) dispatch(Dtype dtype, F&& f) {
   return f(float{});
 }
 
-// One element type for several arrays: the usual case gets code of its own, mixtures share the general one. A follows from the
-// first dtype that is listed.
+// Selects code for several arrays at once: one dtype has its specialised code, mixed dtypes share a general version (T = any). A is the
+// accumulator of the first dtype in the list.
 template <int N, class F> LIGER_INLINE void dispatch_same(const Dtype (&dtypes)[N], F&& f) {
   const Dtype first = dtypes[0];
   bool same = true;
@@ -70,7 +70,7 @@ template <int N, class F> LIGER_INLINE void dispatch_same(const Dtype (&dtypes)[
 struct Whole {};           // all lanes
 struct Part {
   int n;
-};    // the first n
+};    // the first n lanes
 
 template <class T> struct In {
   const T* data;
@@ -118,7 +118,7 @@ template <class A, class T, class N> LIGER_INLINE vec<A> load(const In<T>& in, i
   else return load<A>(in.data + j, n);
 }
 
-// A store that leaves the caches alone; `to` is aligned to the vector's size.
+// A store that bypasses the caches; `to` must be aligned to the vector's size.
 template <class V> LIGER_INLINE void stream_bytes(void* to, V v) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(V) == 64) return _mm512_stream_si512(static_cast<__m512i*>(to), bit_cast<__m512i>(v));
@@ -153,7 +153,7 @@ template <class A, class T, class N> LIGER_INLINE void store_as(const Out<T>& ou
 template <class T, class N> LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<float> v) { store_as<float>(out, j, n, v); }
 template <class T, class N> LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<double> v) { store_as<double>(out, j, n, v); }
 
-// Writing around the caches pays when the output does not fit them anyway. Every whole vector has to be aligned.
+// Stores past the caches are faster if the output does not fit the caches. Every whole vector has to be aligned.
 LIGER_INLINE bool streams(const MutableRows& out, int64_t rows, int64_t cols) {
   const int64_t element = size_of(out.dtype);
   return rows * cols * element > last_level_cache_bytes() && reinterpret_cast<uintptr_t>(out.data) % vector_bytes == 0 &&
@@ -164,7 +164,7 @@ template <class T> LIGER_INLINE void prefetch(const In<T>& in, int64_t j) {
   if constexpr (!std::is_same_v<T, any> && !std::is_same_v<T, constant>) __builtin_prefetch(in.data + j);
 }
 
-// What storing as T and loading again gives; for T = any the dtype decides.
+// v after a store as T and a load; for T = any, as the dtype at run time.
 template <class T, class A> LIGER_INLINE vec<A> round_as(vec<A> v) {
   if constexpr (std::is_same_v<T, bf16> && std::is_same_v<A, float>) return bit_cast<vec<A>>(round_upper_half<lanes<A>>(v) & 0xffff0000u);
   else return decode<A, T>(encode<A, T>(v));
@@ -196,7 +196,7 @@ template <class A> LIGER_INLINE vec<A> only(Part n, vec<A> v, A other) {
   return v;
 }
 
-// a < b ? a : b and a > b ? a : b, that is b where one of them is a NaN: the x86 instructions' rule, which compilers miss.
+// Return a < b ? a : b and a > b ? a : b, so b if either is NaN. x86 has instructions with this rule; compilers do not use them.
 LIGER_INLINE vec<float> lesser(vec<float> a, vec<float> b) {
 #if defined(__AVX512F__)
   return bit_cast<vec<float>>(_mm512_min_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
@@ -216,7 +216,7 @@ LIGER_INLINE vec<float> greater(vec<float> a, vec<float> b) {
 #endif
 }
 
-// Over the lanes of one vector, by halves.
+// Combines the lanes of one vector, by halves.
 template <class A, int N, class F> LIGER_INLINE A fold(vector<A, N> v, F combine) {
   if constexpr (N == 1) return v[0];
   else {
@@ -240,8 +240,8 @@ template <class A, int N> struct Results {
   LIGER_INLINE A operator[](int i) const { return value[i]; }
 };
 
-// f(j, n, vec<A> (&terms)[N]); lanes past the end of the row are set to `neutral` here. Four chains hide the latency of an
-// addition. They are folded into the total every 128 vectors, so that rounding errors grow with the number of those
+// Combines the terms that f(j, n, vec<A> (&terms)[N]) computes; lanes past the end of the row are set to `neutral` here. Four chains hide
+// the latency of an addition. They are folded into the total every 128 vectors, so that rounding errors grow with the number of those
 // groups plus their length, not with the length of the row.
 template <class A, int N, class Combine, class F>
 LIGER_INLINE Results<A, N> reduce_columns(int64_t cols, A neutral, Combine combine, F&& f) {
@@ -273,7 +273,7 @@ LIGER_INLINE Results<A, N> reduce_columns(int64_t cols, A neutral, Combine combi
 template <class A, int N, class F> LIGER_INLINE Results<A, N> sum_columns(int64_t cols, F&& f) {
   return reduce_columns<A, N>(cols, A(0), Add{}, f);
 }
-// f(j, n) gives one vector.
+// f(j, n) returns one vector.
 template <class A, class F> LIGER_INLINE A sum_columns(int64_t cols, F&& f) {
   return reduce_columns<A, 1>(cols, A(0), Add{}, [&](int64_t j, auto n, vec<A>(&terms)[1]) { terms[0] = f(j, n); })[0];
 }

@@ -1,6 +1,6 @@
-// Elementary functions on vec<A>; part of cpu/simd.h, which includes it. fp32 by polynomials fitted for relative error
-// (over dense sweeps, in ulp: exp 1.0, subnormal results 0.8; tanh 1.3; normal_cdf 1.3 right of 0, 3.1 to -1, 7.5 to -3, 12 to
-// -5), fp64 lane by lane through the C library.
+// Elementary functions on vec<A>; part of cpu/simd.h, which includes this file. fp32 uses polynomials fitted for relative error. Their
+// largest errors over dense sweeps, in ulp: exp 1.0 (subnormal results 0.8); tanh 1.3; normal_cdf 1.3 right of 0, 3.1 down to -1, 7.5 down
+// to -3, 12 down to -5. fp64 calls the C library for each lane.
 #pragma once
 
 namespace liger::cpu::LIGER_ISA {
@@ -10,12 +10,12 @@ template <class V, class S, class... Rest> LIGER_INLINE V horner(V x, S first, R
   else return horner(x, rest...) * x + first;
 }
 
-// v * 2^n with subnormal results and overflow to infinity; n = shifted - 1.5 * 2^23, an integer in [-252, 254].
+// Returns v * 2^n with subnormal results and overflow to infinity; n = shifted - 1.5 * 2^23, an integer in [-252, 254].
 LIGER_INLINE vec<float> scale_by_power(vec<float> v, vec<float> shifted) {
 #if defined(__AVX512F__)
   return bit_cast<vec<float>>(_mm512_scalef_ps(bit_cast<__m512>(v), bit_cast<__m512>(shifted - 12582912.0f)));
 #else
-  // By two factors, since one may be no float.
+  // Two factors, since 2^n itself may be out of range.
   using I = vector<int32_t, lanes<float>>;
   const I n = bit_cast<I>(shifted) - 0x4b400000, half = n >> 1;
   return v * bit_cast<vec<float>>((half + 127) << 23) * bit_cast<vec<float>>((n - half + 127) << 23);
@@ -31,7 +31,7 @@ template <> struct Math<float> {
   static LIGER_INLINE V exp(V x) {
     // Beyond these bounds the result is infinity, or rounds to 0; a NaN passes both bounds.
     x = greater(splat(-104.0f), lesser(splat(89.0f), x));
-    // n = round(x / ln 2): adding 1.5 * 2^23 leaves n in the low bits. ln 2 in two parts, of which n * high is exact.
+    // n = round(x / ln 2): adding 1.5 * 2^23 leaves n in the low bits. ln 2 is split in two, so that n * high is exact.
     const V shifted = x * 1.44269504f + 12582912.0f;
     const V n = shifted - 12582912.0f;
     const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -49,8 +49,8 @@ template <> struct Math<float> {
     return x < 0.0f ? -magnitude : x == 0.0f ? x : magnitude;
   }
 
-  // Left of -1, Phi(-t) = exp(-t^2 / 2) * P(u) / (t + 2.5) with u = (t - 2.5) / (t + 2.5): the tail is not a difference, so that
-  // it keeps its relative precision. Right of 1, 1 minus that. Between, 0.5 plus an odd polynomial.
+  // Left of -1, Phi(-t) = exp(-t^2 / 2) * P(u) / (t + 2.5) with u = (t - 2.5) / (t + 2.5): the tail is not a difference, so
+  // it keeps its relative precision. Right of 1, 1 minus the tail. Between, 0.5 plus an odd polynomial.
   static LIGER_INLINE V normal_cdf(V x) {
     const V t = x < 0.0f ? -x : x, square = x * x;
     const V inverse = 1.0f / (t + 2.5f), u = 1.0f - 5.0f * inverse;

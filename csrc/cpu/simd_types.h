@@ -59,7 +59,7 @@ template <class V> LIGER_INLINE V load_bytes(const void* from) {
 }
 template <class A> LIGER_INLINE vec<A> splat(A value) { return vec<A>{} + value; }
 
-// 16 to 32 bits and back (values fit). Compilers split what is one instruction.
+// Convert 16 to 32 bits and back; the values must fit 16 bits. Compilers emit several instructions where the CPU has one.
 template <int N> LIGER_INLINE vector<uint32_t, N> widen(vector<uint16_t, N> v) {
 #if defined(__AVX512F__)
   if constexpr (N == 16) return bit_cast<vector<uint32_t, N>>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(v)));
@@ -85,7 +85,7 @@ template <int N> LIGER_INLINE vector<uint16_t, N> narrow(vector<uint32_t, N> v) 
 template <int N> LIGER_INLINE vector<float, N> bf16_to_float(vector<uint16_t, N> v) {
   return bit_cast<vector<float, N>>(widen<N>(v) << 16);
 }
-// The upper 16 bits are v rounded to nearest even; a NaN stays one, made quiet.
+// The upper 16 bits of the result are v rounded to nearest even; a NaN becomes a quiet NaN.
 template <int N> LIGER_INLINE vector<uint32_t, N> round_upper_half(vector<float, N> v) {
   using U = vector<uint32_t, N>;
 #if defined(__AVX512F__)

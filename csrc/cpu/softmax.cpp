@@ -1,6 +1,6 @@
-// Softmax on the CPU: maximum, sum of exponentials, result. The exponentials, which cost more than the memory traffic, are kept
-// in accumulator precision in a buffer that fits L2 and scaled from there; rows too long for it compute them twice.
-// Infinite maxima need no special case: inf - inf is a NaN, and its row is NaN as in PyTorch.
+// Softmax on the CPU, in three passes over a row: maximum, sum of exponentials, result. Exponentials cost more than the memory traffic. So
+// the second pass stores them, in accumulator precision, in a buffer that fits L2, and the third scales them. Rows that exceed the buffer
+// compute their exponentials twice. Infinite maxima need no special case: inf - inf is a NaN, and the row is NaN as in PyTorch.
 #include "kernels/softmax.h"
 
 #include <type_traits>
@@ -24,7 +24,7 @@ template <class T, class A> [[gnu::flatten]] void forward(const SoftmaxForward& 
       return e;
     });
     const A scale = A(1) / sum;
-    const auto share = [&](auto e) { return std::is_same_v<T, A> ? e / sum : e * scale; };  // 16-bit results show no difference
+    const auto share = [&](auto e) { return std::is_same_v<T, A> ? e / sum : e * scale; };  // e * scale suffices in 16 bits
     if (keep) columns<A>(a.cols, [&](int64_t j, auto n) { store(y, j, n, share(load<A>(exponentials + j, n))); });
     else columns<A>(a.cols, [&](int64_t j, auto n) { store(y, j, n, share(Math<A>::exp(load<A>(x, j, n) - max))); });
   }

@@ -1,3 +1,4 @@
+// Translates C++ exceptions into Python's for boxed.h, without Python's headers.
 #include "ops/boxed.h"
 
 #include <dlfcn.h>
@@ -11,11 +12,11 @@
 
 struct _object;   // PyObject
 
-// torch has it from 2.13 on; null where the torch that runs is older.
+// In torch from 2.13 on; null with an older torch.
 extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
 
-// As in torch/csrc/Exceptions.h, which needs Python's headers. Which of std's exceptions the bindings of torch know depends on its
-// version (2.15 takes std::invalid_argument for a RuntimeError), but each of them asks this class for the type in Python.
+// Declared as in torch/csrc/Exceptions.h, which needs Python's headers. Each version of torch translates other exceptions of std (2.15
+// turns std::invalid_argument into RuntimeError), but every version calls this class's python_type().
 namespace torch {
 struct PyTorchError : std::exception {
   PyTorchError(std::string text) : msg(std::move(text)) {}
@@ -48,7 +49,7 @@ class PythonError final : public torch::PyTorchError {
   PythonError(const char* module, const char* type, const std::exception& error)
       : PyTorchError(error.what()), module_(module), type_(type) {}
 
-  // Called by torch, which holds Python's lock and wants a borrowed reference: module and type are kept for good.
+  // torch calls it with Python's lock held, and takes a borrowed reference. So the references to module and type are never released.
   _object* python_type() override {
     const Python& python = Python::instance();
     _object* module = python.import(module_);
@@ -78,7 +79,7 @@ void rethrow_for_python() {
     throw PythonError("builtins", "IndexError", error);
   } catch (const std::logic_error& error) {   // std::invalid_argument, std::length_error
     throw PythonError("builtins", "ValueError", error);
-  }   // every torch takes the others for RuntimeError
+  }   // every version of torch turns the others into RuntimeError
 }
 
 }  // namespace liger

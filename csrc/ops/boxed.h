@@ -1,4 +1,4 @@
-// What is registered for an op, and how its errors reach Python.
+// Wraps an op for its registration with torch: the check of its arguments runs first, and errors of C++ become errors of Python.
 #pragma once
 #include <torch/csrc/stable/library.h>
 
@@ -8,7 +8,7 @@
 
 namespace liger {
 
-// Throws the exception being handled again, as one that every version of torch turns into the Python type that errors.h names.
+// Rethrows the current exception as one that every version of torch translates into the Python type that errors.h lists.
 [[noreturn]] void rethrow_for_python();
 
 template <auto op, auto check> struct Checked;
@@ -19,7 +19,7 @@ template <class Result, class... Args, Result (*op)(Args...), auto check> struct
   }
 };
 
-// Those of one that takes its arguments as a struct, in the order of its schema.
+// The same for an op that takes its arguments as a struct. Order: the struct's members in the order of the schema.
 template <auto op, auto check, class Order> struct CheckedNamed {
   static constexpr auto checked = [](const auto& named) {
     check(named);
@@ -28,7 +28,8 @@ template <auto op, auto check, class Order> struct CheckedNamed {
   static constexpr auto run = &Named<Order, checked>::run;
 };
 
-// An op behind the check of its arguments (csrc/checks), with errors that keep their type: boxed<softmax_op, check_softmax>.
+// The function to register for an op: boxed<softmax_op, check_softmax>. It runs the check (csrc/checks), then the op; errors keep their
+// type.
 template <auto op, auto check, class... Order> void boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
   constexpr auto run = [] {
     if constexpr (sizeof...(Order) == 0) return &Checked<op, check>::run;

@@ -1,3 +1,4 @@
+// The ops cross_entropy and cross_entropy_backward.
 #include "kernels/cross_entropy.h"
 
 #include "ops/loss.h"

@@ -1,5 +1,6 @@
-// Cross entropy as the loss of a head (fused_linear.h): what becomes of rows of logits, whole, or in chunks of the vocabulary. The head's
-// classes may be a shard of a larger vocabulary, which counts as one of its chunks (sharded_vocabulary.cpp).
+// Cross entropy as the Loss of fused_linear.h: computes losses from rows of logits, and overwrites the logits by their gradient. The rows
+// are whole, or come in chunks of the vocabulary. The head's classes may be a shard of a larger vocabulary, which then counts as one of its
+// chunks (sharded_vocabulary.cpp).
 #pragma once
 #include "launch/chunks.h"
 #include "ops/head.h"
@@ -7,14 +8,15 @@
 
 namespace liger::LIGER_BACKEND {
 
-// Copies `values` numbers of each of a chunk's rows between a matrix of the chunk and one of all rows.
+// Copies `values` numbers per row between a matrix [values, rows of a chunk] and a matrix [values, all rows].
 inline void copy_values(const Head& head, int64_t values, int64_t rows, const void* from, int64_t from_stride, void* to,
                         int64_t to_stride) {
   scale_cast({values, rows, {from, from_stride, head.acc}, {to, to_stride, head.acc}, nullptr, {}}, head.scope);
 }
 
-// Of log-probabilities, for all rows: their temperatures; the gradient of their entropy (CrossEntropyBackward::mix); and where their
-// log-sum-exps are kept for the backward. Each may be absent. moments: statistics have them, whatever results are at hand.
+// Tensors of log-probabilities, each for all rows and each optional: the temperatures; `mix`, the gradient of the entropy
+// (CrossEntropyBackward::mix); and `kept`, memory in which the forward saves log-sum-exps for the backward. moments: statistics include
+// moments, whichever results are requested.
 struct Tokens {
   OptionalTensor temperature, mix, kept;
   bool moments = false;
@@ -35,12 +37,12 @@ class CrossEntropyLoss {
         tokens_(tokens),
         shard_(shard.value_or(Classes{0, head.vocab})) {}
 
-  // The gradients that the functions below leave in the place of logits are to be multiplied by *scale() / gradient_scale, and by
-  // grad_output: one number, or one of each row.
+  // The functions below overwrite logits by gradients without scale. The caller multiplies them by *scale() / gradient_scale and by
+  // grad_output: one number, or one per row.
   bool per_row() const { return options.reduction == Reduction::none; }
   const void* scale(const Tensor& counts) const { return at(counts.data_ptr(), CrossEntropyCounts::scale, head_.acc); }
 
-  // Whole rows of logits: their losses into `results`, unless it is null, and their gradient, if it is wanted.
+  // Processes whole rows of logits: stores their losses in `results` (unless null), and overwrites them by their gradient if `gradient`.
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows* results, bool gradient) const {
     if (by_statistics(results)) {
       if (gradient && results && in_chunks(rows, {{0, logits}}, head_.vocab, nullptr, counts, results, {})) return;
@@ -56,8 +58,9 @@ class CrossEntropyLoss {
     else cross_entropy_forward(args, head_.scope);
   }
 
-  // The same of rows that lie in several matrices, one for each chunk of the first `classes` classes, in their order; or false, and
-  // nothing is done. others: the statistics of the other classes, and kept: what their gradient is made of (VocabularyChunks); or neither.
+  // The same for rows that lie in several matrices, one for each chunk of the first `classes` classes, in their order. Returns false, and
+  // does nothing, if no kernel takes them. If the vocabulary has other classes: `others` are their statistics, and `kept` the memory for
+  // the numbers from which the backward recomputes their gradient (VocabularyChunks).
   bool in_chunks(Range rows, const std::vector<LogitsChunk>& chunks, int64_t classes, const void* others, const Tensor& counts,
                  const LossRows* results, const OptionalTensor& kept) const {
     CrossEntropyRows args = rows_of(rows, {0, classes}, {}, counts);
@@ -74,12 +77,13 @@ class CrossEntropyLoss {
     return true;
   }
 
-  // Rows whose logits come in chunks of the vocabulary: first the statistics of each chunk, then their merge, which gives the losses, then
-  // the gradient of each chunk.
+  // Rows whose logits come in chunks of the vocabulary. Call statistics() for each chunk, then merge(), which computes the losses, then
+  // gradient() for each chunk.
   class VocabularyChunks {
    public:
-    // chunks: how many there are at most. kept: memory for what gradient() needs, or, where it is to be called alone, what it needs;
-    // without it, memory is allocated here. statistics, best_class: likewise for what merge() needs (kernels/cross_entropy.h).
+    // chunks: the largest number of chunks. kept: the numbers per row that merge() stores and gradient() reads; a caller of gradient()
+    // alone passes them. statistics, best_class: likewise the input of merge() (kernels/cross_entropy.h). Tensors that are not passed are
+    // allocated here.
     VocabularyChunks(const CrossEntropyLoss& loss, Range rows, int64_t chunks, const Tensor& counts, const LossRows* results,
                      const OptionalTensor& kept = {}, const OptionalTensor& statistics = {}, const OptionalTensor& best_class = {})
         : loss_(loss), rows_(rows), counts_(counts), results_(loss.rows_of(rows, {0, loss.shard_.all}, {}, counts)) {
@@ -128,10 +132,10 @@ class CrossEntropyLoss {
     const Tensor& counts_;
     CrossEntropyRows results_;
     Tensor statistics_, best_class_, kept_;
-    bool of_chunk_;  // kept_ is of these rows alone, and the forward's
+    bool of_chunk_;  // kept_ was allocated here by a forward, for these rows alone
   };
 
-  // The stored gradient of all rows' logits of some classes, without softcap, becomes the one of Tokens::mix.
+  // Replaces the stored gradient of all rows' logits of some classes by the gradient with Tokens::mix. There must be no softcap.
   void mix_stored(Range classes, const MutableRows& gradient, const Tensor& counts) const {
     const Range in_vocabulary{shard_.first + classes.first, classes.count};
     CrossEntropyBackward args = backward_of(rows_of(head_.all_rows(), in_vocabulary, gradient, counts), *tokens_.mix, gradient);
@@ -146,19 +150,19 @@ class CrossEntropyLoss {
   const CrossEntropyOptions options;
   const Tensor target;
   const OptionalTensor class_weight;
-  // fp16 holds no gradient below 6e-8: the stored ones are multiplied by this.
+  // The factor of stored gradients: fp16 cannot represent numbers below 6e-8.
   const double gradient_scale;
 
  private:
-  // Do the kernels for losses not suffice? They take no temperatures and give no moments.
+  // Returns whether losses need statistics: the kernels for whole rows have no temperatures, no logit_scale and no moments.
   bool by_statistics(const LossRows* results) const {
     return tokens_.temperature || options.logit_scale != 1 || (results && results->moments.any());
   }
-  // Copies the log-sum-exps of a chunk's rows to where those of all rows are kept.
+  // Copies the log-sum-exps of a chunk's rows into Tokens::kept.
   void keep(const Tensor& of_rows, Range rows) const {
     copy_values(head_, 2, rows.count, of_rows.data_ptr(), rows.count, at(tokens_.kept->data_ptr(), rows.first, head_.acc), head_.rows);
   }
-  // classes: of the vocabulary.
+  // classes: numbered in the whole vocabulary.
   CrossEntropyRows rows_of(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {
     CrossEntropyRows args{};
     args.rows = rows.count;
@@ -180,7 +184,8 @@ class CrossEntropyLoss {
   const Classes shard_;
 };
 
-// The loss of rows whose statistics are merged: logits become their gradient. kept: of all rows (VocabularyChunks).
+// The loss in a backward, whose forward has merged the statistics: it overwrites logits by their gradient. kept: the numbers of all rows
+// (VocabularyChunks).
 class MergedLoss : public CrossEntropyLoss {
  public:
   MergedLoss(const CrossEntropyLoss& loss, const Head& head, const Tensor& kept, int64_t chunk_rows)
@@ -193,7 +198,7 @@ class MergedLoss : public CrossEntropyLoss {
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows*, bool) const {
     gradient(rows, head_.all_classes(), logits, counts);
   }
-  // Of logits of some classes.
+  // The same for logits of some classes.
   void gradient(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {
     copy_values(head_, values_, rows.count, at(kept_.data_ptr(), rows.first, head_.acc), head_.rows, of_chunk_.data_ptr(), rows.count);
     VocabularyChunks(*this, rows, 0, counts, nullptr, of_chunk_).gradient(classes, logits);

@@ -103,7 +103,7 @@ void Backward::from_saved_gradient(const Tensor& saved, const Tensor& dx_sum) {
   if (dx_sum.numel() > 0) {
     scale(dx_sum, dx, alpha(), row_grad_);
   } else if (schedule_.dx) {
-    // Rows that are still to be scaled stay in the matmuls' dtype: a narrower one would round them twice.
+    // Rows that are scaled afterwards stay in the matmuls' dtype: a narrower one would round them twice.
     const bool apart = per_row_ && !schedule_.dx_is_term && dtype_of(dx) != head_.compute;
     const Tensor made = apart ? allocate(head_.scope, {head_.rows, head_.hidden}, head_.compute, scales_) : dx;
     into(made, [&](const MutableRows& out) { head_.input_gradient(head_.all_rows(), head_.all_classes(), gradient, out, alpha(), false); });
@@ -129,8 +129,8 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const Ten
   const Range all = head_.all_rows();
   const auto elements = [&](int64_t bytes) { return bytes / int64_t(size_of(head_.compute)); };
 
-  // The sum of dx: in the spare, with its first rows in the memory that becomes dx where that is too small; but apart from it where dx is
-  // not done when the spare is wanted.
+  // The sum of dx lies in the spare; if the spare is too small, its first rows lie in the memory that becomes dx. If some gradients are
+  // recomputed, they need the spare before dx is complete: then the rows that dx's memory does not hold lie in `apart`.
   const int64_t spare_bytes = overlaid.layout.spare * int64_t(size_of(head_.compute));
   const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(size_of(dtype_of(dx))), int64_t(size_of(head_.acc)),
                                                   overlaid.all_stored() ? spare_bytes : 0);
@@ -168,7 +168,7 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const Ten
   });
   if (first.count > 0) scale_cast({first.count, head_.hidden, readable(aside), from_row(out, first.first), nullptr, {}}, head_.scope);
 
-  // Who may not write dweight may not write the rest, either.
+  // An op that must not write dweight must not write the rest either.
   const Tensor scratch = allocate(head_.scope, {in_place_ || overlaid.all_stored() ? 0 : rest.numel()}, head_.compute, scales_);
   for (const launch::OverlaidChunk& chunk : overlaid.layout.chunks) {
     if (!chunk.again) continue;
@@ -198,7 +198,7 @@ Tensor Backward::scaled_x_buffer(int64_t rows) const {
   return allocate(head_.scope, {per_row_ && schedule_.dweight ? rows : 0, head_.hidden}, head_.compute, scales_);
 }
 
-// Rows of x, times their grad_output if each has its own, relative to the largest grad_output of all.
+// Rows of x. If each row has its own grad_output, they are multiplied by it, relative to the largest grad_output of all.
 Rows Backward::scaled_x(Range rows, const Tensor& buffer) const {
   if (!per_row_) return from_row(head_.x_rows(), rows.first);
   const MutableRows out = mutable_rows(buffer);
@@ -214,7 +214,7 @@ void Backward::scale(const Tensor& in, const Tensor& out, const void* factor, co
   scale_cast({rows, cols, readable(mutable_rows(in)), mutable_rows(out), factor, row_grad}, head_.scope);
 }
 
-// Runs a matmul into `out`, by way of the accumulator dtype where a matmul cannot write out's.
+// Runs a matmul into `out`. If a matmul cannot write out's dtype, it writes the accumulator's, and scale() converts the result.
 template <class F> void Backward::into(const Tensor& out, F matmul) const {
   const MutableRows rows = mutable_rows(out);
   if (head_.writes(rows.dtype)) return matmul(rows);

@@ -1,25 +1,27 @@
-// A head and its loss without the logits: chunks of rows go through one buffer, whole or cut into chunks of the vocabulary. A chunk's
-// logits are a matmul; the loss turns them into their gradient in place; the gradients of x, weight and bias are matmuls of that. Nothing
-// waits for the host: denominators and loss scale stay in device memory and multiply the results of the matmuls, so what is stored in 16
-// bits is never scaled by 1/N.
+// The fused loss: a head and its loss, without the logits of all rows in memory. One buffer holds the logits of a chunk: of some rows, or
+// of some rows and classes. A matmul computes them, the loss overwrites them by their gradient, and further matmuls compute from it the
+// gradients of x, weight and bias. Nothing waits for the host: denominators and the loss scale stay in device memory and multiply the
+// results of the matmuls, so a value that is stored in 16 bits is never scaled by 1/N.
 //
-// Of whole rows the loss reads the logits once. Where the buffer is too small for 128 of them, the vocabulary is cut: a first round of
-// matmuls gives each vocabulary chunk's statistics, and after their merge a second round the gradient.
+// The loss reads the logits of whole rows once. If the buffer is too small for 128 whole rows, the vocabulary is cut into chunks. A first
+// round of matmuls yields the statistics of each vocabulary chunk. After their merge, a second round yields the gradient.
 //
-// The ways to the gradients (launch/chunks.h), which the caller chooses:
-//   deferred     the gradient of all logits is saved and the backward runs the matmuls, with alpha = grad_output * scale. No fp32 copy of
-//                dweight exists, and per-row losses cost nothing extra.
-//   overlaid     the same, where the gradient of the logits waits in the memory that becomes dweight, and in a rest, in chunks of the
-//                vocabulary (launch/chunks.h); dx is a sum over them. Of classes beyond chunk_classes it is made again in the backward.
-//   accumulated  the forward adds up unreduced dx, dweight, dbias; the backward scales them. The fp32 sum of a 16-bit dweight lies half in
-//                dweight's memory, half in a rest: the backward makes of the one what belongs there, and then what the other holds.
-//   recomputed   the backward runs the chunks again.
-// dweight's memory is written by the backward that may (fused_linear_cross_entropy_backward_); the other makes a new dweight beside it.
-// If each row's loss is a result, it has its own grad_output. It never multiplies a gradient of logits, which 16 bits might not hold then:
-// it multiplies the rows of dx when they are made, and for dweight those of x, relative to the largest of them.
+// The caller selects the strategy for the gradients (launch/chunks.h):
+//   deferred     The forward saves the gradient of all logits, and the backward runs the matmuls, with alpha = grad_output * scale. No
+//                fp32 copy of dweight exists, and per-row losses cost nothing extra.
+//   overlaid     As deferred, but the gradient of the logits is saved in chunks of the vocabulary, in the memory that becomes dweight and
+//                in a further tensor, the rest (launch/chunks.h). dx is a sum over these chunks. The backward recomputes the gradient of
+//                classes beyond chunk_classes.
+//   accumulated  The forward sums dx, dweight and dbias without scale, and the backward scales them. The fp32 sum of a 16-bit dweight
+//                lies half in dweight's memory, half in the rest; the backward converts it in place (row_sum.h).
+//   recomputed   The backward runs the chunks again.
 //
-// Logits may be wider than the operands of the matmuls: fp32 of 16-bit ones. Then they exist a chunk of rows at a time in every way, and
-// the gradient of each chunk is rounded to where the ways above have it.
+// fused_linear_cross_entropy_backward_ writes the gradient into the forward's dweight; the op without the underscore allocates a new
+// dweight. With reduction "none", each row has its own grad_output. It never multiplies a gradient of logits, which might leave the range
+// of 16 bits. It multiplies the rows of dx after their matmul and, for dweight, the rows of x, relative to the largest grad_output.
+//
+// Logits may be wider than the operands of the matmuls: fp32 logits of 16-bit operands. Then, with every strategy, they exist for a chunk
+// of rows at a time, and the gradient of each chunk is rounded into the memory that the strategy uses.
 //
 // Loss is a class such as CrossEntropyLoss (cross_entropy_loss.h).
 #pragma once
@@ -36,29 +38,29 @@ namespace liger::LIGER_BACKEND {
 
 using launch::Gradients;
 
-// Which gradients are wanted, how they come about, and how many rows and classes of logits exist at a time.
+// The gradients that are requested, the strategy that computes them, and the rows and classes of a chunk.
 struct Schedule {
   bool dx, dweight, dbias;
   Gradients gradients;
   int64_t rows, classes;
-  bool dx_is_term = false;  // of a sum over shards of the vocabulary: in the accumulator's dtype, for the sum to be rounded once
+  bool dx_is_term = false;  // dx is a term of a sum over vocabulary shards, which is rounded once: it is in the accumulator's dtype
 
   bool cuts_vocabulary(const Head& head) const { return classes < head.vocab; }
-  // The buffer's rows begin aligned.
+  // The row stride of the buffer: rows begin aligned.
   int64_t stride() const { return launch::padded_vocab(classes); }
 };
 
-// chunk_rows, chunk_classes: the most rows of a chunk, of which there are as few equal ones as possible, and the most classes.
+// chunk_rows, chunk_classes: the limits of a chunk. The rows are cut into as few equal chunks as possible.
 Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes);
 
-// A chunk's logits, and their gradient as the matmuls take it: in the same memory or, of wide logits, rounded to other memory.
+// The memory of a chunk's logits and of their gradient in the matmuls' dtype: the same memory or, with wide logits, other memory.
 class ChunkBuffer {
  public:
-  // gradient: is it wanted? saved: memory for the gradient of all rows' logits, if that is saved.
+  // gradient: whether it is computed. saved: memory for the gradient of all rows' logits, if that is saved.
   ChunkBuffer(const Head& head, const Schedule& schedule, bool gradient, const OptionalTensor& saved = {});
 
   MutableRows logits() const { return mutable_rows(logits_); }
-  // Of the logits that the loss has turned into their gradient.
+  // The gradient of the logits, after the loss has overwritten them by it.
   Rows gradient(Range rows, Range classes) const;
 
  private:
@@ -67,8 +69,8 @@ class ChunkBuffer {
   Tensor logits_, rounded_;
 };
 
-// The losses of all rows into `results`, unless it is null, and, if wanted, use(rows, classes, gradient) with the
-// gradient of each chunk's logits, of all classes or of a vocabulary chunk, which lies in the buffer.
+// Runs all chunks: stores the losses of all rows in `results` (unless null) and, if `gradient`, calls use(rows, classes, gradient) with the
+// gradient of each chunk's logits, of all classes or of a vocabulary chunk.
 template <class Loss, class Results, class Use>
 void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule, const ChunkBuffer& buffer, const Tensor& counts,
                     const Results* results, bool gradient, Use use) {
@@ -98,14 +100,15 @@ void for_each_chunk(const Head& head, const Loss& loss, const Schedule& schedule
   });
 }
 
-// The sum of dweight over chunks (checks/head.h). memory: that which becomes dweight.
+// The sum of dweight over chunks (checks/head.h). memory: becomes dweight.
 RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest);
 
-// Gradients without scale, summed over chunks of rows and of the vocabulary; those not wanted are empty. dweight and rest: of weight_sum.
+// Gradients without scale, summed over chunks of rows and of the vocabulary. A gradient that is not requested is empty. dweight and rest
+// are the memory of weight_sum().
 class GradientSums {
  public:
   GradientSums(const Head& head, const Schedule& schedule, const Tensor& dweight);
-  // The share of a chunk of rows, or of one of its vocabulary chunks. x: the chunk's; row_scale: of the rows of dbias, or none.
+  // Adds the contribution of a chunk of rows, or of rows and classes. x: the chunk's; row_scale: of the rows of dbias, or none.
   void add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const;
 
   Tensor dx, dweight, rest, dbias;
@@ -116,10 +119,10 @@ class GradientSums {
   Tensor chunk_dx_;  // if the vocabulary is cut: the rows of one chunk, in the accumulator's dtype
 };
 
-// dx as a sum over chunks of the vocabulary, of all rows.
+// dx of all rows, as a sum over chunks of the vocabulary.
 class InputGradientSum {
  public:
-  // in_dx: how many rows of the sum lie in dx's memory; the others lie in `rest`.
+  // in_dx: the number of rows of the sum that lie in dx's memory; the others lie in `rest`.
   InputGradientSum(const Head& head, const Tensor& dx, int64_t in_dx, const Tensor& rest, const void* alpha)
       : head_(head),
         dx_(dx),
@@ -144,7 +147,7 @@ class InputGradientSum {
   bool begun_ = false;
 };
 
-// f(rows, logits) of each chunk of `step` rows, with wide logits of some classes.
+// Calls f(rows, logits) for each chunk of `step` rows, with the wide logits of some classes.
 template <class F> void for_each_wide_chunk(const Head& head, int64_t step, Range classes, F f) {
   const Tensor buffer = allocate(head.scope, {step, launch::padded_vocab(classes.count)}, head.logits_dtype, head.x());
   for_each_range(head.scope, head.rows, step, [&](Range rows) {
@@ -152,16 +155,16 @@ template <class F> void for_each_wide_chunk(const Head& head, int64_t step, Rang
     f(rows, mutable_rows(buffer));
   });
 }
-// Rounds the gradient of some rows, and of some of its columns, to these rows of `out`.
+// Rounds some columns of the gradient of some rows into the same rows of `out`.
 inline void round_classes(const Head& head, Range rows, const MutableRows& gradient, Range columns, const MutableRows& out) {
   const Rows in{at(gradient.data, columns.first, gradient.dtype), gradient.stride, gradient.dtype};
   scale_cast({rows.count, columns.count, in, from_row(out, rows.first), nullptr, {}}, head.scope);
 }
 
-// The gradient of the logits in the memory that becomes dweight, and in a rest.
+// The gradient of the logits with strategy overlaid: in the memory that becomes dweight, and in the rest.
 class Overlaid {
  public:
-  // schedule.classes: how many are stored.
+  // schedule.classes: the number of classes whose gradient is stored.
   Overlaid(const Head& head, const Schedule& schedule, const Tensor& memory, const Tensor& rest)
       : layout(launch::best_overlaid_layout(head.rows, head.overlaid_room(), head.hidden, head.vocab, schedule.classes)),
         head_(head),
@@ -172,13 +175,13 @@ class Overlaid {
 
   bool all_stored() const { return stored_ == head_.vocab; }
 
-  // The losses of all rows into `results`, and the gradient of the logits. kept: what the backward makes the others of
-  // (Loss::VocabularyChunks).
+  // Stores the losses of all rows in `results`, and computes the stored gradient of the logits. kept: memory for the numbers from which the
+  // backward recomputes the other gradients (Loss::VocabularyChunks).
   template <class Loss>
   void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results, const OptionalTensor& kept) const {
     if (head_.wide_logits()) return make_rounded(loss, counts, results);
     const Range all = head_.all_rows();
-    // The others' logits lie where the stored ones will.
+    // The logits of the other classes lie in the memory that the stored classes use afterwards.
     const int64_t at_a_time = launch::overlaid_at_a_time(head_.rows, head_.overlaid_room(), head_.vocab);
     const int64_t others = all_stored() ? 0 : (head_.vocab - stored_ + at_a_time - 1) / at_a_time;
     const auto is_stored = [](const launch::OverlaidChunk& chunk) { return !chunk.again; };
@@ -208,23 +211,23 @@ class Overlaid {
   // dx = the stored gradients @ weight.
   void input_gradient(const Tensor& dx) const;
 
-  // f(classes, their gradient) of each stored chunk, in the order in which dweight is made.
+  // Calls f(classes, gradient) for each stored chunk, in the order in which the matmuls of dweight read them.
   template <class F> void for_each_stored(F f) const {
     for (const launch::OverlaidChunk& chunk : layout.chunks)
       if (!chunk.again) f(Range{chunk.first, chunk.classes}, where(chunk, memory_, rest_, memory_));
   }
-  // A chunk's gradient.
+  // The memory of a chunk's gradient.
   MutableRows where(const launch::OverlaidChunk& chunk, const Tensor& dweight, const Tensor& rest, const Tensor& spare) const;
 
   const launch::OverlaidLayout layout;
 
  private:
-  // Of wide logits: chunks of rows.
+  // make() for wide logits, a chunk of rows at a time.
   template <class Loss> void make_rounded(const Loss& loss, const Tensor& counts, const typename Loss::Results* results) const {
     for_each_wide_chunk(head_, rows_, head_.all_classes(), [&](Range rows, const MutableRows& logits) {
       if (all_stored()) {
         loss.whole(rows, logits, counts, results, true);
-      } else {  // merge() keeps the log-sum-exps from which the backward makes the other classes' gradient
+      } else {  // merge() saves the log-sum-exps, from which the backward recomputes the other classes' gradient
         const typename Loss::VocabularyChunks row(loss, rows, 1, counts, results);
         row.statistics(0, head_.all_classes(), logits);
         row.merge(1);
@@ -239,17 +242,16 @@ class Overlaid {
   Tensor memory_, rest_;
 };
 
-// The results of a backward in their parameters' dtypes, and how each of the ways makes them.
+// Computes the results of a backward, in their parameters' dtypes, with a function for each strategy.
 class Backward {
  public:
-  // scale: what all gradients are multiplied by beside dloss, times `factor`. in_place: the dweight that the forward returned is to become
-  // the gradient.
+  // All gradients are multiplied by dloss, *scale and factor. in_place: the dweight that the forward returned becomes the gradient.
   Backward(const Head& head, const Schedule& schedule, const Tensor& x, const OptionalTensor& bias, const Tensor& dloss, bool per_row,
            const void* scale, double factor, bool in_place);
 
-  // dx_sum: of GradientSums, if the forward has summed dx.
+  // dx_sum: dx of GradientSums if the forward has summed it, else empty.
   void from_saved_gradient(const Tensor& saved, const Tensor& dx_sum);
-  // make_again(classes, out): the gradient of all rows' logits of classes that are not stored.
+  // make_again(classes, out) recomputes the gradient of all rows' logits of classes that are not stored.
   void from_overlaid(const Tensor& memory, const Tensor& rest, const Tensor& dx_sum,
                      const std::function<void(Range, const MutableRows&)>& make_again);
   void from_sums(const Tensor& dx_sum, const Tensor& dweight_sum, const Tensor& rest, const Tensor& dbias_sum);
@@ -266,7 +268,7 @@ class Backward {
                                                  });
     from_sums(sums.dx, sums.dweight, sums.rest, sums.dbias);
   }
-  // The gradients of a call that has no rows.
+  // The gradients of a call without rows.
   void zeros();
 
   Tensor dx, dweight, dbias;
@@ -274,7 +276,7 @@ class Backward {
  private:
   Tensor new_dweight() const;
   MutableRows dweight_rows() const { return {dweight.data_ptr(), head_.hidden, head_.weight}; }
-  // The factors of every result, of dweight (where x is scaled for it), and of that x.
+  // Factors in device memory: of every result, of dweight (whose x may be scaled), and of that x.
   const void* alpha() const { return scales_.data_ptr(); }
   const void* dweight_alpha() const { return per_row_ ? scale_at(1) : alpha(); }
   const void* x_scale() const { return scale_at(2); }

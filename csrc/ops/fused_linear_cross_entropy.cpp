@@ -6,7 +6,7 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-// Behind the counts is what the backward recomputes gradients of logits from.
+// The numbers from which the backward recomputes gradients of logits: the forward stores them behind the counts, in the same tensor.
 OptionalTensor kept_of(const Tensor& counts) {
   const int64_t kept = counts.numel() - CrossEntropyCounts::slots;
   return kept > 0 ? OptionalTensor(part_of(counts, 0, CrossEntropyCounts::slots, kept)) : OptionalTensor();
@@ -41,7 +41,7 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   const SumSizes<int64_t> sizes = head.sum_sizes();
   Tensor memory = overlaid ? allocate(scope, {head.vocab * head.hidden}, head.weight, a.x)
                            : allocate(scope, {summed.dweight ? sizes.memory : 0}, head.sum, a.x);
-  // Less than 64 rows are left at the end.
+  // The sum uses whole multiples of 64 rows; the end of the memory is unused.
   const int64_t whole = sizes.rows * head.hidden;
   if (summed.dweight && whole < sizes.memory) zero({part_of(memory, 0, whole, sizes.memory - whole)});
   GradientSums sums(head, summed, memory);
@@ -97,7 +97,8 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
     backward.zeros();
     return {backward.dx, backward.dweight, backward.dbias};
   }
-  // dx as the forward has summed it, which is of the loss alone; otherwise a.dx is not checked, and must not be read.
+  // The forward's sum of dx is of the loss alone, so it is not used with a.mix. A dx that the forward has not summed is not checked and
+  // must not be read.
   const bool summed = schedule.dx && !a.mix && sums_dx(schedule.gradients, head.weight, head.compute, !schedule.cuts_vocabulary(head));
   const Tensor dx_sum = summed ? a.dx : allocate(scope, {0}, head.compute, a.x);
   switch (schedule.gradients) {

@@ -23,7 +23,7 @@ FusedLossResults fused_loss(const FusedLoss&);
 struct FusedLossGradients {
   Tensor dx, dweight, dbias;
 };
-// in_place: dweight, of the forward's results, becomes the gradient.
+// in_place: dweight, a result of the forward, becomes the gradient.
 FusedLossGradients fused_loss_gradients(const FusedLoss&, bool in_place);
 
 }  // namespace liger::LIGER_BACKEND

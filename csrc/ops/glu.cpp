@@ -1,3 +1,4 @@
+// The ops of gated activations: glu, glu_packed and their backwards.
 #include "kernels/glu.h"
 
 #include "checks/glu.h"
@@ -6,7 +7,7 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-// gate and up, given as two tensors or as the halves of one.
+// Rows of gate and up: of two tensors, or the halves of one.
 struct Halves {
   RowsView gate, up;
 };

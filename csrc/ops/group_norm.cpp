@@ -1,3 +1,4 @@
+// The ops group_norm and group_norm_backward.
 #include "kernels/group_norm.h"
 
 #include "checks/group_norm.h"
@@ -25,7 +26,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_op(Tensor x, OptionalTensor weight
   Tensor y = allocate_like(scope, x);
   const Dtype stats = accumulator(dtype_of(x));
   Tensor mean = allocate(scope, {shape.batch, shape.groups}, stats, x), rstd = allocate(scope, {shape.batch, shape.groups}, stats, x);
-  if (x.numel() == 0) {  // channels without elements, perhaps
+  if (x.numel() == 0) {  // channels may have no elements
     zero({mean, rstd});
     return {y, mean, rstd};
   }

@@ -1,5 +1,5 @@
-// A language-model head of rows x, logits = x @ weight^T + bias, and the gradients of its inputs: all matmuls of a fused loss, each of a
-// range of rows and a range of classes. A faster matmul, or one of fewer rows, has its place here.
+// The language-model head, logits = x @ weight^T + bias, and the gradients of its inputs. These are all matmuls of the fused loss, each for
+// a range of rows and a range of classes. A faster matmul, or one of fewer rows, belongs here.
 #pragma once
 #include "checks/head.h"
 #include "kernels/gemm.h"
@@ -7,24 +7,24 @@
 
 namespace liger::LIGER_BACKEND {
 
-// Element `first` of a vector, and row `first` of a matrix, as a start.
+// The rows of a matrix, or the elements of a vector, from `first` on.
 inline Rows from_row(const Rows& r, int64_t first) { return {at(r.data, first * r.stride, r.dtype), r.stride, r.dtype}; }
 inline MutableRows from_row(const MutableRows& r, int64_t first) { return {at(r.data, first * r.stride, r.dtype), r.stride, r.dtype}; }
 inline Rows readable(const MutableRows& r) { return {r.data, r.stride, r.dtype}; }
 
-// Rows that a matmul can read: they neither overlap nor are one row over and over.
+// Rows that a matmul can read: rows that overlap, or are one expanded row, are copied.
 RowsView as_matrix(const Scope& scope, const Tensor& t);
 
 class Head {
  public:
-  // The matmuls run in compute_dtype, or in the dtype that x and weight promote to; the gradient of the weight is summed over chunks in
-  // accum_dtype, or in the accumulator's; logits are in logits_dtype, or in the matmuls'.
+  // Defaults: compute_dtype, of the matmuls, is the dtype that x and weight promote to; accum_dtype, of the sum of dweight over chunks, is
+  // the accumulator's; logits_dtype is compute_dtype.
   Head(const Scope& scope, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::optional<ScalarType> accum_dtype,
        std::optional<ScalarType> compute_dtype, std::optional<ScalarType> logits_dtype);
 
-  // out: of logits_dtype.
+  // out: in logits_dtype.
   void logits(Range rows, Range classes, const MutableRows& out) const;
-  // What the gradient of such logits gives, times *alpha (1 if null); it is added to what is there if `accumulate`:
+  // The gradients of the inputs from the gradient of such logits, times *alpha (1 if null), added to the output if `accumulate`:
   //   dx[rows] = gradient @ weight[classes],  dweight[classes] = gradient^T @ x,  dbias[classes] = column sums of row_scale * gradient.
   void input_gradient(Range rows, Range classes, const Rows& gradient, const MutableRows& dx, const void* alpha, bool accumulate) const;
   void weight_gradient(Range classes, int64_t rows, const Rows& gradient, const Rows& x, const MutableRows& dweight, const void* alpha,
@@ -34,11 +34,11 @@ class Head {
   const Tensor& x() const { return x_.tensor; }
   // x in the compute dtype.
   Rows x_rows() const { return in_dtype(x_, compute); }
-  // May a matmul write this dtype?
+  // Returns whether a matmul can write this dtype.
   bool writes(Dtype dtype) const { return dtype == compute || dtype == acc; }
   int64_t overlaid_room() const { return liger::LIGER_BACKEND::overlaid_room(hidden, weight, compute); }
   SumSizes<int64_t> sum_sizes() const { return {vocab, hidden, sum, weight}; }
-  // Are logits wider than the operands of the matmuls that take their gradient?
+  // Returns whether logits are wider than the operands of the matmuls that read their gradient.
   bool wide_logits() const { return logits_dtype != compute; }
   bool has_bias() const { return bias_.has_value(); }
   Range all_rows() const { return {0, rows}; }
@@ -50,7 +50,7 @@ class Head {
   Dtype compute{}, acc{}, sum{}, weight{}, logits_dtype{};
 
  private:
-  // Cast at the first use, since a backward may need neither.
+  // Casts the operand at its first use: a backward may need neither x nor weight.
   Rows in_dtype(RowsView& operand, Dtype dtype) const;
   Rows weight_rows() const;
 

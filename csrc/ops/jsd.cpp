@@ -1,3 +1,4 @@
+// The ops jsd and jsd_backward: the generalised Jensen-Shannon divergence.
 #include "kernels/jsd.h"
 
 #include "checks/jsd.h"
@@ -6,7 +7,7 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-// What both directions take. The views keep tensors alive.
+// The inputs of forward and backward. The views keep tensors alive.
 struct Inputs {
   RowsView log_q, log_p;
   OptionalTensor labels;
@@ -34,7 +35,7 @@ std::tuple<Tensor, Tensor> jsd_op(Tensor log_q, Tensor log_p, OptionalTensor shi
   counting.options.ignore_index = ignore_index;
   counting.accumulator = acc;
   counting.counts = counts.data_ptr();
-  const bool counted = in.rows.labels == nullptr && in.rows.rows > 0;  // by jsd_forward
+  const bool counted = in.rows.labels == nullptr && in.rows.rows > 0;  // jsd_forward stores the counts
   if (in.rows.rows > 0) jsd_forward({in.rows, losses.data_ptr(), counts.data_ptr()}, scope);
   cross_entropy_reduce({in.rows.rows, losses.data_ptr(), nullptr, nullptr, counts.data_ptr(), Reduction::mean, acc, loss.data_ptr(),
                         nullptr, nullptr, counted ? nullptr : &counting},

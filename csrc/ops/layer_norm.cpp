@@ -1,3 +1,4 @@
+// The ops layer_norm and layer_norm_backward.
 #include "checks/norms.h"
 #include "ops/norms.h"
 

@@ -1,5 +1,5 @@
-// What cross_entropy and fused_linear_cross_entropy share: the sums over all targets, per-row results and
-// their reduction.
+// The parts that cross_entropy and fused_linear_cross_entropy share: the sums over all targets, the buffers of per-row results, and their
+// reduction.
 #pragma once
 #include "checks/cross_entropy.h"
 #include "kernels/cross_entropy.h"
@@ -12,7 +12,7 @@ inline CrossEntropyOptions options_of(int64_t ignore_index, int64_t reduction, d
   return {ignore_index, label_smoothing, lse_square_scale, softcap.value_or(0), token_scaling, Reduction(reduction)};
 }
 
-// The gradient of rows of all classes, whose losses' gradient and whatever else is not 0 is still to be set.
+// The backward's arguments for rows of all classes. The caller sets the upstream gradient, and every other member that is not 0.
 inline CrossEntropyBackward backward_of(const CrossEntropyRows& of, const Tensor& lse, const MutableRows& dlogits) {
   return {.rows = of.rows,
           .vocab = of.vocab,
@@ -29,7 +29,8 @@ inline CrossEntropyBackward backward_of(const CrossEntropyRows& of, const Tensor
           .temperature = of.temperature};
 }
 
-// The counts' memory, with `more` elements behind them, and how they are made; cross_entropy_counts, or the reduction, does that.
+// The counts, with `more` elements behind them in the same tensor, and the arguments of their computation, which cross_entropy_counts or
+// the reduction runs.
 struct Counts {
   Tensor values;
   CrossEntropyCounts how;
@@ -37,20 +38,20 @@ struct Counts {
 Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
                  int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more = 0);
 
-// Further results of rows, which are wanted or not.
+// The further per-row results that are requested.
 struct Moments {
   bool entropy = false, mean_logits = false, log_sum_sq = false;
   bool any() const { return entropy || mean_logits || log_sum_sq; }
 };
 
-// Buffers for per-row losses of a whole batch, and what the op returns of them.
+// The per-row losses of a whole batch, and the results that the op returns.
 class LossRows {
  public:
   LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype accumulator, const CrossEntropyOptions& options, bool return_z_loss,
            bool return_token_accuracy, bool return_predicted_tokens, Moments = {});
   // Points a chunk's arguments at its part of the buffers.
   void point(CrossEntropyRows& args, int64_t first_row) const;
-  // Reduces; after the last chunk. `counted`: the counts are there.
+  // Reduces the losses, after the last chunk. counted: the counts are computed already.
   void finish(const Counts& counts, bool counted);
 
   Tensor loss, z_loss, token_accuracy, predicted_tokens, entropy, mean_logits, log_sum_sq;

@@ -1,11 +1,11 @@
-// What the backwards of rms_norm, add_rms_norm, layer_norm and group_norm give.
+// The results that the backwards of rms_norm, add_rms_norm, layer_norm and group_norm allocate, and the call that all but group_norm share.
 #pragma once
 #include "kernels/norms.h"
 #include "ops/tensor.h"
 
 namespace liger::LIGER_BACKEND {
 
-// The gradients that are wanted, as far as there are such parameters; the others are empty.
+// The results of a backward. A gradient is empty if it is not requested, or if its parameter is absent.
 struct NormGradients {
   Tensor dx, dweight, dbias;
   bool wanted;
@@ -20,14 +20,14 @@ struct NormGradients {
     dbias = allocate(scope, {need_dbias ? channels : 0}, bias_dtype.value_or(type_of(x)), x);
   }
 
-  // Is there nothing to compute? The sums over no elements are 0.
+  // Returns whether there is nothing to compute. Without elements, dweight and dbias become 0.
   bool complete(const Tensor& x) const {
     if (x.numel() == 0) zero({dweight, dbias});
     return !wanted || x.numel() == 0;
   }
 };
 
-// The gradients of norms over rows; z is what was normalised.
+// Computes the gradients of a norm over rows. z: the rows that the forward normalised.
 template <bool Centered>
 void norm_gradients(const Scope& scope, const Tensor& dy, const OptionalTensor& dsum, const Tensor& z, const OptionalTensor& given_weight,
                     const OptionalTensor& given_mean, const Tensor& given_rstd, double offset, const NormGradients& out) {

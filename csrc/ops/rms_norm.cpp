@@ -1,10 +1,11 @@
+// The ops rms_norm and add_rms_norm and their backwards.
 #include "checks/norms.h"
 #include "ops/norms.h"
 
 namespace liger::LIGER_BACKEND {
 namespace {
 
-// Both forwards: y and rstd of x, or of x + residual, which goes to `sum`.
+// The forward of both ops: y and rstd of x, or of x + residual, which is stored in `sum`.
 std::tuple<Tensor, Tensor> forward(const Scope& scope, const Tensor& x, const RowsView& rows, const Rows& residual, const MutableRows& sum,
                                    Dtype dtype, const OptionalTensor& given, double eps, double offset, int64_t casting_mode) {
   const OptionalTensor weight = contiguous(scope, given);
@@ -54,7 +55,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_backward_op(OptionalTensor dy, OptionalT
                                                     double offset, bool need_dx, bool need_dweight) {
   const Scope scope("add_rms_norm_backward", sum);
   NormGradients out(scope, sum, weight, {}, cols_of(sum), need_dx, need_dweight, false);
-  if (!dy) {  // Only the sum was used: its gradient passes through unchanged (as a fresh tensor).
+  if (!dy) {  // Only the sum was used: its gradient passes through unchanged, as a new tensor.
     if (need_dx) copy_into(out.dx, *dsum);
     zero({out.dweight});
   } else if (!out.complete(sum)) {

@@ -1,3 +1,4 @@
+// The ops rope and rope_backward.
 #include "kernels/rope.h"
 
 #include "checks/rope.h"
@@ -18,7 +19,7 @@ RopeHeads heads_of(const Tensor& in, const Tensor& out) {
   return {in.data_ptr(), out.data_ptr(), in.size(1), in.stride(0), in.stride(1), in.stride(2), out.stride(0), out.stride(1), out.stride(2)};
 }
 
-// Forward: q and k; backward: their gradients, by the transposed rotation.
+// Rotates q and k or, in the backward, their gradients by the transposed rotation.
 std::tuple<Tensor, Tensor> run(const char* op, Tensor q, OptionalTensor k, Tensor cos, Tensor sin, RopeLayout layout, bool half_tables,
                                bool transpose) {
   const Scope scope(op, q);
@@ -29,7 +30,7 @@ std::tuple<Tensor, Tensor> run(const char* op, Tensor q, OptionalTensor k, Tenso
   q = readable(scope, q);
   if (k) k = readable(scope, *k);
   const auto batch_stride = [](const Tensor& t) { return t.size(0) == 1 ? 0 : t.stride(0); };
-  const bool before = layout != RopeLayout::halves, behind = layout == RopeLayout::interleaved;  // the forward interleaved?
+  const bool before = layout != RopeLayout::halves, behind = layout == RopeLayout::interleaved;  // interleaved: the forward's input; output
   rope({.batch = q.size(0),
         .seq = q.size(2),
         .head_dim = q.size(3),

@@ -5,7 +5,7 @@
 
 namespace liger::LIGER_BACKEND {
 
-// The sum's row, and those behind it in the same memory.
+// The sum from this row on, as far as it lies in the same memory.
 MutableRows RowSum::from(int64_t row) const {
   const bool inside = row < in_memory_;
   return from_row(MutableRows{inside ? memory_ : rest_, cols_, dtype_}, inside ? row : row - in_memory_);
@@ -23,8 +23,9 @@ void RowSum::scale_into(const MutableRows& out, const void* factor, const Rows& 
   scale_rows(in_memory_, rows_ - in_memory_, out, factor, row_scale);
 }
 
-// Rows of wider numbers become rows of narrower ones in the same memory. What the first `done` rows took has room for `ratio` times as
-// many, so that many can be made at a time from then on; the first are made elsewhere.
+// Converts rows to a narrower dtype in the same memory. The memory of the first `done` wide rows has room for `ratio` times as many narrow
+// rows, so each step converts up to done * ratio rows. The first rows would overwrite themselves, so they are converted in other memory and
+// copied back.
 void RowSum::narrow_in_place(const MutableRows& out, const void* factor, const Rows& row_scale) const {
   const auto ratio = int64_t(size_of(dtype_) / size_of(out.dtype));
   int64_t done = std::min(launch::narrowed_elsewhere, in_memory_);

@@ -1,5 +1,5 @@
-// A sum of rows that is wider than what becomes of it: its first rows lie in the memory of that, the others in a rest. Its narrowing
-// begins where it ends, so no more memory than the two is ever taken but for a few rows.
+// Accumulates rows in a wider dtype than their result's: dweight or dx in fp32 for a 16-bit result. The result's memory holds the first
+// rows of the sum, an overflow buffer (`rest`) the others. The conversion is in place: it allocates no more than a few rows.
 #pragma once
 #include <algorithm>
 
@@ -9,17 +9,17 @@ namespace liger::LIGER_BACKEND {
 
 class RowSum {
  public:
-  // in_memory: rows of the sum in `memory`. like: what allocations are made like.
+  // in_memory: the number of rows in `memory`. like: a tensor on the device on which the conversion allocates.
   RowSum(const Scope& scope, int64_t rows, int64_t cols, Dtype dtype, int64_t in_memory, void* memory, void* rest, const Tensor& like)
       : scope_(scope), rows_(rows), cols_(cols), in_memory_(in_memory), dtype_(dtype), memory_(memory), rest_(rest), like_(like) {}
 
-  // f(first, count, sum) of each part of a range of rows that lies in one memory.
+  // Calls f(first, count, sum) for each part of a range of rows that lies in one of the two buffers.
   template <class F> void for_each_part(Range rows, F f) const {
     const int64_t inside = std::clamp(in_memory_ - rows.first, int64_t{0}, rows.count);
     if (inside > 0) f(rows.first, inside, from(rows.first));
     if (inside < rows.count) f(rows.first + inside, rows.count - inside, from(rows.first + inside));
   }
-  // out = the sum * *factor, and each row's row_scale. out: in the sum's memory, or memory apart.
+  // out = sum * *factor * row_scale of each row. out: `memory`, or memory that overlaps neither buffer.
   void scale_into(const MutableRows& out, const void* factor, const Rows& row_scale) const;
 
  private:

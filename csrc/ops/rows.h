@@ -1,4 +1,5 @@
-// Ops of one tensor whose result has its shape and dtype, row by row: forward of x, and backward of dy and the tensor that was kept.
+// Forward and backward of the ops that map each row of one tensor to a row of its length and dtype. The backward reads dy and the saved
+// tensor.
 #pragma once
 #include "ops/tensor.h"
 

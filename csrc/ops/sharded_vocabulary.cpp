@@ -1,10 +1,12 @@
-// The fused loss of a vocabulary that is sharded over processes: what each of them does, between the collectives of
+// The fused loss of a vocabulary that is sharded over processes: the ops that each process runs between the collectives of
 // liger_ext/ops/_sharded_vocabulary.py. Each shard counts as a chunk of the vocabulary (kernels/cross_entropy.h).
-//   statistics   the shard's, of all rows. Its logits are kept where all exist at once and their gradient is wanted, in the matmuls' dtype.
+//   statistics   Computes the shard's statistics, of all rows. Keeps its logits if they exist at once in the matmuls' dtype and their
+//                gradient is requested.
 //   [gather]
-//   losses_      all shards' statistics, merged: the same for each process. Logits that were kept become their gradient.
-//   backward     the shard's dweight and dbias, and its term of dx: from the gradient that was kept, or, chunk by chunk, from logits made
-//                again. A gradient of the entropy needs those, or is mixed into the gradient that was kept, by backward_.
+//   losses_      Merges all shards' statistics into losses, the same in each process. Overwrites kept logits by their gradient.
+//   backward     Computes the shard's dweight and dbias, and its term of dx: from the stored gradient, or from logits that it recomputes
+//                chunk by chunk. For a gradient of the entropy it recomputes the logits.
+//   backward_    The same, with a gradient of the entropy: mixes it into the stored gradient in place.
 //   [sum of dx]
 #include "checks/sharded_vocabulary.h"
 

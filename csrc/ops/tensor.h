@@ -1,5 +1,5 @@
 // Tensors for ops/: allocation, and tensors as rows. Each ops file is compiled once for the CPU library and once for the GPU library, with
-// torch's tensors; those of the fused loss also for the trace (trace/tensor.h), whose tensors have no data.
+// torch's tensors. The files of the fused loss are also compiled for the trace (trace/tensor.h), whose tensors have no data.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -18,7 +18,7 @@ namespace liger::LIGER_BACKEND {
 using OptionalTensor = std::optional<Tensor>;
 using Size = int64_t;  // python/tensor.h has another one, for checks
 
-Dtype dtype_of(const Tensor& t);      // of one that was checked, or allocated here
+Dtype dtype_of(const Tensor& t);      // of a tensor that was checked, or allocated here
 
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like);
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like);
@@ -28,7 +28,8 @@ Tensor allocate_like(const Scope& scope, const Tensor& like);                   
 Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype);
 Tensor allocate_statistics(const Scope& scope, const Tensor& like, Dtype dtype);     // a number for each row, in dtype's accumulator
 Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like);
-// One is overwritten while the other is read. Memory between a tensor's first and last element counts as its own.
+// Throws if the tensors share memory: `written` is overwritten while `read` is read. All memory between a tensor's first and last element
+// counts as its own.
 void require_apart(const Scope& scope, const Tensor& written, const char* name, const Tensor& read, const char* read_name);
 std::vector<int64_t> sizes_of(const Tensor& t);
 
@@ -49,7 +50,7 @@ OptionalTensor contiguous(const Scope& scope, const OptionalTensor& t);
 struct Range {
   int64_t first, count;
 };
-// f(range) for the ranges of `step` that [0, total) consists of; the last one may be shorter. The trace runs equal ranges once for all.
+// Calls f(range) for each range of `step` in [0, total); the last one may be shorter. The trace runs equal ranges once for all.
 template <class F> void for_each_range(const Scope& scope, int64_t total, int64_t step, F f) {
   for (int64_t first = 0; first < total;) {
     const auto repeated = scope.repeated(first, total, step);

@@ -5,7 +5,7 @@
 #include "kernels/device.h"
 #include "kernels/errors.h"
 
-// The shim declares it for builds with a GPU's toolkit alone; it is called in those alone.
+// The shim declares this function for builds with a GPU's toolkit only; the GPU libraries alone call it.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace liger::LIGER_BACKEND {
@@ -39,7 +39,8 @@ int64_t element_bytes(ScalarType type) {
   return type == ScalarType::Double || type == ScalarType::Long ? 8 : type == ScalarType::Float || type == ScalarType::Int ? 4 : 2;
 }
 
-// Too little memory is an error of its own, which callers catch to try again with less. After a failed kernel every allocation fails, too.
+// Out of memory has its own exception type: callers catch it and retry with less. After a failed kernel every allocation fails, too; then
+// the error states the kernel's failure.
 [[noreturn]] void throw_failed_allocation(const char* op, double bytes) {
   std::string cause = torch_said();
   if (cause.empty()) cause = device_failure();
@@ -64,7 +65,7 @@ std::optional<Dtype> kernel_dtype(ScalarType type) {
 ScalarType type_of(const Tensor& t) {
   try {
     return t.scalar_type();
-  } catch (const std::exception&) {  // one that the stable ABI has no name for
+  } catch (const std::exception&) {  // a dtype without a name in the stable ABI
     return ScalarType::Undefined;
   }
 }
@@ -91,7 +92,7 @@ Tensor allocate_strided(const Scope& scope, const std::vector<int64_t>& sizes, c
                                              torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device_type,
                                              like.get_device_index(), &handle);
   if (code != 0) {
-    double elements = 1;  // more than an integer holds, perhaps
+    double elements = 1;  // the product may exceed an integer
     for (size_t i = 0; i < sizes.size(); ++i) elements += double(sizes[i] - 1) * double(strides[i]);
     throw_failed_allocation(scope.op(), elements * double(element_bytes(type)));
   }

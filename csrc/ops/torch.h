@@ -1,5 +1,5 @@
-// Tensors of torch's stable ABI, the device's stream, and allocation: what ops/tensor.h builds on. The only header that joins torch's
-// stable ABI to the backends. trace/tensor.h has the same names for tensors without data.
+// Tensors of torch's stable ABI, the device's stream, and allocation, for ops/tensor.h. This is the only header that joins torch's stable
+// ABI and the backends. trace/tensor.h declares the same names for tensors without data.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -17,11 +17,11 @@ namespace liger::LIGER_BACKEND {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The tensors of this library's dispatch key are on a device with streams.
+// Whether the tensors of this library's dispatch key are on a device with streams.
 constexpr bool has_streams = LIGER_IS_GPU;
 
 const char* dtype_name(ScalarType type);
-ScalarType type_of(const Tensor& t);  // Undefined for one that the stable ABI has no name for
+ScalarType type_of(const Tensor& t);  // Undefined for a dtype without a name in the stable ABI
 ScalarType scalar_type(Dtype dtype);
 std::optional<Dtype> kernel_dtype(ScalarType type);
 bool same_device(const Tensor& t, const Tensor& like);
@@ -34,7 +34,7 @@ class Scope {
   operator Stream() const { return stream_; }
   const char* op() const { return op_; }
 
-  // for_each_range (ops/tensor.h) asks how many equal ranges one call stands for: the trace alone has more than one.
+  // The number of equal ranges for which for_each_range (ops/tensor.h) makes one call: more than one in the trace alone.
   struct Repeated {
     static constexpr int64_t count = 1;
   };
@@ -46,7 +46,8 @@ class Scope {
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// Too little memory becomes OutOfMemory, "CUDA out of memory. liger_ext::<op> tried to allocate N MiB"; another failure says its cause.
+// Throws OutOfMemory, "CUDA out of memory. liger_ext::<op> tried to allocate N MiB", if there is too little memory; any other failure
+// throws with its cause.
 Tensor allocate_strided(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
                         const Tensor& like);
 inline Tensor part_of(Tensor t, int64_t dim, int64_t start, int64_t length) { return torch::stable::narrow(t, dim, start, length); }

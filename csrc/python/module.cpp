@@ -35,7 +35,7 @@ OpBindings::OpBindings(void (*bind)(py::module_&, py::module_&)) { all_bindings(
 
 namespace {
 
-// The dtypes that the GPU library has kernels for, by torch's names.
+// The element size of a dtype that the GPU library has kernels for, by torch's name.
 int bytes_of(const std::string& dtype) {
   static const std::map<std::string, int> sizes{{"float32", 4}, {"bfloat16", 2}, {"float16", 2}};
   const auto found = sizes.find(dtype);
@@ -43,7 +43,7 @@ int bytes_of(const std::string& dtype) {
   return found->second;
 }
 
-// As many times as many where a multiprocessor holds several blocks: there is at least that much room.
+// Stores `blocks` times the counts if a multiprocessor holds `blocks` blocks: at least that many clusters fit.
 void set_clusters(DeviceProfile& device, const std::array<int, 4>& counts) {
   for (int blocks = 1; blocks <= 3; ++blocks)
     for (int i = 0; i < 4; ++i) device.resident_clusters[blocks - 1][i] = blocks * counts[i];
@@ -51,7 +51,7 @@ void set_clusters(DeviceProfile& device, const std::array<int, 4>& counts) {
 
 void bind_profiles(py::module_& m) {
   py::enum_<Vendor>(m, "Vendor").value("nvidia", Vendor::nvidia).value("amd", Vendor::amd).value("host", Vendor::host);
-  py::class_<DeviceProfile>(m, "DeviceProfile", "What a GPU is, as far as a launch plan needs to know.")
+  py::class_<DeviceProfile>(m, "DeviceProfile", "The properties of a GPU that launch plans depend on.")
       .def(py::init<>())
       .def_property_readonly("name", [](const DeviceProfile& d) { return std::string(d.name); })
       .def_property_readonly("architecture", &architecture_text)
@@ -76,10 +76,10 @@ void bind_profiles(py::module_& m) {
           [](const DeviceProfile& d) { return std::vector<int>(std::begin(d.resident_clusters[0]), std::end(d.resident_clusters[0])); },
           [](DeviceProfile& d, const std::array<int, 4>& counts) { set_clusters(d, counts); });
   m.def("profiles", &reference_profiles, "The reference profiles: GPUs that plans are shown and tested for.");
-  m.def("profile", &reference_profile, py::arg("name"), "The reference profile of this name; ValueError lists the names there are.");
+  m.def("profile", &reference_profile, py::arg("name"), "The reference profile of this name; ValueError lists the names.");
 }
 
-// A table as liger_ext_gpu_set_knobs takes it: the bytes of KnobEntry one after another.
+// The table for liger_ext_gpu_set_knobs: the bytes of one KnobEntry after another.
 py::bytes packed(const std::vector<std::tuple<std::string, std::string, int, int64_t, int64_t, std::array<int, 3>, Knobs>>& entries) {
   std::vector<KnobEntry> table;
   const std::vector<std::string> known = planned_ops();
@@ -93,7 +93,7 @@ py::bytes packed(const std::vector<std::tuple<std::string, std::string, int, int
 }
 
 void bind_knobs(py::module_& m) {
-  py::class_<Knobs>(m, "Knobs", "What a measurement may change of a plan (csrc/launch/knobs.h); 0: the planner's own choice.")
+  py::class_<Knobs>(m, "Knobs", "The launch parameters that tuning may change (csrc/launch/knobs.h); 0: the planner's choice.")
       .def(py::init([](int threads, int block, int cluster, int stages, int resident) {
              return Knobs{threads, block, cluster, stages, resident};
            }),
@@ -107,7 +107,8 @@ void bind_knobs(py::module_& m) {
       .def_readonly("resident", &Knobs::resident);
   m.attr("knob_entry_bytes") = sizeof(KnobEntry);
   m.def("pack_knobs", &packed, py::arg("entries"),
-        "As the GPU library takes them: (device name or \"\", an op of plans() or \"every\", elements of an access, rows, cols, (q_heads, "
+        "Packs entries for the GPU library: (device name or \"\", an op of plans() or \"every\", elements of an access, rows, cols, "
+        "(q_heads, "
         "k_heads, rotary_dim), "
         "Knobs).");
   m.def(
@@ -121,7 +122,7 @@ void bind_knobs(py::module_& m) {
         return found;
       },
       py::arg("table"), py::arg("device"), py::arg("kernel"), py::arg("vec"), py::arg("rows"), py::arg("cols"),
-      py::arg("heads") = std::array<int, 3>{}, "What the GPU library would find in this table for a call.");
+      py::arg("heads") = std::array<int, 3>{}, "The knobs that the GPU library would find in this table for a call.");
 }
 
 // The integer template arguments of an instance.
@@ -145,7 +146,7 @@ void bind_launches(py::module_& m) {
       "All instances of every kernel: integer template arguments, launch bound, and whether only CUDA's library has it.");
   py::class_<Launch>(
       m, "NamedLaunch",
-      "A launch that an op makes: the kernel, its integer template arguments, its plan and launch bound, whose knobs it takes.")
+      "A launch of an op: the kernel, its integer template arguments, its plan and launch bound, and the tunable it belongs to.")
       .def_property_readonly("kernel", [](const Launch& made) { return made.kernel->name; })
       .def_property_readonly("instance", [](const Launch& made) { return arguments(made.instance); })
       .def_property_readonly("max_threads", [](const Launch& made) { return made.instance.max_threads; })
@@ -196,7 +197,7 @@ void bind_plans(py::module_& m) {
         py::arg("head_dim"), py::arg("rotary_dim"), py::arg("vec"), py::arg("knobs") = Knobs{});
   m.def("norm_partial_rows", &norm_partial_rows, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("centered"));
   m.def("padded_vocab", &padded_vocab, py::arg("vocab"));
-  py::enum_<Gradients>(m, "Gradients", "The fused loss's ways to the gradients (csrc/ops/fused_linear.h).")
+  py::enum_<Gradients>(m, "Gradients", "The fused loss's strategies for the gradients (csrc/ops/fused_linear.h).")
       .value("none", Gradients::none)
       .value("deferred", Gradients::deferred)
       .value("accumulated", Gradients::accumulated)
@@ -219,7 +220,7 @@ void bind_plans(py::module_& m) {
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
   bind_launches(m);
-  m.def("planned_ops", &planned_ops, "The ops that plans() knows.");
+  m.def("planned_ops", &planned_ops, "The ops that plans() accepts.");
   m.def(
       "plans",
       [](const std::string& op, const DeviceProfile& device, int64_t rows, int64_t cols, const std::string& dtype, bool aligned,
@@ -228,10 +229,10 @@ void bind_plans(py::module_& m) {
       },
       py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(),
       py::arg("aligned") = true, py::arg("contiguous") = true, py::arg("knobs") = Knobs{},
-      "The launches that an op makes on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and "
+      "The launches of an op on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and "
       "head_dim; "
       "fused_linear_cross_entropy: tokens and vocabulary. Further arguments are facts (Fact in csrc/launch/op_plans.h) of the ops. "
-      "ValueError lists the ops, or the facts, there are.");
+      "ValueError lists the ops, or the facts.");
 }
 
 }  // namespace
@@ -241,6 +242,6 @@ PYBIND11_MODULE(_C, m) {
   bind_profiles(m);
   bind_knobs(m);
   bind_plans(m);
-  py::module_ checks = m.def_submodule("checks", "For each op a function of the op's arguments, which raises what the op itself would.");
+  py::module_ checks = m.def_submodule("checks", "For each op, a function of its arguments that raises the op's errors.");
   for (const auto bind : liger::python::all_bindings()) bind(m, checks);
 }

@@ -1,10 +1,10 @@
-// What the files of liger_ext/ops ask C++ of their op: python/ops/<op>.cpp says it.
+// Registers the Python bindings of an op: python/ops/<op>.cpp binds the C++ functions that liger_ext/ops/<op>.py calls.
 #pragma once
 #include "python/tensor.h"
 
 namespace liger::python {
 
-// `m` is the module _C; `checks` has for each op a function of the op's arguments, which raises what the op itself would.
+// `m` is the module _C. `checks` has, for each op, a function of its arguments that raises the op's errors.
 struct OpBindings {
   explicit OpBindings(void (*bind)(py::module_& m, py::module_& checks));
 };

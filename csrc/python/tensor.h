@@ -1,4 +1,5 @@
-// A tensor without data (fake or meta), as csrc/checks ask for its facts: by Python's attributes, since this module knows nothing of torch.
+// Tensors without data (fake or meta) for csrc/checks. Reads sizes, strides, dtype and device by Python's attributes, since this module
+// does not depend on torch.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -14,7 +15,7 @@ namespace liger::python {
 
 namespace py = pybind11;
 
-// An int or a SymInt. Where a graph is made, comparing two may add a guard to it, or raise an error of torch's, which passes through.
+// An int or a SymInt. While a graph is traced, a comparison may add a guard to it, or raise an error of torch, which passes through.
 class Size {
  public:
   Size() = default;
@@ -92,7 +93,7 @@ inline bool takes_float64(const Tensor& t) { return std::string(py::str(t.device
 
 }  // namespace liger::python
 
-// Arguments of functions that Python calls: any object will do, since the op's schema has said what it is.
+// The conversion of arguments of functions that Python calls. It accepts any object, since the op's schema has checked the type.
 namespace pybind11::detail {
 template <class T> struct of_any_object {
   PYBIND11_TYPE_CASTER(T, const_name("Any"));

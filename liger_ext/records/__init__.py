@@ -1,7 +1,7 @@
-"""One record of each op (``Record``): what it means, how exact it is, how it is called and what it costs. The doctor,
-tune, numerics, the tests and the benchmarks go through ``RECORDS``; none of them knows an op by its name.
+"""The table ``RECORDS``: a record (``Record``) of each op with its formula, error bounds, example inputs and costs.
 
-A module of this folder holds the records of a family. A new op needs its module here and nothing else of this package.
+The doctor, tune, numerics, the tests and the benchmarks loop over ``RECORDS`` and contain no op's name. Each module of
+this folder has the records of one family of ops. A new op needs such a module; ``RECORDS`` is built from all of them.
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ def _found() -> dict[str, Record]:
 
 
 RECORDS: dict[str, Record] = _found()
-"""Each op's record by the op's name."""
+"""The records by the ops' names."""

@@ -1,1 +1,2 @@
-"""What AMD's GPUs would run, looked at and executed on machines that have none."""
+"""Tests of the kernels for AMD GPUs on machines without one: inspection of the code objects, and execution in an
+emulator."""

@@ -1,5 +1,5 @@
-// Small kernels in which the lanes of a wave read each other's registers. tests/amd/lanes.py runs them in the emulator and says what each
-// should give.
+// Small kernels in which the lanes of a wave read each other's registers. tests/amd/lanes.py runs them in the emulator and compares them
+// with the expected results.
 #include "gpu/platform.h"
 
 using namespace liger::gpu;
@@ -28,14 +28,14 @@ IN_PLACE(neighbours, "v_mov_b32_dpp %0, %0 row_xmask:5" ALL_ROWS)
 IN_PLACE(rows, "s_mov_b32 s20, 0x76543210\nv_permlanex16_b32 %0, %0, s20, 0xfedcba98")
 #endif
 
-// Every second lane is switched off, and its neighbour wants its value: 0.
+// Every second lane is switched off, and its neighbour reads it: as 0.
 extern "C" __global__ void __launch_bounds__(64) switched_off(const float* in, float* out) {
   float v = in[thread_id()];
   if (thread_id() & 1) v += bit_cast<float>(__builtin_amdgcn_update_dpp(0, bit_cast<int>(v), 0xb1, 0xf, 0xf, true));
   out[thread_id()] = v;
 }
 
-// As kernels reduce over a wave: a sum, a maximum, and a weighted sum, in which every order of the lanes gives another result.
+// The reductions of kernels over a wave: a sum, a maximum, and a weighted sum, in which every order of the lanes gives another result.
 extern "C" __global__ void __launch_bounds__(64) reductions(const float* in, float* out) {
   float sum = in[thread_id()], maximum = sum, weighted = sum;
 #pragma unroll
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(64) reductions(const float* in, flo
   out[128 + thread_id()] = weighted;
 }
 
-// The platform's own, with every mask, known when code is compiled and not.
+// The platform's shfl_xor with every mask, as a compile-time constant and as a run-time value.
 extern "C" __global__ void __launch_bounds__(64) exchanges(const float* in, float* out, int runtime) {
   const float v = in[thread_id()];
   int place = 0;

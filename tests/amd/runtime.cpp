@@ -1,6 +1,5 @@
-// Stands in for the HIP runtime, for hipBLAS and for torch's GPU library, so that the GPU library serves CPU tensors: its checks,
-// plans, arguments and launches are the real ones, and each launch goes to the Python function that executes the code object
-// (tests/amd/device.py).
+// Replaces the HIP runtime, hipBLAS and torch's GPU library, so that the GPU library serves CPU tensors. Its checks, plans, arguments and
+// launches are the real ones. Each launch goes to the Python function that executes the code object (tests/amd/device.py).
 #include <hip/hip_runtime_api.h>
 #include <sys/mman.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -16,8 +15,8 @@
 
 namespace {
 
-// Device memory: shared with the forked process in which a kernel runs, at the end of its pages, with pages that nobody may touch
-// around it, NaNs in it, and a pattern in what the pages have left.
+// Device memory, shared with the forked process in which a kernel runs. It lies at the end of its pages, between two pages without access.
+// It is filled with NaNs, and the rest of its pages with a pattern.
 struct Memory {
   static constexpr size_t page = 4096;
   static constexpr unsigned char pattern = 0xcd;
@@ -67,7 +66,7 @@ struct {
 }  // namespace
 
 // ---------------------------------------------------------------- for Python
-#pragma GCC visibility push(default)  // exports.map says which of these other libraries see
+#pragma GCC visibility push(default)  // exports.map lists the functions that other libraries see
 extern "C" {
 
 void emulated_device(const char* arch, int warp, int multiprocessors, int shared_bytes, Launch launch, Variable variable) {
@@ -148,7 +147,7 @@ hipError_t hipHostGetDevicePointer(void** address, void* host, unsigned) {
 }
 hipError_t hipThreadExchangeStreamCaptureMode(hipStreamCaptureMode*) { return hipSuccess; }
 
-// ---------------------------------------------------------------- torch: the ops ask for a device, and allocate on it
+// ---------------------------------------------------------------- torch: the device of an op, and allocation on it
 AOTITorchError aoti_torch_get_device_index(AtenTensorHandle, int32_t* index) {
   *index = 0;
   return 0;
@@ -172,7 +171,7 @@ AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, cons
       [](void* memory, void*) { emulated_free(memory); }, nullptr);
 }
 
-// ---------------------------------------------------------------- hipBLAS, as csrc/gpu/gemm.cu looks it up
+// ---------------------------------------------------------------- hipBLAS: the functions that csrc/gpu/gemm.cu looks up
 int32_t torch_get_current_cuda_blas_handle(void** handle) {
   static int pointer_mode = 0;
   *handle = &pointer_mode;
@@ -187,7 +186,7 @@ int hipblasSetPointerMode(void* handle, int mode) {
   return 0;
 }
 
-// Column-major, every sum in double: what is tested is what the kernels make of the products.
+// Column-major, every sum in double: the kernels that read the products are tested, not the products.
 int hipblasGemmEx(void*, int transa, int transb, int m, int n, int k, const float* alpha, const void* a, int type, int lda, const void* b,
                   int, int ldb, const float* beta, void* c, int c_type, int ldc, int, int) {
   constexpr int real_f16 = 2, real_bf16 = 14, normal = 111;

@@ -30,7 +30,7 @@ const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::modu
         return std::pair(sizes.memory, sizes.rest);
       },
       py::arg("vocab"), py::arg("hidden"), py::arg("sum"), py::arg("weight"),
-      "The sum of dweight: elements in dweight's memory, and of the rest.");
+      "The sum of dweight: elements in dweight's memory, and in the rest.");
 });
 
 }  // namespace liger::python

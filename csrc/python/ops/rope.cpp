@@ -10,7 +10,7 @@ const OpBindings rope_bindings([](py::module_& m, py::module_& checks) {
       .value("halves", RopeLayout::halves)
       .value("interleaved", RopeLayout::interleaved)
       .value("interleaved_to_halves", RopeLayout::interleaved_to_halves);
-  m.def("rope_keeps_strides", keeps_strides, "Have rope's outputs the strides of this input? Else they are contiguous.");
+  m.def("rope_keeps_strides", keeps_strides, "Whether rope's output has the strides of this input; otherwise it is contiguous.");
 });
 
 }  // namespace liger::python

@@ -6,7 +6,7 @@ namespace liger::python {
 
 const OpBindings sharded_vocabulary_bindings([](py::module_& m, py::module_& checks) {
   using Statistics = CrossEntropyStatistics;
-  py::enum_<Statistics::Slot>(m, "VocabularyStatistics", "What is known of a row's logits in a shard (csrc/kernels/cross_entropy.h).")
+  py::enum_<Statistics::Slot>(m, "VocabularyStatistics", "The statistics of a row's logits in a shard (csrc/kernels/cross_entropy.h).")
       .value("maximum", Statistics::maximum)
       .value("sum", Statistics::sum)
       .value("target", Statistics::target)
@@ -14,7 +14,7 @@ const OpBindings sharded_vocabulary_bindings([](py::module_& m, py::module_& che
       .value("anchor", Statistics::anchor)
       .value("weights", Statistics::weights)
       .value("best", Statistics::best);
-  m.def("statistics_slots", &Statistics::slots_of, py::arg("moments"), "How many numbers a shard has of a row.");
+  m.def("statistics_slots", &Statistics::slots_of, py::arg("moments"), "The number of statistics of a row in a shard.");
   checks.def("vocabulary_shard_statistics", &Named<ShardStatisticsOrder, check_vocabulary_shard_statistics>::run);
   checks.def("vocabulary_shard_losses_", &Named<ShardLossesOrder, check_vocabulary_shard_losses>::run);
   checks.def("vocabulary_shard_backward", &Named<ShardBackwardOrder, check_vocabulary_shard_backward>::run);

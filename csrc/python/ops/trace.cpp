@@ -42,7 +42,7 @@ std::pair<std::vector<MatmulFields>, std::vector<std::pair<std::string, int64_t>
 }  // namespace
 
 const OpBindings trace_bindings([](py::module_& m, py::module_&) {
-  py::class_<Rates>(m, "Rates", "How fast a device is (csrc/launch/rates.h): operations, bytes and seconds.")
+  py::class_<Rates>(m, "Rates", "The speed of a device (csrc/launch/rates.h): operations, bytes and seconds.")
       .def(py::init<>())
       .def_readwrite("matmul_16", &Rates::matmul_16)
       .def_readwrite("matmul_32", &Rates::matmul_32)
@@ -50,16 +50,16 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
       .def_readwrite("launch", &Rates::launch)
       .def_readwrite("fresh", &Rates::fresh)
       .def_readwrite("measured", &Rates::measured);
-  m.def("rates_of", &launch::rates_of, py::arg("gpu").none(true), "The rates of a device, or of the nearest that is known; None: a CPU.");
+  m.def("rates_of", &launch::rates_of, py::arg("gpu").none(true), "The rates of a device, or of the nearest known device; None: a CPU.");
   m.def("matmul_seconds", &trace::matmul_seconds, py::arg("rates"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("operand_bytes"),
         py::arg("result_bytes"), py::arg("accumulates"), "The estimated time of a matmul (csrc/trace/cost.h).");
-  py::class_<LossCall>(m, "LossCall", "A call of the fused loss, as far as its plan depends on it (csrc/trace/fused_loss.h).")
+  py::class_<LossCall>(m, "LossCall", "The properties of a fused loss call that its plan depends on (csrc/trace/fused_loss.h).")
       .def(py::init([](int64_t rows, int64_t hidden, int64_t vocab, const ScalarType& compute, const ScalarType& x,
                        const ScalarType& weight, const std::optional<ScalarType>& bias, const std::optional<ScalarType>& class_weight,
                        const std::optional<ScalarType>& sum, bool dx, bool dweight, bool dbias, bool per_row, bool label_smoothing,
                        bool softcap, bool token_scaling, bool z_loss, bool token_accuracy, bool predicted_tokens, bool moments,
                        bool temperature, bool wide_logits, bool in_place) {
-        // A dtype that no kernel takes: the op raises an error, whatever its plan.
+        // For a dtype that no kernel supports, the op raises an error with any plan.
         const auto known = [](const ScalarType& type) { return kernel_dtype(type).value_or(Dtype::f32); };
         const auto of = [](const std::optional<ScalarType>& type) { return type ? kernel_dtype(*type) : std::optional<Dtype>(); };
         return LossCall{rows,
@@ -90,7 +90,7 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
         "For each plan (gradients, rows, classes): peak bytes beside the arguments, estimated seconds, and the multiplications of all "
         "matmuls.");
   m.def("loss_trace", &lists, py::arg("call"), py::arg("plan"), py::arg("gpu").none(true), py::arg("rates"),
-        "What a plan does, in order: matmuls (m, n, k, added to what is there, how many times), and kernels with how many times.");
+        "The work of a plan, in order: matmuls (m, n, k, whether it accumulates, count), and kernels with their counts.");
 });
 
 }  // namespace liger::python
