@@ -69,8 +69,8 @@ def test_training_step(device):
         batch["num_items_in_batch"] = torch.tensor(19, device=device)
         result = compiled_step(compiled, batch)
         assert_as_good(result, step(stock, batch), step(exact(stock), batch))
-    # Without these lowerings, torch before 2.13 inlines all ops that lead to the loss, which takes forever in a deep
-    # model.
+    # For an op without a lowering, torch before 2.13 writes a log text that spells out all of its inputs, recursively:
+    # for the loss of a deep model this takes forever.
     lowerings = sys.modules["torch._inductor.graph"].lowerings
     assert {torch.ops.liger_ext_models.norm_mlp.default, torch.ops.liger_ext.softmax.default} <= lowerings.keys()
     assert counters["stats"]["unique_graphs"] == 1
