@@ -1,4 +1,4 @@
-"""The page on how a kernel is written: its C++ files compile, as those of relu_squared, which lie beside them, do."""
+"""The page docs/writing_a_kernel.md: its C++ files compile with the options of relu_squared's files next to them."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def test_a_file_compiles(name, tmp_path):
         (tmp_path / path).write_text(text)
     sibling = str(ROOT / name.replace("tanh_rms_norm", "relu_squared"))
     commands = [c["command"] for c in json.loads(COMMANDS.read_text()) if c["file"] == sibling]
-    command = next(c for c in commands if "nvcc" not in c.split()[0])  # a kernel's is the host target's
+    command = next(c for c in commands if "nvcc" not in c.split()[0])  # of a GPU kernel, the host target's command
     arguments = shlex.split(command.replace(sibling, str(tmp_path / name)))
     arguments[arguments.index("-o") + 1] = "/dev/null"
     done = subprocess.run(
