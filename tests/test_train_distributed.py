@@ -147,7 +147,7 @@ def test_random_weights(script, tmp_path):
     said = run_here(script, *options), finish(start(2, *options))
     assert losses(said[0]) == pytest.approx(losses(said[1]), rel=1e-4) and losses(said[0]).keys() == {1, 2, 4, 5}
     assert losses(said[0])[1] == pytest.approx(math.log(1024), rel=0.05)
-    rates = re.findall(r", ([\d,]+) tokens/s, ([\d,]+) per process \(([\d.]+) of one alone\)\n", said[1])
+    rates = re.findall(r", ([\d,]+) tokens/s, ([\d,]+) per process \(([\d.]+) of one process alone\)\n", said[1])
     assert len(rates) == 4
     for rate in rates:
         both, each, share = (float(number.replace(",", "")) for number in rate)
@@ -158,7 +158,7 @@ def test_random_weights(script, tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--batch", "3"], "--batch 3 cannot be shared equally by 2 processes"),
+        (["--batch", "3"], "--batch 3 cannot be divided equally among 2 processes"),
         (["--seq", "99999999"], "one batch of 1 x 99999999 needs"),
         (["--steps", "-4"], "argument --steps: -4 is less than 1"),
         (["--batch", "0"], "argument --batch: 0 is less than 1"),
