@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
         "--save-every", type=at_least(0), default=50, metavar="STEPS",
         help="steps between checkpoints; 0: save neither checkpoints nor the trained model",
     )  # fmt: skip
-    parser.add_argument("--keep", type=at_least(1), default=2, metavar="CHECKPOINTS", help="the number of newest to keep")
+    parser.add_argument("--keep", type=at_least(1), default=2, metavar="CHECKPOINTS", help="number of newest to keep")
     parser.add_argument("--memory", default="auto", choices=("fast", "auto", "low", "min"), help="see the README")
     parser.add_argument("--compile", action="store_true", help="compile each decoder layer with torch.compile")
     parser.add_argument(

@@ -32,7 +32,7 @@ def stock_class(name):
         pytest.skip("a newer transformers has it")
     found = getattr(importlib.import_module(f"{path}.modeling_{folder}"), cls)
     if "Falcon" in name and patch_of(found) is None:
-        pytest.skip("older code, which takes a sequence of one position for none")
+        pytest.skip("older code treats a sequence of one position as no sequence")
     return found
 
 

@@ -28,7 +28,7 @@ from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.patching.calls import is_patch
 
 run = test_trainer.run
-TYPES = "x", "llama"  # an own type; Llama's
+TYPES = "x", "llama"  # a model type of the repository; Llama's
 types = pytest.mark.parametrize("model_type", TYPES)
 PATCHED = {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM"}
 # One change per class that changes the result.

@@ -1,7 +1,9 @@
 """A small selection of tests for compute-sanitizer: every kernel, forward and backward, with small odd and
 vector-aligned shapes; persistent blocks with enough rows to fill their pipeline stages repeatedly, clusters, and
-kernels that work in place. Nothing is compiled. Run ``compute-sanitizer --tool memcheck python -m pytest -m "sanitizer
-and cuda"``, then with ``--tool racecheck``."""
+kernels that work in place. Nothing is compiled.
+
+Run ``compute-sanitizer --tool memcheck python -m pytest -m "sanitizer and cuda"``, then with ``--tool racecheck``.
+"""
 
 import itertools
 

@@ -11,7 +11,7 @@ from ops import EXAMPLES, IDS
 
 from liger_ext.testing import outputs_of
 
-pytestmark = pytest.mark.skipif(host_target(), reason="the host target watches one call at a time")
+pytestmark = pytest.mark.skipif(host_target(), reason="the host target checks one call at a time")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=IDS)

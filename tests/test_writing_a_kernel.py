@@ -20,7 +20,7 @@ def test_the_page_has_the_files_of_an_op():
     assert len(FILES) == 15 and len(COMPILED) == 6
 
 
-@pytest.mark.skipif(not COMMANDS.exists(), reason="`make build` says how files are compiled")
+@pytest.mark.skipif(not COMMANDS.exists(), reason="needs the compile commands of `make build`")
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_file_compiles(name, tmp_path):
     for path, text in FILES.items():
