@@ -1,5 +1,5 @@
-// The kernel instances and launches (launch.h) of the generalised Jensen-Shannon divergence. sum_losses (launch/cross_entropy.h) is the
-// launch of the mean over rows.
+// The kernel instances and launches (launch.h) of the generalised Jensen-Shannon divergence. The forward's kernel stores one divergence per
+// row. A second kernel, SumLosses, computes their mean: sum_losses() in launch/cross_entropy.h returns its launch.
 #pragma once
 #include "launch/launch.h"
 
