@@ -37,8 +37,8 @@ bool hardware_multiplies(Dtype dtype) {
 #if defined(__x86_64__)
   static const auto [bf16, f16] = [] {
     unsigned a, b, c, d;
-    const bool f16 = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 23 & 1);   // AVX512-FP16
-    const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);   // AVX512-BF16; every CPU with AMX has it
+    const bool f16 = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 23 & 1);  // AVX512-FP16
+    const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);  // AVX512-BF16; every CPU with AMX has it
     return std::pair(bf16, f16);
   }();
   if (isa() == Isa::avx512) return dtype == Dtype::bf16 ? bf16 : dtype == Dtype::f16 ? f16 : true;
