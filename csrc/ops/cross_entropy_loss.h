@@ -1,6 +1,6 @@
-// Cross entropy as the Loss of fused_linear.h: computes losses from rows of logits, and overwrites the logits by their gradient. The rows
-// are whole, or come in chunks of the vocabulary. The head's classes may be a shard of a larger vocabulary, which then counts as one of its
-// chunks (sharded_vocabulary.cpp).
+// CrossEntropyLoss: the template argument Loss of fused_linear.h for cross entropy. It computes losses from rows of logits, and overwrites
+// the logits by their gradient. The rows are whole, or come in chunks of the vocabulary. The head's classes may be a shard of a larger
+// vocabulary; the shard then counts as one of that vocabulary's chunks (sharded_vocabulary.cpp).
 #pragma once
 #include "launch/chunks.h"
 #include "ops/head.h"

@@ -1,5 +1,6 @@
-// The language-model head, logits = x @ weight^T + bias, and the gradients of its inputs. These are all matmuls of the fused loss, each for
-// a range of rows and a range of classes. A faster matmul, or one of fewer rows, belongs here.
+// The language-model head, logits = x @ weight^T + bias, and the gradients of x, weight and bias. Each function is a matmul for a range of
+// rows and a range of classes (the bias: a column sum). The fused loss has no other matmuls, so a faster matmul, or a matmul of fewer rows,
+// belongs here.
 #pragma once
 #include "checks/head.h"
 #include "kernels/gemm.h"
