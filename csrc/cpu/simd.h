@@ -11,8 +11,8 @@
 //   columns<A>(cols, f)           calls f(j, n) for each vector of a row. n is Whole, or Part at the end: pass it on to load and
 //                                 store. Lanes past the end are loaded as 0 and not stored
 //   sum_columns<A, N>(cols, f)    N sums at once of the terms[N] that f(j, n, terms) computes; fixed order, in groups
-//   max_columns<A>(cols, f)       likewise; ignores NaN (a sum of exponentials does not)
-//   only(n, v, other)             v in lanes before the end, `other` past it
+//   max_columns<A>(cols, f)       the largest of all f(j, n); ignores NaN (a sum of exponentials does not)
+//   only(n, v, other)             v in lanes before the end of the row, `other` in lanes past it
 //   round_to(out, v), round_as<T>(v)   v after a store to `out` (as T) and a load
 //   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp, sqrt
 //   dispatch(dtype, f)            calls f(T{}); accumulator_of<T> is its A

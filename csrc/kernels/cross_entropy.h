@@ -130,8 +130,9 @@ struct CrossEntropyInPlace {
   MutableRows gradient() const { return {const_cast<void*>(row.logits.data), row.logits.stride, row.logits.dtype}; }
 };
 
-// The same for rows that lie in several matrices, each with the logits of a range of classes, in the order of the classes. `first`, a
-// multiple of 64, is a matrix's first class. Unlike CrossEntropyInPlace, it supports temperatures and moments.
+// CrossEntropyInChunks: as CrossEntropyInPlace, for rows that lie in several matrices. Each matrix has the logits of a range of classes;
+// the matrices are in the order of the classes. `first`, a multiple of 64, is a matrix's first class. Unlike CrossEntropyInPlace, it
+// supports temperatures and moments.
 struct LogitsChunk {
   int64_t first;
   MutableRows logits;

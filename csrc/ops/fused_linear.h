@@ -63,7 +63,7 @@ class ChunkBuffer {
   ChunkBuffer(const Head& head, const Schedule& schedule, bool gradient, const OptionalTensor& saved = {});
 
   MutableRows logits() const { return mutable_rows(logits_); }
-  // The gradient of the logits, after the loss has overwritten them by it.
+  // The gradient of the logits. The loss must have overwritten the logits by it.
   Rows gradient(Range rows, Range classes) const;
 
  private:
@@ -111,7 +111,8 @@ RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest);
 class GradientSums {
  public:
   GradientSums(const Head& head, const Schedule& schedule, const Tensor& dweight);
-  // Adds the contribution of a chunk of rows, or of rows and classes. x: the chunk's; row_scale: of the rows of dbias, or none.
+  // Adds the contribution of a chunk of rows, or of rows and classes. x: the chunk's rows of x. row_scale: the factor of each row in dbias,
+  // or none.
   void add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const;
 
   Tensor dx, dweight, rest, dbias;

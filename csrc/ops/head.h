@@ -25,7 +25,7 @@ class Head {
 
   // out: in logits_dtype.
   void logits(Range rows, Range classes, const MutableRows& out) const;
-  // The gradients of the inputs from the gradient of such logits, times *alpha (1 if null), added to the output if `accumulate`:
+  // The gradients of the inputs from the gradient of these logits, times *alpha (1 if null), added to the output if `accumulate`:
   //   dx[rows] = gradient @ weight[classes],  dweight[classes] = gradient^T @ x,  dbias[classes] = column sums of row_scale * gradient.
   void input_gradient(Range rows, Range classes, const Rows& gradient, const MutableRows& dx, const void* alpha, bool accumulate) const;
   void weight_gradient(Range classes, int64_t rows, const Rows& gradient, const Rows& x, const MutableRows& dweight, const void* alpha,
