@@ -15,9 +15,9 @@
 //   only(n, v, other)             v in lanes before the end of the row, `other` in lanes past it
 //   round_to(out, v), round_as<T>(v)   v after a store to `out` (as T) and a load
 //   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp, sqrt
-//   dispatch(dtype, f)            calls f(T{}); accumulator_of<T> is its A
+//   dispatch(dtype, f)            calls f(T{}); accumulator_of<T> is the compute type A of T
 //   dispatch_same({dtypes…}, f)   calls f(T{}, A{}), with T = any when the dtypes differ
-//   with_param<T>(vector, fill, f)   calls f(In<…>) for a parameter of dtype T, of another one, or absent (all `fill`)
+//   with_param<T>(vector, fill, f)   calls f(In<…>) for a parameter of dtype T or another dtype, or absent (all `fill`)
 //   streams(out, rows, cols)      whether stores to `out` should bypass the caches. Pass it to row<T>(out, i, …), and end the
 //                                 kernel with stream_fence()
 //   prefetch(in, j)               prefetches the cache line of element j

@@ -319,7 +319,7 @@ template <class T> constexpr bool fits(const launch::Instance& of) {
   return (of.vec == 1 || of.vec * int(sizeof(T)) == 16) && (may_have_clusters || !of.ahead);
 }
 
-// How an elementwise op may access rows of one dtype: the elements per access, and whether there are no gaps between rows.
+// The access of an elementwise op to rows of one dtype: the elements per access, and `contiguous`, true if there are no gaps between rows.
 struct Elementwise {
   int vec;
   bool contiguous;

@@ -143,8 +143,8 @@ inline OverlaidLayout best_overlaid_layout(int64_t rows, int64_t room, int64_t h
   return best;
 }
 
-// How many numbers the forward saves for gradients that the backward recomputes. Per row: the log-sum-exp in two parts, and, for token
-// scaling, the probability of the target.
+// The number of values that the forward saves for gradients that the backward recomputes. Per row: the log-sum-exp in two parts, and, for
+// token scaling, the probability of the target.
 template <class Size> Size kept_for_gradients(const Size& rows, bool token_scaling) { return rows * Size(token_scaling ? 3 : 2); }
 
 // The number of rows of the sum of dx (dtype of the accumulator) that the memory of dx holds; 0 if dx is narrower than the sum and the

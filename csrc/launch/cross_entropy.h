@@ -9,7 +9,7 @@ namespace liger::launch {
 constexpr int logits_threads = 512;  // the most threads of a block that processes rows of logits
 constexpr int logits_row_threads = 128;  // threads of a block that has a single row, if there are enough rows to fill the device
 
-// How many vectors a thread loads before it uses the first one: logits_in_flight in kernels over rows (fewer if options need the
+// The number of vectors that a thread loads before it uses the first one: logits_in_flight in kernels over rows (fewer if options need the
 // registers), logit_tile_k in the backward's tiles.
 constexpr int logits_in_flight(bool full) { return full ? 2 : 4; }
 constexpr int logit_tile_k(int vec) { return vec == 1 ? 2 : 4; }

@@ -28,8 +28,8 @@ inline constexpr Kernel group_norm_backward_sums("GroupNormBackwardSums", Instan
 inline constexpr Kernel group_norm_backward_apply("GroupNormBackwardApply", Instance{independent_threads, 1},
                                                   Instance{independent_threads, wide});
 
-// How a long row is cut: into spans of `span` elements (one or several whole channels; in the forward the whole row), and each span into
-// parts of `part` elements. A block processes one part. The last span of a row and the last part of a span may be shorter.
+// The division of a long row: into spans of `span` elements (one or several whole channels; in the forward the whole row), and each span
+// into parts of `part` elements. A block processes one part. The last span of a row and the last part of a span may be shorter.
 struct RowParts {
   int64_t span = 1, part = 1;
   int64_t per_span = 1, per_row = 1;  // number of parts

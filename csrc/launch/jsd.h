@@ -5,8 +5,8 @@
 
 namespace liger::launch {
 
-// How many vectors of each of the two inputs a thread loads before it uses the first one: jsd_in_flight in the kernel over rows, jsd_tile_k
-// in the backward's tiles.
+// The number of vectors of each of the two inputs that a thread loads before it uses the first one: jsd_in_flight in the kernel over rows,
+// jsd_tile_k in the backward's tiles.
 constexpr int jsd_in_flight = 2, jsd_tile_k = 2;
 
 inline constexpr Kernel jsd_forward_kernel("JsdForwardKernel", Instance{512, 1}, Instance{512, wide});

@@ -36,7 +36,7 @@ struct Buffer {
   Dimension dimensions[3] = {};
   int64_t element = 1;  // bytes
   int64_t row = 0;  // bytes from a row to the next, for messages; 0: no rows
-  int64_t each = 0;  // elements of it per element of the rows x columns of a launch that touches it; 0: not compared
+  int64_t each = 0;  // elements of the buffer per element of a launch's rows x columns; 0: not compared
   std::function<bool(int64_t offset)> optional = nullptr;  // returns whether these bytes may stay untouched; null: none may
 
   bool empty() const;
