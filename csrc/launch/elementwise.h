@@ -1,5 +1,5 @@
-// The launches (launch.h) of elementwise work on rows, and the kernel instances and launches of the fused loss's small passes, of column
-// sums and of copies. `vec`: elements per access.
+// The launches (launch.h) of elementwise work on rows, and the kernel instances and launches of three kinds of kernels: the fused loss's
+// small passes (kernels/elementwise.h), column sums, and copies. `vec`: elements per access.
 #pragma once
 #include "launch/launch.h"
 
