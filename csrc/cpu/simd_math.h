@@ -1,7 +1,9 @@
 // Elementary functions on vec<A>; part of cpu/simd.h, which includes this file. fp32 uses polynomials that were fitted for a small relative
-// error. The largest errors over dense sweeps, in ulp: exp 1.0 (subnormal results 0.8); tanh 1.3; normal_cdf 1.3 for x >= 0, 3.1 in [-1,
-// 0], 7.5 in [-3, -1], 12 in [-5, -3]. Below -5 the error of normal_cdf grows with x^2, to about 70 ulp near -12. fp64 calls the C library for
-// each lane.
+// error. The largest errors over dense sweeps, in ulp:
+//   exp          1.0 (subnormal results 0.8)
+//   tanh         1.3
+//   normal_cdf   1.3 for x >= 0, 3.1 in [-1, 0], 7.5 in [-3, -1], 12 in [-5, -3]; below -5 it grows with x^2, to about 70 near -12
+// fp64 calls the C library for each lane.
 #pragma once
 
 namespace liger::cpu::LIGER_ISA {
