@@ -1,4 +1,5 @@
-"""Tests of what each benchmark suite prints, writes and draws, on shapes too small for a measurement."""
+"""Tests of the benchmark suites, on shapes too small for a measurement: the tables that they print, the files and plots
+that they write, providers that fail or are wrong, and the ratios and predictions that tables contain."""
 
 import functools
 import importlib

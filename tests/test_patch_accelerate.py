@@ -1,4 +1,6 @@
-"""Patching with accelerate, which every Trainer uses: accelerate wraps a model's forward with its own functions."""
+"""Tests of patches together with accelerate, which every Trainer uses. accelerate wraps the `forward` of a model, for
+mixed precision and for the placement on devices. Before or after such a wrapper, a patch must take effect, the wrapper
+must keep its effect, and the revert must restore the results. A wrapper that cannot be followed prevents the patch."""
 
 import copy
 

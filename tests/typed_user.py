@@ -1,4 +1,6 @@
-"""Correct and wrong user code, which `make lint` checks with mypy --strict; it is never executed."""
+"""A user's code for mypy --strict, which `make lint` runs; it is never executed. mypy must accept every function except
+`mistakes`, and infer the types in `assert_type`. In `mistakes` it must find a type error in every line that has an
+ignore comment."""
 
 import torch
 from torch import Tensor, nn

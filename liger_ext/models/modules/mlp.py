@@ -1,4 +1,6 @@
-"""Mixins for feed-forward layers: the module's activation selects the op that computes the last projection's input."""
+"""Mixins for feed-forward layers. Most have a gate: `down(act(gate(x)) * up(x))`. One of our ops computes the input of
+the last projection, `down`; the class of the module's activation selects the op. With an activation that has no op, the
+module runs transformers' code."""
 
 import math
 import types
