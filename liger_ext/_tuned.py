@@ -140,7 +140,8 @@ _in_use = b""
 
 
 def install(table: bytes) -> None:
-    """Installs a table of ``pack``: the library then reads its plans' knobs from it instead of an earlier table."""
+    """Installs a table that ``pack`` returned, in place of an earlier one: the library then reads the knobs of its
+    launch plans from this table."""
     global _in_use
     library = _load.gpu_kernels()
     if library is None:
@@ -159,8 +160,8 @@ def in_use() -> int:
 
 @contextlib.contextmanager
 def forced(**knobs: int) -> Iterator[None]:
-    """Plans every launch in this context with these knobs of ``_C.Knobs``, whatever its shape; without knobs, every
-    launch has its built-in plan. The previous table is restored at the end."""
+    """Returns a context in which every launch is planned with these knobs of ``_C.Knobs``, whatever its shape; without
+    knobs, every launch has its built-in plan. The previous table is restored at the end."""
     before = _in_use
     install(_C.pack_knobs([("", "every", 1, 1, 1, (0, 0, 0), _C.Knobs(**knobs))]))
     try:

@@ -1,10 +1,11 @@
 """The functions `apply_liger_kernel_to_<model_type>`, which patch a model's modules by the code of their classes.
 
 Most families' norms, MLPs, decoder layers, heads and rotary embeddings run the same code as Llama's, which transformers
-copies from class to class. Recognition reads the text of a class's `forward`, and of the functions that this calls in
-its class or module. If the code is known, a subclass with our `forward` replaces the class; it has the same mixin as
-Llama's patch. A class with unknown code stays unpatched, and a warning names it. So a family of known code needs no
-line here. `liger_ext.models.model_types` lists the model types that have their own function, with its arguments.
+copies from class to class. Recognition reads the text of a class's `forward`, and of the functions that this `forward`
+calls in its class or module. If the code is known, a subclass with our `forward` replaces the class. The subclass
+inherits that `forward` from the same mixin as Llama's patch. A class with unknown code stays unpatched, and a warning
+names it. So a family of known code needs no line here. `liger_ext.models.model_types` lists the model types that have
+their own function, with the arguments of each function.
 """
 
 import importlib
