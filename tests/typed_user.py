@@ -77,7 +77,7 @@ def train(name: str) -> None:
 
 
 def mistakes(x: Tensor, model: nn.Module, handle: PatchHandle) -> int:
-    """Each line must be a type error: mypy reports an ignore comment without an error."""
+    """Each line with an ignore comment must be a type error: otherwise mypy reports that the comment is unused."""
     apply_liger_kernel_to_gemma2(swiglu=True)  # type: ignore[call-arg]
     apply_liger_kernel_to_instance(model, rope=x)  # type: ignore[arg-type]
     LF.rms_norm(x, x, epsilon=1e-6)  # type: ignore[call-arg]

@@ -167,7 +167,8 @@ class VectorScaledMLP(MLP):
 
 
 class Clamps:
-    """Clamps gate and up before the gated activation, by torch's own op. The attributes hold names of the module's."""
+    """Clamps gate and up before the gated activation, by torch's own op. The attributes in capitals hold names of the
+    module's attributes."""
 
     LIMIT = "limit"  # bounds the gate from above, and up from both sides
     ALPHA: str | None = None  # if set, the gate's SiLU is x * sigmoid(alpha * x), and up is shifted by 1

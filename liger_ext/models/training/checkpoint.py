@@ -60,7 +60,7 @@ def counting_runs(
 
 
 def run_of(layer: nn.Module) -> int:
-    """Returns the number of the current run, 1, 2, ...: 0 outside a checkpoint of exactly this layer, and in graphs of
-    torch.compile, which are the same in each run."""
+    """Returns the number of the current run, 1, 2, ... Returns 0 outside a checkpoint of exactly this layer, and in a
+    graph of torch.compile, because every run executes the same graph."""
     region = None if torch.compiler.is_compiling() else _current.get()
     return region.runs if region is not None and region.layer is layer else 0
