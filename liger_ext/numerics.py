@@ -1,13 +1,14 @@
-"""Measures error / bound of every op in every dtype on a platform as JSON lines, and joins them to a Markdown table.
+"""Measures error / bound of every op in every dtype on a platform, and joins platforms' results in a Markdown table.
 
     python -m liger_ext.numerics measure                          this CPU, once for each of its instruction sets
     python -m liger_ext.numerics measure --device cuda --platform "H200"
-    LIGER_EXT_LIB=liger_ext/lib/host python -m liger_ext.numerics measure --small    GPU kernels on the host, both warps
+    LIGER_EXT_LIB=liger_ext/lib/host python -m liger_ext.numerics measure --small    GPU kernels, run on this CPU
     python tests/amd/run.py --all --json amd.jsonl                GPU kernels in an emulator of AMD's instructions
-    python -m liger_ext.numerics join docs/numerics.jsonl h200.jsonl amd.jsonl       into the file, and its page
+    python -m liger_ext.numerics join docs/numerics.jsonl h200.jsonl amd.jsonl       adds the last two to the first
 
-A line has "platform", "op" and "dtype"; "what", the result (an output, or a gradient) that came closest to its bound;
-"share", its error / bound; and "results", the number of compared results. ``bounds.py`` defines the bound.
+``measure`` prints JSON lines. A line has "platform", "op" and "dtype"; "what", the result (an output, or a gradient)
+that came closest to its bound; "share", that result's error / bound (at most 1 is right); and "results", the number of
+compared results. ``bounds.py`` defines the bound. ``join`` also writes the table, as the file's name with .md.
 """
 
 from __future__ import annotations
