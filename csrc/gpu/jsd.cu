@@ -2,9 +2,9 @@
 // row's divergence, which is a sum over columns; the backward stores the gradient of the student's log-probabilities. kernels/jsd.h has the
 // formulas.
 //
-// Memory bandwidth bounds both kernels, with instructions close behind: each element takes three exponentials or logarithms. Between
-// forward and backward only the inputs and a few counts are saved. A tensor of terms, as large as an input, would take longer to write and
-// read than the backward takes to compute the terms again.
+// Memory bandwidth bounds both kernels, with instructions close behind: for 0 < beta < 1 each element takes three exponentials or
+// logarithms. Between forward and backward only the inputs and a few counts are saved. A tensor of terms, as large as an input, would take
+// longer to write and read than the backward takes to compute the terms again.
 //
 // Forward: reads the student's and the teacher's rows once. A thread group of at most one block processes a row in vectors of 16 bytes.
 // Backward: reads both again and writes the gradient, in tiles (tiles.h). A tile is a part of one row, or of each of several short rows,

@@ -2,8 +2,9 @@
 SimPO, ORPO, KTO.
 
 The log-probability of an answer is the sum over its tokens (``answer_log_probs``). A pair is a chosen and a rejected
-answer to the same prompt. Every function returns one loss for each pair (KTO: for each answer), so that a caller can
-weight them; ``.mean()`` is the objective that the papers minimise. In all formulas, s is the sigmoid.
+answer to the same prompt. Every loss function returns one loss for each pair (KTO: for each answer), so that a caller
+can weight them. The papers minimise the mean; those of CPO and ORPO add the negative log-likelihood of the chosen
+answer, which is no part of these functions. In all formulas, s is the sigmoid.
 """
 
 from __future__ import annotations
