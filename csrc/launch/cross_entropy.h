@@ -1,4 +1,5 @@
-// The kernel instances and launches (launch.h) of cross entropy, and of the fused loss's kernels for rows of logits.
+// Lists the kernel instances of cross entropy and of the fused loss's kernels for rows of logits, and plans their launches, which
+// csrc/gpu executes (launch.h).
 #pragma once
 #include <optional>
 

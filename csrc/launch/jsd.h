@@ -1,5 +1,6 @@
-// The kernel instances and launches (launch.h) of the generalised Jensen-Shannon divergence. The forward's kernel stores one divergence per
-// row. A second kernel, SumLosses, computes their mean: sum_losses() in launch/cross_entropy.h returns its launch.
+// Lists the kernel instances of the generalised Jensen-Shannon divergence, and plans their launches, which csrc/gpu executes (launch.h).
+// The forward's kernel stores one divergence per row. A second kernel, SumLosses, computes their mean: sum_losses() in
+// launch/cross_entropy.h returns its launch.
 #pragma once
 #include "launch/launch.h"
 

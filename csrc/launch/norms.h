@@ -1,5 +1,5 @@
-// The kernel instances and launches (launch.h) of RMSNorm, add+RMSNorm and LayerNorm. `vec`: elements per access; 1 where rows are not
-// aligned to 16 bytes.
+// Lists the kernel instances of RMSNorm, add+RMSNorm and LayerNorm, and plans their launches, which csrc/gpu executes (launch.h). `vec`:
+// elements per access; 1 where rows are not aligned to 16 bytes.
 #pragma once
 #include "launch/launch.h"
 
