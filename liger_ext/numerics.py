@@ -42,15 +42,17 @@ INTRODUCTION = """\
 # Numerics: one bound for every platform
 
 `liger_ext/bounds.py` defines how far each result may be from float64: half an ulp of its dtype, plus the counted
-roundings of the arithmetic. The bound is the same on every platform. The table shows the largest error / bound of all
-outputs and gradients of an op, and the result that has it; 1 is the limit. In bfloat16 and float16 the one rounding at
-the store is nearly all of the error, so a correct implementation has values just under 1. In float32 the bound allows
-sums in any order, and in the fused loss the rounding of 16-bit logits.
+roundings of the arithmetic. The bound is the same on every platform. A cell shows the largest error of all outputs and
+gradients of an op, divided by its bound, and the result with this error (`dx` is the gradient of `x`). Lower is better,
+and 1 is the limit. In bfloat16 and float16 the one rounding at the store is nearly all of the error, so a correct
+implementation has values just under 1. In float32 the bound allows sums in any order, and in the fused loss the
+rounding of 16-bit logits, so values are lower.
 
 `python -m liger_ext.numerics` writes this page: `measure` runs on each machine, and `join` merges its lines with
-`numerics.jsonl`. The host columns are the GPU's kernels in lockstep warps of 32 and 64 lanes on a CPU, at fewer long
-rows (`measure --small`). The gfx columns are AMD's code objects in an instruction emulator
-(`tests/amd/run.py --all`), at the shapes of `tests/kernel_cases.py`.
+`numerics.jsonl`. The CPU columns are of the kernels for three instruction sets. The host columns are of the GPU kernels
+compiled for a CPU, in lockstep warps of 32 and 64 lanes, at fewer long rows (`measure --small`). The gfx columns are of
+AMD's code objects in an instruction emulator (`tests/amd/run.py --all`), at the shapes of `tests/kernel_cases.py`. The
+column "generic PTX" is of a CUDA library that contains only PTX, which the driver compiles.
 """
 
 
