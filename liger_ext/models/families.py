@@ -67,8 +67,8 @@ def apply_liger_kernel_to_llama(
             already patched model keeps its level, others get `"auto"`. `"fast"`: saves the tensors that transformers'
             modules save. `"auto"`: recomputes the norms' outputs and silu(gate) * up, which cost little; the fused loss
             uses the same level (`fused_linear_cross_entropy`). `"low"`: also recomputes the outputs of gate and up, by
-            a second run of their matmuls. `"min"`: as `"low"`, and with gradient checkpointing (transformers 4.53 on) the
-            layers' inputs wait in pinned host memory, which must be large enough. The results are the same at each
+            a second run of their matmuls. `"min"`: as `"low"`, and with gradient checkpointing (transformers 4.53 on)
+            the layers' inputs wait in pinned host memory, which must be large enough. The results are the same at each
             level. A level changes the layers only with `fused_add_rms_norm`: the MLP's saved tensors if `swiglu` is
             also True, the attention's if `rope` is. The argument `memory` of a model's forward sets the level of the
             loss only.
